@@ -1,0 +1,1 @@
+"""What callers of rollout workers use: today the control-port client, later the trainer's SDK."""

@@ -1,0 +1,255 @@
+"""The contract between the worker and an inference engine.
+
+The worker (`service.py`) owns everything a trainer can see: lifecycle, holds, admission, version
+floors, in-flight policies, authentication. An engine owns the model: it makes tokens, stamps each
+with the weights that made it, and swaps weights at a step boundary. An adapter for another engine
+implements `Engine` and is added to `engines/__init__.py`; nothing else changes.
+
+All methods are called from one asyncio loop; none may block it. Unless said otherwise a method is
+idempotent and safe to call concurrently with running generations.
+
+Errors::
+
+    EngineError
+    ├── InvalidRequest        the engine can't do what the request asks (a 4xx that names the field)
+    ├── WeightsRejected       bytes that don't fit the model; names the tensor (old weights serve)
+    └── EngineCrashed         the engine is dead or in an unknown state; only a restart helps
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from .schemas import (
+    AbortReason,
+    Capabilities,
+    LogprobsOf,
+    MemoryTag,
+    Progress,
+    Resident,
+    SamplingParams,
+    StopMatch,
+    StopReason,
+    WeightsId,
+    WeightsSource,
+    WeightsSpan,
+)
+
+
+class EngineError(Exception):
+    """Base of everything an engine raises on purpose."""
+
+
+class InvalidRequest(EngineError):
+    """The request can't be served as asked; `field` is its path, the text says what to change."""
+
+    def __init__(self, field_path: str, detail: str, *, status: Literal[413, 422] = 422) -> None:
+        super().__init__(detail)
+        self.field = field_path
+        self.status = status
+
+
+class WeightsRejected(EngineError):
+    """The staged bytes are not weights of this model; `tensor` is the first offender, if one."""
+
+    def __init__(self, detail: str, *, tensor: str | None = None) -> None:
+        super().__init__(detail)
+        self.tensor = tensor
+
+
+class EngineCrashed(EngineError):
+    """The engine can't go on; every running request ends as aborted with reason `engine`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One output to generate. The service expands `n` into single requests with derived seeds.
+
+    `token_ids`: [P] prompt. `logprobs`: which kind to record, None for none.
+    `max_tokens` of `sampling` is already resolved: prompt + max_tokens fit the model's length.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    logprobs: LogprobsOf | None
+    priority: int = 0
+    cache_salt: str | None = None
+    session_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDelta:
+    """New tokens of one output; the last one of an output carries `stop_reason`.
+
+    `token_ids`: [d], may be empty in the last delta; `logprobs`: [d] natural logs when asked for;
+    `spans` count from the output's first token and cover exactly this delta.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    spans: tuple[WeightsSpan, ...]
+    stop_reason: StopReason | None = None
+    stop_match: StopMatch | None = None
+    abort_reason: AbortReason | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is once its model is loaded. `eos_token_ids` come of generation_config."""
+
+    engine: str
+    engine_version: str
+    model: str
+    max_length: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    root_hash: str
+    """Content hash of the checkpoint, as `weights.py` computes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedInfo:
+    """Result of a finished stage."""
+
+    root_hash: str
+    bytes_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A moment's counts: requests started, requests not started yet, memory of the engine."""
+
+    running: int
+    queued: int
+    resident: Resident
+    resident_bytes: Mapping[MemoryTag, int] = field(default_factory=dict)
+
+
+StageProgress = Callable[[int, int], None]
+"""Called with (bytes_done, bytes_total); may be called from any thread."""
+
+KvPolicy = Literal["keep", "recompute"]
+
+
+class Engine(Protocol):
+    """One inference engine inside one worker."""
+
+    capabilities: Capabilities
+
+    async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
+        """Load the model and begin stepping; once. Tokens are stamped (0, 0) until a commit.
+
+        Raises:
+            EngineError: the model can't be served; the text says why and what to change.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Abort what runs (reason `engine`), free everything, leave no process behind."""
+        ...
+
+    def validate(self, request: EngineRequest) -> None:
+        """Refuse what this engine can't do before anything is queued.
+
+        Raises:
+            InvalidRequest: names the field and the fix.
+        """
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        """Queue one output and yield its deltas; ends after the delta with a `stop_reason`.
+
+        Closing the iterator early aborts the request. A request keeps its place in the queue
+        through pauses and commits.
+
+        Raises:
+            EngineCrashed: the engine died; what was yielded before stands.
+        """
+        ...
+
+    async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
+        """End these requests (None: all, queued ones too) with their partial output.
+
+        Returns the ids that were known. Their iterators end with `aborted` and `reason`, also
+        while the engine is paused.
+        """
+        ...
+
+    async def hold_admission(self) -> None:
+        """Start no queued request any more; those that run go on. Undone by `resume`."""
+        ...
+
+    async def pause(self) -> None:
+        """Return once no step runs and none will begin; KV and queue are kept."""
+        ...
+
+    async def resume(self) -> None:
+        """Undo `pause` and `hold_admission`."""
+        ...
+
+    async def stage(
+        self, identity: WeightsId, source: WeightsSource, progress: StageProgress
+    ) -> StagedInfo:
+        """Read and verify `source` into a second buffer while the old weights serve.
+
+        One slot: a new stage drops the former one. Cancelling drops what was staged.
+
+        Raises:
+            WeightsRejected: a missing, unexpected or ill-shaped tensor, or a wrong hash.
+        """
+        ...
+
+    async def commit(self, identity: WeightsId, kv: KvPolicy) -> None:
+        """Make the staged `identity` the active one; label and weights flip together.
+
+        Called while paused. `keep`: running requests go on with their KV and later tokens are
+        `stale_kv`; `recompute`: their prefix is prefilled again with the new weights.
+
+        Raises:
+            WeightsRejected: nothing staged under that identity; the old weights serve.
+        """
+        ...
+
+    async def discard(self) -> None:
+        """Drop the staged weights, if any."""
+        ...
+
+    async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
+        """Give memory back; called while paused and with nothing running if `weights` is meant.
+
+        Level 1 keeps the weights' values elsewhere, level 2 drops them. Running requests that
+        lose their KV are prefilled again after waking.
+        """
+        ...
+
+    async def wake(self, tags: Collection[MemoryTag], source: WeightsSource) -> None:
+        """Take memory back. `source` is that of the active weights, used after level 2.
+
+        Does not resume. Raises WeightsRejected if `source` no longer holds the active weights.
+        """
+        ...
+
+    async def reset_cache(self) -> None:
+        """Forget reusable prefixes; running requests are unaffected."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot; cheap."""
+        ...
+
+    def alive(self) -> str | None:
+        """Return None while the engine makes progress or idles, else what is wrong."""
+        ...
+
+    def metrics(self) -> str:
+        """Return the engine's own metrics in the Prometheus text format, under its own names."""
+        ...
+
+    def decode(self, token_ids: Collection[int]) -> str:
+        """Text of token ids; for stop strings, logs and the OpenAI routes."""
+        ...
