@@ -335,6 +335,9 @@ class WeightsState(Wire):
     required: WeightsId | None = Field(
         default=None, description="Floor of `POST /v1/require`; None: none arrived in this process."
     )
+    fence_epoch: Identity = Field(
+        default=0, description="Stage and commit of lower epochs are refused (`stale-epoch`)."
+    )
     commit_seq: int = 0
 
 
@@ -476,10 +479,16 @@ class DiscardRequest(Wire):
 
 
 class RequireRequest(Wire):
-    """Body of `POST /v1/require`: lifts the fence and sets the floor of admission."""
+    """Body of `POST /v1/require`: lifts the fence, raises the epoch and the floor of admission.
+
+    Stage and commit of an epoch below `epoch` are refused from then on (`stale-epoch`). With
+    `min_version` the worker serves only at or above (epoch, min_version). Without it the floor and
+    the fence of a fresh process stay as they are: the operator shuts out a dead trainer that way
+    while the old weights go on serving.
+    """
 
     epoch: Identity
-    min_version: Identity
+    min_version: Identity | None = None
 
 
 Json = dict[str, Any]
