@@ -85,7 +85,8 @@ class EngineDelta:
     """New tokens of one output; the last one of an output carries `stop_reason`.
 
     `token_ids`: [d], may be empty in the last delta; `logprobs`: [d] natural logs when asked for;
-    `spans` count from the output's first token and cover exactly this delta.
+    `spans` count from the output's first token and cover exactly this delta. `queued_seconds`:
+    what the request waited in the engine before its first step, the same in every delta.
     """
 
     token_ids: tuple[int, ...]
@@ -96,6 +97,7 @@ class EngineDelta:
     abort_reason: AbortReason | None = None
     cached_tokens: int = 0
     preemptions: int = 0
+    queued_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +124,16 @@ class StagedInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A moment's counts: requests started, requests not started yet, memory of the engine."""
+    """A moment's counts: requests started, requests not started yet, memory of the engine.
+
+    `running_ids` names those started, so that a commit ends them and leaves the queue alone.
+    """
 
     running: int
     queued: int
     resident: Resident
     resident_bytes: Mapping[MemoryTag, int] = field(default_factory=dict)
+    running_ids: frozenset[str] = frozenset()
 
 
 StageProgress = Callable[[int, int], None]
