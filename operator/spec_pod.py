@@ -1,0 +1,293 @@
+"""The part of the spec that describes pods: environment, resources and the pod template overlay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from .names import GROUP, LABEL_INSTANCE, LABEL_MANAGED_BY, LABEL_NAME
+from .schema import (
+    ATOMIC_LIST,
+    ATOMIC_MAP,
+    INT32_MAX,
+    OPEN_OBJECT,
+    ApiModel,
+    Dns1123,
+    Dns1123Label,
+    Quantity,
+    SubPath,
+    cel,
+    checked,
+    map_list,
+    rules,
+)
+
+LabelValue = Annotated[
+    str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
+]
+Key = Annotated[str, Field(min_length=1, max_length=253)]
+Text = Annotated[str, Field(max_length=1024)]
+OpenObject = Mapping[str, Any]
+
+OPERATOR_LABELS = (LABEL_NAME, LABEL_INSTANCE, LABEL_MANAGED_BY)
+RESERVED_VOLUMES = "rollout-"
+"""Prefix of the operator's own volumes."""
+
+
+class KeyRef(ApiModel):
+    """A key of a Secret or ConfigMap in the pool's namespace."""
+
+    name: Dns1123 = Field(description="Name of the Secret or ConfigMap.")
+    key: Key = Field(description="Key inside it.")
+    optional: bool | None = Field(
+        default=None, description="True: the variable is left out if the key is missing."
+    )
+
+
+class FieldRef(ApiModel):
+    """A field of the pod."""
+
+    field_path: Annotated[str, Field(min_length=1, max_length=256)] = Field(
+        description="Path in the pod, for example `status.podIP`."
+    )
+
+
+class EnvSource(ApiModel):
+    """Where a variable's value comes from; exactly one field is set."""
+
+    model_config = checked(
+        cel(
+            "[has(self.secretKeyRef), has(self.configMapKeyRef), has(self.fieldRef)]"
+            ".exists_one(x, x)",
+            "valueFrom needs exactly one of secretKeyRef, configMapKeyRef and fieldRef: keep one",
+        )
+    )
+
+    secret_key_ref: KeyRef | None = Field(default=None, description="A key of a Secret.")
+    config_map_key_ref: KeyRef | None = Field(default=None, description="A key of a ConfigMap.")
+    field_ref: FieldRef | None = Field(default=None, description="A field of the pod itself.")
+
+
+class EnvVar(ApiModel):
+    """One environment variable of the worker container."""
+
+    model_config = checked(
+        cel(
+            "!self.name.startsWith('ROLLOUT_')",
+            "env must not set ROLLOUT_*: the operator sets these from the spec; remove the entry",
+            path=".name",
+        ),
+        cel(
+            "!(has(self.value) && has(self.valueFrom))",
+            "env takes value or valueFrom, not both: remove one",
+        ),
+    )
+
+    name: Annotated[
+        str, Field(min_length=1, max_length=256, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")
+    ] = Field(description="Name; `ROLLOUT_*` belongs to the operator and is refused.")
+    value: Annotated[str, Field(max_length=4096)] | None = Field(
+        default=None, description="Literal value."
+    )
+    value_from: EnvSource | None = Field(default=None, description="Where else the value is.")
+
+
+class Resources(ApiModel):
+    """Compute resources of the worker container, without the accelerator."""
+
+    requests: Mapping[str, Quantity] = Field(
+        default_factory=dict, max_length=32, description="What the scheduler sets aside."
+    )
+    limits: Mapping[str, Quantity] = Field(
+        default_factory=dict, max_length=32, description="What the container may use at most."
+    )
+
+
+class Toleration(ApiModel):
+    """A taint that the pods may live with."""
+
+    key: Annotated[str, Field(max_length=316)] | None = Field(
+        default=None, description="Key of the taint; absent: every key, with operator Exists."
+    )
+    operator: Literal["Exists", "Equal"] | None = Field(
+        default=None, description="How the value is compared; Equal if absent."
+    )
+    value: LabelValue | None = Field(default=None, description="Value of the taint, for Equal.")
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
+        default=None, description="Effect of the taint; absent: all."
+    )
+    toleration_seconds: int | None = Field(
+        default=None,
+        ge=0,
+        le=INT32_MAX,
+        description="How long NoExecute is tolerated; absent: for ever.",
+    )
+
+
+class TopologySpread(ApiModel):
+    """How pods spread over a topology."""
+
+    max_skew: int = Field(ge=1, le=INT32_MAX, description="Largest difference between domains.")
+    topology_key: Annotated[str, Field(min_length=1, max_length=316)] = Field(
+        description="Node label that makes the domains."
+    )
+    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"] = Field(
+        description="What the scheduler does when it can't keep the skew."
+    )
+    label_selector: OpenObject | None = Field(
+        default=None, description="Which pods count.", json_schema_extra=OPEN_OBJECT
+    )
+    match_label_keys: tuple[Key, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Pod labels whose values must match too.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    min_domains: int | None = Field(
+        default=None, ge=1, le=INT32_MAX, description="Smallest number of domains."
+    )
+    node_affinity_policy: Literal["Honor", "Ignore"] | None = Field(
+        default=None, description="Whether node affinity decides which nodes count."
+    )
+    node_taints_policy: Literal["Honor", "Ignore"] | None = Field(
+        default=None, description="Whether taints decide which nodes count."
+    )
+
+
+class Volume(ApiModel):
+    """A volume of the pods: `name` and one source, as in a pod (`persistentVolumeClaim`, …)."""
+
+    model_config = checked(
+        cel(
+            f"!self.name.startsWith('{RESERVED_VOLUMES}')",
+            f"volume names starting with {RESERVED_VOLUMES} belong to the operator: rename it",
+            path=".name",
+        ),
+        x_kubernetes_preserve_unknown_fields=True,
+    ) | {"extra": "allow"}
+
+    name: Dns1123Label = Field(description="Name that volumeMounts refer to.")
+
+
+class VolumeMount(ApiModel):
+    """Where a volume is mounted in the worker container."""
+
+    name: Dns1123Label = Field(description="Name of an entry of spec.podTemplate.volumes.")
+    mount_path: Annotated[str, Field(min_length=1, max_length=512)] = Field(
+        description="Absolute path; `/rollout` and what is below belongs to the operator.",
+        json_schema_extra=rules(
+            cel(
+                r"self.matches('^(/[^/:]+)+/?$') && !self.matches('(^|/)[.][.]?(/|$)')",
+                "mountPath must be an absolute path below / without ':', '.', '..' or '//': "
+                "give one like /data",
+            ),
+            cel(
+                "!self.matches('^/rollout(/|$)')",
+                "mountPath must not be /rollout or below: the operator mounts the model and the "
+                "weights there; choose another path",
+            ),
+        ),
+    )
+    sub_path: SubPath | None = None
+    read_only: bool | None = Field(default=None, description="True: mounted read-only.")
+
+
+class ObjectRef(ApiModel):
+    """A reference by name in the pool's namespace."""
+
+    name: Dns1123 = Field(description="Name of the object.")
+
+
+def _metadata_map(what: str, kind: str, refused: str) -> dict[str, Any]:
+    return rules(
+        cel(
+            f"self.all(k, !k.startsWith('{GROUP}/'){refused})",
+            f"spec.podTemplate.{what}: {kind} are set by the operator: remove them",
+        )
+    )
+
+
+_REFUSED_LABELS = f" && !(k in {list(OPERATOR_LABELS)!r})"
+
+
+class PodTemplate(ApiModel):
+    """Overlay on the pods that the operator makes; changing it replaces the pods."""
+
+    model_config = checked(
+        cel(
+            "!has(self.volumeMounts) || self.volumeMounts.all(m, has(self.volumes) && "
+            "self.volumes.exists(v, v.name == m.name))",
+            "every entry of volumeMounts needs a volume of the same name: add it to "
+            "spec.podTemplate.volumes",
+            path=".volumeMounts",
+        )
+    )
+
+    labels: Mapping[str, LabelValue] = Field(
+        default_factory=dict,
+        max_length=32,
+        description="More labels; `rollout.dev/*` and the operator's own are refused.",
+        json_schema_extra=_metadata_map(
+            "labels", f"{GROUP}/* and {', '.join(OPERATOR_LABELS)}", _REFUSED_LABELS
+        ),
+    )
+    annotations: Mapping[str, Annotated[str, Field(max_length=4096)]] = Field(
+        default_factory=dict,
+        max_length=32,
+        description="More annotations; `rollout.dev/*` is refused.",
+        json_schema_extra=_metadata_map("annotations", f"{GROUP}/*", ""),
+    )
+    node_selector: Mapping[str, LabelValue] = Field(
+        default_factory=dict,
+        max_length=32,
+        description="Labels that a node must have.",
+        json_schema_extra=ATOMIC_MAP,
+    )
+    tolerations: tuple[Toleration, ...] = Field(
+        default=(), max_length=32, description="Tolerated taints.", json_schema_extra=ATOMIC_LIST
+    )
+    affinity: OpenObject | None = Field(
+        default=None,
+        description="Node and pod affinity, as in a pod.",
+        json_schema_extra=OPEN_OBJECT,
+    )
+    topology_spread_constraints: tuple[TopologySpread, ...] = Field(
+        default=(),
+        max_length=16,
+        description="How the pods spread.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    volumes: tuple[Volume, ...] = Field(
+        default=(),
+        max_length=32,
+        description="More volumes, as in a pod; names `rollout-*` are the operator's.",
+        json_schema_extra=map_list("name"),
+    )
+    volume_mounts: tuple[VolumeMount, ...] = Field(
+        default=(),
+        max_length=32,
+        description="Mounts of these volumes in the worker container.",
+        json_schema_extra=map_list("mountPath"),
+    )
+    image_pull_secrets: tuple[ObjectRef, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Secrets for pulling the image.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    priority_class_name: Dns1123 | None = Field(
+        default=None, description="PriorityClass of the pods."
+    )
+    runtime_class_name: Dns1123 | None = Field(
+        default=None, description="RuntimeClass of the pods."
+    )
+    scheduler_name: Dns1123 | None = Field(
+        default=None, description="Scheduler of the pods; the cluster's default if absent."
+    )
+    security_context: OpenObject | None = Field(
+        default=None,
+        description="Security context of the pods, as in a pod; the operator's if absent.",
+        json_schema_extra=OPEN_OBJECT,
+    )
