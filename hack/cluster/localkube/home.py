@@ -1,0 +1,52 @@
+"""Where things are kept, how progress is printed, and the one error that a user sees."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SOURCES = Path(__file__).resolve().parents[1]
+"""The folder `hack/cluster`."""
+
+DEFAULT_NAME = "rollout"
+
+
+class ClusterError(Exception):
+    """The surroundings or the request can't work; the text is one sentence with the way out."""
+
+
+def cache() -> Path:
+    """Return the folder of all heavy things: `$ROLLOUT_CACHE`, or `.cache` of the repository."""
+    return Path(os.environ.get("ROLLOUT_CACHE") or REPOSITORY / ".cache").absolute()
+
+
+def binaries() -> Path:
+    return cache() / "bin"
+
+
+def images() -> Path:
+    """Return the folder of OCI archives that nodes import."""
+    return cache() / "images"
+
+
+def clusters() -> Path:
+    """Return the folder whose children are the clusters' states."""
+    return cache() / "clusters"
+
+
+def say(text: str) -> None:
+    """Print progress; results go to stdout, progress to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def step(name: str) -> Iterator[None]:
+    """Print how long a step took; nothing is printed for a step that fails."""
+    began = time.monotonic()
+    yield
+    say(f"  {name:<34} {time.monotonic() - began:6.1f} s")

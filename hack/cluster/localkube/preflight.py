@@ -1,0 +1,97 @@
+"""Checks of the surroundings: each failure is one sentence that says what to change."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from .home import ClusterError, binaries, cache
+
+GO_RELEASE = "1.26"
+"""Built with Go 1.27 the API server's /openapi/v2 is broken and every `kubectl apply` fails."""
+
+BUILD_GIB = 12
+RUN_GIB = 2
+CONTROL_PLANE_BINARIES = ("kube", "kubectl", "etcd", "kube-apiserver")
+
+
+def control_plane() -> None:
+    """Check what a control plane needs."""
+    program("openssl")
+    disk(RUN_GIB)
+    missing = [name for name in CONTROL_PLANE_BINARIES if not (binaries() / name).exists()]
+    if missing:
+        raise ClusterError(
+            f"not built yet ({', '.join(missing)} missing in {binaries()}): "
+            "run `python3 hack/cluster/cluster.py build` first"
+        )
+
+
+def go() -> None:
+    """Check for the one release of Go that builds a working API server."""
+    if shutil.which("go") is None:
+        raise ClusterError(f"Go is missing: install Go {GO_RELEASE}.x and put it on PATH")
+    done = subprocess.run(
+        ["go", "env", "GOVERSION"],
+        env={**os.environ, "GOTOOLCHAIN": "local"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    version = done.stdout.strip() or done.stderr.strip()
+    if not re.fullmatch(rf"go{re.escape(GO_RELEASE)}(\.\d+.*)?", version):
+        raise ClusterError(
+            f"Go {GO_RELEASE}.x is needed, this is {version}: other releases build an API server "
+            "whose OpenAPI document kubectl can't read"
+        )
+
+
+def disk(gib: int) -> None:
+    """Check for free space below the cache folder."""
+    folder = cache()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free / 2**30
+    if free < gib:
+        raise ClusterError(
+            f"only {free:.1f} GiB free at {folder}, {gib} GiB needed: "
+            "free some, or set ROLLOUT_CACHE to a folder on a bigger disk"
+        )
+
+
+def program(name: str, package: str = "") -> None:
+    """Check that a program is on PATH (or where root's programs are)."""
+    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+    if shutil.which(name, path=path) is None:
+        raise ClusterError(f"{name} is missing: apt-get install {package or name}")
+
+
+def root(purpose: str) -> None:
+    """Check for root."""
+    if os.geteuid() != 0:
+        raise ClusterError(
+            f"{purpose} needs root: run it with sudo, or use `--nodes 0` (control plane only)"
+        )
+
+
+def writable_cache() -> None:
+    """Make the cache folder."""
+    try:
+        cache().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterError(
+            f"can't make {cache()} ({error.strerror}): set ROLLOUT_CACHE to a folder of yours"
+        ) from error
+    if not os.access(cache(), os.W_OK):
+        raise ClusterError(f"{cache()} is not writable: set ROLLOUT_CACHE to a folder of yours")
+
+
+def repository_file(path: Path) -> Path:
+    """Return the path if it is there."""
+    if not path.exists():
+        raise ClusterError(f"{path} is missing: is this a complete checkout?")
+    return path

@@ -1,0 +1,156 @@
+"""Background processes of a cluster, found again by a record or by a mark in their environment.
+
+A record (`run/<component>.json`) holds the pid and its start time, so a pid that the kernel has
+given to somebody else is never signalled. The mark `ROLLOUT_CLUSTER=<state>` finds what lost its
+record, for example after the state folder was deleted by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .home import ClusterError
+
+MARK = "ROLLOUT_CLUSTER"
+LOG_TAIL_LINES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process that can't be mistaken for a later one with the same pid."""
+
+    pid: int
+    started: str
+
+    @classmethod
+    def of(cls, pid: int) -> Process | None:
+        """Return the living process `pid`, or None (zombies are dead)."""
+        # Our own children stay zombies until somebody waits for them.
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+        try:
+            # The name, in parentheses, may hold blanks; what follows it does not.
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        return None if fields[0] in "ZX" else cls(pid, fields[19])
+
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        return Process.of(self.pid) == self
+
+    def kill(self) -> None:
+        """Send SIGKILL if it still lives."""
+        if self.alive():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def await_end(processes: Iterable[Process], seconds: float = 10) -> None:
+    """Wait until all have ended.
+
+    Raises:
+        ClusterError: one still lives after `seconds`.
+    """
+    waiting = list(processes)
+    deadline = time.monotonic() + seconds
+    while waiting := [process for process in waiting if process.alive()]:
+        if time.monotonic() > deadline:
+            raise ClusterError(f"processes {[p.pid for p in waiting]} did not end on SIGKILL")
+        time.sleep(0.02)
+
+
+def spawn(
+    state: Path, component: str, argv: Sequence[str | Path], env: Mapping[str, str] | None = None
+) -> Process:
+    """Start a marked background process in a session of its own, logging to `logs/`."""
+    log = log_file(state, component)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    # Not Popen: its object would have to outlive the process to keep Python from warning.
+    pid = os.posix_spawnp(
+        os.fspath(argv[0]),
+        [os.fspath(argument) for argument in argv],
+        {**os.environ, **(env or {}), MARK: str(state)},
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+    process = Process.of(pid) or Process(pid, "ended")
+    record = record_file(state, component)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(asdict(process)))
+    return process
+
+
+def log_file(state: Path, component: str) -> Path:
+    return state / "logs" / f"{component}.log"
+
+
+def record_file(state: Path, component: str) -> Path:
+    return state / "run" / f"{component}.json"
+
+
+def recorded(state: Path, component: str) -> Process | None:
+    """Return the component's process if it lives."""
+    try:
+        process = Process(**json.loads(record_file(state, component).read_text()))
+    except FileNotFoundError:
+        return None
+    return process if process.alive() else None
+
+
+def require_alive(state: Path, *components: str) -> None:
+    """Raise with the end of the log if one of the components has ended."""
+    for component in components:
+        if recorded(state, component) is None:
+            log = log_file(state, component)
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+            raise ClusterError(f"{component} ended; the last lines of {log}:\n{tail}")
+
+
+def stop(state: Path, component: str) -> None:
+    """Kill the component and wait for its end; nothing happens if it does not live."""
+    if process := recorded(state, component):
+        process.kill()
+        await_end([process])
+    record_file(state, component).unlink(missing_ok=True)
+
+
+def marked(below: Path) -> Iterator[tuple[Process, Path]]:
+    """Yield every living process of a cluster whose state is `below` this folder or is it."""
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        for entry in environment:
+            name, _, value = entry.decode(errors="replace").partition("=")
+            if name == MARK and Path(value).is_relative_to(below):
+                if process := Process.of(int(folder.name)):
+                    yield process, Path(value)
+                break
+
+
+def sweep(below: Path) -> int:
+    """Kill every marked process below this folder; return how many there were."""
+    found: set[Process] = set()
+    # Repeated: a process may have started another between the look and the kill.
+    while processes := {process for process, _ in marked(below)}:
+        found |= processes
+        for process in processes:
+            process.kill()
+        await_end(processes)
+    return len(found)

@@ -1,0 +1,52 @@
+"""Clusters for tests: session fixtures wrap these context managers.
+
+@pytest.fixture(scope="session")
+def api_server() -> Iterator[Cluster]:
+    with control_plane("api") as cluster:
+        yield cluster
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from localkube import Cluster
+
+_OURS = re.compile(r"test-[a-z0-9-]+-(?P<pid>\d+)")
+
+
+@contextmanager
+def control_plane(purpose: str) -> Iterator[Cluster]:
+    """Yield a control plane without nodes on free ports of loopback; needs no root."""
+    with _started(purpose, nodes=0, gpus=0) as cluster:
+        yield cluster
+
+
+@contextmanager
+def nodes_cluster(purpose: str, nodes: int, gpus: int = 0) -> Iterator[Cluster]:
+    """Yield a cluster with real nodes; needs root."""
+    with _started(purpose, nodes, gpus) as cluster:
+        yield cluster
+
+
+@contextmanager
+def _started(purpose: str, nodes: int, gpus: int) -> Iterator[Cluster]:
+    _remove_left_behind()
+    name = f"test-{purpose}-{os.getpid()}"
+    try:
+        yield Cluster.start(name, nodes=nodes, gpus=gpus)
+    finally:
+        if not os.environ.get("ROLLOUT_KEEP_CLUSTER"):
+            Cluster.remove(name)
+
+
+def _remove_left_behind() -> None:
+    """Remove clusters of test runs that were killed before they could."""
+    for name in Cluster.names():
+        match = _OURS.fullmatch(name)
+        if match and not Path("/proc", match["pid"]).exists():
+            Cluster.remove(name)
