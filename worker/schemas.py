@@ -373,6 +373,9 @@ class WorkerState(Wire):
     weights: WeightsState
     resident: Resident
     holds: tuple[Hold, ...] = ()
+    caller: str = Field(
+        default="", description="Holder under which the caller of this request puts its holds."
+    )
     generation: int | None = Field(
         default=None, description="Highest object generation seen in an operator's call."
     )
