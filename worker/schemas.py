@@ -481,6 +481,12 @@ class DiscardRequest(Wire):
     version: Identity
 
 
+class DiscardResponse(Wire):
+    """Whether the slot held that identity; discarding what is not there is no error."""
+
+    outcome: Literal["discarded", "unchanged"]
+
+
 class RequireRequest(Wire):
     """Body of `POST /v1/require`: lifts the fence, raises the epoch and the floor of admission.
 
