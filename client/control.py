@@ -1,0 +1,194 @@
+"""The control port of one worker: state, holds, weights.
+
+    ControlError(status, slug, detail, extensions)   the worker answered: no
+    ControlUnreachable                               no answer: down, starting, cut off, too slow
+
+All verbs are idempotent, so a caller that got no answer asks again. What was meant is in the
+answer of `state`, never in the fact that a request was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from rollout_worker.schemas import (
+    AbortRequest,
+    AbortResponse,
+    CommitRequest,
+    CommitResponse,
+    DiscardRequest,
+    PauseRequest,
+    ReleaseRequest,
+    RequireRequest,
+    SleepRequest,
+    StagedWeights,
+    StageRequest,
+    WakeRequest,
+    WeightsState,
+    WorkerState,
+)
+
+M = TypeVar("M", bound=BaseModel)
+Token = Callable[[], Awaitable[str | None]]
+
+PROBLEM_PREFIX = "urn:rollout:problem:"
+
+STATE_SECONDS = 3.0
+QUICK_SECONDS = 10.0
+"""Verbs that only note something down."""
+
+SLACK_SECONDS = 120.0
+"""What a verb may take beyond its own deadline: moving a model's memory, loading it again."""
+
+
+class ControlError(Exception):
+    """The worker refused or failed.
+
+    Attributes:
+        status: HTTP status.
+        slug: Last part of the problem's type, such as `not-staged`; "" for an answer without one.
+        detail: What happened and what to do, in the worker's words.
+        extensions: Machine-readable facts of the problem.
+    """
+
+    def __init__(
+        self, status: int, slug: str, detail: str, extensions: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(f"{status} {slug}: {detail}" if slug else f"{status}: {detail}")
+        self.status = status
+        self.slug = slug
+        self.detail = detail
+        self.extensions = dict(extensions or {})
+
+
+class ControlUnreachable(Exception):
+    """There was no answer in time; the message says from where and why."""
+
+
+class WorkerControl:
+    """Client of one control port.
+
+    Args:
+        base_url: For example `http://10.0.0.7:8001`.
+        token: Asked for the bearer token before each request; None sends none.
+        client: Shared connections; its limits bound what is open at once.
+    """
+
+    def __init__(self, base_url: str, token: Token, client: httpx.AsyncClient) -> None:
+        self._base_url = base_url.rstrip("/")
+        self._token = token
+        self._client = client
+
+    async def state(self, *, timeout: float = STATE_SECONDS) -> WorkerState:
+        """Return what the worker says of itself."""
+        return await self._ask("GET", "/v1/state", None, WorkerState, timeout)
+
+    async def weights(self, *, timeout: float = STATE_SECONDS) -> WeightsState:
+        """Return active, previous and staged weights."""
+        return await self._ask("GET", "/v1/weights", None, WeightsState, timeout)
+
+    async def pause(
+        self, request: PauseRequest | None = None, *, timeout: float | None = None
+    ) -> None:
+        """Hold generation."""
+        request = request or PauseRequest()
+        limit = timeout or request.deadline_seconds + SLACK_SECONDS
+        await self._send("POST", "/v1/pause", request, limit)
+
+    async def resume(
+        self, request: ReleaseRequest | None = None, *, timeout: float = SLACK_SECONDS
+    ) -> None:
+        """Drop our pause."""
+        await self._send("POST", "/v1/resume", request or ReleaseRequest(), timeout)
+
+    async def sleep(
+        self, request: SleepRequest | None = None, *, timeout: float | None = None
+    ) -> None:
+        """Give memory back."""
+        request = request or SleepRequest()
+        limit = timeout or request.deadline_seconds + SLACK_SECONDS
+        await self._send("POST", "/v1/sleep", request, limit)
+
+    async def wake(
+        self, request: WakeRequest | None = None, *, timeout: float = 5 * SLACK_SECONDS
+    ) -> None:
+        """Take memory again; after sleep of level 2 this loads the model."""
+        await self._send("POST", "/v1/wake", request or WakeRequest(), timeout)
+
+    async def abort(
+        self, request: AbortRequest, *, timeout: float = QUICK_SECONDS
+    ) -> AbortResponse:
+        """Abort some or all requests."""
+        return await self._ask("POST", "/v1/abort", request, AbortResponse, timeout)
+
+    async def stage(
+        self, request: StageRequest, *, timeout: float = QUICK_SECONDS
+    ) -> StagedWeights:
+        """Start staging and return at once; progress is in `weights` and `state`."""
+        return await self._ask("POST", "/v1/weights/stage", request, StagedWeights, timeout)
+
+    async def commit(
+        self, request: CommitRequest, *, timeout: float | None = None
+    ) -> CommitResponse:
+        """Flip to the staged weights."""
+        limit = timeout or request.deadline_seconds + SLACK_SECONDS
+        return await self._ask("POST", "/v1/weights/commit", request, CommitResponse, limit)
+
+    async def discard(self, request: DiscardRequest, *, timeout: float = QUICK_SECONDS) -> None:
+        """Drop the staged weights of this identity."""
+        await self._send("POST", "/v1/weights/discard", request, timeout)
+
+    async def require(self, request: RequireRequest, *, timeout: float = QUICK_SECONDS) -> None:
+        """Lift the fence of a fresh process and set the floor of admission."""
+        await self._send("POST", "/v1/require", request, timeout)
+
+    async def _ask(
+        self, method: str, path: str, body: BaseModel | None, answer: type[M], timeout: float
+    ) -> M:
+        response = await self._send(method, path, body, timeout)
+        try:
+            return answer.model_validate_json(response.content)
+        except ValidationError as error:
+            where = f"{method} {self._base_url}{path}"
+            detail = f"{where} answered what is no {answer.__name__}: {error}"
+            raise ControlError(response.status_code, "bad-answer", detail) from error
+
+    async def _send(
+        self, method: str, path: str, body: BaseModel | None, timeout: float
+    ) -> httpx.Response:
+        headers = {"Accept": "application/json"}
+        if (token := await self._token()) is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        content = None
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+            content = body.model_dump_json(exclude_none=True)
+        try:
+            response = await self._client.request(
+                method, self._base_url + path, content=content, headers=headers, timeout=timeout
+            )
+        except (httpx.TransportError, httpx.InvalidURL, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise ControlUnreachable(f"{method} {self._base_url}{path}: {reason}") from error
+        if response.status_code >= 300:
+            raise _refusal(response)
+        return response
+
+
+def _refusal(response: httpx.Response) -> ControlError:
+    """Return the error for an answer that is no success, problem+json or not."""
+    try:
+        problem = response.json()
+    except ValueError:
+        problem = None
+    if not isinstance(problem, dict):
+        return ControlError(response.status_code, "", response.text[:256] or "no message")
+    known = {"type", "title", "status", "detail"}
+    slug = str(problem.get("type", "")).removeprefix(PROBLEM_PREFIX)
+    detail = str(problem.get("detail") or problem.get("title") or "no detail")
+    extensions = {name: value for name, value in problem.items() if name not in known}
+    return ControlError(response.status_code, slug, detail, extensions)

@@ -1,0 +1,42 @@
+"""`rollout-operator run`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+
+import prometheus_client
+
+from . import logs
+from .config import Config, ConfigError, parse
+from .reconcile import Reconciler
+from .runtime import Operator
+
+
+def main() -> None:
+    """Run the operator; exit code 0: told to stop, 1: Lease lost or fault, 2: wrong setting."""
+    try:
+        config = parse(sys.argv[1:])
+    except ConfigError as error:
+        sys.stderr.write(f"rollout-operator: {error}\n")
+        sys.exit(2)
+    logs.configure(config.log_level, config.log_format)
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+    sys.exit(asyncio.run(_run(config)))
+
+
+async def _run(config: Config) -> int:
+    operator = Operator(config, lambda context: Reconciler(context).reconcile)
+    operator.handle_signals()
+    code = await operator.run()
+    if code != 0:
+        # A successor may be writing already: no waiting for threads, sockets or garbage.
+        logging.shutdown()
+        os._exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Entry point for `kopf run operator/handlers.py` or `kopf run -m rollout_operator.handlers`.
+
+kopf streams and handles signals here, the rest runs beside it, set up from the environment. Nothing
+may import this module (see docs/architecture.md), and as it may be loaded as a script, its imports
+are absolute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+import kopf
+from rollout_operator.reconcile import Reconciler
+
+from rollout_operator import config, logs, watching
+from rollout_operator.runtime import Operator
+from rollout_operator.store import ResourceName
+
+
+class _Process:
+    """The one operator of this process, between startup and cleanup."""
+
+    operator: Operator | None = None
+    task: asyncio.Task[int] | None = None
+
+
+def _sink(resource: ResourceName, event: str | None, obj: Any) -> None:
+    if _Process.operator is not None:
+        _Process.operator.feed(resource, event, obj)
+
+
+def _ended(task: asyncio.Task[int]) -> None:
+    if task.cancelled() or task.exception() is not None or task.result() != 0:
+        logging.shutdown()
+        os._exit(1)  # the Lease is lost or a task died: kopf must not go on without us
+
+
+@kopf.on.startup()
+async def startup(settings: kopf.OperatorSettings, **_: Any) -> None:
+    """Start everything but the streams."""
+    watching.configure(settings, embedded=False)
+    try:
+        chosen = config.parse(["run"])
+    except config.ConfigError as error:
+        raise kopf.PermanentError(str(error)) from error
+    logs.configure(chosen.log_level, chosen.log_format)
+    operator = Operator(chosen, lambda context: Reconciler(context).reconcile, embedded=False)
+    _Process.operator = operator
+    _Process.task = asyncio.create_task(operator.run(), name="rollout operator")
+    _Process.task.add_done_callback(_ended)
+
+
+@kopf.on.cleanup()
+async def cleanup(**_: Any) -> None:
+    """Finish passes and give the Lease back."""
+    if _Process.operator is not None and _Process.task is not None:
+        _Process.operator.stop()
+        await asyncio.wait({_Process.task}, timeout=20)
+
+
+watching.register(_sink)

@@ -1,0 +1,48 @@
+"""Logging of the operator: one JSON object a line, or text for a person at a terminal."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import sys
+from typing import Any
+
+QUIET = ("kopf", "aiohttp", "asyncio", "httpx", "httpcore", "urllib3", "kubernetes")
+"""Libraries that report their daily work at INFO; their warnings still come through."""
+
+_PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_KOPF = {"settings", "k8s_skip", "k8s_ref"}
+"""What kopf hangs on its records for itself."""
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: ts, level, logger, msg, the record's extras, and error with traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line for a record."""
+        moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, Any] = {
+            "ts": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "msg": record.getMessage(),
+        }
+        for name, value in vars(record).items():
+            if name not in _PLAIN and name not in _KOPF and name not in line:
+                line[name] = value
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def configure(level: str, log_format: str) -> None:
+    """Send all logs to stderr in this format; calling it again replaces the former setting."""
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format == "json":
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level)))

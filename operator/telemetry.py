@@ -1,0 +1,184 @@
+"""The operator's metrics, by the names of the contract (API.md §4), on a registry of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .store import Key
+
+DURATION_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+CONDITION_STATUSES = ("True", "False", "Unknown")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFigures:
+    """What is shown of a pool.
+
+    Attributes:
+        replicas: Replicas that exist.
+        ready: Those of them that serve.
+        asleep: Those of them that are asleep.
+        restarts: Restarts of workers since the pool was made; never falls.
+        weights: `which` (committed, target, active_min, active_max) to (epoch, version).
+        conditions: Type to status.
+    """
+
+    replicas: int = 0
+    ready: int = 0
+    asleep: int = 0
+    restarts: int = 0
+    weights: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    conditions: Mapping[str, str] = field(default_factory=dict)
+
+
+class Telemetry:
+    """All metrics; see the module."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._pools = _Pools()
+        self.registry.register(self._pools)
+        self.reconcile_duration = Histogram(
+            "rollout_operator_reconcile_duration_seconds",
+            "Duration of a reconcile pass.",
+            buckets=DURATION_BUCKETS,
+            registry=self.registry,
+        )
+        self.reconcile_total = Counter(
+            "rollout_operator_reconcile",
+            "Reconcile passes by result: ok, error, fenced.",
+            ["result"],
+            registry=self.registry,
+        )
+        self.queue_depth = Gauge(
+            "rollout_operator_queue_depth",
+            "Pools that are due and wait for a worker.",
+            registry=self.registry,
+        )
+        self.queue_wait = Histogram(
+            "rollout_operator_queue_wait_seconds",
+            "How long a pool waited for a worker after it was due.",
+            buckets=DURATION_BUCKETS,
+            registry=self.registry,
+        )
+        self._add_api_metrics()
+        self.event_loop_lag = Gauge(
+            "rollout_operator_event_loop_lag_seconds",
+            "How late the event loop ran a timer, worst of the last half minute.",
+            registry=self.registry,
+        )
+
+    def _add_api_metrics(self) -> None:
+        self.watch_last_event = Gauge(
+            "rollout_operator_watch_last_event_timestamp_seconds",
+            "When the watch last showed something of this resource, Unix time.",
+            ["resource"],
+            registry=self.registry,
+        )
+        self.api_requests = Counter(
+            "rollout_operator_api_requests",
+            "Requests to the API server; code 0: no answer.",
+            ["verb", "resource", "code"],
+            registry=self.registry,
+        )
+        self.leader = Gauge(
+            "rollout_operator_leader",
+            "1 while this process holds the Lease.",
+            registry=self.registry,
+        )
+        self.ghosts = Counter(
+            "rollout_operator_ghosts",
+            "Objects that a list showed to be gone without the watch having said so.",
+            registry=self.registry,
+        )
+        self.expectation_timeouts = Counter(
+            "rollout_operator_expectation_timeouts",
+            "Writes of ours that the watch did not show within a minute.",
+            ["resource"],
+            registry=self.registry,
+        )
+
+    def request(self, verb: str, resource: str, code: int) -> None:
+        """Count a request to the API server."""
+        self.api_requests.labels(verb, resource, str(code)).inc()
+
+    def watch_event(self, resource: str) -> None:
+        """Note that the watch is alive."""
+        self.watch_last_event.labels(resource).set(time.time())
+
+    def pool(self, key: Key, figures: PoolFigures) -> None:
+        """Show these figures for a pool."""
+        self._pools.figures[key] = figures
+
+    def forget(self, key: Key) -> None:
+        """Show nothing of a pool any more."""
+        self._pools.figures.pop(key, None)
+
+    def forget_pools(self) -> None:
+        """Show no pools: this process does not lead (any more)."""
+        self._pools.figures.clear()
+
+    def page(self) -> bytes:
+        """Return the text of `/metrics`."""
+        return generate_latest(self.registry)
+
+
+class _Pools(Collector):
+    """The `rollout_pool_*` families, made from the figures when they are asked for."""
+
+    def __init__(self) -> None:
+        self.figures: dict[Key, PoolFigures] = {}
+
+    def describe(self) -> list[Metric]:
+        return list(self.collect())
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["namespace", "pool"]
+        replicas = GaugeMetricFamily("rollout_pool_replicas", "Replicas that exist.", labels=labels)
+        ready = GaugeMetricFamily(
+            "rollout_pool_replicas_ready", "Replicas that serve.", labels=labels
+        )
+        asleep = GaugeMetricFamily(
+            "rollout_pool_replicas_asleep", "Replicas that are asleep.", labels=labels
+        )
+        restarts = CounterMetricFamily(
+            "rollout_pool_restarts", "Restarts of workers.", labels=labels
+        )
+        version = GaugeMetricFamily(
+            "rollout_pool_weights_version", "Version of weights.", labels=[*labels, "which"]
+        )
+        epoch = GaugeMetricFamily(
+            "rollout_pool_weights_epoch", "Epoch of weights.", labels=[*labels, "which"]
+        )
+        condition = GaugeMetricFamily(
+            "rollout_pool_condition",
+            "1 for the status that a condition has.",
+            labels=[*labels, "type", "status"],
+        )
+        for key, shown in list(self.figures.items()):
+            at = [key.namespace, key.name]
+            replicas.add_metric(at, shown.replicas)
+            ready.add_metric(at, shown.ready)
+            asleep.add_metric(at, shown.asleep)
+            restarts.add_metric(at, shown.restarts)
+            for which, identity in shown.weights.items():
+                epoch.add_metric([*at, which], identity[0])
+                version.add_metric([*at, which], identity[1])
+            for kind, status in shown.conditions.items():
+                for each in CONDITION_STATUSES:
+                    condition.add_metric([*at, kind, each], float(each == status))
+        yield from (replicas, ready, asleep, restarts, version, epoch, condition)
