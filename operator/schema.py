@@ -114,16 +114,16 @@ ResourceName = Annotated[
         pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
     ),
 ]
+SUB_PATH_MEANING = "Folder inside the volume, relative, without `..`; absent: all of it."
 SubPath = Annotated[
     str,
     Field(
         min_length=1,
         max_length=1024,
-        description="Folder inside the claim, relative, without `..`; absent: the whole claim.",
         json_schema_extra=rules(
             cel(
                 r"!self.startsWith('/') && !self.matches('(^|/)[.][.](/|$)')",
-                "subPath must be relative and without '..': give a folder inside the claim",
+                "subPath must be relative and without '..': give a folder inside the volume",
             )
         ),
     ),

@@ -13,6 +13,7 @@ from .schema import (
     ATOMIC_MAP,
     INT32_MAX,
     OPEN_OBJECT,
+    SUB_PATH_MEANING,
     ApiModel,
     Dns1123,
     Dns1123Label,
@@ -190,7 +191,7 @@ class VolumeMount(ApiModel):
             ),
         ),
     )
-    sub_path: SubPath | None = None
+    sub_path: SubPath | None = Field(default=None, description=SUB_PATH_MEANING)
     read_only: bool | None = Field(default=None, description="True: mounted read-only.")
 
 

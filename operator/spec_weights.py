@@ -11,6 +11,7 @@ from rollout_worker.schemas import MAX_IDENTITY, WeightsId, WeightsSource
 
 from .schema import (
     INT32_MAX,
+    SUB_PATH_MEANING,
     ApiModel,
     Dns1123,
     SubPath,
@@ -33,7 +34,7 @@ class Claim(ApiModel):
     """A PersistentVolumeClaim in the pool's namespace; mounted read-only."""
 
     name: Dns1123 = Field(description="Name of the claim.")
-    sub_path: SubPath | None = None
+    sub_path: SubPath | None = Field(default=None, description=SUB_PATH_MEANING)
 
 
 TARGET = "spec.weights.target"
@@ -84,7 +85,8 @@ class WeightsTarget(ApiModel):
         json_schema_extra=rules(
             cel(
                 "[has(self.path), has(self.checkpoint)].exists_one(x, x)",
-                f"{TARGET}.source needs exactly one of path and checkpoint: keep one",
+                f"{TARGET}.source needs exactly one of path and checkpoint: keep one (in a merge "
+                "patch, set the other to null)",
             ),
             cel(
                 r"!has(self.path) || !self.path.matches('(^|/)[.][.](/|$)')",

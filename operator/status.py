@@ -96,6 +96,9 @@ class ActiveRange(ApiModel):
 class LastUpdate(StatusId):
     """The last weights update, also one that runs."""
 
+    source: WeightsSource | None = Field(
+        default=None, description="Where its bytes are; kept, since the target may have moved on."
+    )
     phase: UpdatePhase = Field(description="How far it is.")
     attempts: Count = Field(default=0, description="Times that it was tried.")
     started_at: Timestamp | None = Field(default=None, description="When staging began.")

@@ -1,8 +1,15 @@
-"""Marks each test by the folder it lives in, so that `-m` selects a tier."""
+"""Marks each test by the folder it lives in, so that `-m` selects a tier; starts the API server."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from localkube import Cluster
 
 TIERS = {"unit", "api", "chart", "engine", "cluster", "scale"}
 HERE = Path(__file__).parent
@@ -13,3 +20,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         tier = item.path.relative_to(HERE).parts[0]
         if tier in TIERS:
             item.add_marker(getattr(pytest.mark, tier))
+
+
+@pytest.fixture(scope="session")
+def api_server() -> Iterator[Cluster]:
+    """A control plane of this session; each test keeps to a namespace of its own."""
+    from clusters import control_plane
+
+    with control_plane("api") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def crd(api_server: Cluster) -> Cluster:
+    """The control plane with the CustomResourceDefinition."""
+    api_server.kubectl("apply", "--server-side", "-f", HERE.parent / "operator" / "crd.yaml")
+    api_server.kubectl(
+        "wait", "--for=condition=Established", "crd/rolloutreplicas.rollout.dev", "--timeout=30s"
+    )
+    return api_server
