@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from . import controlplane, pki, preflight, processes
-from .home import DEFAULT_NAME, ClusterError, binaries, clusters, say, step
+from . import controlplane, debian, kwok, network, preflight, processes, tools
+from .home import DEFAULT_NAME, ClusterError, clusters, images, say, step
+from .node import Node, nodes, now, remove_mount_point
 from .settings import Settings, state_folder
-
-COMMAND_SECONDS = 120
 
 
 class Cluster:
@@ -34,34 +31,31 @@ class Cluster:
         *,
         port: int | None = None,
         node_grace_seconds: int | None = None,
+        archives: Sequence[Path] = (),
     ) -> Cluster:
-        """Start a cluster and wait until it is ready; a running one only gets what it lacks.
+        """Start a cluster and wait until it is ready; a running one only gets the nodes it lacks.
 
         Args:
             name: names the state folder; clusters of different names run side by side.
-            nodes: real nodes (root; one cluster at a time). 0: control plane only, on loopback.
+            nodes: real nodes (root). 0: control plane only, on loopback.
             gpus: `nvidia.com/gpu` that every node claims to have.
             port: of the API server; None: a free one.
             node_grace_seconds: silence after which a node is declared not ready.
+            archives: OCI archives that every node imports before it is ready.
 
         Raises:
             ClusterError: the surroundings don't allow it; the text says what to change.
         """
         preflight.control_plane()
-        settings = Settings.load(name)
-        if settings is not None and controlplane.is_running(settings):
-            if nodes and not settings.real_nodes:
-                raise ClusterError(f"cluster {name!r} runs without nodes: stop it first")
-            say(f"cluster {name} is running already")
-            return cls(settings)
-        cls.remove(name)
-        settings = Settings.new(
-            name, real_nodes=nodes > 0, gpus=gpus, node_grace=node_grace_seconds, port=port
+        if nodes:
+            debian.ensure(debian.NODE_PACKAGES)
+            preflight.real_nodes()
+        cluster = cls._running(name, nodes) or cls._start(
+            name, nodes, gpus, port, node_grace_seconds
         )
-        settings.save()
-        with step("control plane ready"):
-            controlplane.start(settings)
-        return cls(settings)
+        missing = [i for i in range(1, nodes + 1) if Node(cluster.settings, i).init_pid() is None]
+        cluster._launch(missing, archives)
+        return cluster
 
     @classmethod
     def attach(cls, name: str = DEFAULT_NAME) -> Cluster:
@@ -81,17 +75,25 @@ class Cluster:
     def remove(cls, name: str = DEFAULT_NAME) -> bool:
         """Remove every trace of a cluster, also of one that is broken; False: nothing was there."""
         state = state_folder(name)
-        found = processes.sweep(state) > 0 or state.exists()
+        settings = Settings.load(name)
+        for node in nodes(settings) if settings else ():
+            node.remove(delete_object=False)
+        found = processes.sweep(state) > 0
+        found |= network.release(state)
+        found |= state.exists()
         shutil.rmtree(state, ignore_errors=True)
+        if not network.bridges():
+            remove_mount_point()
+        network.tidy()
         return found
 
     @staticmethod
     def names() -> list[str]:
-        """Names of all clusters that left a state or a process."""
-        found = {path.name for path in clusters().glob("*") if path.is_dir()}
-        for _, state in processes.marked(clusters()):
-            found.add(state.relative_to(clusters()).parts[0])
-        return sorted(found)
+        """Names of all clusters that left a state, a process or a link."""
+        states = {path for path in clusters().glob("*") if path.is_dir()}
+        states |= {state for _, state in processes.marked(clusters())}
+        states |= set(network.owned_bridges(clusters()).values())
+        return sorted({state.relative_to(clusters()).parts[0] for state in states})
 
     def stop(self) -> None:
         """Remove the cluster and every trace of it."""
@@ -99,73 +101,111 @@ class Cluster:
 
     def environment(self) -> dict[str, str]:
         """Variables with which tools reach this cluster."""
-        # The API server's address may be one that a proxy of the machine's would be asked for.
-        ignored = os.environ.get("NO_PROXY", "")
-        no_proxy = ",".join(filter(None, [ignored, self.settings.address, "10.0.0.0/8"]))
-        return {
-            "KUBECONFIG": str(self.kubeconfig),
-            "PATH": f"{binaries()}:{os.environ.get('PATH', os.defpath)}",
-            "NO_PROXY": no_proxy,
-        }
+        return tools.environment(self.settings)
 
     def kubectl(
         self,
         *arguments: str | Path,
         input: str | None = None,  # noqa: A002 - the name that subprocess gives it
         check: bool = True,
-        timeout: float = COMMAND_SECONDS,
+        timeout: float = tools.COMMAND_SECONDS,
     ) -> str:
         """Run kubectl and return its stdout; without `check`, stdout and stderr of a failure too.
 
         Raises:
             ClusterError: it failed (with `check`) or took too long; the text is its stderr.
         """
-        return self._run("kubectl", arguments, input, check, timeout)
+        return tools.run(self.settings, ["kubectl", *arguments], input, check, timeout)
 
     def helm(
-        self, *arguments: str | Path, check: bool = True, timeout: float = COMMAND_SECONDS
+        self, *arguments: str | Path, check: bool = True, timeout: float = tools.COMMAND_SECONDS
     ) -> str:
         """Run helm, like `kubectl`."""
-        return self._run("helm", arguments, None, check, timeout)
+        return tools.run(self.settings, ["helm", *arguments], None, check, timeout)
 
     def service_account_kubeconfig(
         self, namespace: str, account: str, *, seconds: int = 86400
     ) -> Path:
         """Write a kubeconfig with a token of this existing account; return its path."""
-        token = self.kubectl(
-            "create", "token", account, "--namespace", namespace, f"--duration={seconds}s"
-        )
-        path = self.state / "accounts" / f"{namespace}.{account}.kubeconfig"
-        path.parent.mkdir(exist_ok=True)
-        text = pki.kubeconfig(
-            self.settings.server, self.settings.pki / "ca.crt", {"token": token.strip()}
-        )
-        return pki.write_private(path, text)
+        return tools.account_kubeconfig(self.settings, namespace, account, seconds)
 
-    def _run(
-        self,
-        program: str,
-        arguments: tuple[str | Path, ...],
-        text: str | None,
-        check: bool,
-        timeout: float,
-    ) -> str:
-        command = [str(binaries() / program), *map(str, arguments)]
-        began = time.monotonic()
-        try:
-            done = subprocess.run(
-                command,
-                input=text,
-                stdin=subprocess.DEVNULL if text is None else None,
-                env={**os.environ, **self.environment()},
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-                check=False,
+    @property
+    def nodes(self) -> list[Node]:
+        """Real nodes that were added and not removed, dead ones too."""
+        return nodes(self.settings)
+
+    def node_add(self, index: int, archives: Sequence[Path] = ()) -> Node:
+        """Add node `node-<index>`, or start it again after a crash; returns when it is ready."""
+        preflight.real_nodes()
+        self._launch([index], archives)
+        return Node(self.settings, index)
+
+    def node_crash(self, index: int) -> None:
+        """Kill every process of a node at once; the API server is not told."""
+        Node(self.settings, index).crash()
+
+    def node_remove(self, index: int) -> None:
+        """Take a node away with its Node object."""
+        Node(self.settings, index).remove()
+
+    def load_image(self, archive: Path, index: int | None = None) -> None:
+        """Import an OCI archive into all living nodes, or into one."""
+        if not archive.exists():
+            raise ClusterError(f"{archive} does not exist: run `python3 hack/images.py` first")
+        for node in self.nodes if index is None else [Node(self.settings, index)]:
+            if node.init_pid() is not None:
+                node.load_image(archive)
+
+    def start_kwok(
+        self, stages: Sequence[Path] | None = None, nodes: int = 1, gpus: int = 0
+    ) -> None:
+        """Add fake nodes `fake-<i>`, whose pods need no process.
+
+        Args:
+            stages: kwok Stage files for pods; None: kwok's fast ones (Ready at once).
+            nodes: how many; each takes 1,000 pods.
+            gpus: `nvidia.com/gpu` of each.
+        """
+        kwok.start(self.settings, stages, nodes, gpus)
+
+    @classmethod
+    def _running(cls, name: str, nodes: int) -> Cluster | None:
+        settings = Settings.load(name)
+        if settings is None or not controlplane.is_running(settings):
+            return None
+        if nodes and settings.slot is None:
+            raise ClusterError(
+                f"cluster {name!r} runs as control plane only: "
+                f"`cluster.py down --name {name}`, then start it with nodes"
             )
-        except subprocess.TimeoutExpired as error:
-            took = time.monotonic() - began
-            raise ClusterError(f"{' '.join(command[:4])} … took over {took:.0f} s") from error
-        if done.returncode and check:
-            raise ClusterError(f"{program} {' '.join(command[1:4])} …: {done.stderr.strip()}")
-        return done.stdout + done.stderr if done.returncode else done.stdout
+        say(f"  cluster {name} is running already")
+        return cls(settings)
+
+    @classmethod
+    def _start(
+        cls, name: str, nodes: int, gpus: int, port: int | None, node_grace: int | None
+    ) -> Cluster:
+        cls.remove(name)
+        slot = network.reserve(state_folder(name)).slot if nodes else None
+        try:
+            settings = Settings.new(name, slot=slot, gpus=gpus, node_grace=node_grace, port=port)
+            settings.save()
+            with step("control plane ready"):
+                controlplane.start(settings)
+        except BaseException:
+            # What is half up would hold ports and a network. The logs stay for a look.
+            processes.sweep(state_folder(name))
+            network.release(state_folder(name))
+            raise
+        return cls(settings)
+
+    def _launch(self, indices: Sequence[int], archives: Sequence[Path]) -> None:
+        if self.settings.slot is None and indices:
+            raise ClusterError(f"cluster {self.name!r} has no network for nodes: start it with one")
+        began = now()
+        new = [Node(self.settings, index) for index in indices]
+        with step(f"{len(new)} nodes ready") if new else step("nodes"):
+            for node in new:
+                node.launch([images() / "pause.tar", *archives])
+            for node in new:
+                node.await_ready(began)

@@ -14,13 +14,7 @@ from pathlib import Path
 from . import pki, processes
 from .apiserver import ApiServer
 from .home import ClusterError, binaries
-from .settings import (
-    BRIDGE_ADDRESS,
-    LOOPBACK,
-    SERVICE_API_ADDRESS,
-    SERVICE_CIDR,
-    Settings,
-)
+from .settings import LOOPBACK, Settings
 
 COMPONENTS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 START_SECONDS = 120
@@ -46,7 +40,7 @@ def start(settings: Settings) -> None:
     Raises:
         ClusterError: a component ended, or one was not ready in time.
     """
-    pki.make_control_plane(settings.pki, settings.address, SERVICE_API_ADDRESS)
+    pki.make_control_plane(settings.pki, settings.address, settings.network.service_api)
     _write_kubeconfigs(settings)
     _start_etcd(settings)
     _start_api_server(settings)
@@ -57,12 +51,37 @@ def start(settings: Settings) -> None:
     _start_scheduler(settings)
     for port in (settings.controller_manager_port, settings.scheduler_port):
         _wait(settings, "a controller is not healthy", partial(_healthy, port), COMPONENTS)
+    _grant_dns(api)
     # Without its default service account a namespace admits no pod.
     account = "/api/v1/namespaces/default/serviceaccounts/default"
     _wait(settings, "there is no default service account", lambda: api.ok(account), COMPONENTS)
 
 
+def _grant_dns(api: ApiServer) -> None:
+    """Let the nodes' CoreDNS look names up; Kubernetes' own roles have none for it."""
+    group = "rbac.authorization.k8s.io"
+    name = "system:coredns"
+    listed = {"core": ["services", "pods", "namespaces"], "discovery.k8s.io": ["endpointslices"]}
+    rules = [
+        {"apiGroups": ["" if g == "core" else g], "resources": r, "verbs": ["list", "watch"]}
+        for g, r in listed.items()
+    ]
+    role = {"kind": "ClusterRole", "metadata": {"name": name}, "rules": rules}
+    binding = {
+        "kind": "ClusterRoleBinding",
+        "metadata": {"name": name},
+        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": name},
+        "subjects": [{"apiGroup": group, "kind": "User", "name": name}],
+    }
+    for resource, body in (("clusterroles", role), ("clusterrolebindings", binding)):
+        path = f"/apis/{group}/v1/{resource}"
+        status, answer = api.request(path, "POST", {"apiVersion": f"{group}/v1", **body})
+        if status != 201:
+            raise ClusterError(f"the API server refused the role of CoreDNS: {answer}")
+
+
 def is_running(settings: Settings) -> bool:
+    """Whether all four components live."""
     return all(processes.recorded(settings.state, component) for component in COMPONENTS)
 
 
@@ -114,7 +133,7 @@ def _start_api_server(settings: Settings) -> None:
         "bind-address": settings.address,
         "secure-port": settings.api_port,
         # Endpoint of the Service `kubernetes`; a loopback address would be refused.
-        "advertise-address": BRIDGE_ADDRESS,
+        "advertise-address": settings.network.host,
         "etcd-servers": f"http://{LOOPBACK}:{settings.etcd_port}",
         "authorization-mode": "Node,RBAC",
         "enable-admission-plugins": "NodeRestriction",
@@ -128,7 +147,7 @@ def _start_api_server(settings: Settings) -> None:
         "service-account-issuer": "https://kubernetes.default.svc.cluster.local",
         "service-account-key-file": keys / "service-accounts.pub",
         "service-account-signing-key-file": keys / "service-accounts.key",
-        "service-cluster-ip-range": SERVICE_CIDR,
+        "service-cluster-ip-range": settings.network.services,
         "requestheader-client-ca-file": keys / "front-proxy-ca.crt",
         "requestheader-allowed-names": "front-proxy-client",
         "requestheader-extra-headers-prefix": "X-Remote-Extra-",
@@ -156,7 +175,7 @@ def start_controller_manager(settings: Settings) -> None:
         "cluster-signing-cert-file": keys / "ca.crt",
         "cluster-signing-key-file": keys / "ca.key",
         "service-account-private-key-file": keys / "service-accounts.key",
-        "service-cluster-ip-range": SERVICE_CIDR,
+        "service-cluster-ip-range": settings.network.services,
         "use-service-account-credentials": "true",
         "node-monitor-period": "1s",
         "node-monitor-grace-period": f"{settings.node_grace_seconds}s",

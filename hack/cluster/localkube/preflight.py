@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from . import cgroups
 from .home import ClusterError, binaries, cache
 
 GO_RELEASE = "1.26"
@@ -15,6 +16,12 @@ GO_RELEASE = "1.26"
 
 BUILD_GIB = 12
 RUN_GIB = 2
+_KERNEL_FEATURES = {
+    "namespaces (CAP_SYS_ADMIN)": "true",
+    "bridge": "ip link add probe type bridge",
+    "veth": "ip link add probe type veth peer name probe2",
+    "nf_tables": "nft list tables",
+}
 CONTROL_PLANE_BINARIES = ("kube", "kubectl", "etcd", "kube-apiserver")
 
 
@@ -28,6 +35,32 @@ def control_plane() -> None:
             f"not built yet ({', '.join(missing)} missing in {binaries()}): "
             "run `python3 hack/cluster/cluster.py build` first"
         )
+
+
+def real_nodes() -> None:
+    """Check what real nodes need of the kernel, by trying it in namespaces that end at once."""
+    root("a cluster with nodes")
+    if "memory" not in {hierarchy.controllers for hierarchy in cgroups.hierarchies()}:
+        raise ClusterError(
+            "this machine has no cgroup v1 memory hierarchy, and nodes are only made for cgroup v1 "
+            "so far: use `--nodes 0` (control plane only) or a cluster of your own"
+        )
+    filesystems = Path("/proc/filesystems").read_text().split()
+    for name, command in _KERNEL_FEATURES.items():
+        done = subprocess.run(
+            ["unshare", "--mount", "--net", "--pid", "--cgroup", "--fork", *command.split()],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        if done.returncode:
+            raise ClusterError(
+                f"the kernel (or this sandbox) lacks {name}, which nodes need: "
+                f"`{command}` says {done.stderr.strip()!r}. Use `--nodes 0` (control plane only)"
+            )
+    if "overlay" not in filesystems:
+        raise ClusterError("the kernel lacks overlay, which nodes need: try `modprobe overlay`")
 
 
 def go() -> None:
@@ -88,10 +121,3 @@ def writable_cache() -> None:
         ) from error
     if not os.access(cache(), os.W_OK):
         raise ClusterError(f"{cache()} is not writable: set ROLLOUT_CACHE to a folder of yours")
-
-
-def repository_file(path: Path) -> Path:
-    """Return the path if it is there."""
-    if not path.exists():
-        raise ClusterError(f"{path} is missing: is this a complete checkout?")
-    return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,20 +12,10 @@ from pathlib import Path
 from .home import ClusterError, clusters
 
 LOOPBACK = "127.0.0.1"
-BRIDGE_ADDRESS = "10.177.0.1"
-"""Address of the host on the nodes' bridge; there the API server listens if there are nodes."""
-
-SERVICE_CIDR = "10.96.0.0/16"
-SERVICE_API_ADDRESS = "10.96.0.1"
-DNS_ADDRESS = "10.96.0.10"
-CLUSTER_NETWORK = "10.177.0.0/16"
-"""Nodes (10.177.0.x), their pods (10.177.65.x and up) and kwok's (10.177.128.0/17)."""
-
-POD_CIDR = "10.177.64.0/18"
-KWOK_CIDR = "10.177.128.1/17"
 
 # Below the kernel's ephemeral range (32768 and up), where outgoing connections take ports.
 _PORTS = range(20000, 32000)
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 
 NODE_GRACE_SECONDS = 10
 FAKE_NODE_GRACE_SECONDS = 200
@@ -32,11 +23,76 @@ FAKE_NODE_GRACE_SECONDS = 200
 
 
 @dataclass(frozen=True, slots=True)
+class Network:
+    """Addresses of one cluster. Clusters with real nodes have a slot, so a network, each.
+
+    Nodes are 10.x.0.11 and up, their pods 10.x.65.0/24 and up, kwok's pods 10.x.128.0/17.
+    """
+
+    slot: int
+
+    SLOTS = range(8)
+    MAX_NODES = 60
+
+    @property
+    def bridge(self) -> str:
+        """Link that joins the nodes and the host."""
+        return f"rollout{self.slot}"
+
+    @property
+    def cidr(self) -> str:
+        """Everything but the services."""
+        return f"{self._prefix}.0.0/16"
+
+    @property
+    def host(self) -> str:
+        """The host's address on the bridge; there the API server listens if there are nodes."""
+        return f"{self._prefix}.0.1"
+
+    @property
+    def pods(self) -> str:
+        """Range of all real nodes' pods."""
+        return f"{self._prefix}.64.0/18"
+
+    @property
+    def fake_pods(self) -> str:
+        """Range of kwok's pods, as the address of its first one."""
+        return f"{self._prefix}.128.1/17"
+
+    @property
+    def services(self) -> str:
+        """Range of ClusterIPs."""
+        return f"10.{96 + self.slot}.0.0/16"
+
+    @property
+    def service_api(self) -> str:
+        """ClusterIP of the Service `kubernetes`."""
+        return f"10.{96 + self.slot}.0.1"
+
+    @property
+    def service_dns(self) -> str:
+        """Where pods find the cluster's DNS."""
+        return f"10.{96 + self.slot}.0.10"
+
+    def node(self, index: int) -> str:
+        """Address of the node with this index (1 and up)."""
+        return f"{self._prefix}.0.{10 + index}"
+
+    def node_pods(self, index: int) -> str:
+        """Range of this node's pods."""
+        return f"{self._prefix}.{64 + index}.0/24"
+
+    @property
+    def _prefix(self) -> str:
+        return f"10.{177 + self.slot}"
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
-    """One cluster. `real_nodes`: its API server is reachable from nodes on the bridge."""
+    """One cluster. `slot`: that of its network; None: a control plane on loopback, no nodes."""
 
     name: str
-    real_nodes: bool
+    slot: int | None
     gpus: int
     node_grace_seconds: int
     api_port: int
@@ -44,6 +100,11 @@ class Settings:
     etcd_peer_port: int
     controller_manager_port: int
     scheduler_port: int
+
+    @property
+    def network(self) -> Network:
+        """Its addresses; without real nodes they exist on paper only."""
+        return Network(self.slot or 0)
 
     @property
     def state(self) -> Path:
@@ -68,7 +129,7 @@ class Settings:
     @property
     def address(self) -> str:
         """Where the API server listens."""
-        return BRIDGE_ADDRESS if self.real_nodes else LOOPBACK
+        return LOOPBACK if self.slot is None else self.network.host
 
     @property
     def server(self) -> str:
@@ -90,27 +151,32 @@ class Settings:
 
     @classmethod
     def new(
-        cls, name: str, *, real_nodes: bool, gpus: int, node_grace: int | None, port: int | None
+        cls, name: str, *, slot: int | None, gpus: int, node_grace: int | None, port: int | None
     ) -> Settings:
         """Choose ports; nothing is written yet.
 
         Raises:
-            ClusterError: the name or the wanted port can't be used.
+            ClusterError: the wanted port can't be used.
         """
-        if not (name.replace("-", "a").isalnum() and name.islower() and len(name) <= 40):
-            raise ClusterError(
-                f"cluster name {name!r}: use at most 40 small letters, digits and dashes"
-            )
         ports = free_ports(5)
         if port is not None:
             if not _is_free(port):
                 raise ClusterError(f"port {port} is taken: leave --port out to get a free one")
             ports[0] = port
-        default_grace = NODE_GRACE_SECONDS if real_nodes else FAKE_NODE_GRACE_SECONDS
-        return cls(name, real_nodes, gpus, node_grace or default_grace, *ports)
+        default_grace = FAKE_NODE_GRACE_SECONDS if slot is None else NODE_GRACE_SECONDS
+        return cls(name, slot, gpus, node_grace or default_grace, *ports)
 
 
 def state_folder(name: str) -> Path:
+    """Return the folder of this cluster's state.
+
+    Raises:
+        ClusterError: no cluster can have that name.
+    """
+    if not _NAME.fullmatch(name):
+        raise ClusterError(
+            f"cluster name {name!r}: use at most 40 small letters, digits and inner dashes"
+        )
     return clusters() / name
 
 

@@ -1,0 +1,256 @@
+#!/usr/bin/env python3
+"""A real Kubernetes on this machine: build its binaries once, start and remove clusters.
+
+    sudo python3 hack/cluster/cluster.py build            # once, minutes; then nothing to do
+    sudo python3 hack/cluster/cluster.py up --nodes 2     # two real nodes, seconds
+    eval "$(python3 hack/cluster/cluster.py env)"         # KUBECONFIG and PATH of this shell
+    kubectl get nodes
+    sudo python3 hack/cluster/cluster.py down --all       # every trace is gone
+
+`up --nodes 0` starts a control plane only: no root, on loopback, any number side by side.
+Everything is kept in $ROLLOUT_CACHE (default: .cache of the repository).
+Errors of the surroundings are one sentence and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from localkube import Cluster, ClusterError, build, debian, preflight, volumes
+from localkube.home import DEFAULT_NAME, binaries, images, say
+from localkube.node import Node
+
+
+def main() -> int:
+    arguments = parser().parse_args()
+    try:
+        arguments.run(arguments)
+    except ClusterError as error:
+        say(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; each command's function is its `run`."""
+    top = argparse.ArgumentParser(
+        prog="cluster.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    named = argparse.ArgumentParser(add_help=False)
+    named.add_argument("--name", default=DEFAULT_NAME, help="cluster (default: %(default)s)")
+    _add_life_commands(commands, named)
+    _add_node_commands(commands, named)
+    _add_tool_commands(commands, named)
+    return top
+
+
+Commands = argparse._SubParsersAction  # the type has no public name
+
+
+def _add(
+    commands: Commands[argparse.ArgumentParser], function: object, *parents: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
+    """Add the command that a function implements; its docstring is the help."""
+    name = getattr(function, "__name__", "").strip("_").replace("_", "-")
+    text = (function.__doc__ or "").strip()
+    command = commands.add_parser(
+        name, parents=parents, help=text.splitlines()[0].rstrip("."), description=text
+    )
+    command.set_defaults(run=function)
+    return command
+
+
+def _add_life_commands(
+    commands: Commands[argparse.ArgumentParser], named: argparse.ArgumentParser
+) -> None:
+    command = _add(commands, _build)
+    command.add_argument("component", nargs="*", help="only these (kube, helm, kwok, …)")
+    command = _add(commands, _up, named)
+    command.add_argument("--nodes", type=int, default=1, metavar="N", help="real nodes (1)")
+    command.add_argument("--gpus", type=int, default=0, metavar="G", help="fake GPUs a node (0)")
+    command.add_argument("--port", type=int, help="of the API server (default: a free one)")
+    command.add_argument(
+        "--node-grace", type=int, metavar="SECONDS", help="silence that makes a node NotReady"
+    )
+    command.add_argument(
+        "--image", type=Path, action="append", default=[], help="OCI archive for every node"
+    )
+    command = _add(commands, _down, named)
+    command.add_argument("--all", action="store_true", help="every cluster of this cache")
+    _add(commands, _status)
+
+
+def _add_node_commands(
+    commands: Commands[argparse.ArgumentParser], named: argparse.ArgumentParser
+) -> None:
+    for function in (_node_add, _node_crash, _node_remove):
+        command = _add(commands, function, named)
+        command.add_argument("index", type=int, help="1 for node-1")
+    command = _add(commands, _load_image, named)
+    command.add_argument("archive", type=Path, nargs="*", help="default: all of images/")
+    command = _add(commands, _exec, named)
+    command.add_argument("index", type=int, help="1 for node-1")
+    command.add_argument("command", nargs=argparse.REMAINDER, help="e.g. ctr -n k8s.io images ls")
+    command = _add(commands, _kwok, named)
+    command.add_argument("--nodes", type=int, default=1, help="fake nodes (1)")
+    command.add_argument("--gpus", type=int, default=0, help="GPUs of each (0)")
+    command.add_argument("--stage", type=Path, action="append", help="Stage file for pods")
+
+
+def _add_tool_commands(
+    commands: Commands[argparse.ArgumentParser], named: argparse.ArgumentParser
+) -> None:
+    for function in (_kubectl, _helm):
+        command = _add(commands, function, named)
+        command.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    _add(commands, _env, named)
+    command = _add(commands, _env_volume, named)
+    command.add_argument("--namespace", required=True)
+    command.add_argument("--apply", action="store_true", help="apply it instead of printing")
+    command = _add(commands, _volume, named)
+    command.add_argument("claim", help="name of the claim")
+    command.add_argument("folder", type=Path, help="folder on this machine")
+    command.add_argument("--namespace", required=True)
+    command.add_argument("--writable", action="store_true")
+    command.add_argument("--apply", action="store_true", help="apply it instead of printing")
+
+
+def _build(arguments: argparse.Namespace) -> None:
+    """Compile every binary that is missing or outdated, and fetch Prometheus."""
+    if os.geteuid() == 0:
+        debian.ensure(debian.NODE_PACKAGES)
+    build.build(arguments.component)
+
+
+def _up(arguments: argparse.Namespace) -> None:
+    """Start a cluster (or the nodes it lacks) and print the path of its kubeconfig."""
+    if arguments.nodes < 0 or arguments.gpus < 0:
+        raise ClusterError("--nodes and --gpus: 0 or more")
+    # Before anything is compiled for minutes.
+    if arguments.nodes:
+        preflight.root("a cluster with nodes")
+        debian.ensure(debian.NODE_PACKAGES)
+        preflight.real_nodes()
+    build.build()
+    cluster = Cluster.start(
+        arguments.name,
+        arguments.nodes,
+        arguments.gpus,
+        port=arguments.port,
+        node_grace_seconds=arguments.node_grace,
+        archives=arguments.image,
+    )
+    print(cluster.kubeconfig)
+
+
+def _down(arguments: argparse.Namespace) -> None:
+    """Remove a cluster and every trace of it: processes, cgroups, links, routes, mounts, state."""
+    names = Cluster.names() if arguments.all else [arguments.name]
+    for name in names:
+        say(f"  {name}: {'removed' if Cluster.remove(name) else 'nothing was there'}")
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    """Show every cluster of this cache and its nodes."""
+    for name in Cluster.names():
+        try:
+            cluster = Cluster.attach(name)
+        except ClusterError:
+            print(f"{name}: broken (remove it with `cluster.py down --name {name}`)")
+            continue
+        print(f"{name}: {cluster.settings.server}  KUBECONFIG={cluster.kubeconfig}")
+        for node in cluster.nodes:
+            pid = node.init_pid()
+            print(f"  {node.name}: {'dead' if pid is None else f'running, pid {pid}'}")
+
+
+def _node_add(arguments: argparse.Namespace) -> None:
+    """Add a node, or start it again after a crash."""
+    Cluster.attach(arguments.name).node_add(arguments.index)
+
+
+def _node_crash(arguments: argparse.Namespace) -> None:
+    """Kill every process of a node at once, as a power cut would."""
+    Cluster.attach(arguments.name).node_crash(arguments.index)
+
+
+def _node_remove(arguments: argparse.Namespace) -> None:
+    """Take a node away for good."""
+    Cluster.attach(arguments.name).node_remove(arguments.index)
+
+
+def _load_image(arguments: argparse.Namespace) -> None:
+    """Import OCI archives into every living node."""
+    cluster = Cluster.attach(arguments.name)
+    for archive in arguments.archive or sorted(images().glob("*.tar")):
+        cluster.load_image(archive)
+
+
+def _exec(arguments: argparse.Namespace) -> None:
+    """Run a command inside a node."""
+    command = [word for word in arguments.command if word != "--"] or ["bash"]
+    Node(Cluster.attach(arguments.name).settings, arguments.index).run(*command)
+
+
+def _kwok(arguments: argparse.Namespace) -> None:
+    """Add fake nodes, whose pods need no process."""
+    cluster = Cluster.attach(arguments.name)
+    cluster.start_kwok(arguments.stage, arguments.nodes, arguments.gpus)
+
+
+def _kubectl(arguments: argparse.Namespace) -> None:
+    """Run kubectl against the cluster."""
+    _become(arguments, "kubectl")
+
+
+def _helm(arguments: argparse.Namespace) -> None:
+    """Run helm against the cluster."""
+    _become(arguments, "helm")
+
+
+def _env(arguments: argparse.Namespace) -> None:
+    """Print shell exports with which kubectl and helm reach the cluster."""
+    for name, value in Cluster.attach(arguments.name).environment().items():
+        print(f"export {name}={shlex.quote(value)}")
+
+
+def _env_volume(arguments: argparse.Namespace) -> None:
+    """Print the volume and claim of the development environment, for workers to mount."""
+    _give(arguments, volumes.environment_manifest(arguments.namespace))
+
+
+def _volume(arguments: argparse.Namespace) -> None:
+    """Print a volume and claim of a folder of this machine (models, weights)."""
+    _give(
+        arguments,
+        volumes.claim_manifest(
+            arguments.namespace, arguments.claim, arguments.folder, writable=arguments.writable
+        ),
+    )
+
+
+def _give(arguments: argparse.Namespace, manifest: str) -> None:
+    if arguments.apply:
+        say(Cluster.attach(arguments.name).kubectl("apply", "-f", "-", input=manifest).strip())
+    else:
+        print(manifest, end="")
+
+
+def _become(arguments: argparse.Namespace, program: str) -> None:
+    environment = {**os.environ, **Cluster.attach(arguments.name).environment()}
+    sys.stdout.flush()
+    os.execve(binaries() / program, [program, *arguments.arguments], environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

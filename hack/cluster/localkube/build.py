@@ -1,0 +1,198 @@
+"""Every binary of a cluster, compiled once from Go modules into the cache.
+
+A binary is compiled again only when what it is made of changed: a stamp beside it holds a hash of
+its version, flags and sources. An interrupted build goes on where it was, as Go caches packages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import debian, oci, preflight
+from .home import SOURCES, ClusterError, binaries, cache, images, say, step
+from .node_files import PAUSE_IMAGE
+
+KUBERNETES = "v1.36.3"
+PROGRESS_SECONDS = 10
+BUILD_SECONDS = 3600
+
+_VERSION = "k8s.io/component-base/version"
+_PROGRAMS = (
+    "etcd", "kube-apiserver", "kube-controller-manager", "kube-proxy", "kube-scheduler", "kubectl",
+    "kubelet",
+)  # fmt: skip
+_CONTAINERD = "github.com/containerd/containerd/v2/cmd/{}@v2.4.2"
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A binary: our own sources in `folder`, or the module `package@version`."""
+
+    name: str
+    package: str = ""
+    folder: Path | None = None
+    link_flags: str = ""
+    tags: str = ""
+    links: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> list[str]:
+        """The Go command that makes it."""
+        flags = ["-v", "-ldflags", f"-s -w {self.link_flags}".strip()]
+        if self.tags:
+            flags += ["-tags", self.tags]
+        if self.folder:
+            return ["go", "build", *flags, "-o", str(binaries() / self.name), "."]
+        return ["go", "install", *flags, self.package]
+
+    def stamp(self) -> str:
+        """Hash of everything it is made of."""
+        digest = hashlib.sha256(" ".join([*self.command, preflight.GO_RELEASE]).encode())
+        for path in sorted(self.folder.iterdir()) if self.folder else ():
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+    @property
+    def stamp_file(self) -> Path:
+        """Where the stamp of the binary that is there is kept."""
+        return binaries() / f".{self.name}.stamp"
+
+    def is_current(self) -> bool:
+        """Whether the binary that is there is made of what is there now."""
+        binary, stamp = binaries() / self.name, self.stamp_file
+        return binary.exists() and stamp.exists() and stamp.read_text() == self.stamp()
+
+
+COMPONENTS = (
+    Component(
+        "kube",
+        folder=SOURCES / "kube",
+        # Unset, the server would call itself v0.0.0-master.
+        link_flags=f"-X {_VERSION}.gitVersion={KUBERNETES} "
+        f"-X {_VERSION}.gitMajor=1 -X {_VERSION}.gitMinor=36",
+        links=_PROGRAMS,
+    ),
+    Component("pause", folder=SOURCES / "pause"),
+    *(
+        Component(name, _CONTAINERD.format(name), tags="no_btrfs,no_devmapper,no_zfs")
+        for name in ("containerd", "containerd-shim-runc-v2", "ctr")
+    ),
+    Component("coredns", "github.com/coredns/coredns@v1.15.0"),
+    Component("helm", "helm.sh/helm/v4/cmd/helm@v4.3.1"),
+    Component("kwok", "sigs.k8s.io/kwok/cmd/kwok@v0.8.0"),
+)
+KWOK_MODULE = "sigs.k8s.io/kwok@v0.8.0"
+
+
+def build(names: Sequence[str] = ()) -> None:
+    """Build what is missing or outdated, of all components or of those named.
+
+    Raises:
+        ClusterError: the surroundings don't allow it, or a build failed.
+    """
+    known = {component.name: component for component in COMPONENTS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ClusterError(f"unknown component {unknown[0]!r}: one of {', '.join(known)}")
+    preflight.writable_cache()
+    wanted = [known[name] for name in names] or list(COMPONENTS)
+    outdated = [component for component in wanted if not component.is_current()]
+    if outdated:
+        preflight.go()
+        preflight.disk(preflight.BUILD_GIB)
+        binaries().mkdir(parents=True, exist_ok=True)
+        say(f"building {len(outdated)} of {len(COMPONENTS)} binaries into {binaries()}")
+    for component in outdated:
+        with step(component.name):
+            _compile(component)
+    if not (images() / "pause.tar").exists() or any(c.name == "pause" for c in outdated):
+        _pack_pause()
+    if not names:
+        debian.unpack_prometheus()
+
+
+def module_folder(module: str) -> Path:
+    """Return where Go keeps the sources of a module that was built from."""
+    path, version = module.split("@")
+    return cache() / "go/pkg/mod" / f"{path}@{version}"
+
+
+def _compile(component: Component) -> None:
+    log = cache() / "logs" / f"build-{component.name}.log"
+    log.parent.mkdir(exist_ok=True)
+    tail: deque[str] = deque(maxlen=8)
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            component.command,
+            cwd=component.folder or cache(),
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process,
+    ):
+
+        def read() -> None:
+            for line in process.stdout or ():
+                file.write(line)
+                tail.append(line.rstrip())
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        _await(process, component.name, tail)
+        reader.join()
+    if process.returncode:
+        raise ClusterError(f"building {component.name} failed, see {log}:\n" + "\n".join(tail))
+    for name in component.links:
+        link = binaries() / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(component.name)
+    component.stamp_file.write_text(component.stamp())
+
+
+def _await(process: subprocess.Popen[str], name: str, tail: deque[str]) -> None:
+    began = time.monotonic()
+    while True:
+        try:
+            process.wait(PROGRESS_SECONDS)
+            return
+        except subprocess.TimeoutExpired:
+            elapsed = time.monotonic() - began
+            say(f"    {name}: {elapsed:4.0f} s, now {tail[-1] if tail else 'starting'}")
+            if elapsed > BUILD_SECONDS:
+                process.kill()
+                raise ClusterError(f"{name} was not built in {BUILD_SECONDS} s") from None
+
+
+def _environment() -> dict[str, str]:
+    # Readable module cache: `rm -rf` of the cache must need no root.
+    flags = f"{os.environ.get('GOFLAGS', '')} -trimpath -buildvcs=false -modcacherw"
+    return {
+        **os.environ,
+        "GOBIN": str(binaries()),
+        "GOPATH": str(cache() / "go"),
+        "GOCACHE": str(cache() / "go-build"),
+        "GOFLAGS": flags.strip(),
+        "GOTOOLCHAIN": "local",
+        "GOWORK": "off",
+        "CGO_ENABLED": "0",
+    }
+
+
+def _pack_pause() -> None:
+    with tempfile.TemporaryDirectory(dir=cache()) as folder:
+        root = Path(folder)
+        (root / "pause").write_bytes((binaries() / "pause").read_bytes())
+        (root / "pause").chmod(0o755)
+        oci.write_archive(root, PAUSE_IMAGE, images() / "pause.tar", ["/pause"])

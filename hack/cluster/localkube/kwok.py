@@ -1,0 +1,94 @@
+"""Fake nodes whose pods are objects only, for scale: kwok writes the status a kubelet would."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import network, processes
+from .apiserver import ApiServer
+from .build import KWOK_MODULE, module_folder
+from .home import SOURCES, ClusterError, binaries
+from .settings import Settings
+
+READY_SECONDS = 60
+ATTEMPTS = 5
+POD_STAGES = SOURCES / "kwok/pods.yaml"
+_ANNOTATION = "kwok.x-k8s.io/node"
+_LEASE_SECONDS = 40
+
+
+def start(settings: Settings, stages: Sequence[Path] | None, nodes: int, gpus: int) -> None:
+    """Start kwok and add `nodes` ready nodes; see `Cluster.start_kwok`.
+
+    Raises:
+        ClusterError: kwok did not stay up, or a node was not ready in time.
+    """
+    # Nobody answers at a fake pod's address; what asks for it must not leave the machine.
+    network.keep_inside(settings.network)
+    node_stages = module_folder(KWOK_MODULE) / "kustomize/stage/node"
+    configs = [
+        node_stages / "fast/node-initialize.yaml",
+        node_stages / "heartbeat-with-lease/node-heartbeat-with-lease.yaml",
+        *([POD_STAGES] if stages is None else stages),
+    ]
+    for config in configs:
+        if not config.exists():
+            raise ClusterError(f"{config} is missing: run `python3 hack/cluster/cluster.py build`")
+    processes.stop(settings.state, "kwok")
+    _start_program(settings, configs)
+    api = ApiServer(settings.address, settings.api_port, settings.pki)
+    names = [f"fake-{index}" for index in range(1, nodes + 1)]
+    for name in names:
+        _add_node(api, name, gpus)
+    deadline = time.monotonic() + READY_SECONDS
+    for name in names:
+        while not _is_ready(api, name):
+            processes.require_alive(settings.state, "kwok")
+            if time.monotonic() > deadline:
+                raise ClusterError(f"{name} is not Ready after {READY_SECONDS} s")
+            time.sleep(0.05)
+
+
+def _start_program(settings: Settings, configs: Sequence[Path]) -> None:
+    flags = {
+        "kubeconfig": settings.kubeconfig,
+        "manage-nodes-with-annotation-selector": f"{_ANNOTATION}=fake",
+        "cidr": settings.network.fake_pods,
+        "node-ip": settings.network.node(0),
+        "node-lease-duration-seconds": _LEASE_SECONDS,
+        "server-address": "",
+    }
+    command: list[str | Path] = [binaries() / "kwok"]
+    command += [f"--{name}={value}" for name, value in flags.items()]
+    command += [f"--config={config}" for config in configs]
+    for _ in range(ATTEMPTS):
+        process = processes.spawn(settings.state, "kwok", command)
+        # It crashes on start now and then (0.8.0: "concurrent map writes"), within this time.
+        time.sleep(1)
+        if process.alive():
+            return
+    processes.require_alive(settings.state, "kwok")
+
+
+def _add_node(api: ApiServer, name: str, gpus: int) -> None:
+    capacity = {"cpu": "1k", "memory": "16Ti", "pods": "10k"}
+    if gpus:
+        capacity["nvidia.com/gpu"] = str(gpus)
+    metadata = {
+        "name": name,
+        "annotations": {_ANNOTATION: "fake"},
+        "labels": {"kubernetes.io/hostname": name, "node.kubernetes.io/instance-type": "fake"},
+    }
+    status = {"capacity": capacity, "allocatable": capacity}
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, "status": status}
+    code, answer = api.request("/api/v1/nodes", "POST", node)
+    if code not in (201, 409):
+        raise ClusterError(f"{name} was refused: {answer}")
+
+
+def _is_ready(api: ApiServer, name: str) -> bool:
+    status, node = api.request(f"/api/v1/nodes/{name}")
+    conditions = node["status"].get("conditions", []) if status == 200 else []
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)

@@ -1,0 +1,134 @@
+"""The host's side of the nodes' network: a bridge per cluster, routes to pods and services.
+
+The bridge's alias is the cluster's state folder: the link itself says whom it belongs to.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from .home import ClusterError
+from .settings import Network
+
+# Marks our unreachable routes, so that nobody else's are removed (rt_protos leaves it free).
+_PROTOCOL = "177"
+_METRIC = "4096"
+
+
+def reserve(state: Path) -> Network:
+    """Make a bridge for the cluster of this state, with the first network that nobody uses.
+
+    Raises:
+        ClusterError: every network is in use.
+    """
+    taken = _addresses()
+    for slot in Network.SLOTS:
+        network = Network(slot)
+        ours = ipaddress.ip_network(network.cidr), ipaddress.ip_network(network.services)
+        if any(address in cidr for address in taken for cidr in ours):
+            continue
+        # Fails if another cluster makes it at this moment; then the next slot is tried.
+        if _ip("link", "add", network.bridge, "type", "bridge", check=False):
+            _ip("link", "set", network.bridge, "alias", str(state))
+            _ip("address", "add", f"{network.host}/24", "dev", network.bridge)
+            _ip("link", "set", network.bridge, "up")
+            keep_inside(network)
+            return network
+    raise ClusterError(
+        f"all {len(Network.SLOTS)} networks for clusters with nodes (10.177.0.0/16 and up) are "
+        "in use: stop another cluster, or use `--nodes 0` (control plane only)"
+    )
+
+
+def keep_inside(network: Network) -> None:
+    """Keep cluster addresses off the machine's default route, whatever asks for them."""
+    if os.geteuid() == 0:
+        for cidr in (network.cidr, network.services):
+            _ip("route", "add", *_unreachable(cidr), check=False)
+
+
+def add_routes(network: Network, index: int) -> None:
+    """Route a node's pods to it; services go through the first living node."""
+    via = ("via", network.node(index), "dev", network.bridge, "onlink")
+    _ip("route", "replace", network.node_pods(index), *via)
+    _ip("route", "replace", network.services, *via, "metric", str(index))
+
+
+def remove_routes(network: Network, index: int) -> None:
+    """Undo `add_routes`; nothing happens if they are gone."""
+    _ip("route", "delete", network.node_pods(index), check=False)
+    via = ("via", network.node(index), "dev", network.bridge, "metric", str(index))
+    _ip("route", "delete", network.services, *via, check=False)
+
+
+def owned_bridges(below: Path) -> dict[str, Path]:
+    """Return bridge → state of the clusters whose state is `below` this folder or is it."""
+    found = {}
+    for link in _json("link", "show", "type", "bridge"):
+        state = Path(link.get("ifalias", "/"))
+        if link["ifname"].startswith("rollout") and state.is_relative_to(below):
+            found[link["ifname"]] = state
+    return found
+
+
+def bridges() -> set[str]:
+    """Return the bridges of all clusters of this machine, of other checkouts too."""
+    names = (link["ifname"] for link in _json("link", "show", "type", "bridge"))
+    return {name for name in names if name in {Network(slot).bridge for slot in Network.SLOTS}}
+
+
+def release(below: Path) -> bool:
+    """Remove the bridges of these clusters, and with them their routes."""
+    owned = owned_bridges(below)
+    for bridge in owned:
+        _ip("link", "delete", bridge)
+    return bool(owned)
+
+
+def tidy() -> None:
+    """Remove our unreachable routes of networks that no cluster uses."""
+    if os.geteuid() != 0:
+        return
+    used = bridges()
+    for slot in Network.SLOTS:
+        network = Network(slot)
+        if network.bridge not in used:
+            for cidr in (network.cidr, network.services):
+                _ip("route", "delete", *_unreachable(cidr), check=False)
+
+
+def connect(network: Network, index: int, pid: int) -> None:
+    """Give the network namespace of process `pid` a link `eth0` into the bridge."""
+    outside = f"{network.bridge}n{index}"
+    _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+    _ip("link", "set", outside, "master", network.bridge, "up")
+
+
+def _unreachable(cidr: str) -> tuple[str, ...]:
+    return ("unreachable", cidr, "metric", _METRIC, "protocol", _PROTOCOL)
+
+
+def _addresses() -> list[ipaddress.IPv4Address]:
+    found = [entry for link in _json("-4", "address", "show") for entry in link["addr_info"]]
+    return [ipaddress.IPv4Address(entry["local"]) for entry in found]
+
+
+def _json(*arguments: str) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        ["ip", "-json", *arguments], capture_output=True, text=True, timeout=10, check=False
+    )
+    return json.loads(done.stdout or "[]") if done.returncode == 0 else []
+
+
+def _ip(*arguments: str, check: bool = True) -> bool:
+    done = subprocess.run(
+        ["ip", *arguments], capture_output=True, text=True, timeout=10, check=False
+    )
+    if done.returncode and check:
+        raise ClusterError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.returncode == 0

@@ -1,0 +1,249 @@
+"""A real node from the outside: made, watched, crashed and removed by the host (root)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from . import cgroups, network, node_files, pki, processes
+from .apiserver import ApiServer
+from .home import ClusterError, binaries
+from .settings import Settings
+
+READY_SECONDS = 90
+_INIT = Path(__file__).with_name("node_init.py")
+KUBELET_FOLDER = Path("/var/lib/kubelet")
+"""The kubelet's device plugins live there whatever its flags say, so it must exist to be covered."""
+
+_NAMESPACES = ("-m", "-p", "-n", "-u", "-i", "-C")
+
+
+class Node:
+    """Node `node-<index>` of a cluster with real nodes; the state folder is its only memory."""
+
+    def __init__(self, settings: Settings, index: int) -> None:
+        if not 1 <= index <= settings.network.MAX_NODES:
+            raise ClusterError(f"node {index}: nodes are 1 to {settings.network.MAX_NODES}")
+        self._settings = settings
+        self.index = index
+        self.name = f"node-{index}"
+        self.folder = settings.state / "nodes" / self.name
+        self._api = ApiServer(settings.address, settings.api_port, settings.pki)
+
+    @property
+    def exists(self) -> bool:
+        """Whether it was started and not removed; it may be dead."""
+        return (self.folder / "spec.json").exists()
+
+    def init_pid(self) -> int | None:
+        """Return the pid of the node's pid 1 as the host sees it, None if it is dead."""
+        outer = processes.recorded(self._settings.state, self.name)
+        if outer is None:
+            return None
+        with suppress(FileNotFoundError):
+            children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+            return int(children[0]) if children else None
+        return None
+
+    def launch(self, images: list[Path]) -> None:
+        """Start the node, also one that crashed, which keeps its disk; `await_ready` waits."""
+        if self.init_pid() is not None:
+            raise ClusterError(f"{self.name} is running already")
+        self._clean_up()
+        settings = self._settings
+        spec = self._write(images)
+        processes.spawn(settings.state, self.name, [sys.executable, "-I", _INIT, "enter", spec])
+        network.connect(settings.network, self.index, self._await_init())
+        network.add_routes(settings.network, self.index)
+
+    def await_ready(self, began: datetime) -> None:
+        """Wait until the API server calls it ready, by a heartbeat after `began`; claim GPUs.
+
+        Raises:
+            ClusterError: the node died or took too long.
+        """
+        deadline = time.monotonic() + READY_SECONDS
+        while not self._is_ready(began):
+            processes.require_alive(self._settings.state, self.name)
+            if time.monotonic() > deadline:
+                logs = processes.log_file(self._settings.state, f"{self.name}*")
+                raise ClusterError(f"{self.name} is not Ready after {READY_SECONDS} s: see {logs}")
+            time.sleep(0.05)
+        if self._settings.gpus:
+            self._claim_gpus()
+
+    def crash(self) -> None:
+        """Kill pid 1 and with it every process of the node, as a power cut would."""
+        pid = self.init_pid()
+        outer = processes.recorded(self._settings.state, self.name)
+        if pid is None or outer is None:
+            raise ClusterError(f"{self.name} is not running")
+        os.kill(pid, signal.SIGKILL)
+        processes.await_end([outer])
+        network.remove_routes(self._settings.network, self.index)
+
+    def remove(self, *, delete_object: bool = True) -> None:
+        """End the node and remove every trace; its Node object too unless the cluster ends."""
+        if self.init_pid() is not None:
+            self.crash()
+        self._clean_up()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if delete_object:
+            self._api.request(f"/api/v1/nodes/{self.name}", "DELETE")
+
+    def run(self, *command: str | Path, capture: bool = False) -> str:
+        """Run a command in the node's namespaces; returns stdout if captured.
+
+        Raises:
+            ClusterError: the node is not running or the command failed.
+        """
+        pid = self.init_pid()
+        if pid is None:
+            raise ClusterError(f"{self.name} is not running")
+        done = subprocess.run(
+            ["nsenter", "-t", str(pid), *_NAMESPACES, "--", *map(str, command)],
+            env={**os.environ, "PATH": f"{binaries()}:/usr/sbin:/sbin:{os.environ['PATH']}"},
+            stdout=subprocess.PIPE if capture else None,
+            stderr=subprocess.PIPE if capture else None,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            detail = (done.stderr or "").strip() or f"status {done.returncode}"
+            raise ClusterError(f"{command[0]} in {self.name}: {detail}")
+        return done.stdout or ""
+
+    def load_image(self, archive: Path) -> None:
+        """Import an OCI archive."""
+        self.run("ctr", "--namespace", "k8s.io", "images", "import", archive, capture=True)
+
+    def _write(self, images: list[Path]) -> Path:
+        settings = self._settings
+        for name in ("run", "log", "kubelet", "kernel", "run/node"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        (self.folder / "run/started").unlink(missing_ok=True)
+        KUBELET_FOLDER.mkdir(exist_ok=True)
+        etc = self.folder / "run/node"
+        for name, text in node_files.files(settings, self.index).items():
+            (etc / name).parent.mkdir(exist_ok=True)
+            (etc / name).write_text(text)
+        self._write_credentials(etc)
+        path = self.folder / "spec.json"
+        path.write_text(json.dumps(self._spec(images), indent=1))
+        return path
+
+    def _write_credentials(self, etc: Path) -> None:
+        settings = self._settings
+        keys = settings.pki
+        authority = pki.Authority(keys, "ca")
+        authority.issue(self.name, f"/O=system:nodes/CN=system:node:{self.name}")
+        shutil.copy(authority.certificate, etc / "ca.crt")
+        users = {"kubelet": self.name, "kube-proxy": "kube-proxy", "coredns": "coredns"}
+        for program, user in users.items():
+            authority.issue(user, f"/CN=system:{user}")
+            entry = pki.certificate_user(keys, user)
+            text = pki.kubeconfig(settings.server, authority.certificate, entry)
+            pki.write_private(etc / f"{program}.kubeconfig", text)
+
+    def _spec(self, images: list[Path]) -> dict[str, Any]:
+        addresses = self._settings.network
+        etc = node_files.ETC
+        kubelet = {
+            "config": f"{etc}/kubelet.yaml",
+            "kubeconfig": f"{etc}/kubelet.kubeconfig",
+            "hostname-override": self.name,
+            "node-ip": addresses.node(self.index),
+        }
+        services = {
+            "containerd": ["containerd", "--config", f"{etc}/containerd.toml"],
+            "kubelet": ["kubelet", *(f"--{name}={value}" for name, value in kubelet.items())],
+            "kube-proxy": ["kube-proxy", f"--config={etc}/kube-proxy.yaml"],
+            "coredns": ["coredns", "-conf", f"{etc}/Corefile"],
+        }
+        log = processes.log_file
+        others = [i for i in range(1, addresses.MAX_NODES + 1) if i != self.index]
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "binaries": str(binaries()),
+            "address": addresses.node(self.index),
+            "host": addresses.host,
+            "dns": addresses.service_dns,
+            "others": {addresses.node(i): addresses.node_pods(i) for i in others},
+            "cgroups": cgroups.make(f"rollout-{self._settings.name}-{self.name}"),
+            "binds": {
+                f"{self.folder}/kubelet": str(KUBELET_FOLDER),
+                f"{self.folder}/log": "/var/log",
+                # Last: the state may lie below /run.
+                f"{self.folder}/run": "/run",
+            },
+            "services": services,
+            "logs": {n: str(log(self._settings.state, f"{self.name}-{n}")) for n in services},
+            "images": [str(image) for image in images],
+        }
+
+    def _await_init(self) -> int:
+        deadline = time.monotonic() + 30
+        while (pid := self.init_pid()) is None:
+            processes.require_alive(self._settings.state, self.name)
+            if time.monotonic() > deadline:
+                raise ClusterError(f"{self.name}: its namespaces did not come up")
+            time.sleep(0.01)
+        return pid
+
+    def _is_ready(self, began: datetime) -> bool:
+        # A node that starts again may still be called ready from before: the lease tells.
+        leases = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
+        status, lease = self._api.request(f"{leases}/{self.name}")
+        renewed = lease["spec"].get("renewTime") if status == 200 else None
+        if renewed is None or datetime.fromisoformat(renewed) < began:
+            return False
+        status, node = self._api.request(f"/api/v1/nodes/{self.name}")
+        conditions = node["status"].get("conditions", []) if status == 200 else []
+        return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+    def _claim_gpus(self) -> None:
+        count = {"nvidia.com/gpu": str(self._settings.gpus)}
+        body = {"status": {"capacity": count, "allocatable": count}}
+        status, answer = self._api.request(
+            f"/api/v1/nodes/{self.name}/status", "PATCH", body,
+            "application/strategic-merge-patch+json",
+        )  # fmt: skip
+        if status != 200:
+            raise ClusterError(f"{self.name}: the API server refused GPUs: {answer}")
+
+    def _clean_up(self) -> None:
+        """Remove what a dead node left outside its folder."""
+        processes.stop(self._settings.state, self.name)
+        network.remove_routes(self._settings.network, self.index)
+        if self.exists:
+            spec = json.loads((self.folder / "spec.json").read_text())
+            cgroups.remove(spec["cgroups"]["folders"])
+
+
+def nodes(settings: Settings) -> list[Node]:
+    """Return the nodes that were started and not removed, dead ones too, by index."""
+    folders = (settings.state / "nodes").glob("node-*")
+    indices = sorted(int(folder.name.removeprefix("node-")) for folder in folders)
+    return [node for node in (Node(settings, index) for index in indices) if node.exists]
+
+
+def now() -> datetime:
+    """Return the time that `Node.await_ready` compares heartbeats with."""
+    return datetime.now(UTC)
+
+
+def remove_mount_point() -> None:
+    """Remove the kubelet's folder once no node of any cluster covers it, if nobody uses it."""
+    # While a node lives this would take its mount away: the caller asks when all are gone.
+    with suppress(OSError):
+        KUBELET_FOLDER.rmdir()

@@ -1,0 +1,102 @@
+"""OCI image archives of one layer, made from a folder with the standard library alone."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import platform
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import IO
+
+_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+_MEDIA = "application/vnd.oci.image"
+
+
+def write_archive(root: Path, reference: str, archive: Path, command: list[str]) -> None:
+    """Write `archive`, an image of the files below `root` that is known as `reference`.
+
+    The same files give the same bytes: times are left out, entries are sorted.
+    """
+    machine = platform.machine()
+    target = {"architecture": _ARCHITECTURES.get(machine, machine), "os": "linux"}
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=archive.parent) as layer:
+        digest, size = _write_layer(root, layer)
+        config = _encoded(
+            {
+                **target,
+                "config": {"Env": [_PATH], "Cmd": command},
+                "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
+            }
+        )
+        manifest = _encoded(
+            {
+                "schemaVersion": 2,
+                "mediaType": f"{_MEDIA}.manifest.v1+json",
+                "config": _descriptor("config.v1+json", config),
+                "layers": [_entry("layer.v1.tar", digest, size)],
+            }
+        )
+        names = {
+            "io.containerd.image.name": reference,
+            "org.opencontainers.image.ref.name": reference,
+        }
+        described = {
+            **_descriptor("manifest.v1+json", manifest), "annotations": names, "platform": target,
+        }  # fmt: skip
+        index = {"schemaVersion": 2, "manifests": [described]}
+        partial = archive.with_suffix(".partial")
+        with tarfile.open(partial, "w") as tar:
+            _add(tar, "oci-layout", b'{"imageLayoutVersion":"1.0.0"}')
+            _add(tar, "index.json", _encoded(index))
+            for blob in (config, manifest):
+                _add(tar, _blob(hashlib.sha256(blob).hexdigest()), blob)
+            layer.seek(0)
+            tar.addfile(_info(_blob(digest), size), layer)
+    partial.replace(archive)
+
+
+def _write_layer(root: Path, layer: IO[bytes]) -> tuple[str, int]:
+    def clean(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        entry.mtime = 0
+        return None if entry.ischr() or entry.isblk() else entry
+
+    with tarfile.open(fileobj=layer, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for name in sorted(os.listdir(root)):
+            tar.add(root / name, arcname=name, filter=clean)
+    layer.seek(0)
+    digest = hashlib.sha256()
+    while block := layer.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest(), layer.tell()
+
+
+def _encoded(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _entry(kind: str, digest: str, size: int) -> dict[str, object]:
+    return {"mediaType": f"{_MEDIA}.{kind}", "digest": f"sha256:{digest}", "size": size}
+
+
+def _descriptor(kind: str, blob: bytes) -> dict[str, object]:
+    return _entry(kind, hashlib.sha256(blob).hexdigest(), len(blob))
+
+
+def _blob(digest: str) -> str:
+    return f"blobs/sha256/{digest}"
+
+
+def _info(name: str, size: int) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.size = size
+    return info
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    tar.addfile(_info(name, len(data)), io.BytesIO(data))

@@ -1,0 +1,3 @@
+module rollout.dev/hack/pause
+
+go 1.26
