@@ -3,16 +3,15 @@
 Fed by the watch streams (`observe`), by the answers to our own writes (`upsert`) and by whole
 lists (`replace`). The last one removes ghosts: objects whose DELETED event never came, which
 happens after a 410 and when a stream was cut. Order is by `resourceVersion`, so a late event never
-undoes a newer one; a deleted object leaves a tombstone for as long as a late event may be on its
-way. Nothing here talks to the network and nothing is copied on reading: callers must not change
+undoes a newer one: a deleted object leaves a tombstone until the next list, and what is older than
+a list is not believed after it. Nothing here talks to the network and nothing is copied on reading: callers must not change
 what they get.
 """
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from .names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER
@@ -20,9 +19,6 @@ from .names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER
 Obj = dict[str, Any]
 ResourceName = Literal["pools", "pods", "services"]
 RESOURCES: tuple[ResourceName, ...] = ("pools", "pods", "services")
-
-TOMBSTONE_SECONDS = 900.0
-"""Longer than any watch cache keeps events (five minutes by default), so nothing late comes back."""
 
 
 class Key(NamedTuple):
@@ -38,9 +34,8 @@ class Key(NamedTuple):
 class Store:
     """Raw objects by pool; see the module."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._kinds: dict[ResourceName, _Kind] = {name: _Kind(name, clock) for name in RESOURCES}
+    def __init__(self) -> None:
+        self._kinds: dict[ResourceName, _Kind] = {name: _Kind(name) for name in RESOURCES}
 
     def pool(self, key: Key) -> Obj | None:
         """Return the RolloutReplica, or None if there is none (any more)."""
@@ -147,12 +142,12 @@ def _uid(obj: Obj) -> str:
 class _Kind:
     """All known objects of one resource, by (namespace, name), with an index by pool."""
 
-    def __init__(self, resource: ResourceName, clock: Callable[[], float]) -> None:
+    def __init__(self, resource: ResourceName) -> None:
         self._resource: ResourceName = resource
-        self._clock = clock
         self._objects: dict[Key, Obj] = {}
         self._by_pool: defaultdict[Key, dict[str, Obj]] = defaultdict(dict)
-        self._tombstones: dict[str, tuple[float, int]] = {}
+        self._tombstones: dict[str, tuple[str, int]] = {}  # uid to namespace and version
+        self._listed_at: dict[str | None, int] = {}
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -167,12 +162,11 @@ class _Kind:
     def keys(self) -> list[Key]:
         return list(self._objects)
 
-    def put(self, obj: Obj) -> set[Key]:
+    def put(self, obj: Obj, *, listed: bool = False) -> set[Key]:
         key = _name(obj)
-        pool = owner(self._resource, obj)
-        known = self._objects.get(key)
-        if self._is_late(obj, known):
+        if self._is_late(obj, self._objects.get(key)) or (not listed and self._is_listed(obj)):
             return set()
+        pool = owner(self._resource, obj)
         touched = self._drop(key)
         if pool is not None:
             self._objects[key] = _trimmed(obj)
@@ -182,41 +176,60 @@ class _Kind:
 
     def remove(self, obj: Obj) -> set[Key]:
         key = _name(obj)
-        self._bury(_uid(obj), _version(obj))
+        self._tombstones[_uid(obj)] = (key.namespace, _version(obj))
         known = self._objects.get(key)
         if known is None or _uid(known) != _uid(obj):
             return set()  # a namesake took the place already
         if _version(obj) and _version(known) > _version(obj):
-            return set()  # labels came back after it had left the selector
+            return set()  # its labels came back after it had left the selector
         return self._drop(key)
 
     def replace(
         self, objs: Iterable[Obj], listed_at: int, namespace: str | None
     ) -> tuple[set[Key], int]:
-        touched: set[Key] = set()
+        touched = self._start_over_if_rewound(listed_at, namespace)
         present = set()
         ghosts = 0
         for obj in objs:
             present.add(_uid(obj))
-            touched |= self.put(obj)
+            touched |= self.put(obj, listed=True)
         for key, known in list(self._objects.items()):
             if _uid(known) in present or namespace not in (None, key.namespace):
                 continue
             if listed_at and _version(known) > listed_at:
                 continue  # made or changed after the list was taken
-            self._bury(_uid(known), listed_at)
             touched |= self._drop(key)
             ghosts += 1
-        self._forget_old_tombstones()
+        self._listed_at[namespace] = listed_at
+        self._tombstones = {
+            uid: (where, version)
+            for uid, (where, version) in self._tombstones.items()
+            if version > listed_at or namespace not in (None, where)
+        }
         return touched, ghosts
+
+    def _start_over_if_rewound(self, listed_at: int, namespace: str | None) -> set[Key]:
+        """Forget everything if versions run backwards: the cluster came back from a backup."""
+        if not 0 < listed_at < self._listed_at.get(namespace, 0):
+            return set()
+        self._tombstones.clear()
+        self._listed_at.clear()
+        forgotten = [key for key in self._objects if namespace in (None, key.namespace)]
+        return set().union(*(self._drop(key) for key in forgotten))
 
     def _is_late(self, obj: Obj, known: Obj | None) -> bool:
         version = _version(obj)
-        _, buried = self._tombstones.get(_uid(obj), (0.0, -1))
+        _, buried = self._tombstones.get(_uid(obj), ("", -1))
         if version <= buried:
             return True
         # Equal versions are the same object: nothing to wake for.
         return known is not None and 0 < version <= _version(known)
+
+    def _is_listed(self, obj: Obj) -> bool:
+        """Return whether the last list knew of this version: then it is in the store, or gone."""
+        namespace = obj["metadata"].get("namespace", "")
+        floor = max(self._listed_at.get(None, 0), self._listed_at.get(namespace, 0))
+        return 0 < _version(obj) <= floor
 
     def _drop(self, key: Key) -> set[Key]:
         known = self._objects.pop(key, None)
@@ -228,13 +241,6 @@ class _Kind:
         if not self._by_pool[pool]:
             del self._by_pool[pool]
         return {pool}
-
-    def _bury(self, uid: str, version: int) -> None:
-        self._tombstones[uid] = (self._clock() + TOMBSTONE_SECONDS, version)
-
-    def _forget_old_tombstones(self) -> None:
-        now = self._clock()
-        self._tombstones = {u: t for u, t in self._tombstones.items() if t[0] > now}
 
 
 def _name(obj: Obj) -> Key:
