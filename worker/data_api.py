@@ -1,0 +1,135 @@
+"""Routes of the data port: generate, what is served, health, readiness, metrics. No authentication."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from .flights import Flight
+from .problems import ProblemError
+from .schemas import GenerateRequest, GenerateResponse, WeightsState, Wire, WorkerInfo
+from .service import Worker
+from .telemetry import CONTENT_TYPE
+from .web import new_app
+
+logger = logging.getLogger(__name__)
+
+
+def data_app(worker: Worker) -> FastAPI:
+    """The application of the data port."""
+    app = new_app("rollout-worker data", "Token-in, token-out generation.")
+    _add_generate(app, worker)
+    _add_facts(app, worker)
+    _add_probes(app, worker)
+    return app
+
+
+def _add_generate(app: FastAPI, worker: Worker) -> None:
+    @app.post("/v1/generate", response_model=GenerateResponse)
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        """Sample continuations of one prompt; answers when all ended, or streams events."""
+        flight = worker.submit(body)
+        if body.stream:
+            return StreamingResponse(
+                _events(worker, flight, body.deadline_seconds),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-store"},
+            )
+        await _finish(worker, flight, body.deadline_seconds, request)
+        return Response(flight.response().model_dump_json(), media_type="application/json")
+
+
+async def _finish(worker: Worker, flight: Flight, seconds: float, request: Request) -> None:
+    """Wait for a flight's end; abort it if the client goes away meanwhile."""
+    ended = asyncio.create_task(worker.finish(flight, seconds))
+    gone = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            await worker.drop(flight)
+        await ended
+    finally:
+        gone.cancel()
+        ended.cancel()
+        if not flight.done.is_set():
+            await asyncio.shield(worker.drop(flight))
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(worker: Worker, flight: Flight, seconds: float) -> AsyncIterator[bytes]:
+    """Server-sent events `delta`, then `done`, or `error` if something breaks after the 200."""
+    try:
+        async for delta in worker.stream(flight, seconds):
+            yield _event("delta", delta)
+        yield _event("done", flight.stream_done())
+    except Exception:
+        # The status is sent: only an event can tell.
+        logger.exception("a stream broke", extra={"request": flight.request_id})
+        broken = ProblemError("internal-error", "the stream broke; its log has the traceback")
+        yield f"event: error\ndata: {broken.problem.model_dump_json()}\n\n".encode()
+    finally:
+        # Also when the client went away: the generator is closed then.
+        if not flight.done.is_set():
+            await asyncio.shield(worker.drop(flight))
+
+
+def _event(name: str, data: Wire) -> bytes:
+    return f"event: {name}\ndata: {data.model_dump_json()}\n\n".encode()
+
+
+def _add_facts(app: FastAPI, worker: Worker) -> None:
+    started = int(time.time())
+
+    @app.get("/v1/info")
+    async def info() -> WorkerInfo:
+        """What is served and what the engine can do."""
+        return worker.info()
+
+    @app.get("/v1/weights")
+    async def weights() -> WeightsState:
+        """Active, previous, staged and required weights."""
+        return worker.updates.view()
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """OpenAI's list of models: the one that is served."""
+        model = {
+            "id": worker.settings.served_name,
+            "object": "model",
+            "created": started,
+            "owned_by": "rollout",
+        }
+        return {"object": "list", "data": [model]}
+
+
+def _add_probes(app: FastAPI, worker: Worker) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200 while the supervisor makes progress, also while an engine restarts."""
+        wrong = worker.supervisor.health()
+        if wrong is not None:
+            raise ProblemError("internal-error", f"{wrong}: restart the worker", status=503)
+        return JSONResponse({"status": "ok", "lifecycle": worker.runtime.lifecycle.state.value})
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """200 only if requests may be sent here now."""
+        refusal = worker.readiness()
+        if refusal is not None:
+            raise refusal
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text format, the engine's own metrics included."""
+        return Response(worker.metrics(), media_type=CONTENT_TYPE)

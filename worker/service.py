@@ -1,0 +1,203 @@
+"""One worker: its parts put together, what both ports call, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from .admission import check_room, check_version, expand, not_serving
+from .commits import Commits
+from .engine import Engine
+from .engines import EngineOptions, create
+from .flights import Flight, Flights
+from .governor import Governor
+from .problems import ProblemError
+from .runtime import Runtime
+from .schemas import (
+    AbortReason,
+    GenerateRequest,
+    Lifecycle,
+    StreamDelta,
+    WorkerInfo,
+    WorkerState,
+)
+from .settings import Settings
+from .supervisor import Supervisor
+from .updates import Updates
+from .verbs import Verbs
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 60.0
+"""How long a request may outlive its own deadline before it is given up on."""
+
+
+def engine_factory(settings: Settings) -> Callable[[], Engine]:
+    """How to make the engine that the settings name."""
+    roots = settings.weights_roots
+    model = Path(settings.model)
+    options = EngineOptions(
+        model=model,
+        dtype=settings.dtype,
+        max_length=settings.max_length,
+        device=settings.device,
+        max_batch_tokens=settings.max_batch_tokens,
+        weights_roots=(model, *roots) if roots else (),
+        args=settings.engine_arg,
+        **({} if settings.spill_dir is None else {"spill_dir": settings.spill_dir}),
+    )
+    return lambda: create(settings.engine, options)
+
+
+class Worker:
+    """One worker process without its sockets."""
+
+    def __init__(self, settings: Settings, make_engine: Callable[[], Engine] | None = None) -> None:
+        self.settings = settings
+        self.runtime = Runtime(settings)
+        self.flights = Flights(self.runtime)
+        self.updates = Updates(self.runtime)
+        self.commits = Commits(self.runtime, self.updates, self.flights)
+        self.governor = Governor(self.runtime, self.updates, self.flights)
+        self.verbs = Verbs(self.runtime, self.flights, self.governor)
+        self.supervisor = Supervisor(
+            self.runtime,
+            self.updates,
+            self.flights,
+            self.governor,
+            make_engine or engine_factory(settings),
+        )
+
+    async def run(self) -> None:
+        """Supervise and govern until cancelled; a defect of either ends the process."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.supervisor.run())
+            tasks.create_task(self.governor.run())
+
+    # The data port.
+
+    def submit(self, request: GenerateRequest) -> Flight:
+        """Accept a request, or refuse it with nothing done.
+
+        Does not await: the checks and the registration are one step, no commit fits between.
+
+        Raises:
+            ProblemError: 4xx or 503 that names the fix.
+        """
+        self._check_serving()
+        engine, info = self.runtime.loaded()
+        active = self.updates.identity
+        assert active is not None, "an engine has loaded weights"
+        exact = check_version(request, active)
+        check_room(self.runtime, self.flights.waiting, request.sampling.n)
+        request_id = request.request_id or uuid.uuid4().hex
+        if request_id in self.flights:
+            raise ProblemError(
+                "duplicate-request",
+                f"request_id {request_id!r} is in flight: use a new one, or abort it first",
+            )
+        requests = expand(request, request_id, engine, info, self.settings.logprobs)
+        flight = Flight(request_id, requests, exact)
+        flight.streamed = request.stream
+        self.flights.launch(flight, request.deadline_seconds)
+        return flight
+
+    def _check_serving(self) -> None:
+        refusal = not_serving(self.runtime, self.updates)
+        if refusal is not None:
+            raise refusal
+
+    async def finish(self, flight: Flight, deadline_seconds: float) -> None:
+        """Wait until a flight ended; its own deadline ends it in any case."""
+        async with asyncio.timeout(deadline_seconds + ANSWER_SECONDS):
+            await flight.done.wait()
+
+    async def stream(self, flight: Flight, deadline_seconds: float) -> AsyncIterator[StreamDelta]:
+        """Yield a flight's deltas until it ended."""
+        async with asyncio.timeout(deadline_seconds + ANSWER_SECONDS):
+            while (delta := await flight.deltas.get()) is not None:
+                yield delta
+
+    async def drop(self, flight: Flight) -> None:
+        """Abort a flight whose client is gone."""
+        await self.flights.abort([flight], AbortReason.CLIENT)
+
+    def readiness(self) -> ProblemError | None:
+        """None if requests may be sent here, else why not."""
+        if self.runtime.shutting_down:
+            return ProblemError("shutting-down", "the worker shuts down", retry_after=1)
+        return not_serving(self.runtime, self.updates)
+
+    def info(self) -> WorkerInfo:
+        """What is served.
+
+        Raises:
+            ProblemError: nothing is loaded yet.
+        """
+        if self.runtime.info is None or self.runtime.engine is None:
+            raise ProblemError("starting", "no engine has loaded yet: try again", retry_after=2)
+        engine, info = self.runtime.engine, self.runtime.info
+        return WorkerInfo(
+            engine=info.engine,
+            engine_version=info.engine_version,
+            model=self.settings.served_name,
+            max_length=info.max_length,
+            capabilities=engine.capabilities,
+        )
+
+    def metrics(self) -> bytes:
+        """The page for Prometheus."""
+        runtime = self.runtime
+        own = runtime.engine is not None and runtime.lifecycle.has_engine
+        return runtime.telemetry.page(runtime.engine.metrics() if own and runtime.engine else "")
+
+    # The control port.
+
+    def state(self, caller: str = "") -> WorkerState:
+        """Everything that an operator or a trainer wants to see of this worker."""
+        runtime, now = self.runtime, time.monotonic()
+        stats = runtime.stats()
+        return WorkerState(
+            boot_id=runtime.boot_id,
+            engine=self.settings.engine,
+            lifecycle=runtime.lifecycle.state,
+            serving=self.readiness() is None,
+            weights=self.updates.view(),
+            resident=stats.resident,
+            holds=runtime.holds.listing(now),
+            caller=caller,
+            generation=runtime.generation,
+            in_flight=stats.running,
+            queued=self.flights.waiting,
+            restarts=runtime.restarts,
+            last_error=runtime.last_error,
+            progress=runtime.progress,
+        )
+
+    # The end.
+
+    async def shut_down(self) -> None:
+        """Serve on for a grace while not ready, then drain, then abort what is left."""
+        runtime, settings = self.runtime, self.settings
+        runtime.shutting_down = True
+        runtime.changed.fire()
+        logger.info("shutting down: not ready, serving %g s more", settings.shutdown_grace)
+        await asyncio.sleep(settings.shutdown_grace)
+        runtime.admitting = False
+        until = time.monotonic() + settings.drain_seconds
+        with contextlib.suppress(ProblemError):
+            # A commit under way ends first: half of one helps nobody.
+            async with runtime.alone(settings.drain_seconds):
+                frozen = runtime.lifecycle.state is not Lifecycle.ACTIVE
+                if runtime.lifecycle.state in (Lifecycle.ACTIVE, Lifecycle.PAUSED):
+                    runtime.lifecycle.move(Lifecycle.DRAINING)
+                while len(self.flights) and not frozen and time.monotonic() < until:
+                    await runtime.changed.wait(until - time.monotonic())
+        if len(self.flights):
+            logger.info("aborting %d requests at the end of the drain", len(self.flights))
+            await self.flights.abort_all(AbortReason.CONTROL)

@@ -1,0 +1,134 @@
+"""What both ports share: applications whose every error is a problem, and bounded bodies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .problems import MEDIA_TYPE, ProblemError
+from .schemas import Problem
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 2**20
+"""A prompt of four million tokens; more is a mistake."""
+
+MAX_ERRORS = 16
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": Problem, "description": "A problem (RFC 9457); the detail says what to do."},
+    "5XX": {"model": Problem, "description": "A problem (RFC 9457); retry after Retry-After."},
+}
+
+
+def new_app(title: str, description: str) -> FastAPI:
+    """An application without pages of its own, whose errors are problems."""
+    app = FastAPI(
+        title=title,
+        description=description,
+        version="v1",
+        docs_url=None,
+        redoc_url=None,
+        responses=RESPONSES,
+    )
+    app.add_exception_handler(ProblemError, _on_problem)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_defect)
+    app.add_middleware(BodyLimit)
+    return app
+
+
+def problem_response(error: ProblemError) -> Response:
+    """The answer that an error becomes."""
+    headers = error.headers
+    if error.problem.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(
+        error.problem.model_dump_json(),
+        status_code=error.problem.status,
+        media_type=MEDIA_TYPE,
+        headers=headers,
+    )
+
+
+async def _on_problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ProblemError)
+    return problem_response(error)
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    errors = [
+        {"field": field_path(each["loc"]), "message": str(each["msg"])}
+        for each in error.errors()[:MAX_ERRORS]
+    ]
+    said = "; ".join(f"{each['field'] or 'body'}: {each['message']}" for each in errors)
+    return problem_response(ProblemError("invalid-request", said, errors=errors))
+
+
+def field_path(location: Sequence[int | str]) -> str:
+    """`('body', 'sampling', 'top_p')` → `sampling.top_p`, as the client wrote it."""
+    parts = [part for part in location if part != "body"]
+    return ".".join(str(part) for part in parts)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        found = ProblemError(
+            "not-found", f"there is no route {request.url.path}: see /openapi.json"
+        )
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        detail = f"{request.url.path} does not take {request.method}: use {allowed}"
+        found = ProblemError("method-not-allowed", detail)
+    else:
+        found = ProblemError("http-error", str(error.detail), status=error.status_code)
+    return problem_response(found)
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    # Starlette logs the traceback; the caller gets nothing of it.
+    return problem_response(
+        ProblemError("internal-error", "a defect of the worker; its log has the traceback")
+    )
+
+
+class BodyLimit:
+    """Refuses bodies above `MAX_BODY_BYTES`, whether or not they declare their length."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, counting its bytes."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
+            await problem_response(_too_large())(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > MAX_BODY_BYTES:
+                raise _too_large()
+            return message
+
+        await self._app(scope, counted, send)
+
+
+def _too_large() -> ProblemError:
+    return ProblemError("body-too-large", f"send at most {MAX_BODY_BYTES} bytes")
