@@ -32,13 +32,13 @@ WORKER_APP = "rollout-worker"
 
 ANNOTATION_PAUSED = f"{GROUP}/reconcile-paused"
 ANNOTATION_RETRY = f"{GROUP}/retry"
-ANNOTATION_RETIRED = f"{GROUP}/retired"
-"""On a pod: this operator is removing it (gate off, draining); value is the reason."""
-ANNOTATION_BOOT = f"{GROUP}/boot-id"
-"""On a pod: the worker process whose answer set the readiness gate."""
+ANNOTATION_RESTARTS = f"{GROUP}/restarts"
+"""On a pod: failures of its replica before it; where the back-off is kept."""
 
 GATE_SERVING = f"{GROUP}/serving"
 """Readiness gate of head pods: the engine is awake and at or above the committed weights."""
+
+WORKER_CONTAINER = "worker"
 
 MODEL_MOUNT = "/rollout/model"
 WEIGHTS_MOUNT = "/rollout/weights"
@@ -82,3 +82,15 @@ def audience(namespace: str, pool: str) -> str:
 def head_selector(pool: str) -> str:
     """Label selector of one pod per replica, for HPA and PDB."""
     return f"{LABEL_POOL}={pool},{LABEL_ROLE}={ROLE_HEAD}"
+
+
+def controller_reference(name: str, uid: str) -> dict[str, object]:
+    """Owner reference of every child: the garbage collector removes it with its object."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": name,
+        "uid": uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }

@@ -1,0 +1,345 @@
+"""One pass over one pool: observe, decide, act."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from . import names
+from .context import Context
+from .decide import decide
+from .gangs import STUCK_SECONDS
+from .kube_errors import Conflict, NotFound
+from .names import Condition
+from .observe import Observed, Pod, parse_pods
+from .plan import DeletePod, Plan
+from .pods import PodBuilder
+from .report import conditions_for_invalid
+from .spec import InvalidSpec, RolloutReplicaSpec, parse_spec
+from .status import RolloutReplicaStatus, UpdatePhase, parse_status
+from .store import Key
+from .telemetry import PoolFigures
+from .worker_calls import forget_worker, start_call, watch_heads, worker_of
+from .writes import Obstacles, Writer
+
+logger = logging.getLogger(__name__)
+
+MINOR_SECONDS = 1.0
+"""Least time between two writes of status that only report progress."""
+
+OBSTACLE_SECONDS = 10.0
+"""How soon a name that was taken or a pod that was refused is tried again."""
+
+Obj = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a process remembers of a pool between passes; losing it costs time, not truth."""
+
+    barrier: frozenset[str] | None = None
+    restarts_of: dict[int, int] = field(default_factory=dict)
+    obstacles: Obstacles = field(default_factory=Obstacles)
+    polled: frozenset[str] = frozenset()
+    written_at: float = 0.0
+    sentence: str = ""
+
+
+class Reconciler:
+    """Passes over pools; the queue runs one at a time for each."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self._memory: dict[Key, Memory] = {}
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Bring the pool one step nearer to its spec.
+
+        Returns:
+            Seconds until the next look if nothing happens before, None: none is needed.
+
+        Raises:
+            KubeError: the API server did not take a write; the queue tries again with back-off.
+        """
+        pool = self.ctx.store.pool(key)
+        if pool is None or pool["metadata"].get("deletionTimestamp"):
+            return await self._let_go(key, pool)
+        memory = self._memory.setdefault(key, Memory())
+        stored = parse_status(pool)
+        try:
+            spec = parse_spec(pool)
+        except InvalidSpec as error:
+            status = conditions_for_invalid(stored, pool, str(error), self.ctx.clock())
+            await self._write_status(key, pool, stored, status, memory)
+            return None
+        seen = self._observe(key, pool, memory)
+        plan = decide(spec, seen, stored, self.ctx.clock())
+        if seen.paused:
+            plan = _paused(plan, stored)
+        try:
+            return await self._act(key, pool, spec, seen, stored, plan, memory)
+        except Conflict as error:
+            # Somebody wrote the object since it was read: look again with what the watch brings.
+            logger.debug("%s changed meanwhile: %s", key, error)
+            return 0.2
+
+    def _observe(self, key: Key, pool: Obj, memory: Memory) -> Observed:
+        meta = pool["metadata"]
+        notes = meta.get("annotations") or {}
+        pods = parse_pods(self.ctx.store.pods(key), meta["uid"])
+        heads = [p for p in pods if p.rank == 0]
+        return Observed(
+            name=key.name,
+            namespace=key.namespace,
+            uid=meta["uid"],
+            generation=meta.get("generation", 0),
+            pods=pods,
+            workers={p.uid: worker_of(self.ctx, p) for p in heads if not p.finished},
+            conflicts=memory.obstacles.conflicts,
+            rejections=memory.obstacles.rejections,
+            unsettled=self.ctx.expectations.pending(key),
+            restarts_of=memory.restarts_of,
+            barrier=memory.barrier,
+            paused=notes.get(names.ANNOTATION_PAUSED) == "true",
+            retry=notes.get(names.ANNOTATION_RETRY, ""),
+        )
+
+    async def _act(
+        self,
+        key: Key,
+        pool: Obj,
+        spec: RolloutReplicaSpec,
+        seen: Observed,
+        stored: RolloutReplicaStatus,
+        plan: Plan,
+        memory: Memory,
+    ) -> float | None:
+        """Status first: it holds the decisions that everything else relies on."""
+        later = await self._write_status(key, pool, stored, plan.status, memory)
+        memory.barrier = plan.barrier
+        memory.restarts_of.update(plan.restarts)
+        self._tell(pool, stored, plan, memory)
+        self._poll(key, seen, plan, memory)
+        if not seen.paused:
+            found = await self._write_children(key, spec, seen, plan, memory)
+            self._start_calls(key, seen, plan)
+            if found != memory.obstacles:
+                memory.obstacles = found
+                return 0.0
+            if found.conflicts or found.rejections:
+                later = _soonest(later, OBSTACLE_SECONDS)
+        if _phase(plan.status) is UpdatePhase.COMMITTING and _phase(stored) is not _phase(
+            plan.status
+        ):
+            return 0.0  # the decision stands in status now: go on with the commit calls
+        return _soonest(later, plan.requeue)
+
+    async def _write_children(
+        self, key: Key, spec: RolloutReplicaSpec, seen: Observed, plan: Plan, memory: Memory
+    ) -> Obstacles:
+        writer = Writer(self.ctx, key, seen.uid)
+        builder = PodBuilder(
+            key.name,
+            key.namespace,
+            seen.uid,
+            seen.retry,
+            spec,
+            self.ctx.config.engine(spec.engine.type),
+        )
+        await writer.services()
+        # Out of the Service first, then away.
+        await writer.all(writer.gate(g) for g in plan.gates if not g.serving)
+        await writer.all(writer.delete(p) for p in plan.delete)
+        for creation in plan.create:
+            memory.restarts_of.pop(creation.replica, None)
+        bodies = [builder.build(c.replica, c.rank, c.restarts) for c in plan.create]
+        await writer.all(writer.create("pods", body) for body in bodies)
+        await writer.all(writer.gate(g) for g in plan.gates if g.serving)
+        return writer.obstacles
+
+    def _start_calls(self, key: Key, seen: Observed, plan: Plan) -> None:
+        by_uid = {p.uid: p for p in seen.pods}
+        for call in plan.calls:
+            pod = by_uid[call.uid]
+            if start_call(self.ctx, key, pod, call):
+                logger.info("calling %s on %s", call.verb, call.pod, extra={"pool": str(key)})
+
+    def _poll(self, key: Key, seen: Observed, plan: Plan, memory: Memory) -> None:
+        """Ask the heads often while something is under way, seldom otherwise."""
+        progressing = plan.status.condition(Condition.PROGRESSING)
+        degraded = plan.status.condition(Condition.DEGRADED)
+        fast = any(c is not None and c.status == "True" for c in (progressing, degraded))
+        heads = [p for p in seen.pods if p.rank == 0]
+        polled = watch_heads(self.ctx, key, heads, fast)
+        for uid in memory.polled - polled:
+            forget_worker(self.ctx, uid)
+        memory.polled = polled
+
+    async def _write_status(
+        self,
+        key: Key,
+        pool: Obj,
+        stored: RolloutReplicaStatus,
+        status: RolloutReplicaStatus,
+        memory: Memory,
+    ) -> float | None:
+        """Write if something changed; mere progress at most once a second."""
+        self._show(key, pool, status)
+        before, after = _own(stored), _own(status)
+        if before == after and pool.get("status"):
+            return None
+        now = self.ctx.clock()
+        wait = memory.written_at + MINOR_SECONDS - now
+        if wait > 0 and _essence(before) == _essence(after):
+            return wait
+        writer = Writer(self.ctx, key, pool["metadata"]["uid"])
+        try:
+            await writer.status(pool["metadata"]["resourceVersion"], status)
+        except NotFound:
+            return None  # the object is gone; the watch will say so
+        memory.written_at = now
+        return None
+
+    def _show(self, key: Key, pool: Obj, status: RolloutReplicaStatus) -> None:
+        target = (pool["spec"].get("weights") or {}).get("target") or {"epoch": 0, "version": 0}
+        weights = {"target": (int(target["epoch"]), int(target["version"]))}
+        if status.weights.committed is not None:
+            weights["committed"] = status.weights.committed.identity.as_tuple()
+        if status.weights.active is not None:
+            weights["active_min"] = status.weights.active.min.identity.as_tuple()
+            weights["active_max"] = status.weights.active.max.identity.as_tuple()
+        figures = PoolFigures(
+            replicas=status.replicas,
+            ready=status.ready_replicas,
+            asleep=status.asleep_replicas,
+            restarts=status.restarts,
+            weights=weights,
+            conditions={c.type: c.status for c in status.conditions},
+        )
+        self.ctx.telemetry.pool(key, figures)
+
+    def _tell(self, pool: Obj, stored: RolloutReplicaStatus, plan: Plan, memory: Memory) -> None:
+        """Events for people, and one line of log when the sentence changes."""
+        raw = dict(pool)
+        for note in plan.notes:
+            kind = "Warning" if note.type == "Warning" else "Normal"
+            self.ctx.recorder.event(raw, kind, note.reason, note.message)  # type: ignore[arg-type]
+        for condition in plan.status.conditions:
+            before = stored.condition(condition.type)
+            known = before.status if before else "False"
+            if condition.status != known or (
+                condition.type == Condition.DEGRADED
+                and condition.status == "True"
+                and before is not None
+                and before.reason != condition.reason
+            ):
+                kind, reason = _event_of(condition.type, condition.status, condition.reason)
+                if kind:
+                    self.ctx.recorder.event(raw, kind, reason, condition.message)  # type: ignore[arg-type]
+        if plan.sentence != memory.sentence:
+            memory.sentence = plan.sentence
+            name = f"{raw['metadata']['namespace']}/{raw['metadata']['name']}"
+            logger.info("%s", plan.sentence, extra={"pool": name})
+
+    async def _let_go(self, key: Key, pool: Obj | None) -> float | None:
+        """The object goes or is gone: the garbage collector has the rest, but for stuck pods."""
+        memory = self._memory.get(key, Memory())
+        for uid in memory.polled:
+            forget_worker(self.ctx, uid)
+        memory.polled = frozenset()
+        self.ctx.telemetry.forget(key)
+        if pool is None:
+            self._memory.pop(key, None)
+            self.ctx.expectations.forget(key)
+        return await self._free_stuck_orphans(key)
+
+    async def _free_stuck_orphans(self, key: Key) -> float | None:
+        soonest: float | None = None
+        now = self.ctx.clock()
+        for obj in self.ctx.store.pods(key):
+            pod = _orphan(obj)
+            if pod is None or pod.deletion_at is None:
+                continue
+            left = pod.deletion_at + STUCK_SECONDS - now
+            if left <= 0:
+                stuck = DeletePod(pod.name, pod.uid, 0, "it outlived its grace period")
+                await Writer(self.ctx, key, "").delete(stuck)
+                left = STUCK_SECONDS
+            soonest = _soonest(soonest, left)
+        return soonest
+
+
+def _orphan(obj: Obj) -> Pod | None:
+    """A pod of ours whose object is gone, parsed under whatever owner it names."""
+    for ref in obj["metadata"].get("ownerReferences") or ():
+        if ref.get("controller") and ref.get("kind") == names.KIND:
+            pods = parse_pods([obj], ref["uid"])
+            return pods[0] if pods else None
+    return None
+
+
+def _soonest(*seconds: float | None) -> float | None:
+    return min((s for s in seconds if s is not None), default=None)
+
+
+def _phase(status: RolloutReplicaStatus) -> UpdatePhase | None:
+    return status.weights.last_update.phase if status.weights.last_update else None
+
+
+def _paused(plan: Plan, stored: RolloutReplicaStatus) -> Plan:
+    """Look and report, but touch nothing; decisions about weights wait, too."""
+    text = f"the annotation {names.ANNOTATION_PAUSED} stops this pool's reconciling"
+    status = plan.status.model_copy(
+        update={
+            "message": text,
+            "weights": plan.status.weights.model_copy(
+                update={
+                    "committed": stored.weights.committed,
+                    "last_update": stored.weights.last_update,
+                }
+            ),
+            "restarts": stored.restarts,
+        }
+    )
+    return replace(
+        plan, status=status, notes=(), barrier=None, restarts={}, requeue=None, sentence=text
+    )
+
+
+OURS = frozenset(c.value for c in Condition)
+
+
+def _own(status: RolloutReplicaStatus) -> dict[str, Any]:
+    """The part of status that is ours to write, as a document."""
+    document = status.document()
+    kept = [c for c in document.get("conditions", ()) if c["type"] in OURS]
+    document["conditions"] = sorted(kept, key=lambda c: str(c["type"]))
+    return document
+
+
+def _essence(document: dict[str, Any]) -> dict[str, Any]:
+    """Status without the texts and counts that change with mere progress."""
+    out = {k: v for k, v in document.items() if k not in ("members", "message", "lastErrors")}
+    out["conditions"] = [(c["type"], c["status"], c["reason"]) for c in document["conditions"]]
+    update = {**out.get("weights", {}).get("lastUpdate", {})}
+    update.pop("message", None)
+    out["weights"] = {**out.get("weights", {}), "lastUpdate": update}
+    transition = {**out.get("lastTransition", {})}
+    transition.pop("message", None)
+    out["lastTransition"] = transition
+    return out
+
+
+def _event_of(kind: str, status: str, reason: str) -> tuple[str, str]:
+    """Type and reason of the event for a condition's change; empty for those nobody needs."""
+    table = {
+        ("Ready", "True"): ("Normal", "Ready"),
+        ("Ready", "False"): ("Normal", "NotReady"),
+        ("Degraded", "True"): ("Warning", reason),
+        ("Degraded", "False"): ("Normal", "Recovered"),
+        ("Asleep", "True"): ("Normal", "Asleep"),
+        ("Suspended", "True"): ("Normal", "Suspended"),
+    }
+    return table.get((kind, status), ("", ""))

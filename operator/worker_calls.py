@@ -1,0 +1,105 @@
+"""Calls to workers: which are in flight, how they failed, and how each is made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
+from rollout_client.control import ControlError, WorkerControl
+from rollout_worker.schemas import StagedWeights, StageRequest
+
+from . import names
+from .context import Context
+from .observe import CallError, Pod, Worker
+from .plan import CallWorker, Verb
+from .store import Key
+
+STAGE_POLL_SECONDS = 0.1
+
+
+def slot_of(uid: str, verb: Verb) -> str:
+    """Staging runs beside the other calls: it may take minutes, and sleep must not wait for it."""
+    return f"{uid}/stage" if verb is Verb.STAGE else uid
+
+
+def address_of(pod: Pod) -> str:
+    """Control port of a pod."""
+    host = f"[{pod.ip}]" if pod.ip and ":" in pod.ip else pod.ip
+    return f"{host}:{names.CONTROL_PORT}"
+
+
+def worker_of(ctx: Context, pod: Pod) -> Worker:
+    """What the poller and the calls know of a head; silence after one missed poll is no news."""
+    seen = ctx.poller.last(pod.uid)
+    believed = seen is not None and not seen.stale and seen.failures < 2
+    slots = {slot_of(pod.uid, verb) for verb in Verb}
+    running = frozenset(name for slot in slots if (name := ctx.calls.running(slot)))
+    failures = {}
+    for verb in Verb:
+        failed = ctx.calls.failure(slot_of(pod.uid, verb), verb)
+        if failed is not None:
+            failures[verb.value] = CallError(
+                failed.message, failed.count, failed.retry_at, failed.problem
+            )
+    return Worker(
+        state=seen.state if seen is not None and believed else None,
+        error=seen.error if seen is not None else None,
+        running=running,
+        failures=failures,
+    )
+
+
+def watch_heads(ctx: Context, key: Key, heads: Iterable[Pod], fast: bool) -> frozenset[str]:
+    """Poll these heads from now on; returns the uids that are polled."""
+    uids = set()
+    for pod in heads:
+        if pod.ip and pod.started and not pod.finished:
+            ctx.poller.watch(key, pod.uid, address_of(pod), fast)
+            uids.add(pod.uid)
+    return frozenset(uids)
+
+
+def forget_worker(ctx: Context, uid: str) -> None:
+    """Drop everything about a head that is gone."""
+    ctx.poller.unwatch(uid)
+    for verb in Verb:
+        ctx.calls.forget(slot_of(uid, verb))
+
+
+def start_call(ctx: Context, key: Key, pod: Pod, call: CallWorker) -> bool:
+    """Start a planned call; its end wakes the pool."""
+    worker = ctx.control(key, address_of(pod))
+
+    async def make() -> None:
+        await _send(worker, call)
+        if call.verb is Verb.STAGE:
+            # Other calls refresh the view of their worker by themselves: their slot is the pod.
+            await ctx.poller.refresh(call.uid)
+
+    return ctx.calls.start(
+        key, slot_of(call.uid, call.verb), call.verb, make, call.deadline_seconds
+    )
+
+
+async def _send(worker: WorkerControl, call: CallWorker) -> None:
+    if isinstance(call.body, StageRequest):
+        await _stage(worker, call.body)
+        return
+    send: Callable[..., Awaitable[object]] = getattr(worker, call.verb.value)
+    if call.verb in (Verb.REQUIRE, Verb.DISCARD, Verb.RESUME):
+        await send(call.body)
+    else:
+        await send(call.body, timeout=call.deadline_seconds)
+
+
+async def _stage(worker: WorkerControl, request: StageRequest) -> None:
+    """Stage and wait until it is done, so that its failure counts as the call's."""
+    staged: StagedWeights | None = await worker.stage(request)
+    wanted = (request.epoch, request.version)
+    while staged is not None and (staged.epoch, staged.version) == wanted:
+        if staged.phase == "Failed":
+            raise ControlError(409, "stage-failed", staged.error or "the worker names no reason")
+        if staged.phase == "Staged":
+            return
+        await asyncio.sleep(STAGE_POLL_SECONDS)
+        staged = (await worker.state()).weights.staged

@@ -1,0 +1,488 @@
+"""The public contract's case table, walked through `decide`."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_operator.status import RolloutReplicaStatus, UpdatePhase
+from rollout_worker.schemas import WeightsId
+from world import World, spec_of, target
+
+
+def ready(world: World) -> bool:
+    condition = world.status.condition("Ready")
+    return condition is not None and condition.status == "True"
+
+
+def condition(status: RolloutReplicaStatus, kind: str) -> tuple[str, str]:
+    found = status.condition(kind)
+    assert found is not None
+    return found.status, found.reason
+
+
+def committed(world: World) -> tuple[int, int]:
+    assert world.status.weights.committed is not None
+    return world.status.weights.committed.identity.as_tuple()
+
+
+def phase(world: World) -> UpdatePhase | None:
+    update = world.status.weights.last_update
+    return update.phase if update else None
+
+
+@pytest.fixture
+def world() -> World:
+    made = World(spec_of())
+    made.run()
+    assert ready(made)
+    return made
+
+
+def until(world: World, wanted: UpdatePhase, steps: int = 30) -> None:
+    for _ in range(steps):
+        world.step()
+        if phase(world) is wanted:
+            return
+    raise AssertionError(f"never {wanted}, but {phase(world)}")
+
+
+def test_a_new_pool_comes_to_serve_its_checkpoint(world: World) -> None:
+    assert world.status.phase == "Ready"
+    assert committed(world) == (0, 0)
+    assert condition(world.status, "WeightsSynced") == ("True", "Synced")
+    assert world.status.ready_replicas == world.status.updated_replicas == 2
+    assert world.status.last_transition is not None
+    assert world.status.last_transition.completed_at is not None
+
+
+def test_a_settled_pool_plans_nothing(world: World) -> None:
+    before = world.status
+    plan = world.step()
+    acted = (plan.create, plan.delete, plan.gates, plan.calls, plan.notes)
+    assert not any(acted)
+    assert world.status == before
+
+
+def test_target_rises_while_active(world: World) -> None:
+    world.set(weights=target(1, 1))
+    world.step()
+    assert phase(world) is UpdatePhase.STAGING
+    assert condition(world.status, "WeightsSynced") == ("False", "Staging")
+    until(world, UpdatePhase.COMMITTING)
+    assert not world.worker(0).commits, "the decision is persisted before the first commit call"
+    world.run()
+    assert committed(world) == (1, 1)
+    assert phase(world) is UpdatePhase.COMPLETE
+    assert not [line for line in world.log[-20:] if "False" in line], "no gate flips"
+    assert condition(world.status, "WeightsSynced") == ("True", "Synced")
+    assert world.status.weights.committed is not None
+    assert world.status.weights.committed.root_hash == "hash(1, 1)"
+
+
+def test_target_rises_while_paused(world: World) -> None:
+    world.set(state="Paused")
+    world.run()
+    assert world.status.phase == "Paused"
+    world.set(weights=target(1, 1))
+    world.step()
+    assert phase(world) is UpdatePhase.STAGING
+    world.run()
+    assert committed(world) == (1, 1)
+    assert {w.hold for w in world.workers.values()} == {"Paused"}
+
+
+def test_staging_scale_up_stays_outside_the_barrier(world: World) -> None:
+    world.set(weights=target(1, 1))
+    world.worker(0).broken_stage = True
+    world.step()
+    world.set(replicas=3)
+    for _ in range(6):
+        world.step()
+    joiner = world.worker(2)
+    assert joiner.serving
+    assert joiner.active == WeightsId(epoch=0, version=0)
+    assert f"stage {'pool-2-0'}" not in world.log
+    world.worker(0).broken_stage = False
+    world.run()
+    assert committed(world) == (1, 1)
+    assert all(w.active.version == 1 for w in world.workers.values())
+
+
+def test_staging_a_worker_restarts_and_loads_committed(world: World) -> None:
+    world.set(weights=target(1, 1))
+    world.run()
+    world.set(weights=target(1, 2))
+    world.worker(0).broken_stage = True
+    world.step()
+    world.fail("pool-1-0")
+    for _ in range(8):
+        world.step()
+    assert phase(world) is UpdatePhase.STAGING
+    assert world.worker(1).active == WeightsId(epoch=1, version=1)
+    assert world.worker(1).serving
+    world.worker(0).broken_stage = False
+    world.run()
+    assert committed(world) == (1, 2)
+
+
+def test_staging_newer_target_same_epoch_finishes_the_first(world: World) -> None:
+    world.frozen.add("stage")
+    world.set(weights=target(1, 1))
+    world.step()
+    world.set(weights=target(1, 2))
+    world.set(weights=target(1, 3))
+    world.step()
+    update = world.status.weights.last_update
+    assert update is not None
+    assert update.identity.as_tuple() == (1, 1)
+    world.frozen.clear()
+    world.run()
+    assert committed(world) == (1, 3)
+    assert [c.as_tuple() for c in world.worker(0).commits] == [(1, 1), (1, 3)]
+
+
+def test_staging_higher_epoch_fences_and_supersedes(world: World) -> None:
+    world.frozen.add("stage")
+    world.set(weights=target(1, 1))
+    world.step()
+    world.step()
+    world.frozen.clear()
+    world.set(weights=target(2, 0))
+    since = len(world.log)
+    world.run()
+    assert committed(world) == (2, 0)
+    assert all(w.fence_epoch == 2 for w in world.workers.values())
+    log = world.log[since:]
+    assert log.index("require pool-0-0") < log.index("stage pool-0-0")
+    assert [c.as_tuple() for c in world.worker(0).commits] == [(2, 0)]
+
+
+def test_staging_failure_keeps_the_old_and_names_the_tensor(world: World) -> None:
+    world.worker(1).broken_stage = True
+    world.set(weights=target(1, 1))
+    for _ in range(8):
+        world.step()
+    assert condition(world.status, "Degraded") == ("True", "WeightsFailed")
+    assert "pool-1-0" in world.status.message
+    assert "lm_head.weight" in world.status.message
+    assert all(w.serving and w.active.version == 0 for w in world.workers.values())
+    assert committed(world) == (0, 0)
+    update = world.status.weights.last_update
+    assert update is not None
+    assert update.attempts > 1
+    world.set(weights=target(1, 2))  # a wrong path: raise the version
+    world.worker(1).broken_stage = False
+    world.run()
+    assert committed(world) == (1, 2)
+    assert [c.version for c in world.worker(0).commits] == [2]
+    assert condition(world.status, "Degraded") == ("False", "AsExpected")
+
+
+def test_staging_deadline_reports_and_goes_on(world: World) -> None:
+    world.frozen.add("stage")
+    world.set(weights={**target(1, 1), "deadlineSeconds": 5})
+    for _ in range(8):
+        world.step()
+    assert phase(world) is UpdatePhase.FAILED
+    assert condition(world.status, "Progressing") == ("False", "DeadlineExceeded")
+    assert ready(world), "the old weights serve"
+    world.frozen.clear()
+    world.run()
+    assert committed(world) == (1, 1)
+    assert phase(world) is UpdatePhase.COMPLETE
+
+
+@pytest.mark.parametrize(
+    "rest", [{"state": "Asleep"}, {"suspend": True}], ids=["asleep", "suspend"]
+)
+def test_staging_then_rest_supersedes(world: World, rest: dict[str, object]) -> None:
+    world.frozen.add("stage")
+    world.set(weights=target(1, 1))
+    world.step()
+    world.frozen.clear()
+    world.set(**rest)
+    world.step()
+    assert committed(world) == (1, 1), "the target is what they wake with"
+    world.run()
+    assert condition(world.status, "WeightsSynced")[0] == "False"
+    assert condition(world.status, "Ready")[0] == "False"
+    world.set(state="Active", suspend=False)
+    world.run()
+    assert ready(world)
+    assert all(w.active.as_tuple() == (1, 1) for w in world.workers.values())
+
+
+def test_committing_newer_target_waits(world: World) -> None:
+    world.set(weights=target(1, 1))
+    until(world, UpdatePhase.COMMITTING)
+    world.set(weights=target(2, 5))
+    world.run()
+    assert [c.as_tuple() for c in world.worker(0).commits] == [(1, 1), (2, 5)]
+    assert committed(world) == (2, 5)
+
+
+def test_committing_member_fails_and_leaves(world: World) -> None:
+    world.set(weights=target(1, 1))
+    until(world, UpdatePhase.COMMITTING)
+    world.worker(1).broken_commit = True
+    for _ in range(6):
+        world.step()
+    assert committed(world) == (1, 1)
+    assert condition(world.status, "Degraded") == ("True", "WeightsFailed")
+    assert not world.pods["pool-1-0"].gate
+    assert world.pods["pool-0-0"].gate
+    assert not world.worker(1).serving, "the floor shuts it out"
+    world.worker(1).broken_commit = False
+    world.run()
+    assert ready(world)
+
+
+def test_committing_restart_loads_the_version_being_committed(world: World) -> None:
+    world.set(weights=target(1, 1))
+    world.frozen.add("commit")
+    until(world, UpdatePhase.COMMITTING)
+    world.fail("pool-1-0")
+    world.step()
+    world.step()
+    world.frozen.clear()
+    world.run()
+    assert [c.as_tuple() for c in world.worker(1).commits] == [(1, 1)]
+    assert ready(world)
+
+
+def test_committing_then_asleep_finishes_first(world: World) -> None:
+    world.set(weights=target(1, 1))
+    until(world, UpdatePhase.COMMITTING)
+    world.set(state="Asleep")
+    world.run()
+    assert all(w.active.version == 1 and w.hold == "Asleep" for w in world.workers.values())
+    assert world.status.phase == "Asleep"
+    assert phase(world) is UpdatePhase.COMPLETE
+
+
+def test_committing_then_suspend_commits_and_deletes(world: World) -> None:
+    world.set(weights=target(1, 1))
+    until(world, UpdatePhase.COMMITTING)
+    world.set(suspend=True)
+    world.run()
+    assert committed(world) == (1, 1)
+    assert not world.pods
+    assert world.status.phase == "Suspended"
+
+
+def test_target_rises_while_asleep(world: World) -> None:
+    world.set(state="Asleep")
+    world.run()
+    assert condition(world.status, "Asleep") == ("True", "Asleep")
+    world.set(weights=target(1, 1))
+    world.run()
+    assert committed(world) == (1, 1)
+    assert condition(world.status, "WeightsSynced")[0] == "False"
+    assert all(w.hold == "Asleep" for w in world.workers.values()), "nobody is woken for it"
+    world.set(state="Active")
+    world.run()
+    assert ready(world)
+    assert condition(world.status, "WeightsSynced")[0] == "True"
+
+
+def test_nobody_serving_commits_at_once() -> None:
+    world = World(spec_of(weights=target(3, 7)))
+    world.step()
+    assert committed(world) == (3, 7)
+    world.run()
+    assert all(w.commits == [WeightsId(epoch=3, version=7)] for w in world.workers.values())
+    assert ready(world)
+
+
+def test_a_worker_ahead_is_never_rolled_back(world: World) -> None:
+    world.worker(0).active = WeightsId(epoch=9, version=9)
+    world.run()
+    assert condition(world.status, "WeightsSynced") == ("False", "AheadOfTarget")
+    assert world.worker(0).active.epoch == 9
+
+
+def test_rolling_stops_at_a_failing_member() -> None:
+    world = World(spec_of(replicas=3, weights={"strategy": "Rolling"}))
+    world.run()
+    world.worker(1).broken_commit = True
+    world.set(weights=target(1, 1))
+    world.run()
+    assert [w.active.version for w in world.workers.values()] == [1, 0, 0]
+    assert committed(world) == (0, 0)
+    assert all(w.serving for w in world.workers.values())
+    world.worker(1).broken_commit = False
+    world.run()
+    assert committed(world) == (1, 1)
+
+
+def test_eager_goes_on_past_a_failing_member() -> None:
+    world = World(spec_of(replicas=3, weights={"strategy": "Eager"}))
+    world.run()
+    world.worker(1).broken_commit = True
+    world.set(weights=target(1, 1))
+    world.run()
+    assert [w.active.version for w in world.workers.values()] == [1, 0, 1]
+    assert committed(world) == (0, 0)
+    assert all(w.serving for w in world.workers.values())
+
+
+@pytest.mark.parametrize("at", [UpdatePhase.STAGING, UpdatePhase.COMMITTING])
+def test_the_operator_dies_in_an_update(world: World, at: UpdatePhase) -> None:
+    world.set(weights=target(1, 1))
+    until(world, at)
+    world.forget()
+    world.run()
+    assert committed(world) == (1, 1)
+    assert ready(world)
+
+
+def test_a_worker_at_the_target_means_committing(world: World) -> None:
+    world.set(weights=target(1, 1))
+    world.frozen.add("stage")
+    world.step()
+    world.worker(0).active = WeightsId(epoch=1, version=1)
+    world.forget()
+    world.step()
+    assert phase(world) is UpdatePhase.COMMITTING
+
+
+def test_back_off_of_a_failing_replica() -> None:
+    world = World(spec_of(replicas=1))
+    world.run()
+    times = []
+    for _ in range(4):
+        world.fail("pool-0-0")
+        failed_at = world.now
+        for _ in range(200):
+            world.step()
+            if "pool-0-0" in world.pods and not world.pods["pool-0-0"].finished:
+                break
+        times.append(world.now - failed_at)
+    assert times[0] <= 3
+    assert [round(t, -1) for t in times[1:]] == [10, 20, 40]
+    assert world.status.restarts == 4
+
+
+def test_restarts_end_at_the_limit() -> None:
+    world = World(spec_of(replicas=1, restartPolicy={"maxRestarts": 1, "baseDelaySeconds": 1}))
+    world.run()
+    for _ in range(2):
+        world.fail("pool-0-0")
+        for _ in range(10):
+            world.step()
+    assert world.status.phase == "Failed"
+    assert condition(world.status, "Degraded") == ("True", "RestartsExhausted")
+    assert world.pods["pool-0-0"].finished, "kept for its logs"
+    world.retry = "1"
+    world.run()
+    assert ready(world)
+
+
+def test_a_gang_is_recreated_whole() -> None:
+    spec = spec_of(
+        replicas=1,
+        engine={"type": "vllm"},
+        parallelism={"tensor": 2, "nodes": 2},
+        accelerator={"resource": "nvidia.com/gpu"},
+    )
+    world = World(spec)
+    world.run()
+    first = {p.uid for p in world.pods.values()}
+    assert len(first) == 2
+    world.kill("pool-0-1")
+    world.run()
+    second = {p.uid for p in world.pods.values()}
+    assert len(second) == 2
+    assert not first & second
+
+
+def test_rolling_update_keeps_within_max_unavailable() -> None:
+    world = World(spec_of(replicas=4))
+    world.run()
+    first = {p.uid for p in world.pods.values()}
+    world.set(podTemplate={"labels": {"a": "b"}})
+    least = 4
+    for _ in range(60):
+        world.step()
+        least = min(least, sum(p.ready for p in world.pods.values()))
+    assert least == 3
+    assert not first & {p.uid for p in world.pods.values()}
+    assert ready(world)
+
+
+def test_a_trainers_hold_is_respected(world: World) -> None:
+    world.worker(0).foreign_hold = "Paused"
+    world.run()
+    assert not ready(world)
+    assert "held by trainer" in world.status.message
+    assert world.worker(0).foreign_hold == "Paused"
+
+
+ACTIONS = st.sampled_from(
+    ["step", "step", "step", "raise", "epoch", "pause", "sleep", "wake", "suspend", "kill", "fail",
+     "up", "down", "forget", "template", "break", "mend"]
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.lists(ACTIONS, max_size=25),
+    st.sampled_from(["AllAtOnce", "Rolling", "Eager"]),
+    st.randoms(use_true_random=False),
+)
+def test_any_history_ends_right(actions: list[str], strategy: str, random: object) -> None:
+    """Committed never falls, serving is never below it, and at rest all is as asked."""
+    from random import Random
+
+    assert isinstance(random, Random)
+    world = World(spec_of(replicas=2, weights={"strategy": strategy}))
+    floor = (0, 0)
+    for action in actions:
+        _apply(world, action, random)
+        world.step()
+        assert committed(world) >= floor
+        floor = committed(world)
+    for worker in world.workers.values():
+        worker.broken_stage = worker.broken_commit = False
+    world.set(state="Active", suspend=False)
+    for _ in range(600):
+        world.step()
+        if ready(world) and committed(world) == world.spec.target_id.as_tuple():
+            break
+    world.run()
+    assert ready(world), world.status.message
+    assert committed(world) == world.spec.target_id.as_tuple()
+    assert {w.active.as_tuple() for w in world.workers.values()} <= {committed(world)}
+    assert condition(world.status, "Degraded")[0] == "False"
+
+
+def _apply(world: World, action: str, random: object) -> None:
+    from random import Random
+
+    assert isinstance(random, Random)
+    now = world.spec.target_id
+    simple: dict[str, dict[str, object]] = {
+        "pause": {"state": "Paused"},
+        "sleep": {"state": "Asleep"},
+        "wake": {"state": "Active", "suspend": False},
+        "suspend": {"suspend": True},
+        "up": {"replicas": 3},
+        "down": {"replicas": 1},
+        "template": {"podTemplate": {"labels": {"a": str(random.random())[:8]}}},
+        "raise": {"weights": target(now.epoch, now.version + 1)},
+        "epoch": {"weights": target(now.epoch + 1, random.randint(0, 3))},
+    }
+    running = [n for n, p in world.pods.items() if not p.finished]
+    if action in simple:
+        world.set(**simple[action])
+    elif action == "forget":
+        world.forget()
+    elif action in ("kill", "fail") and running:
+        name = random.choice(running)
+        world.kill(name) if action == "kill" else world.fail(name)
+    elif action in ("break", "mend"):
+        for worker in world.workers.values():
+            worker.broken_stage = action == "break" and random.random() < 0.5
+            worker.broken_commit = action == "break" and random.random() < 0.5
