@@ -1,0 +1,113 @@
+# Rollout. `make help` lists the targets.
+#
+# Everything heavy (binaries, environment, images, models, clusters) is kept in $(CACHE), which git
+# ignores: move it away and the next command makes it anew.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+export ROLLOUT_CACHE ?= $(CURDIR)/.cache
+CACHE := $(ROLLOUT_CACHE)
+BIN := $(CACHE)/venv/bin
+PYTHON3 ?= python3
+CLUSTER_PY := $(PYTHON3) hack/cluster/cluster.py
+UV_VERSION := 0.13.8
+UV := $(CACHE)/boot/bin/uv
+export UV_CACHE_DIR := $(CACHE)/uv
+# Two threads fighting for busy cores make an engine ten times slower (docs/benchmarks.md).
+export OMP_NUM_THREADS ?= 1
+export PYTHONDONTWRITEBYTECODE := 1
+# A few requirements come as hundreds of megabytes: be patient with a slow network.
+export UV_HTTP_TIMEOUT ?= 300
+
+VENV := $(CACHE)/venv/.installed
+BINARIES := $(CACHE)/bin/.built
+
+.PHONY: help
+help: ## show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[36m%-14s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(VENV) ## tell the whole story on a real cluster (first run ~15 min, later ~2 min)
+	@$(BIN)/python hack/demo.py
+
+.PHONY: test
+test: $(VENV) cluster-build images ## run every test: unit, api, chart, engine, cluster
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+.PHONY: test-fast
+test-fast: $(VENV) ## run the tests that need no cluster
+	$(BIN)/pytest tests/unit tests/chart $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(VENV) ## ruff, mypy, import-linter, stale generated files
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python hack/generate.py --check
+
+.PHONY: format
+format: $(VENV) ## let ruff format and mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.PHONY: generate
+generate: $(VENV) ## make the CRD, the chart's copy of it and docs/api.md from the models
+	$(BIN)/python hack/generate.py
+
+.PHONY: wheel
+wheel: $(VENV) ## build the wheel and import it in a clean environment
+	rm -rf dist
+	$(UV) build --quiet --python $(BIN)/python
+	$(BIN)/python hack/check_wheel.py dist/*.whl
+
+.PHONY: cluster-build
+cluster-build: ## build Kubernetes and its tools, once
+	@$(CLUSTER_PY) build
+
+.PHONY: cluster-up
+cluster-up: ## start a local cluster (NODES=1 GPUS=0 NAME=rollout)
+	@$(CLUSTER_PY) up --name $(or $(NAME),rollout) --nodes $(or $(NODES),1) --gpus $(or $(GPUS),0)
+
+.PHONY: cluster-down
+cluster-down: ## remove every local cluster
+	@$(CLUSTER_PY) down --all
+
+.PHONY: images
+images: cluster-build ## build the images and put them onto the running cluster's nodes
+	@$(PYTHON3) hack/images.py
+
+.PHONY: bench
+bench: $(VENV) cluster-build images ## run the benchmarks and print their figures
+	$(BIN)/python -m bench
+
+.PHONY: requirements
+requirements: $(UV) ## resolve the pinned requirements anew
+	for extra in dev operator worker hf; do \
+	  $(UV) pip compile -q pyproject.toml --extra $$extra -c requirements/constraints.txt \
+	    --generate-hashes --no-emit-index-url --no-emit-find-links --python-version 3.11 \
+	    --custom-compile-command "make requirements" -o requirements/$$extra.txt; \
+	done
+
+.PHONY: clean
+clean: ## remove every cluster and all that runs; keeps the cache
+	@$(CLUSTER_PY) down --all
+	rm -rf dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+.PHONY: clean-cache
+clean-cache: clean ## remove the cache, too: the next run builds everything
+	chmod -R u+w $(CACHE)/go 2>/dev/null || true
+	rm -rf $(CACHE)
+
+$(UV):
+	$(PYTHON3) -m venv $(CACHE)/boot
+	$(CACHE)/boot/bin/python -m pip install --quiet uv==$(UV_VERSION)
+
+$(VENV): requirements/dev.txt pyproject.toml | $(UV)
+	@echo "installing the development environment (once; 5 GB, about 2 minutes)"
+	test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON3) $(CACHE)/venv
+	$(UV) pip sync --quiet --require-hashes --python $(BIN)/python requirements/dev.txt
+	$(UV) pip install --quiet --no-deps --python $(BIN)/python -e .
+	touch $@

@@ -1,0 +1,46 @@
+"""Install a wheel into a clean environment and import what users import.
+
+python hack/check_wheel.py dist/rollout_operator-….whl
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PROGRAM = """
+import importlib.resources as r
+import operator, sys
+operator.add  # the standard library's, not a folder of ours
+import rollout_client.control, rollout_worker.schemas
+import rollout_operator.decide, rollout_operator.runtime
+assert (r.files("rollout_operator") / "crd.yaml").is_file(), "the CRD is not in the wheel"
+assert "torch" not in sys.modules, "the operator pulled in torch"
+import importlib.util as u
+assert u.find_spec("torch") is None, "the extra [operator] installs torch"
+print("imports:", rollout_operator.runtime.__file__)
+"""
+
+
+def run(*words: str) -> None:
+    subprocess.run(words, check=True, timeout=600, stdout=subprocess.DEVNULL)
+
+
+def main(wheel: str) -> None:
+    uv = Path(os.environ.get("ROLLOUT_CACHE", ".cache")) / "boot" / "bin" / "uv"
+    with tempfile.TemporaryDirectory() as folder:
+        python = f"{folder}/venv/bin/python"
+        run(str(uv), "venv", "--quiet", "--python", sys.executable, f"{folder}/venv")
+        pins = ("--python", python, "--require-hashes", "-r", "requirements/operator.txt")
+        run(str(uv), "pip", "install", "--quiet", *pins)
+        run(str(uv), "pip", "install", "--quiet", "--no-deps", "--python", python, wheel)
+        subprocess.run([python, "-c", PROGRAM], check=True, cwd="/", timeout=120)
+        for command in ("rollout-operator", "rollout-worker"):
+            run(f"{folder}/venv/bin/{command}", "--help")
+
+
+if __name__ == "__main__":
+    main(str(Path(sys.argv[1]).resolve()))
