@@ -1,4 +1,4 @@
-"""Writes what is generated from the code: the CRD, the chart's CRD template, dashboards, docs.
+"""Writes what is generated from the code: the CRD, chart files, dashboards, docs.
 
 `python hack/generate.py` writes; `--check` only tells what is stale and ends with 1.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import yaml
 from apidocs import reference
+from chartvalues import readme, schema_text
+from dashboards import dashboards
 
 from rollout_operator.crd import custom_resource_definition
 
@@ -55,6 +57,9 @@ def outputs() -> dict[Path, str]:
         ROOT / "operator" / "crd.yaml": NOTICE + crd_yaml(),
         CHART / "templates" / "crd.yaml": NOTICE + crd_template(),
         ROOT / "docs" / "api.md": reference(),
+        CHART / "values.schema.json": schema_text(),
+        CHART / "README.md": readme(yaml.safe_load((CHART / "values.yaml").read_text())),
+        **{CHART / "dashboards" / name: text for name, text in dashboards().items()},
     }
 
 

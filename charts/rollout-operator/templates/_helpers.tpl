@@ -1,0 +1,77 @@
+{{- define "rollout-operator.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "rollout-operator.chart" -}}
+{{- printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "rollout-operator.selectorLabels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "rollout-operator.labels" -}}
+{{ include "rollout-operator.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ include "rollout-operator.chart" . }}
+{{- end -}}
+
+{{- define "rollout-operator.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- .Values.serviceAccount.name | default (include "rollout-operator.fullname" .) -}}
+{{- else -}}
+{{- .Values.serviceAccount.name | default "default" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "rollout-operator.image" -}}
+{{- printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) -}}
+{{- end -}}
+
+{{/* Namespaces with workers, as JSON: told, else the watched ones, else the release's own. */}}
+{{- define "rollout-operator.workerNamespaces" -}}
+{{- $own := list .Release.Namespace -}}
+{{- .Values.workers.namespaces | default .Values.watchNamespaces | default $own | uniq | toJson -}}
+{{- end -}}
+
+{{/* What running workers need stays after an uninstall, as their objects do. */}}
+{{- define "rollout-operator.kept" -}}
+{{- if .Values.crds.keep -}}
+helm.sh/resource-policy: keep
+{{- end -}}
+{{- end -}}
+
+{{/* Rights of the operator where its pools live; a test compares them with what it calls. */}}
+{{- define "rollout-operator.rules" -}}
+- apiGroups: [rollout.dev]
+  resources: [rolloutreplicas]
+  verbs: [get, list, watch]
+- apiGroups: [rollout.dev]
+  resources: [rolloutreplicas/status]
+  verbs: [patch]
+- apiGroups: [""]
+  resources: [pods, services]
+  verbs: [get, list, watch, create, patch, delete]
+# The readiness gate rollout.dev/serving is a condition of the pod.
+- apiGroups: [""]
+  resources: [pods/status]
+  verbs: [patch]
+- apiGroups: [events.k8s.io]
+  resources: [events]
+  verbs: [create]
+# Never requested from the API server: workers ask in an access review whether the operator may.
+- apiGroups: [rollout.dev]
+  resources: [rolloutreplicas/control]
+  verbs: [get, update]
+- apiGroups: [rollout.dev]
+  resources: [rolloutreplicas/weights]
+  verbs: [create, update]
+{{- end -}}

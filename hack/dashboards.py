@@ -1,0 +1,304 @@
+"""Makes the chart's Grafana dashboards: the pools with their workers, and the operator."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+Doc = dict[str, Any]
+
+WIDTH, HEIGHT, COLUMNS = 8, 8, 3
+POOL = 'namespace=~"$namespace",pool=~"$pool"'
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One graph: `queries` are (expression, legend)."""
+
+    title: str
+    meaning: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    kind: str = "timeseries"
+
+
+def quantiles(metric: str, selector: str, by: str) -> tuple[tuple[str, str], ...]:
+    """Return median and p99 of a histogram."""
+    rate = f"sum by (le, {by}) (rate({metric}_bucket{{{selector}}}[$__rate_interval]))"
+    legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(","))
+    return tuple(
+        (f"histogram_quantile({q}, {rate})", f"{legend} p{q * 100:g}") for q in (0.5, 0.99)
+    )
+
+
+def summed(metric: str, by: str = "namespace, pool", selector: str = POOL) -> tuple[str, str]:
+    """Return the rate of a counter, summed."""
+    legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(","))
+    return f"sum by ({by}) (rate({metric}{{{selector}}}[$__rate_interval]))", legend
+
+
+def gauge(metric: str, by: str = "namespace, pool", more: str = "") -> tuple[str, str]:
+    """Return a gauge of the chosen pools, summed."""
+    legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(","))
+    return f"sum by ({by}) ({metric}{{{POOL}{more}}})", legend
+
+
+def version_of(which: str) -> tuple[str, str]:
+    return (
+        f'rollout_pool_weights_version{{{POOL},which="{which}"}}',
+        f"{{{{namespace}}}}/{{{{pool}}}} {which}",
+    )
+
+
+POOLS = (
+    Panel(
+        "Replicas",
+        "Replicas that exist, serve and sleep.",
+        "short",
+        (
+            (f"rollout_pool_replicas{{{POOL}}}", "{{pool}} exist"),
+            (f"rollout_pool_replicas_ready{{{POOL}}}", "{{pool}} serve"),
+            (f"rollout_pool_replicas_asleep{{{POOL}}}", "{{pool}} sleep"),
+        ),
+    ),
+    Panel(
+        "Conditions that hold",
+        "1 where a condition is True; Degraded should never be.",
+        "short",
+        (
+            (
+                f'rollout_pool_condition{{{POOL},status="True"}}',
+                "{{pool}} {{type}}",
+            ),
+        ),
+    ),
+    Panel(
+        "Weights version",
+        "Target against committed; they part while an update runs.",
+        "short",
+        (version_of("target"), version_of("committed")),
+    ),
+    Panel(
+        "Weights epoch",
+        "Rises when another trainer takes over.",
+        "short",
+        ((f'rollout_pool_weights_epoch{{{POOL},which="committed"}}', "{{pool}}"),),
+    ),
+    Panel(
+        "Restarts of replicas",
+        "Within the last hour.",
+        "short",
+        ((f"increase(rollout_pool_restarts_total{{{POOL}}}[1h])", "{{pool}}"),),
+    ),
+    Panel(
+        "Engine restarts",
+        "Restarts of engines inside their worker, within the last hour.",
+        "short",
+        (
+            (
+                f"sum by (namespace, pool) (increase(rollout_worker_engine_restarts_total{{{POOL}}}[1h]))",
+                "{{pool}}",
+            ),
+        ),
+    ),
+    Panel(
+        "Generated tokens",
+        "Tokens sampled per second.",
+        "short",
+        (summed("rollout_worker_generated_tokens_total"),),
+    ),
+    Panel(
+        "Prompt tokens",
+        "Tokens of accepted prompts per second.",
+        "short",
+        (summed("rollout_worker_prompt_tokens_total"),),
+    ),
+    Panel(
+        "Finished outputs",
+        "Per second, by the reason why they ended.",
+        "reqps",
+        (summed("rollout_worker_requests_total", "pool, stop_reason"),),
+    ),
+    Panel(
+        "Requests",
+        "In work and waiting.",
+        "short",
+        (
+            gauge("rollout_worker_requests_in_flight", "pool"),
+            (gauge("rollout_worker_requests_queued", "pool")[0], "{{pool}} wait"),
+        ),
+    ),
+    Panel(
+        "Request duration",
+        "From acceptance to the end.",
+        "s",
+        quantiles("rollout_worker_request_duration_seconds", POOL, "pool"),
+    ),
+    Panel(
+        "Time to first token",
+        "From acceptance to the first token.",
+        "s",
+        quantiles("rollout_worker_time_to_first_token_seconds", POOL, "pool"),
+    ),
+    Panel(
+        "Weights update",
+        "Duration of each phase on a worker.",
+        "s",
+        quantiles("rollout_worker_weights_update_seconds", POOL, "phase"),
+    ),
+    Panel(
+        "Pause by a commit",
+        "Time in which an engine could make no token.",
+        "s",
+        quantiles("rollout_worker_engine_pause_seconds", POOL, "pool"),
+    ),
+    Panel(
+        "Lifecycle transitions",
+        "Duration of sleep, wake, pause and the like.",
+        "s",
+        quantiles("rollout_worker_transition_seconds", POOL, "transition"),
+    ),
+    Panel(
+        "Workers by state",
+        "How many workers are in each lifecycle state.",
+        "short",
+        (gauge("rollout_worker_lifecycle_state", "state"),),
+    ),
+    Panel(
+        "Resident memory",
+        "Of the worker processes; falls while they sleep.",
+        "bytes",
+        (gauge("rollout_worker_memory_resident_bytes", "pool, pod"),),
+    ),
+)
+
+OPERATOR = (
+    Panel(
+        "Leaders", "Should be 1.", "short", (("sum(rollout_operator_leader)", "leaders"),), "stat"
+    ),
+    Panel(
+        "Pools",
+        "Pools that the leader knows.",
+        "short",
+        (("count(rollout_pool_replicas)", "pools"),),
+        "stat",
+    ),
+    Panel(
+        "Watch",
+        "Seconds since the watch last showed something.",
+        "s",
+        (
+            (
+                "time() - max by (resource) (rollout_operator_watch_last_event_timestamp_seconds)",
+                "{{resource}}",
+            ),
+        ),
+    ),
+    Panel(
+        "Passes",
+        "Reconcile passes per second by result.",
+        "ops",
+        (summed("rollout_operator_reconcile_total", "result", ""),),
+    ),
+    Panel(
+        "Duration of a pass",
+        "From its start to its last write.",
+        "s",
+        quantiles("rollout_operator_reconcile_duration_seconds", "", "job"),
+    ),
+    Panel(
+        "Wait in the queue",
+        "How long pools waited after they were due.",
+        "s",
+        quantiles("rollout_operator_queue_wait_seconds", "", "job"),
+    ),
+    Panel(
+        "Queue",
+        "Pools that are due and wait.",
+        "short",
+        (("max(rollout_operator_queue_depth)", "due"),),
+    ),
+    Panel(
+        "Requests to the API server",
+        "Per second by verb and resource.",
+        "reqps",
+        (summed("rollout_operator_api_requests_total", "verb, resource", ""),),
+    ),
+    Panel(
+        "Failed requests",
+        "Per second by code; 0 is no answer.",
+        "reqps",
+        (summed("rollout_operator_api_requests_total", "code", 'code!~"2..|404|409"'),),
+    ),
+)
+
+
+def dashboards() -> dict[str, str]:
+    """Return file names and JSON texts."""
+    pools = _dashboard("rollout-pools", "Rollout pools", POOLS, ("namespace", "pool"))
+    operator = _dashboard("rollout-operator", "Rollout operator", OPERATOR, ())
+    return {
+        "rollout-pools.json": json.dumps(pools, indent=1) + "\n",
+        "rollout-operator.json": json.dumps(operator, indent=1) + "\n",
+    }
+
+
+def _dashboard(uid: str, title: str, panels: tuple[Panel, ...], chosen: tuple[str, ...]) -> Doc:
+    return {
+        "uid": uid,
+        "title": title,
+        "tags": ["rollout"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": [_datasource(), *(_choice(label) for label in chosen)]},
+        "panels": [_panel(i, panel) for i, panel in enumerate(panels)],
+    }
+
+
+def _datasource() -> Doc:
+    return {
+        "name": "datasource",
+        "label": "Data source",
+        "type": "datasource",
+        "query": "prometheus",
+    }
+
+
+def _choice(label: str) -> Doc:
+    within = '{namespace=~"$namespace"}' if label == "pool" else ""
+    return {
+        "name": label,
+        "label": label.capitalize(),
+        "type": "query",
+        "datasource": {"type": "prometheus", "uid": "${datasource}"},
+        "query": {"query": f"label_values(rollout_pool_replicas{within}, {label})", "refId": label},
+        "refresh": 2,
+        "includeAll": True,
+        "multi": True,
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _panel(index: int, panel: Panel) -> Doc:
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    return {
+        "id": index + 1,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.meaning,
+        "datasource": source,
+        "gridPos": {
+            "x": index % COLUMNS * WIDTH,
+            "y": index // COLUMNS * HEIGHT,
+            "w": WIDTH,
+            "h": HEIGHT,
+        },
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "targets": [
+            {"refId": chr(ord("A") + i), "datasource": source, "expr": expr, "legendFormat": legend}
+            for i, (expr, legend) in enumerate(panel.queries)
+        ],
+    }
