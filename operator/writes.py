@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 32
 """Writes of one pass in flight: one pool's 500 pods must not starve the others' connections."""
 
+_ACCOUNT_HINT = (
+    "; name the namespace in the chart's workers.namespaces, or set spec.serviceAccountName"
+)
+
 Doc = dict[str, Any]
 Obj = Mapping[str, Any]
 
@@ -90,7 +94,9 @@ class Writer:
             await self._look_at_namesake(resource, name, label)
             return
         except (Invalid, Forbidden) as error:
-            self.obstacles.rejections[label] = f"{label} was refused: {error.message}"
+            self.obstacles.rejections[label] = f"{label} was refused: {error.message}" + (
+                _ACCOUNT_HINT if "service account" in error.message else ""
+            )
             return
         uid = made["metadata"]["uid"]
         self.ctx.expectations.expect_create(self.key, resource, name, uid)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from rollout_operator.revision import is_current, revision
 from rollout_operator.services import differs, pool_services, repair
 from world import spec_of
 
-GPU = {
+GPU: dict[str, Any] = {
     "replicas": 1,
     "engine": {"type": "vllm", "args": ["--max-num-seqs=8"]},
     "model": {"source": {"hub": {"repo": "org/model", "revision": "abc"}}},
@@ -58,7 +58,7 @@ def test_grace_is_drain_and_fifteen_seconds_and_no_part_of_the_revision() -> Non
 
 
 def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
-    same = [
+    same: list[dict[str, Any]] = [
         {"replicas": 9},
         {"state": "Asleep"},
         {"suspend": True},
@@ -66,7 +66,7 @@ def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
         {"updateStrategy": {"maxUnavailable": 3}},
         {"restartPolicy": {"maxRestarts": 3}},
     ]
-    other = [
+    other: list[dict[str, Any]] = [
         {"engine": {"type": "hf", "image": "x"}},
         {"podTemplate": {"labels": {"a": "b"}}},
         {"resources": {"limits": {"memory": "1Gi"}}},
@@ -108,7 +108,7 @@ def test_models_and_weights_are_mounted_read_only() -> None:
 
 
 def test_weights_may_lie_on_the_mount_that_holds_the_model() -> None:
-    template = {
+    template: dict[str, Any] = {
         "volumes": [{"name": "m", "emptyDir": {}}],
         "volumeMounts": [{"name": "m", "mountPath": "/models"}],
     }
@@ -118,7 +118,7 @@ def test_weights_may_lie_on_the_mount_that_holds_the_model() -> None:
 
 
 def test_the_pool_wins_over_the_operators_defaults() -> None:
-    defaults = {
+    defaults: dict[str, Any] = {
         "podTemplate": {
             "labels": {"team": "a", "tier": "x"},
             "volumes": [{"name": "env", "emptyDir": {}}],
