@@ -1,0 +1,69 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rollout_worker.auth import CONTROL, SEE, BearerToken, bearer
+from rollout_worker.problems import ProblemError
+from rollout_worker.settings import BadSettings
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    file = tmp_path / "token"
+    file.write_text("s3cret\n")
+    return file
+
+
+async def test_the_token_of_the_file_may_do_everything(secret: Path) -> None:
+    token = BearerToken(secret)
+    for right in (SEE, CONTROL):
+        assert await token.check("Bearer s3cret", right) == "token"
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic s3cret", "s3cret"]
+)
+async def test_anything_else_is_nobody(secret: Path, header: str | None) -> None:
+    with pytest.raises(ProblemError) as refused:
+        await BearerToken(secret).check(header, SEE)
+    assert refused.value.problem.status == 401
+    assert "s3cret" not in refused.value.problem.detail
+
+
+@pytest.fixture
+def rotated(secret: Path) -> BearerToken:
+    token = BearerToken(secret)
+    secret.write_text("newer")
+    return token
+
+
+async def test_a_rotated_token_counts_at_once(rotated: BearerToken) -> None:
+    token = rotated
+    assert await token.check("Bearer newer", SEE) == "token"
+    with pytest.raises(ProblemError):
+        await token.check("Bearer s3cret", SEE)
+
+
+@pytest.mark.parametrize(("damage", "status"), [("emptied", 401), ("removed", 503)])
+def test_without_a_secret_nothing_opens(secret: Path, damage: str, status: int) -> None:
+    token = BearerToken(secret)
+    if damage == "emptied":
+        secret.write_text("")
+    else:
+        secret.unlink()
+    with pytest.raises(ProblemError) as refused:
+        asyncio.run(token.check("Bearer s3cret", SEE))
+    assert refused.value.problem.status == status
+
+
+def test_start_needs_a_usable_file(tmp_path: Path) -> None:
+    with pytest.raises(BadSettings, match="can't be read"):
+        BearerToken(tmp_path / "none")
+    (tmp_path / "empty").write_text(" \n")
+    with pytest.raises(BadSettings, match="is empty"):
+        BearerToken(tmp_path / "empty")
+
+
+def test_the_scheme_is_case_insensitive() -> None:
+    assert bearer("bearer  abc ") == "abc"

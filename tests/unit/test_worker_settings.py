@@ -1,0 +1,108 @@
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from rollout_worker.__main__ import main
+from rollout_worker.settings import FLAGS, BadSettings, Settings, add_flags, parse
+
+ALONE = ["--model", "/models/tiny", "--auth", "none", "--control-host", "127.0.0.1"]
+
+
+def settings(arguments: list[str], environ: dict[str, str] | None = None) -> Settings:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return parse(parser.parse_args(arguments), environ or {})
+
+
+def test_defaults() -> None:
+    found = settings(ALONE)
+    assert (found.engine, found.served_name, found.dtype) == ("hf", "tiny", "auto")
+    assert (found.data_port, found.control_port, found.data_host) == (8000, 8001, "0.0.0.0")
+    assert (found.drain_seconds, found.shutdown_grace, found.max_queue) == (30, 5, 1024)
+    assert (found.logprobs, found.in_pool, found.weights_roots) == ("sampling", False, ())
+
+
+def test_every_flag_has_a_variable_and_the_flag_wins() -> None:
+    for flag in FLAGS:
+        assert flag.env == "ROLLOUT_" + flag.name.upper().replace("-", "_")
+    environ = {"ROLLOUT_DATA_PORT": "9000", "ROLLOUT_CONTROL_PORT": "9001", "ROLLOUT_DTYPE": ""}
+    found = settings([*ALONE, "--control-port", "9002"], environ)
+    assert (found.data_port, found.control_port, found.dtype) == (9000, 9002, "auto")
+
+
+def test_everything_from_the_environment() -> None:
+    environ = {
+        "ROLLOUT_MODEL": "/m",
+        "ROLLOUT_AUTH": "kubernetes",
+        "ROLLOUT_POOL": "pool",
+        "ROLLOUT_NAMESPACE": "ns",
+        "ROLLOUT_ENGINE_ARG": "--max-batch-size 4 --attention='eager'",
+    }
+    found = settings([], environ)
+    assert found.audience == "rollout.dev/ns/pool"
+    assert found.in_pool
+    assert found.engine_arg == ("--max-batch-size", "4", "--attention=eager")
+    assert found.weights_roots == (Path("/rollout/model"), Path("/rollout/weights"))
+
+
+def test_engine_args_repeat() -> None:
+    found = settings([*ALONE, "--engine-arg=--threads", "--engine-arg", "2"])
+    assert found.engine_arg == ("--threads", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "said"),
+    [
+        pytest.param([], {}, "give --model PATH", id="no model"),
+        pytest.param(["--model", "m", "--auth", "none"], {}, "--control-host 127.0.0.1", id="open"),
+        pytest.param(["--model", "m"], {}, "needs --auth-token-file", id="no token"),
+        pytest.param([*ALONE, "--data-port", "70000"], {}, "--data-port is '70000'", id="port"),
+        pytest.param([*ALONE, "--max-queue", "0"], {}, "at least 1", id="queue"),
+        pytest.param([*ALONE, "--drain-seconds", "-1"], {}, "between 0 and 86400", id="drain"),
+        pytest.param(ALONE, {"ROLLOUT_LOGPROBS": "some"}, "ROLLOUT_LOGPROBS is 'some'", id="env"),
+        pytest.param(ALONE, {"ROLLOUT_ENGINE_ARG": "'"}, "ROLLOUT_ENGINE_ARG", id="words"),
+        pytest.param([*ALONE, "--weights-roots", "a:b"], {}, "absolute paths", id="roots"),
+        pytest.param([*ALONE, "--pool", "p"], {}, "--pool needs --namespace", id="namespace"),
+        pytest.param(
+            ["--model", "m", "--auth", "kubernetes"], {}, "needs --pool and --namespace", id="pool"
+        ),
+    ],
+)
+def test_what_does_not_fit_names_the_fix(
+    arguments: list[str], environ: dict[str, str], said: str
+) -> None:
+    with pytest.raises(BadSettings, match=re.escape(said)):
+        settings(arguments, environ)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.9.9.9"])
+def test_without_authentication_on_loopback_only(host: str) -> None:
+    assert settings(["--model", "m", "--auth", "none", "--control-host", host]).auth == "none"
+
+
+def test_bad_settings_exit_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "m", "--auth", "none"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("rollout-worker: --auth none would open the control port")
+
+
+def test_help_names_every_public_flag_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    for flag in FLAGS:
+        assert (f"--{flag.name}" in said) is not flag.hidden
+        assert (f"[{flag.env}]" in said) is not flag.hidden
+
+
+def test_openapi_names_every_route(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["openapi"]) == 0
+    said = capsys.readouterr().out
+    for route in ("generate", "info", "models", "weights", "state", "pause", "resume", "sleep"):
+        assert f'"/v1/{route}"' in said
+    for route in ("wake", "abort", "weights/stage", "weights/commit", "weights/discard", "require"):
+        assert f'"/v1/{route}"' in said

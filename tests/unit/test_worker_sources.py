@@ -1,0 +1,61 @@
+import argparse
+from pathlib import Path
+
+import pytest
+
+from rollout_worker.problems import ProblemError
+from rollout_worker.schemas import Checkpoint, WeightsSource
+from rollout_worker.settings import Settings, add_flags, parse
+from rollout_worker.sources import resolve
+
+
+def settings(model: Path, *roots: Path) -> Settings:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    arguments = ["--model", str(model), "--auth", "none", "--control-host", "127.0.0.1"]
+    if roots:
+        arguments += ["--weights-roots", ":".join(map(str, roots))]
+    return parse(parser.parse_args(arguments), {})
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> tuple[Path, Path, Path]:
+    folders = tuple(tmp_path / name for name in ("model", "first", "last"))
+    for folder in folders:
+        (folder / "v1").mkdir(parents=True)
+    return folders[0], folders[1], folders[2]
+
+
+def test_paths_below_a_root_or_the_model(roots: tuple[Path, Path, Path]) -> None:
+    model, first, last = roots
+    for path in (model, model / "v1", first / "v1", last / "v1", last / "not-there-yet"):
+        found = resolve(WeightsSource(path=str(path)), settings(model, first, last))
+        assert found.path == str(path)
+
+
+def test_relative_paths_lie_below_the_last_root(roots: tuple[Path, Path, Path]) -> None:
+    model, first, last = roots
+    assert resolve(WeightsSource(path="v1"), settings(model, first, last)).path == str(last / "v1")
+
+
+def test_no_way_out(roots: tuple[Path, Path, Path]) -> None:
+    model, first, last = roots
+    (last / "link").symlink_to("/etc")
+    for path in ("/etc", "../../etc", "link", "link/passwd", f"{last}-twin", str(last.parent)):
+        with pytest.raises(ProblemError) as refused:
+            resolve(WeightsSource(path=path), settings(model, first, last))
+        body = refused.value.problem.model_dump()
+        assert body["status"] == 422
+        assert body["errors"][0]["field"] == "source.path"
+        assert str(first) in body["detail"]
+
+
+def test_alone_any_absolute_path_goes(roots: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    assert resolve(WeightsSource(path=str(tmp_path)), settings(roots[0])).path == str(tmp_path)
+    with pytest.raises(ProblemError, match="absolute path"):
+        resolve(WeightsSource(path="v1"), settings(roots[0]))
+
+
+def test_the_checkpoint_needs_no_path(roots: tuple[Path, Path, Path]) -> None:
+    source = WeightsSource(checkpoint=Checkpoint())
+    assert resolve(source, settings(roots[0])) is source
