@@ -1,0 +1,48 @@
+"""The engines, made by name; importing this pulls in none of them.
+
+An adapter for another engine implements `rollout_worker.engine.Engine` and gets a line in `create`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rollout_worker.engine import Engine, EngineError
+
+ENGINES = ("hf",)
+"""What `create` knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a worker tells its engine, whichever it is.
+
+    `weights_roots`: sources must lie below one of these, relative ones lie below the last; empty
+    means that any absolute path goes. `max_batch_tokens`: upper bound of the KV cache, in tokens;
+    None leaves it to the engine. `args`: the engine's own flags, as on its command line.
+    """
+
+    model: Path
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_length: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    spill_dir: Path = Path(tempfile.gettempdir())
+    max_batch_tokens: int | None = None
+    weights_roots: tuple[Path, ...] = ()
+    args: tuple[str, ...] = ()
+
+
+def create(engine: str, options: EngineOptions) -> Engine:
+    """Make an engine; nothing is loaded before its `start`.
+
+    Raises:
+        EngineError: an unknown engine or flag; the text says which there are.
+    """
+    if engine == "hf":
+        from .hf.engine import HfEngine
+
+        return HfEngine(options)
+    raise EngineError(f"engine {engine!r} is unknown: use one of {', '.join(ENGINES)}")

@@ -1,0 +1,350 @@
+"""The adapter: `Engine` of the worker's contract on top of the step thread.
+
+Everything here runs in the worker's asyncio loop. The core and the model belong to the step thread
+(`thread.py`), which answers commands at step boundaries; loading, reading and spilling weights run
+in threads of their own, so that neither the loop nor an abort ever waits for a disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+import transformers
+
+from rollout_worker.engine import (
+    EngineCrashed,
+    EngineDelta,
+    EngineError,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    InvalidRequest,
+    KvPolicy,
+    StagedInfo,
+    StageProgress,
+)
+from rollout_worker.engines import EngineOptions
+from rollout_worker.schemas import (
+    AbortReason,
+    Capabilities,
+    MemoryTag,
+    Progress,
+    Resident,
+    StopReason,
+    WeightsId,
+    WeightsSource,
+)
+from rollout_worker.weights import ReadCancelled
+
+from . import metrics, settings
+from .core import Core, Delivery
+from .forward import Forward
+from .intake import check, decode, sequence_of
+from .kv import KvRows
+from .loading import Loaded, load
+from .memory import Memory, release_freed
+from .thread import StepThread
+from .versions import Versions, in_thread
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEFAULT_BATCH_TOKENS = 32768
+"""KV cache of some hundred MB for a model that a CPU can serve."""
+
+STOP_SECONDS = 30.0
+"""How long `stop` waits for the step that runs."""
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What exists once the model is loaded."""
+
+    loaded: Loaded
+    kv: KvRows
+    core: Core
+    thread: StepThread
+    versions: Versions
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The reader's end of one output."""
+
+    request: EngineRequest
+    deltas: asyncio.Queue[EngineDelta]
+
+
+class HfEngine:
+    """Serves one transformers model."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._settings = settings.parse(options.args)
+        self._parts: _Parts | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._arrivals = 0
+        self._entering = 0  # handed to the step thread, not in its queue yet
+        self._give_up = threading.Event()
+        self._ended: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.capabilities = _capabilities(stop_strings=True)
+
+    async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
+        """See `Engine.start`."""
+        loop = self._loop = asyncio.get_running_loop()
+
+        def relay(progress: Progress) -> None:
+            loop.call_soon_threadsafe(report, progress)
+
+        if self._settings.threads:
+            torch.set_num_threads(self._settings.threads)
+
+        def work(cancelled: Callable[[], bool]) -> Loaded:
+            return load(self._options, self._settings, relay, cancelled)
+
+        try:
+            loaded = await in_thread(work, self._give_up)
+        except ReadCancelled:
+            raise EngineError("the engine was stopped while it loaded") from None
+        self._parts = self._assemble(loaded)
+        self._parts.thread.start()
+        self.capabilities = _capabilities(stop_strings=loaded.tokenizer is not None)
+        logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
+        return EngineInfo(
+            engine="hf",
+            engine_version=transformers.__version__,
+            model=str(self._options.model),
+            max_length=loaded.max_length,
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+            root_hash=loaded.root_hash,
+        )
+
+    def _assemble(self, loaded: Loaded) -> _Parts:
+        asked = self._options.max_batch_tokens or DEFAULT_BATCH_TOKENS
+        max_tokens = max(asked, loaded.max_length)
+        kv = KvRows(self._settings.max_batch_size, max_tokens)
+        core = Core(
+            Forward(loaded.model, kv),
+            kv,
+            self._deliver,
+            max_rows=self._settings.max_batch_size,
+            max_tokens=max_tokens,
+            prefill_tokens=self._settings.prefill_tokens,
+        )
+        thread = StepThread(core, self._on_crash)
+        versions = Versions(
+            Memory(loaded, self._options.spill_dir),
+            kv,
+            core,
+            thread,
+            checkpoint=self._options.model,
+            roots=self._options.weights_roots,
+        )
+        return _Parts(loaded, kv, core, thread, versions)
+
+    async def stop(self) -> None:
+        """See `Engine.stop`."""
+        self._give_up.set()
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            await self._halt(parts)
+            del parts
+            await asyncio.to_thread(release_freed)
+
+    async def _halt(self, parts: _Parts) -> None:
+        with contextlib.suppress(EngineCrashed, TimeoutError):
+            end = parts.thread.call(lambda: parts.core.abort(None, AbortReason.ENGINE))
+            await asyncio.wait_for(asyncio.wrap_future(end), STOP_SECONDS)
+        await parts.versions.close()
+        if not await asyncio.to_thread(parts.thread.stop, STOP_SECONDS):
+            logger.error("the step thread did not end within %.0f s", STOP_SECONDS)
+        self._end_streams("the engine was stopped")
+
+    def validate(self, request: EngineRequest) -> None:
+        """See `Engine.validate`."""
+        check(request, self._live().loaded)
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        """See `Engine.generate`."""
+        parts = self._live()
+        self.validate(request)
+        name = request.request_id
+        if name in self._streams:
+            raise InvalidRequest("request_id", f"request {name!r} runs already: use another id")
+        stream = self._streams[name] = _Stream(request, asyncio.Queue())
+        finished = False
+        try:
+            await self._enter(parts, stream)
+            while not finished:
+                delta = await stream.deltas.get()
+                finished = delta.stop_reason is not None
+                yield delta
+        finally:
+            if self._streams.get(name) is stream:
+                del self._streams[name]
+            if not finished:
+                parts.thread.call(lambda: parts.core.abort([name], AbortReason.CLIENT))
+
+    async def _enter(self, parts: _Parts, stream: _Stream) -> None:
+        self._arrivals += 1
+        arrival = self._arrivals
+        self._entering += 1
+        sink = stream.deltas.put_nowait
+        try:
+            await asyncio.wrap_future(
+                parts.thread.call(
+                    lambda: parts.core.add(sequence_of(stream.request, parts.loaded, arrival, sink))
+                )
+            )
+        finally:
+            self._entering -= 1
+
+    async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
+        """See `Engine.abort`."""
+        return await self._command(lambda core: core.abort(request_ids, reason))
+
+    async def hold_admission(self) -> None:
+        """See `Engine.hold_admission`."""
+
+        def hold(core: Core) -> None:
+            core.held = True
+
+        await self._command(hold)
+
+    async def pause(self) -> None:
+        """See `Engine.pause`."""
+
+        def pause(core: Core) -> None:
+            core.paused = True
+
+        await self._command(pause)
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+
+        def resume(core: Core) -> None:
+            core.paused = core.held = False
+
+        await self._command(resume)
+
+    async def stage(
+        self, identity: WeightsId, source: WeightsSource, progress: StageProgress
+    ) -> StagedInfo:
+        """See `Engine.stage`."""
+        return await self._live().versions.stage(identity, source, progress)
+
+    async def commit(self, identity: WeightsId, kv: KvPolicy) -> None:
+        """See `Engine.commit`."""
+        await self._live().versions.commit(identity, kv)
+
+    async def discard(self) -> None:
+        """See `Engine.discard`."""
+        await self._live().versions.discard()
+
+    async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
+        """See `Engine.sleep`."""
+        await self._live().versions.sleep(level, tags)
+
+    async def wake(self, tags: Collection[MemoryTag], source: WeightsSource) -> None:
+        """See `Engine.wake`."""
+        await self._live().versions.wake(tags, source)
+
+    async def reset_cache(self) -> None:
+        """Do nothing: no prefix outlives its request here."""
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+        parts = self._parts
+        if parts is None:
+            return EngineStats(0, 0, Resident(weights=False, kv_cache=False))
+        running = tuple(parts.core.running)
+        return EngineStats(
+            running=len(running),
+            queued=parts.core.queued + self._entering,
+            resident=parts.versions.resident(),
+            resident_bytes=parts.versions.resident_bytes(),
+            running_ids=frozenset(sequence.request.request_id for sequence in running),
+        )
+
+    def alive(self) -> str | None:
+        """See `Engine.alive`."""
+        if self._ended is not None or self._parts is None:
+            return self._ended
+        return self._parts.thread.wrong(self._settings.step_deadline_seconds)
+
+    def metrics(self) -> str:
+        """See `Engine.metrics`."""
+        return metrics.render(self._parts.core, self._parts.kv) if self._parts else ""
+
+    def decode(self, token_ids: Collection[int]) -> str:
+        """Return the text of token ids without special tokens."""
+        tokenizer = self._live().loaded.tokenizer
+        if tokenizer is None:
+            raise EngineError("the model's folder holds no tokenizer: token ids only")
+        return decode(tokenizer, token_ids, skip_special=True)
+
+    def _live(self) -> _Parts:
+        if self._ended is not None:
+            raise EngineCrashed(self._ended)
+        if self._parts is None:
+            raise EngineError("the engine is not started")
+        return self._parts
+
+    async def _command(self, command: Callable[[Core], T]) -> T:
+        parts = self._live()
+        return await asyncio.wrap_future(parts.thread.call(lambda: command(parts.core)))
+
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        """Called in the step thread: hand new tokens to their readers, in order."""
+        if deliveries:
+            self._soon(lambda: _hand_over(deliveries))
+
+    def _on_crash(self, why: str) -> None:
+        """Called in the step thread as its last act."""
+        self._soon(lambda: self._end_streams(why))
+
+    def _soon(self, callback: Callable[[], object]) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback)
+
+    def _end_streams(self, why: str) -> None:
+        self._ended = why
+        for stream in self._streams.values():
+            stream.deltas.put_nowait(
+                EngineDelta(
+                    token_ids=(),
+                    logprobs=None if stream.request.logprobs is None else (),
+                    spans=(),
+                    stop_reason=StopReason.ABORTED,
+                    abort_reason=AbortReason.ENGINE,
+                )
+            )
+
+
+def _hand_over(deliveries: list[Delivery]) -> None:
+    for sequence, delta in deliveries:
+        sequence.sink(delta)
+
+
+def _capabilities(*, stop_strings: bool) -> Capabilities:
+    return Capabilities(
+        logprobs=("sampling", "raw"),
+        seed=True,
+        priority=True,
+        stop_strings=stop_strings,
+        in_flight=("Drain", "Abort", "Keep", "Recompute"),
+        sleep_levels=(1, 2),
+        memory_release=True,
+        prefix_cache=False,
+        cache_salt=False,
+    )

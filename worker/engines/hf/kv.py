@@ -1,0 +1,120 @@
+"""Keys and values of the running outputs: one row each, written in place.
+
+Per layer there is one tensor [rows, heads, capacity, head_dim] for keys and one for values. Row i
+holds the tokens of running output i from column 0 on, so rows of different lengths lie side by
+side without padding between prompt and output, a row joins or leaves without moving the others,
+and a step writes one column of each row instead of copying the cache. What lies beyond a row's
+length is never attended to (the mask of `forward.py`), but must be finite: a row is zeroed when it
+is taken. `KvRows` stands in for transformers' own cache: the model's layers call `update`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+ROW_STEP, COLUMN_STEP = 8, 128
+"""Growth goes in whole steps, so that it is rare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The part of the cache that one forward pass works on.
+
+    `rows`: a slice, or [B] row indices. `width`: how many columns are read. `rows_at`,
+    `columns_at`: [N] where the N real tokens of the pass go. `real`: [B, C] which tokens of the
+    padded pass those are, None if all are.
+    """
+
+    rows: slice | Tensor
+    width: int
+    rows_at: Tensor
+    columns_at: Tensor
+    real: Tensor | None
+
+
+class KvRows(Cache):  # type: ignore[misc]  # transformers is untyped
+    """The rows; grows with what runs and never beyond `max_tokens` (rows x capacity)."""
+
+    def __init__(self, max_rows: int, max_tokens: int) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self._max_rows = max_rows
+        self._max_tokens = max_tokens
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._rows = 0
+        self._capacity = 0
+        self.window: Window | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        layers = [*self._keys.values(), *self._values.values()]
+        return sum(layer.numel() * layer.element_size() for layer in layers)
+
+    def reserve(self, rows: int, columns: int, longest: int) -> None:
+        """Make room for `rows` rows of `columns` columns, which never get longer than `longest`."""
+        if rows <= self._rows and columns <= self._capacity:
+            return
+        grown = max(columns, columns * 3 // 2) if self._capacity else columns
+        capacity = min(-(-grown // COLUMN_STEP) * COLUMN_STEP, max(longest, columns))
+        fit = max(rows, self._max_tokens // capacity)
+        self._rows = min(-(-rows // ROW_STEP) * ROW_STEP, self._max_rows, fit)
+        self._capacity = capacity
+        for layers in (self._keys, self._values):
+            for index, old in layers.items():
+                layers[index] = self._grown(old)
+
+    def _grown(self, old: Tensor) -> Tensor:
+        heads, width = old.shape[1], old.shape[3]
+        new = old.new_zeros(self._rows, heads, self._capacity, width)
+        rows, columns = min(self._rows, old.shape[0]), min(self._capacity, old.shape[2])
+        new[:rows, :, :columns] = old[:rows, :, :columns]
+        return new
+
+    def clear(self, row: int) -> None:
+        """Zero a row, so that nothing of its former owner, NaN least of all, is left."""
+        for layer in (*self._keys.values(), *self._values.values()):
+            if row < layer.shape[0]:
+                layer[row].zero_()
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` columns of a row over another row."""
+        for layer in (*self._keys.values(), *self._values.values()):
+            layer[target] = 0
+            layer[target, :, :length] = layer[source, :, :length]
+
+    def drop(self) -> None:
+        """Give all memory back; every row is lost."""
+        self._keys.clear()
+        self._values.clear()
+        self._rows = self._capacity = 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write new keys and values [B, H, C, D] into the window; return [B, H, width, D] of it."""
+        return (
+            self._write(self._keys, layer_idx, key_states),
+            self._write(self._values, layer_idx, value_states),
+        )
+
+    def _write(self, layers: dict[int, Tensor], index: int, states: Tensor) -> Tensor:
+        window = self.window
+        if window is None:
+            raise RuntimeError("the KV rows were used outside a forward pass")
+        if index not in layers:
+            heads, width = states.shape[1], states.shape[3]
+            layers[index] = states.new_zeros(self._rows, heads, self._capacity, width)
+        layer = layers[index]
+        fresh = states.transpose(1, 2)
+        fresh = fresh.flatten(0, 1) if window.real is None else fresh[window.real]
+        layer[window.rows_at, :, window.columns_at] = fresh
+        return layer[window.rows, :, : window.width]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: positions and masks are always given, so nobody needs a common length."""
+        return 0

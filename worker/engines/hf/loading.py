@@ -1,0 +1,220 @@
+"""From a model folder to a model in memory, and what its checkpoint looks like."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from rollout_worker import weights
+from rollout_worker.checkpoints import Source, open_source
+from rollout_worker.engine import EngineError
+from rollout_worker.engines import EngineOptions
+from rollout_worker.schemas import Progress
+
+from .buffers import Buffers
+from .settings import Settings
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A model that can run.
+
+    `targets` maps the checkpoint's names to the tensors of the model that hold them.
+    """
+
+    model: Any
+    tokenizer: Any | None
+    layout: weights.Layout
+    targets: dict[str, Tensor]
+    root_hash: str
+    eos_token_ids: frozenset[int]
+    max_length: int
+    vocab_size: int
+
+
+def load(
+    options: EngineOptions,
+    settings: Settings,
+    report: Callable[[Progress], None],
+    cancelled: Callable[[], bool],
+) -> Loaded:
+    """Load the model; blocks.
+
+    Raises:
+        EngineError: not a model that this engine can serve; the text says what to change.
+    """
+    report(Progress(message="reading the model's configuration"))
+    config = _config(options)
+    source = open_source(options.model)
+    dtype = _dtype(options, config, source)
+    device = _device(options)
+
+    def advance(done: int, total: int) -> None:
+        fraction = done / total if total else 1.0
+        report(Progress(message=f"loading weights {fraction:.0%}", fraction=fraction))
+
+    buffers = Buffers(dtype, torch.device("cpu"))
+    everything = weights.Layout({e.name: e.spec for e in source.entries}, {}, {})
+    root = weights.read(source, everything, buffers.allocate, advance, cancelled)
+    tensors = buffers.finish()
+    report(Progress(message="building the model"))
+    model = _build(config, tensors, dtype, settings).to(device)
+    layout, targets = _layout(model, source)
+    return Loaded(
+        model=model,
+        tokenizer=_tokenizer(options.model),
+        layout=layout,
+        targets=targets,
+        root_hash=root,
+        eos_token_ids=_eos(options.model, config),
+        max_length=_max_length(options, config),
+        vocab_size=int(config.get_text_config().vocab_size),
+    )
+
+
+def _config(options: EngineOptions) -> Any:
+    if not (options.model / "config.json").is_file():
+        raise EngineError(f"{str(options.model)!r} holds no config.json: point to a model folder")
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            str(options.model), local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, KeyError, OSError) as error:
+        raise EngineError(f"transformers does not know this model: {error}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise EngineError(f"model_type {config.model_type!r} is no causal language model")
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    odd = kinds - {"full_attention", "sliding_attention"}
+    if odd:
+        raise EngineError(
+            f"the hf engine has no cache for layers of the kind {', '.join(sorted(odd))}: serve "
+            f"{config.model_type!r} with the vllm or sglang engine"
+        )
+    return config
+
+
+def _dtype(options: EngineOptions, config: Any, source: Source) -> torch.dtype:
+    if options.dtype != "auto":
+        return _as_dtype(options.dtype)
+    named = getattr(config, "dtype", None)
+    if isinstance(named, torch.dtype):
+        return named
+    kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    found = [kinds[entry.spec.dtype] for entry in source.entries if entry.spec.dtype in kinds]
+    return found[0] if found else torch.float32
+
+
+def _as_dtype(name: str) -> torch.dtype:
+    return {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }[name]
+
+
+def _device(options: EngineOptions) -> torch.device:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise EngineError("device cuda is asked for, but torch sees none: use cpu or check drivers")
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(auto if options.device == "auto" else options.device)
+
+
+def _build(config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, settings: Settings) -> Any:
+    """Make the model around the tensors; it takes them as they are, without a copy."""
+    transformers.utils.logging.disable_progress_bar()
+    model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=dtype,
+        attn_implementation=settings.attention,
+        output_loading_info=True,
+    )
+    for kind in ("missing_keys", "mismatched_keys"):
+        if info[kind]:
+            name = sorted(str(key) for key in info[kind])[0]
+            raise EngineError(
+                f"the checkpoint does not fit its config.json: tensor {name} is "
+                f"{kind.split('_')[0]}; use the folder as it was published"
+            )
+    return model.eval().requires_grad_(False)
+
+
+def _layout(model: Any, source: Source) -> tuple[weights.Layout, dict[str, Tensor]]:
+    """Return what a version of this model must hold, and where it goes."""
+    held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    held |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
+    specs = {entry.name: entry.spec for entry in source.entries}
+    canonical: dict[int, str] = {}
+    for name in sorted(specs, key=lambda name: (name == weights.OUTPUT_HEAD, name)):
+        if name in held:
+            canonical.setdefault(id(held[name]), name)
+    tied = {
+        name: canonical[id(tensor)]
+        for name, tensor in held.items()
+        if id(tensor) in canonical and canonical[id(tensor)] != name
+    }
+    required = {name: specs[name] for name in canonical.values()}
+    optional = {name: spec for name, spec in specs.items() if name not in required}
+    optional |= {name: required[target] for name, target in tied.items()}
+    uncovered = sorted(name for name in held if id(held[name]) not in canonical)
+    if uncovered:
+        # transformers renames or fuses tensors of some models while loading them.
+        logger.warning("weights of this model cannot be updated: no %s in it", uncovered[0])
+    targets = {} if uncovered else {name: held[name] for name in required}
+    return weights.Layout(required, optional, tied), targets
+
+
+def _tokenizer(folder: Path) -> Any | None:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        logger.info("%s holds no tokenizer: token ids only, no stop strings", folder)
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise EngineError(
+            f"the tokenizer of {str(folder)!r} cannot be loaded: {error}; repair its files, or "
+            "remove them to serve token ids only"
+        ) from error
+
+
+def _eos(folder: Path, config: Any) -> frozenset[int]:
+    """Return the ids that end an output, generation_config.json before config.json."""
+    value = config.get_text_config().eos_token_id
+    file = folder / "generation_config.json"
+    if file.is_file():
+        try:
+            value = json.loads(file.read_text()).get("eos_token_id", value)
+        except (ValueError, AttributeError) as error:
+            raise EngineError(f"{str(file)!r} is not JSON: repair or remove it") from error
+    if value is None:
+        return frozenset()
+    return frozenset(value if isinstance(value, list) else [value])
+
+
+def _max_length(options: EngineOptions, config: Any) -> int:
+    known = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if options.max_length is None:
+        if known is None:
+            raise EngineError("the model's config names no maximum length: set max_length")
+        return int(known)
+    if known is not None and options.max_length > known:
+        raise EngineError(
+            f"max_length {options.max_length} is above the model's {known}: lower max_length"
+        )
+    return options.max_length

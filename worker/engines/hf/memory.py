@@ -1,0 +1,208 @@
+"""The model's weights in memory: swapped for new ones, spilled to a file, dropped.
+
+`Memory` never runs while a step runs; the engine sees to that. Staging is apart (`stage`): it fills
+buffers of its own beside the serving weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import gc
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from rollout_worker import weights
+from rollout_worker.checkpoints import open_source
+from rollout_worker.engine import EngineError, StageProgress, WeightsRejected
+
+from .buffers import Buffers, bytes_of
+from .loading import Loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A verified version beside the serving one."""
+
+    tensors: dict[str, Tensor]
+    root_hash: str
+    bytes_total: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds in memory."""
+        return sum(map(_nbytes, self.tensors.values()))
+
+
+class Memory:
+    """Holds the tensors of one model and what became of them."""
+
+    def __init__(self, loaded: Loaded, spill_dir: Path) -> None:
+        self._layout = loaded.layout
+        self._targets = loaded.targets
+        self._all = _distinct(loaded.model)
+        self._spill_dir = spill_dir
+        self._spill: _Spill | None = None
+        self.root_hash = loaded.root_hash
+        self.resident = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the serving weights that are in memory."""
+        return sum(map(_nbytes, self._all))
+
+    def stage(
+        self,
+        path: Path,
+        roots: tuple[Path, ...],
+        progress: StageProgress,
+        cancelled: Callable[[], bool],
+    ) -> Staged:
+        """Read and verify a version; blocks, and touches nothing that serves."""
+        if not self._targets:
+            raise WeightsRejected(
+                "transformers converts this model's tensors on loading, so the hf engine cannot "
+                "update its weights: use the vllm or sglang engine"
+            )
+        source = open_source(path, roots=roots)
+        self._layout.check(source)
+        like = next(iter(self._targets.values()))
+        dtypes = {name: tensor.dtype for name, tensor in self._targets.items()}
+        buffers = Buffers(dtypes, like.device)
+        root = weights.read(source, self._layout, buffers.allocate, progress, cancelled)
+        return Staged(buffers.finish(), root, source.bytes_total)
+
+    def swap(self, staged: Staged) -> None:
+        """Make a staged version the serving one; pointers only, whatever the size."""
+        pairs = [(self._targets[name], staged.tensors[name]) for name in self._targets]
+        for target, tensor in pairs:
+            if target.dtype != tensor.dtype:
+                raise RuntimeError("a staged tensor has another dtype than the model's")
+        for target, tensor in pairs:
+            target.data = tensor
+        self.root_hash = staged.root_hash
+        self.resident = True
+
+    def spill(self) -> None:
+        """Write the weights to a file without a name; they stay in memory until `drop`.
+
+        Raises:
+            EngineError: no room in the folder.
+        """
+        try:
+            self._spill = _Spill(self._spill_dir, self._all)
+        except OSError as error:
+            raise EngineError(
+                f"cannot spill the weights to {str(self._spill_dir)!r}: {error}; free space there, "
+                "set another spill_dir, or sleep at level 2"
+            ) from error
+
+    def drop(self) -> None:
+        """Give the memory of the weights back."""
+        for tensor in self._all:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.resident = False
+        release_freed()
+
+    def forget_spill(self) -> None:
+        """Give up a spilled copy."""
+        if self._spill is not None:
+            self._spill.close()
+            self._spill = None
+
+    @property
+    def spilled(self) -> bool:
+        """Whether there is a spilled copy."""
+        return self._spill is not None
+
+    def restore(self) -> None:
+        """Take the spilled weights back, bit for bit.
+
+        Raises:
+            EngineError: the file cannot be read back.
+        """
+        if self._spill is None:
+            raise EngineError("no weights were spilled: wake them from their source")
+        try:
+            tensors = list(self._spill.read())
+        except OSError as error:
+            raise EngineError(f"the spilled weights cannot be read back: {error}") from error
+        for target, tensor in zip(self._all, tensors, strict=True):
+            target.data = tensor
+        self.resident = True
+        self.forget_spill()
+
+
+class _Spill:
+    """An unnamed temporary file with the bytes of tensors; it goes with the process."""
+
+    def __init__(self, folder: Path, tensors: list[Tensor]) -> None:
+        self._specs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        self._digests: list[bytes] = []
+        handle, name = tempfile.mkstemp(prefix="rollout-spill-", dir=folder)
+        os.unlink(name)  # without a name it cannot outlive the process
+        self._file = os.fdopen(handle, "r+b", buffering=0)
+        try:
+            for tensor in tensors:
+                self._write(tensor)
+        except OSError:
+            self._file.close()
+            raise
+
+    def _write(self, tensor: Tensor) -> None:
+        view = bytes_of(tensor.detach().cpu().contiguous())
+        digest = xxhash.xxh3_128()
+        while view:
+            count = self._file.write(view[: weights.CHUNK_BYTES])
+            digest.update(view[:count])
+            view = view[count:]
+        self._digests.append(digest.digest())
+
+    def read(self) -> Iterator[Tensor]:
+        """Yield the tensors anew, on their devices."""
+        self._file.seek(0)
+        for (shape, dtype, device), want in zip(self._specs, self._digests, strict=True):
+            tensor = torch.empty(shape, dtype=dtype)
+            view, digest = bytes_of(tensor), xxhash.xxh3_128()
+            while view:
+                count = self._file.readinto(view[: weights.CHUNK_BYTES])
+                if not count:
+                    raise OSError("it ends early")
+                digest.update(view[:count])
+                view = view[count:]
+            if digest.digest() != want:
+                raise OSError("its content changed")
+            yield tensor.to(device)
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._file.close()
+
+
+def _distinct(model: Any) -> list[Tensor]:
+    """Return the tensors of a model, tied ones once."""
+    return [parameter for _, parameter in model.named_parameters()]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def release_freed() -> None:
+    """Make the process give freed memory back to the system, which allocators put off."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    name = ctypes.util.find_library("c")
+    libc = ctypes.CDLL(name) if name else None
+    trim = getattr(libc, "malloc_trim", None)  # glibc has it, musl has not
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,34 @@
+"""The engine's own figures as Prometheus text, under its own names."""
+
+from __future__ import annotations
+
+from .core import Core
+from .kv import KvRows
+
+
+def render(core: Core, kv: KvRows) -> str:
+    """Return the page."""
+    totals = core.totals
+    rows = (
+        ("hf_engine_steps_total", "counter", "Steps made.", totals.steps),
+        ("hf_engine_step_seconds_total", "counter", "Time in steps.", totals.step_seconds),
+        (
+            "hf_engine_prefill_tokens_total",
+            "counter",
+            "Tokens fed as prefixes, again after a lost cache included.",
+            totals.prefill_tokens,
+        ),
+        (
+            "hf_engine_decode_tokens_total",
+            "counter",
+            "Tokens fed one by one.",
+            totals.decode_tokens,
+        ),
+        ("hf_engine_batch_rows", "gauge", "Outputs in the batch.", len(core.running)),
+        ("hf_engine_waiting", "gauge", "Outputs waiting for a row.", core.queued),
+        ("hf_engine_kv_cache_bytes", "gauge", "Memory of keys and values.", kv.nbytes),
+    )
+    lines = []
+    for name, kind, text, value in rows:
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name} {value}"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,62 @@
+"""The engine's own flags (`engine.args`)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from rollout_worker.engine import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the flags say.
+
+    `max_batch_size`: most outputs in one step. `prefill_tokens`: most prompt tokens that a step
+    takes in, so that running outputs never wait for a long prompt. `step_deadline_seconds`: a step
+    that takes longer counts as hung. `threads`: torch's; 0 leaves them as they are.
+    """
+
+    max_batch_size: int = 64
+    prefill_tokens: int = 1024
+    step_deadline_seconds: float = 120.0
+    attention: str = "sdpa"
+    threads: int = 0
+
+
+DEFAULTS = Settings()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        flags = " ".join(sorted(flag for flag in self._option_string_actions))
+        raise EngineError(f"engine.args of the hf engine: {message}; its flags are {flags}")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+_positive.__name__ = "positive int"  # what argparse calls it in its message
+
+
+def parse(args: Sequence[str]) -> Settings:
+    """Parse the flags.
+
+    Raises:
+        EngineError: an unknown flag or a bad value; lists the flags.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--max-batch-size", type=_positive, default=DEFAULTS.max_batch_size)
+    parser.add_argument("--prefill-tokens", type=_positive, default=DEFAULTS.prefill_tokens)
+    parser.add_argument(
+        "--step-deadline-seconds", type=float, default=DEFAULTS.step_deadline_seconds
+    )
+    parser.add_argument("--attention", choices=("sdpa", "eager"), default=DEFAULTS.attention)
+    parser.add_argument("--threads", type=_positive, default=DEFAULTS.threads)
+    return Settings(**vars(parser.parse_args(list(args))))

@@ -1,0 +1,82 @@
+"""When an output ends: EOS, stop ids, stop strings, length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rollout_worker.schemas import SamplingParams, StopMatch, StopReason
+
+Verdict = tuple[StopReason, StopMatch | None]
+Decode = Callable[[Sequence[int]], str]
+
+MAX_SPLIT = 4
+"""A character of UTF-8 has at most 4 bytes, hence spreads over at most 4 tokens."""
+
+
+def stop_ids(sampling: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
+    """Return the ids that end an output of this request."""
+    named = frozenset(sampling.stop_token_ids)
+    return named if sampling.ignore_eos else named | eos
+
+
+class TextTail:
+    """Decodes an output token by token, keeping just as much text as a stop string needs."""
+
+    def __init__(self, decode: Decode, keep: int) -> None:
+        self._decode = decode
+        self._keep = keep
+        self._context: list[int] = []  # its text is out already; spacing depends on it
+        self._fresh: list[int] = []
+        self._text = ""
+
+    def push(self, token: int) -> tuple[str, int]:
+        """Add a token; return the kept text with what it completed, and where that begins."""
+        self._fresh.append(token)
+        before = self._decode(self._context)
+        after = self._decode(self._context + self._fresh)
+        # A half character decodes to U+FFFD: wait for its other bytes, but not for ever.
+        if after.endswith("\ufffd") and len(self._fresh) < MAX_SPLIT:
+            return self._text, len(self._text)
+        seen, begin = self._text + after[len(before) :], len(self._text)
+        self._context, self._fresh = self._fresh, []
+        self._text = seen[-self._keep :] if self._keep else ""
+        return seen, begin
+
+
+class StopChecker:
+    """Looks at each token of one output; nothing of the first `min_tokens` ends it."""
+
+    def __init__(
+        self, sampling: SamplingParams, eos: frozenset[int], decode: Decode | None
+    ) -> None:
+        self._ids = stop_ids(sampling, eos)
+        self._strings = sampling.stop
+        self._min, self._max = sampling.min_tokens, sampling.max_tokens
+        longest = max((len(text) for text in self._strings), default=0)
+        # All but the newest character of the longest string may stand in the text kept.
+        self._tail = TextTail(decode, longest - 1) if decode and self._strings else None
+
+    def check(self, token: int, produced: int) -> Verdict | None:
+        """Return why the output ends with `token`, its `produced`-th, or None if it goes on."""
+        text = self._completed(token)
+        if produced > self._min:
+            if token in self._ids:
+                return StopReason.STOP, StopMatch(token_id=token)
+            if text is not None:
+                return StopReason.STOP, StopMatch(text=text)
+        if self._max is not None and produced >= self._max:
+            return StopReason.LENGTH, None
+        return None
+
+    def _completed(self, token: int) -> str | None:
+        """Return the stop string that this token completes, the one that begins first."""
+        if self._tail is None:
+            return None
+        text, fresh = self._tail.push(token)
+        hits = [
+            (at, stop)
+            for stop in self._strings
+            # What ends before the fresh text was completed by an earlier token.
+            if (at := text.find(stop, max(0, fresh - len(stop) + 1))) >= 0
+        ]
+        return min(hits, key=lambda hit: hit[0])[1] if hits else None

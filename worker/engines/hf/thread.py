@@ -1,0 +1,135 @@
+"""The step thread: runs steps, and commands between them.
+
+The asyncio side never touches the core. It sends commands (functions of no argument), which run in
+order at the next step boundary, also while steps are paused. An `EngineError` of a command goes to
+its caller alone; anything else, from a command or a step, means that the state is unknown: the
+thread ends, `on_crash` is called and every later command gets `EngineCrashed`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from rollout_worker.engine import EngineCrashed, EngineError
+
+from .core import Core
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StepThread:
+    """Owns a core from `start` on."""
+
+    def __init__(self, core: Core, on_crash: Callable[[str], None]) -> None:
+        self._core = core
+        self._on_crash = on_crash
+        self._wake = threading.Condition()
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._stopping = False
+        self._crash: str | None = None
+        self._busy_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="hf-steps", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def call(self, command: Callable[[], T]) -> Future[T]:
+        """Run `command` at the next step boundary."""
+        future: Future[T] = Future()
+        with self._wake:
+            if self._crash is not None or self._stopping:
+                future.set_exception(EngineCrashed(self._crash or "the engine was stopped"))
+            else:
+                self._commands.append((command, future))
+                self._wake.notify()
+        return future
+
+    def stop(self, timeout: float) -> bool:
+        """End after the current step; return whether it did within `timeout` seconds."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def wrong(self, deadline: float) -> str | None:
+        """Return what is wrong, None if it makes progress or idles."""
+        if self._crash is not None:
+            return self._crash
+        if not self._thread.is_alive():
+            return "the step thread is not running"
+        since = self._busy_since
+        if since is not None and (age := time.monotonic() - since) > deadline:
+            return f"one step has been running for {age:.0f} s, its deadline is {deadline:.0f} s"
+        return None
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                while self._turn():
+                    pass
+        except BaseException as error:  # whatever it was, nobody may hang
+            logger.exception("the step thread died")
+            self._crashed(f"the step thread died: {type(error).__name__}: {error}")
+        else:
+            self._refuse("the engine was stopped")
+
+    def _turn(self) -> bool:
+        with self._wake:
+            while not self._commands and not self._stopping and not self._core.can_step():
+                self._wake.wait()
+            if self._stopping:
+                return False
+            commands = list(self._commands)
+            self._commands.clear()
+        self._busy_since = time.monotonic()
+        for index, (command, future) in enumerate(commands):
+            try:
+                self._execute(command, future)
+            except BaseException:
+                with self._wake:
+                    self._commands.extendleft(reversed(commands[index + 1 :]))
+                raise
+        if self._core.can_step():
+            self._core.step()
+        self._busy_since = None
+        return True
+
+    @staticmethod
+    def _execute(command: Callable[[], Any], future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(command())
+        except EngineError as error:
+            future.set_exception(error)
+        except BaseException as error:
+            crash = EngineCrashed(f"{type(error).__name__}: {error}")
+            crash.__cause__ = error
+            future.set_exception(crash)
+            raise
+
+    def _crashed(self, why: str) -> None:
+        self._refuse(why)
+        self._on_crash(why)
+
+    def _refuse(self, why: str) -> None:
+        with self._wake:
+            self._crash = why
+            left = list(self._commands)
+            self._commands.clear()
+        for _, future in left:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineCrashed(why))

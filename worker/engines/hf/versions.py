@@ -1,0 +1,199 @@
+"""Which weights serve, which are staged, and where they are: stage, commit, sleep, wake.
+
+Runs in the asyncio loop. Reading and spilling happen in threads; whatever touches the model runs
+as a command of the step thread, or while `core.unfit` keeps it from stepping. One lock orders
+commit, sleep and wake among themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from rollout_worker import weights
+from rollout_worker.engine import EngineError, KvPolicy, StagedInfo, StageProgress, WeightsRejected
+from rollout_worker.schemas import MemoryTag, Resident, WeightsId, WeightsSource
+
+from .core import Core
+from .kv import KvRows
+from .memory import Memory, Staged, release_freed
+from .thread import StepThread
+
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[[Callable[[], bool]], T], cancel: threading.Event) -> T:
+    """Run `work(cancelled)` in a thread; a cancelled caller makes it give up."""
+    future = asyncio.get_running_loop().run_in_executor(None, work, cancel.is_set)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        cancel.set()
+        await asyncio.wait([future])
+        if not future.cancelled():
+            future.exception()  # looked at: a thread that gave up is no unheard error
+        raise
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The staging slot: first a reading thread, then what it read."""
+
+    identity: WeightsId
+    cancel: threading.Event = field(default_factory=threading.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    staged: Staged | None = None
+
+
+class Versions:
+    """The weights of one running engine."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        kv: KvRows,
+        core: Core,
+        thread: StepThread,
+        *,
+        checkpoint: Path,
+        roots: tuple[Path, ...],
+    ) -> None:
+        self._memory = memory
+        self._kv = kv
+        self._core = core
+        self._thread = thread
+        self._checkpoint = checkpoint
+        self._roots = roots
+        self._slot: _Slot | None = None
+        self._lock = asyncio.Lock()
+        self._away: set[MemoryTag] = set()
+
+    async def stage(
+        self, identity: WeightsId, source: WeightsSource, progress: StageProgress
+    ) -> StagedInfo:
+        """See `Engine.stage`."""
+        await self.discard()
+        slot = self._slot = _Slot(identity)
+        try:
+            slot.staged = await self._read(source, progress, slot.cancel)
+        except weights.ReadCancelled:
+            raise WeightsRejected(
+                f"staging {identity} was given up: a discard or a later stage took its place"
+            ) from None
+        finally:
+            slot.ended.set()
+            if slot.staged is None and self._slot is slot:
+                self._slot = None
+        return StagedInfo(slot.staged.root_hash, slot.staged.bytes_total)
+
+    async def _read(
+        self, source: WeightsSource, progress: StageProgress, cancel: threading.Event
+    ) -> Staged:
+        def work(cancelled: Callable[[], bool]) -> Staged:
+            path = weights.locate(source, checkpoint=self._checkpoint, roots=self._roots)
+            roots = () if source.path is None else self._roots
+            return self._memory.stage(path, roots, progress, cancelled)
+
+        return await in_thread(work, cancel)
+
+    async def discard(self) -> None:
+        """See `Engine.discard`."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.cancel.set()
+            await slot.ended.wait()
+            slot.staged = None
+
+    async def commit(self, identity: WeightsId, kv: KvPolicy) -> None:
+        """See `Engine.commit`."""
+        async with self._lock:
+            if "weights" in self._away:
+                raise EngineError("the weights are asleep: wake them before the commit")
+            slot = self._slot
+            if slot is None or slot.identity != identity or slot.staged is None:
+                raise WeightsRejected(f"weights {identity} are not staged: stage them first")
+            staged = slot.staged
+
+            def flip() -> None:
+                self._memory.swap(staged)
+                self._core.commit(identity, kv)
+
+            await self._command(flip)
+            if self._slot is slot:
+                self._slot = None
+
+    async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
+        """See `Engine.sleep`."""
+        async with self._lock:
+            if "kv_cache" in tags and "kv_cache" not in self._away:
+                await self._command(lambda: self._leave("kv_cache"))
+                await self._command(self._core.lose_kv)
+            if "weights" in tags:
+                await self._sleep_weights(level)
+            await in_thread(lambda _: release_freed(), threading.Event())
+
+    async def _sleep_weights(self, level: Literal[1, 2]) -> None:
+        if "weights" in self._away:
+            if level == 2:
+                self._memory.forget_spill()
+            return
+        await self._command(lambda: self._leave("weights"))
+        try:
+            if level == 1:
+                await in_thread(lambda _: self._memory.spill(), threading.Event())
+        except BaseException:
+            await self._command(lambda: self._come_back("weights"))
+            raise
+        await self._command(self._memory.drop)
+
+    async def wake(self, tags: Collection[MemoryTag], source: WeightsSource) -> None:
+        """See `Engine.wake`."""
+        async with self._lock:
+            if "weights" in tags and "weights" in self._away:
+                if self._memory.spilled:
+                    await in_thread(lambda _: self._memory.restore(), threading.Event())
+                else:
+                    await self._reload(source)
+                await self._command(lambda: self._come_back("weights"))
+            if "kv_cache" in tags and "kv_cache" in self._away:
+                await self._command(lambda: self._come_back("kv_cache"))
+
+    async def _reload(self, source: WeightsSource) -> None:
+        staged = await self._read(source, lambda *_: None, threading.Event())
+        want = self._memory.root_hash
+        if staged.root_hash != want:
+            raise WeightsRejected(
+                f"the source of the active weights has root_hash {staged.root_hash}, they had "
+                f"{want}: its bytes were changed; commit a later version from an intact source"
+            )
+        await self._command(lambda: self._memory.swap(staged))
+
+    def _leave(self, tag: MemoryTag) -> None:
+        self._away.add(tag)
+        self._core.unfit = True
+
+    def _come_back(self, tag: MemoryTag) -> None:
+        self._away.discard(tag)
+        self._core.unfit = bool(self._away)
+
+    async def _command(self, command: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._thread.call(command))
+
+    def resident(self) -> Resident:
+        """Return which memory is there."""
+        return Resident(weights=self._memory.resident, kv_cache="kv_cache" not in self._away)
+
+    def resident_bytes(self) -> dict[MemoryTag, int]:
+        """Return what is held, staged weights included."""
+        staged = self._slot.staged if self._slot else None
+        held = self._memory.nbytes + (staged.nbytes if staged else 0)
+        return {"weights": held, "kv_cache": self._kv.nbytes}
+
+    async def close(self) -> None:
+        """Give up everything."""
+        await self.discard()
+        self._memory.forget_spill()
