@@ -274,7 +274,8 @@ class Kube:
                 retry_after = response.headers.get("Retry-After")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             code = 0
-            reason = str(error) or type(error).__name__
+            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+            reason = str(cause) or type(error).__name__
             raise Unavailable(0, "NoAnswer", f"{request.what}: {reason}") from error
         finally:
             self._on_request(request.verb, request.resource, code)

@@ -100,7 +100,8 @@ def from_answer(status: int, body: bytes, what: str, retry_after: str | None) ->
     """
     answer = _status_object(body)
     reason = str(answer.get("reason") or "")
-    message = str(answer.get("message") or body[:256].decode(errors="replace") or "no message")
+    message = str(answer.get("message") or body[:256].decode(errors="replace").strip())
+    message = message or "no message"
     kind = _BY_STATUS.get(status, Unavailable if status >= 500 else KubeError)
     if status == 409 and reason == "AlreadyExists":
         kind = AlreadyExists

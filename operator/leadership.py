@@ -70,7 +70,6 @@ class Leadership:
         self._identity = identity
         self._clock = clock
         self._held = False
-        self._lost = False
         self._renewed_at = 0.0
         self._version = ""
         self._transitions = 0
@@ -117,7 +116,7 @@ class Leadership:
                 complained = False
             except (KubeError, TimeoutError) as error:
                 log = logger.debug if complained else logger.warning
-                log("the Lease can't be had: %s", error or "no answer in time")
+                log("the Lease can't be had: %s", str(error) or "no answer in time")
                 complained = True
             self._tried_at = self._clock()
             await asyncio.sleep(STANDBY_SECONDS)
@@ -128,17 +127,20 @@ class Leadership:
         Raises:
             LeadershipLost: Somebody else has, or has had, the Lease.
         """
+        complained = False
         while True:
             await asyncio.sleep(RETRY_SECONDS)
             try:
                 async with asyncio.timeout(CALL_SECONDS):
                     await self._renew()
+                complained = False
             except LeadershipLost:
-                self._held, self._lost = False, True
+                self._held = False
                 raise
             except (KubeError, TimeoutError) as error:
-                log = logger.warning if self.may_write() else logger.error
-                log("the Lease could not be renewed: %s", error or "no answer in time")
+                log = logger.debug if complained else logger.warning
+                log("the Lease could not be renewed: %s", str(error) or "no answer in time")
+                complained = True
             self._tried_at = self._clock()
 
     async def release(self) -> None:
@@ -150,7 +152,7 @@ class Leadership:
             async with asyncio.timeout(CALL_SECONDS):
                 await self._write(self._record(holder="", seconds=1))
         except (KubeError, TimeoutError) as error:
-            logger.warning("the Lease could not be released: %s", error or "no answer in time")
+            logger.warning("the Lease could not be released: %s", str(error) or "no answer in time")
 
     async def _try_acquire(self) -> bool:
         sent = self._clock()

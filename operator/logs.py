@@ -6,10 +6,14 @@ import datetime
 import json
 import logging
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 QUIET = ("kopf", "aiohttp", "asyncio", "httpx", "httpcore", "urllib3", "kubernetes")
 """Libraries that report their daily work at INFO; their warnings still come through."""
+
+REPEAT_SECONDS = 60.0
 
 _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _KOPF = {"settings", "k8s_skip", "k8s_ref"}
@@ -36,6 +40,22 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
+class OnceAMinute(logging.Filter):
+    """Lets one record a minute pass: kopf tells each of its thousand retries in an outage."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._passed_at = -REPEAT_SECONDS
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is the first for a minute."""
+        if self._clock() - self._passed_at < REPEAT_SECONDS:
+            return False
+        self._passed_at = self._clock()
+        return True
+
+
 def configure(level: str, log_format: str) -> None:
     """Send all logs to stderr in this format; calling it again replaces the former setting."""
     handler = logging.StreamHandler(sys.stderr)
@@ -46,3 +66,5 @@ def configure(level: str, log_format: str) -> None:
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for name in QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level)))
+    retries = logging.getLogger("kopf._cogs.clients.watching")
+    retries.filters = [OnceAMinute()]

@@ -69,6 +69,7 @@ class Resync:
         self._interval = interval
         self._clock = clock
         self._finished_at: float | None = None
+        self._told = ""
         self._soon = asyncio.Event()
         self._soon_timer: asyncio.TimerHandle | None = None
 
@@ -83,22 +84,17 @@ class Resync:
 
     def soon(self, delay: float) -> None:
         """List again in `delay` seconds instead of at the end of the interval."""
-        if self._soon_timer is None:
-            loop = asyncio.get_running_loop()
-            self._soon_timer = loop.call_later(delay, self._soon.set)
+        loop = asyncio.get_running_loop()
+        if self._soon_timer is not None:
+            if self._soon_timer.when() <= loop.time() + delay:
+                return
+            self._soon_timer.cancel()
+        self._soon_timer = loop.call_later(delay, self._soon.set)
 
     async def first(self) -> None:
         """List everything, trying until it works; the reason for waiting is logged once."""
-        delay, said = RETRY_SECONDS, ""
-        while True:
-            try:
-                await self.once()
-            except KubeError as error:
-                text = _explained(error)
-                logger.log(logging.DEBUG if text == said else logging.WARNING, "%s", text)
-                said = text
-            else:
-                return
+        delay = RETRY_SECONDS
+        while not await self._tried():
             await asyncio.sleep(delay * random.uniform(0.8, 1.2))
             delay = min(MAX_RETRY_SECONDS, 1.5 * delay)
 
@@ -106,11 +102,8 @@ class Resync:
         """List again after each interval, or `soon`, until cancelled."""
         while True:
             await self._wait()
-            try:
-                await self.once()
-            except KubeError as error:
-                logger.warning("%s", _explained(error))
-                self.soon(RETRY_SECONDS * 2)
+            if not await self._tried():
+                self.soon(2 * RETRY_SECONDS)
 
     async def once(self) -> None:
         """List everything once, and wake every pool: at once where something changed."""
@@ -124,6 +117,18 @@ class Resync:
         pools = self._store.keys()
         for key in pools:
             self._queue.add(key, random.uniform(0, SPREAD * self._interval))
+
+    async def _tried(self) -> bool:
+        """List everything; if that fails, tell the reason unless it was told last time."""
+        try:
+            await self.once()
+        except KubeError as error:
+            text = _explained(error)
+            logger.log(logging.DEBUG if text == self._told else logging.WARNING, "%s", text)
+            self._told = text
+            return False
+        self._told = ""
+        return True
 
     async def _wait(self) -> None:
         try:

@@ -111,7 +111,7 @@ class Operator:
             self.feed,
             namespaces=config.watch_namespaces,
             spawned=self.handle_signals,
-            ended=lambda: self.resync.soon(0),
+            listed=self.resync.first,
         )
         reconcile = make_reconcile(self._context())
         self.passes = Passes(

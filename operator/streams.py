@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
 
 import kopf
@@ -27,7 +27,8 @@ class Streams:
         sink: Takes the events.
         namespaces: What to watch; empty: all.
         spawned: Called after each start: kopf has set its signal handlers, and we want ours.
-        ended: Called when the streams ended by themselves; what was missed must be listed.
+        listed: Awaited before the streams start anew. It must list everything, because events were
+            missed, and it shows that the resource exists, because kopf looks for it only once.
     """
 
     def __init__(
@@ -36,12 +37,12 @@ class Streams:
         *,
         namespaces: tuple[str, ...],
         spawned: Callable[[], None],
-        ended: Callable[[], None],
+        listed: Callable[[], Awaitable[None]],
     ) -> None:
         self._sink = sink
         self._namespaces = namespaces
         self._spawned = spawned
-        self._ended = ended
+        self._listed = listed
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
@@ -60,7 +61,7 @@ class Streams:
             delay = BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)]
             logger.warning("the watch streams ended (%s): starting them anew", reason)
             await asyncio.sleep(delay * random.uniform(0.8, 1.2))
-            self._ended()
+            await self._listed()
 
     def stop(self) -> None:
         """Ask `run` to end."""
