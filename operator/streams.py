@@ -10,7 +10,9 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
 
 import kopf
+from kopf._core.engines.peering import Identity
 
+from .names import MANAGER
 from .watching import Sink, configure, register
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,8 @@ class Streams:
             registry=registry,
             settings=settings,
             standalone=True,
+            # Kopf would ask for the user's name, which a container's bare uid has not got.
+            identity=Identity(MANAGER),
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,
             stop_flag=self._stop,

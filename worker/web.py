@@ -37,6 +37,8 @@ def new_app(title: str, description: str) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         responses=RESPONSES,
+        # `curl -d` and `kubectl create --raw` name no JSON; the body is JSON all the same.
+        strict_content_type=False,
     )
     app.add_exception_handler(ProblemError, _on_problem)
     app.add_exception_handler(RequestValidationError, _on_invalid)

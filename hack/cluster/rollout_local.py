@@ -1,0 +1,122 @@
+"""Rollout on a local cluster: the chart with local images, models and claims for a namespace.
+
+The demo and the cluster tests both stand on this. Needs the project's environment (the models
+are made with it).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from localkube import Cluster, volumes
+from localkube.home import REPOSITORY, cache
+
+SYSTEM = "rollout-system"
+"""Namespace of the operator; Pod Security `restricted` is enforced there."""
+
+RELEASE = "rollout-operator"
+CHART = REPOSITORY / "charts" / "rollout-operator"
+
+LOCAL_VALUES: dict[str, Any] = {
+    "image": {"repository": "localhost/rollout-operator", "tag": "dev", "pullPolicy": "Never"},
+    "engines": {
+        "hf": {
+            "image": "localhost/rollout-worker-hf:dev",
+            "imagePullPolicy": "Never",
+            "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
+            "podTemplate": {
+                "volumes": [
+                    {
+                        "name": "engine-env",
+                        "persistentVolumeClaim": {
+                            "claimName": volumes.ENVIRONMENT_CLAIM,
+                            "readOnly": True,
+                        },
+                    }
+                ],
+                "volumeMounts": [
+                    {
+                        "name": "engine-env",
+                        "mountPath": volumes.ENVIRONMENT_MOUNT,
+                        "readOnly": True,
+                    }
+                ],
+            },
+        }
+    },
+}
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the maps of `over` merged in."""
+    out = dict(base)
+    for key, value in over.items():
+        inner = out.get(key)
+        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        out[key] = merged(inner, value) if both and isinstance(inner, Mapping) else value
+    return out
+
+
+def namespace(cluster: Cluster, name: str, level: str) -> None:
+    """Make a namespace that enforces a Pod Security level."""
+    body = {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": name, "labels": {"pod-security.kubernetes.io/enforce": level}},
+    }
+    cluster.kubectl("apply", "-f", "-", input=json.dumps(body))
+
+
+def install(cluster: Cluster, *worker_namespaces: str, **values: Any) -> None:
+    """Install or upgrade the operator with local images; waits until it is ready."""
+    namespace(cluster, SYSTEM, "restricted")
+    for name in worker_namespaces:
+        namespace(cluster, name, "baseline")
+    chosen = merged(LOCAL_VALUES, {"workers": {"namespaces": list(worker_namespaces)}})
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(merged(chosen, values), file)
+        file.flush()
+        cluster.helm(
+            "upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM,
+            "--values", file.name, "--wait", "--timeout", "120s", timeout=150,
+        )  # fmt: skip
+
+
+def make_models(folder: Path | None = None) -> Path:
+    """Make `models/tiny` and the versions `weights/1` to `weights/3` once; returns the folder."""
+    folder = folder or cache() / "models" / "local"
+    wanted = {
+        "models/tiny": ["--seed", "1"],
+        "weights/1": ["--seed", "2", "--weights-only"],
+        "weights/2": ["--seed", "3", "--weights-only"],
+        "weights/3": ["--seed", "4", "--weights-only"],
+        # Another shape: what a worker must refuse.
+        "weights/bad": ["--seed", "5", "--weights-only", "--hidden", "64"],
+    }
+    for name, arguments in wanted.items():
+        out = folder / name
+        if (out / "manifest.json").exists() or (out / "config.json").exists():
+            continue
+        subprocess.run(
+            [sys.executable, str(REPOSITORY / "hack" / "tinymodel.py"), str(out), *arguments],
+            check=True,
+            timeout=300,
+            stdout=subprocess.DEVNULL,
+        )
+    return folder
+
+
+def claims(cluster: Cluster, name: str, folder: Path) -> None:
+    """Give a namespace its claims: the engine's environment, `models` and `weights`."""
+    for manifest in (
+        volumes.environment_manifest(name),
+        volumes.claim_manifest(name, "models", folder / "models"),
+        volumes.claim_manifest(name, "weights", folder / "weights", writable=True),
+    ):
+        cluster.kubectl("apply", "-f", "-", input=manifest)
