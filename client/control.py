@@ -21,6 +21,7 @@ from rollout_worker.schemas import (
     CommitRequest,
     CommitResponse,
     DiscardRequest,
+    DiscardResponse,
     PauseRequest,
     ReleaseRequest,
     RequireRequest,
@@ -93,31 +94,32 @@ class WorkerControl:
 
     async def pause(
         self, request: PauseRequest | None = None, *, timeout: float | None = None
-    ) -> None:
+    ) -> WorkerState:
         """Hold generation."""
         request = request or PauseRequest()
         limit = timeout or request.deadline_seconds + SLACK_SECONDS
-        await self._send("POST", "/v1/pause", request, limit)
+        return await self._ask("POST", "/v1/pause", request, WorkerState, limit)
 
     async def resume(
         self, request: ReleaseRequest | None = None, *, timeout: float = SLACK_SECONDS
-    ) -> None:
+    ) -> WorkerState:
         """Drop our pause."""
-        await self._send("POST", "/v1/resume", request or ReleaseRequest(), timeout)
+        body = request or ReleaseRequest()
+        return await self._ask("POST", "/v1/resume", body, WorkerState, timeout)
 
     async def sleep(
         self, request: SleepRequest | None = None, *, timeout: float | None = None
-    ) -> None:
+    ) -> WorkerState:
         """Give memory back."""
         request = request or SleepRequest()
         limit = timeout or request.deadline_seconds + SLACK_SECONDS
-        await self._send("POST", "/v1/sleep", request, limit)
+        return await self._ask("POST", "/v1/sleep", request, WorkerState, limit)
 
     async def wake(
         self, request: WakeRequest | None = None, *, timeout: float = 5 * SLACK_SECONDS
-    ) -> None:
+    ) -> WorkerState:
         """Take memory again; after sleep of level 2 this loads the model."""
-        await self._send("POST", "/v1/wake", request or WakeRequest(), timeout)
+        return await self._ask("POST", "/v1/wake", request or WakeRequest(), WorkerState, timeout)
 
     async def abort(
         self, request: AbortRequest, *, timeout: float = QUICK_SECONDS
@@ -138,13 +140,21 @@ class WorkerControl:
         limit = timeout or request.deadline_seconds + SLACK_SECONDS
         return await self._ask("POST", "/v1/weights/commit", request, CommitResponse, limit)
 
-    async def discard(self, request: DiscardRequest, *, timeout: float = QUICK_SECONDS) -> None:
-        """Drop the staged weights of this identity."""
-        await self._send("POST", "/v1/weights/discard", request, timeout)
+    async def discard(
+        self, request: DiscardRequest, *, timeout: float = QUICK_SECONDS
+    ) -> DiscardResponse:
+        """Drop the staged weights of this identity, if they are staged."""
+        return await self._ask("POST", "/v1/weights/discard", request, DiscardResponse, timeout)
 
-    async def require(self, request: RequireRequest, *, timeout: float = QUICK_SECONDS) -> None:
-        """Lift the fence of a fresh process and set the floor of admission."""
-        await self._send("POST", "/v1/require", request, timeout)
+    async def require(
+        self, request: RequireRequest, *, timeout: float = QUICK_SECONDS
+    ) -> WeightsState:
+        """Raise the epoch; with `min_version` lift the fence and set the floor of admission."""
+        return await self._ask("POST", "/v1/require", request, WeightsState, timeout)
+
+    async def reset_cache(self, *, timeout: float = QUICK_SECONDS) -> WorkerState:
+        """Forget all cached prefixes."""
+        return await self._ask("POST", "/v1/cache/reset", None, WorkerState, timeout)
 
     async def _ask(
         self, method: str, path: str, body: BaseModel | None, answer: type[M], timeout: float

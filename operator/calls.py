@@ -95,6 +95,8 @@ class Calls:
             self._run(key, slot, name, make, deadline), name=f"{name} {key} {slot}"
         )
         self._running[slot] = (name, task)
+        # Not a `finally` in the task: one that is cancelled before its first step never gets there.
+        task.add_done_callback(lambda _: self._end(key, slot))
         return True
 
     def running(self, slot: str) -> str | None:
@@ -133,25 +135,25 @@ class Calls:
         deadline: float,
     ) -> None:
         try:
-            try:
-                async with asyncio.timeout(deadline):
-                    await make()
-            except TimeoutError:
-                self._fail(key, slot, name, f"no answer within {deadline:g} s")
-            except ControlError as error:
-                self._fail(key, slot, name, error.detail, problem=error.slug or None)
-            except (ControlUnreachable, KubeError) as error:
-                self._fail(key, slot, name, str(error))
-            except Exception as error:
-                logger.exception("%s failed", name, extra={"pool": str(key), "slot": slot})
-                self._fail(key, slot, name, f"{type(error).__name__}: {error}")
-            else:
-                self._failures.get(slot, {}).pop(name, None)
-            if self._after is not None:
-                await self._after(slot)
-        finally:
-            self._running.pop(slot, None)
-            self._wake(key)
+            async with asyncio.timeout(deadline):
+                await make()
+        except TimeoutError:
+            self._fail(key, slot, name, f"no answer within {deadline:g} s")
+        except ControlError as error:
+            self._fail(key, slot, name, error.detail, problem=error.slug or None)
+        except (ControlUnreachable, KubeError) as error:
+            self._fail(key, slot, name, str(error))
+        except Exception as error:
+            logger.exception("%s failed", name, extra={"pool": str(key), "slot": slot})
+            self._fail(key, slot, name, f"{type(error).__name__}: {error}")
+        else:
+            self._failures.get(slot, {}).pop(name, None)
+        if self._after is not None:
+            await self._after(slot)
+
+    def _end(self, key: Key, slot: str) -> None:
+        self._running.pop(slot, None)
+        self._wake(key)
 
     def _fail(
         self, key: Key, slot: str, name: str, message: str, *, problem: str | None = None

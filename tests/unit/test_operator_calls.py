@@ -1,0 +1,178 @@
+"""Calls: one at a time per pod, a deadline each, failures remembered with a back-off."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from loopback import loopback
+from rollout_client.control import ControlError, WorkerControl
+from rollout_operator.calls import MAX_SECONDS, CallFailure, Calls
+from rollout_operator.store import Key
+from waiting import until
+
+KEY = Key("rl", "math")
+
+
+STATE = {
+    "boot_id": "b1",
+    "engine": "hf",
+    "lifecycle": "Active",
+    "serving": True,
+    "weights": {"active": None},
+    "resident": {"weights": True, "kv_cache": True},
+}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Bench:
+    """Calls, who was woken, and what was looked at afterwards."""
+
+    def __init__(self, may_start: bool = True) -> None:
+        self.clock = Clock()
+        self.woken: list[Key] = []
+        self.looked: list[str] = []
+        self.calls = Calls(
+            self.woken.append, after=self._look, clock=self.clock, may_start=lambda: may_start
+        )
+
+    async def _look(self, slot: str) -> None:
+        assert self.calls.running(slot), "the slot must stay taken until the look is over"
+        self.looked.append(slot)
+
+    async def end(self, slot: str = "u1") -> None:
+        await until(lambda: self.calls.running(slot) is None, 3, what="the end of the call")
+
+    async def fail(self, error: Exception, name: str = "commit") -> CallFailure | None:
+        async def call() -> None:
+            raise error
+
+        assert self.calls.start(KEY, "u1", name, call, 1)
+        await self.end()
+        return self.calls.failure("u1", name)
+
+
+async def well() -> str:
+    return "done"
+
+
+async def test_a_call_runs_beside_and_wakes_at_its_end() -> None:
+    bench = Bench()
+    gate = asyncio.Event()
+    assert bench.calls.start(KEY, "u1", "commit", gate.wait, 5)
+    await asyncio.sleep(0)
+    assert bench.calls.running("u1") == "commit"
+    assert bench.calls.count() == 1
+    assert bench.woken == []
+    gate.set()
+    await bench.end()
+    assert (bench.woken, bench.looked) == ([KEY], ["u1"])
+    assert bench.calls.failure("u1", "commit") is None
+
+
+async def test_one_call_per_pod_but_many_pods() -> None:
+    bench = Bench()
+    gate = asyncio.Event()
+    assert bench.calls.start(KEY, "u1", "stage", gate.wait, 5)
+    assert not bench.calls.start(KEY, "u1", "commit", well, 5)
+    assert bench.calls.start(KEY, "u2", "commit", gate.wait, 5)
+    gate.set()
+    await bench.end("u1")
+    await bench.end("u2")
+    assert bench.calls.start(KEY, "u1", "commit", well, 5)
+    await bench.end()
+
+
+async def test_nothing_starts_while_fenced() -> None:
+    bench = Bench(may_start=False)
+    assert not bench.calls.start(KEY, "u1", "commit", well, 5)
+    assert bench.calls.running("u1") is None
+
+
+async def test_failures_count_and_wait_longer() -> None:
+    bench = Bench()
+    delays = []
+    for count in range(1, 8):
+        failure = await bench.fail(ControlError(409, "asleep", "wake it first"))
+        assert failure is not None
+        assert (failure.count, failure.message, failure.problem) == (
+            count,
+            "wake it first",
+            "asleep",
+        )
+        assert failure.at == bench.clock.now
+        delays.append(failure.retry_at - failure.at)
+    assert delays == [1, 2, 4, 8, 16, MAX_SECONDS, MAX_SECONDS]
+
+
+async def test_success_clears_only_the_same_call() -> None:
+    bench = Bench()
+    await bench.fail(ControlError(500, "", "broken"), "stage")
+    await bench.fail(ControlError(500, "", "broken"), "commit")
+    bench.calls.start(KEY, "u1", "commit", well, 5)
+    await bench.end()
+    assert bench.calls.failure("u1", "commit") is None
+    assert bench.calls.failure("u1", "stage") is not None
+
+
+async def test_a_deadline_is_a_failure_with_a_name() -> None:
+    bench = Bench()
+    bench.calls.start(KEY, "u1", "commit", asyncio.Event().wait, 0.05)
+    await bench.end()
+    failure = bench.calls.failure("u1", "commit")
+    assert failure is not None
+    assert failure.message == "no answer within 0.05 s"
+    assert bench.woken == [KEY]
+
+
+async def test_an_unforeseen_error_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    failure = await bench.fail(ZeroDivisionError("by zero"))
+    assert failure is not None
+    assert failure.message == "ZeroDivisionError: by zero"
+    assert "Traceback" in caplog.text
+
+
+async def test_forget_cancels_and_clears() -> None:
+    bench = Bench()
+    await bench.fail(ControlError(500, "", "broken"))
+    bench.calls.start(KEY, "u1", "stage", asyncio.Event().wait, 60)
+    await asyncio.sleep(0)
+    bench.calls.forget("u1")
+    await bench.end()
+    assert bench.calls.failure("u1", "commit") is None
+    assert bench.looked == ["u1"], "a cancelled call is not looked at again"
+
+
+async def test_cancel_all_ends_every_call() -> None:
+    bench = Bench()
+    for slot in ("u1", "u2", "u3"):
+        bench.calls.start(KEY, slot, "commit", asyncio.Event().wait, 60)
+    await bench.calls.cancel_all()
+    assert bench.calls.count() == 0
+
+
+async def test_a_real_worker_that_hangs_up_is_a_failure_to_retry() -> None:
+    async def token() -> str | None:
+        return None
+
+    bench = Bench()
+    async with loopback() as worker, httpx.AsyncClient(trust_env=False) as client:
+        worker.delay("POST", "/v1/wake", {}, 30)
+        control = WorkerControl(worker.url, token, client)
+        bench.calls.start(KEY, "u1", "wake", control.wake, 0.1)
+        await bench.end()
+        assert bench.calls.failure("u1", "wake") is not None
+        worker.answer("POST", "/v1/wake", STATE)
+        bench.calls.start(KEY, "u1", "wake", control.wake, 5)
+        await bench.end()
+        assert bench.calls.failure("u1", "wake") is None

@@ -1,0 +1,247 @@
+"""The poller against real HTTP servers on loopback: bounded, backing off, waking on change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from loopback import Loopback, loopback
+from rollout_client.control import WorkerControl
+from rollout_operator.poller import AT_ONCE, STALE_SECONDS, Poller
+from rollout_operator.store import Key
+from rollout_worker.schemas import WorkerState
+from waiting import until
+
+KEY = Key("rl", "math")
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    return {
+        "boot_id": "b1",
+        "engine": "hf",
+        "lifecycle": "Active",
+        "serving": True,
+        "weights": {"active": None},
+        "resident": {"weights": True, "kv_cache": True},
+        **changes,
+    }
+
+
+class Clock:
+    """The loop's own clock, which a test may push forward."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return asyncio.get_running_loop().time() + self.ahead
+
+
+class Bench:
+    def __init__(self, worker: Loopback, client: httpx.AsyncClient) -> None:
+        self.worker = worker
+        self.client = client
+        self.clock = Clock()
+        self.woken: list[Key] = []
+        self.poller = Poller(self.ask, self.woken.append, clock=self.clock)
+
+    async def ask(self, key: Key, address: str) -> WorkerState:
+        async def token() -> str | None:
+            return None
+
+        return await WorkerControl(f"http://{address}", token, self.client).state()
+
+    def watch(self, uid: str = "u1", *, fast: bool = True) -> None:
+        self.poller.watch(KEY, uid, self.worker.address, fast)
+
+    async def polled(self, times: int = 1) -> None:
+        """Wait until the worker was asked so often from now on and the answers were taken."""
+        before = len(self.worker.requests)
+        await until(lambda: len(self.worker.requests) >= before + times, 10)
+        await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def bench_of(worker: Loopback) -> AsyncIterator[Bench]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        bench = Bench(worker, client)
+        running = asyncio.create_task(bench.poller.run())
+        try:
+            yield bench
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with loopback() as worker, bench_of(worker) as made:
+        yield made
+
+
+async def test_the_first_answer_wakes_and_equal_ones_do_not(bench: Bench) -> None:
+    bench.worker.answer("GET", "/v1/state", state())
+    assert bench.poller.last("u1") is None
+    bench.watch()
+    await bench.polled()
+    assert bench.woken == [KEY]
+    seen = bench.poller.last("u1")
+    assert seen is not None
+    assert seen.state is not None
+    assert (seen.state.boot_id, seen.error, seen.failures, seen.stale) == ("b1", None, 0, False)
+    await bench.polled(2)
+    assert bench.woken == [KEY]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"in_flight": 5, "queued": 3},
+        {"holds": [{"holder": "trainer", "state": "Paused", "ttl_seconds": 3.5}]},
+    ],
+    ids=["counters", "time left of a hold"],
+)
+async def test_what_changes_all_the_time_does_not_wake(
+    bench: Bench, change: dict[str, Any]
+) -> None:
+    hold = {"holder": "trainer", "state": "Paused", "ttl_seconds": 4.5}
+    start = state(holds=[hold]) if "holds" in change else state()
+    bench.worker.answer("GET", "/v1/state", start)
+    bench.watch()
+    await bench.polled()
+    bench.worker.answer("GET", "/v1/state", {**start, **change})
+    await bench.polled()
+    assert bench.woken == [KEY]
+    seen = bench.poller.last("u1")
+    assert seen is not None
+    assert seen.state == WorkerState.model_validate({**start, **change}), "but it is shown"
+
+
+async def test_a_change_wakes(bench: Bench) -> None:
+    bench.worker.answer("GET", "/v1/state", state())
+    bench.watch()
+    await bench.polled()
+    bench.worker.answer("GET", "/v1/state", state(lifecycle="Asleep", serving=False))
+    await bench.polled()
+    assert bench.woken == [KEY, KEY]
+
+
+async def test_an_error_keeps_the_last_answer_wakes_once_and_backs_off(bench: Bench) -> None:
+    bench.worker.answer("GET", "/v1/state", state())
+    bench.watch()
+    await bench.polled()
+    bench.worker.answer("GET", "/v1/state", "down", 503)
+    await bench.polled(3)
+    seen = bench.poller.last("u1")
+    assert seen is not None
+    assert seen.state is not None
+    assert seen.error == "503: down"
+    assert seen.failures >= 2
+    assert bench.woken == [KEY, KEY], "one for the answer, one for the first error"
+    bench.worker.answer("GET", "/v1/state", state())
+    await bench.polled()
+    assert bench.woken == [KEY, KEY, KEY]
+    seen = bench.poller.last("u1")
+    assert seen is not None
+    assert (seen.error, seen.failures) == (None, 0)
+
+
+async def test_a_head_that_never_answered_has_no_state(bench: Bench) -> None:
+    bench.poller.watch(KEY, "u1", "127.0.0.1:1", True)
+    await until(lambda: bench.poller.last("u1") is not None)
+    seen = bench.poller.last("u1")
+    assert seen is not None
+    assert seen.state is None
+    assert seen.error is not None
+    assert "127.0.0.1:1" in seen.error
+    assert not seen.stale
+
+
+async def test_an_answer_goes_stale(bench: Bench) -> None:
+    bench.worker.answer("GET", "/v1/state", state())
+    bench.watch()
+    await bench.polled()
+    bench.worker.answer("GET", "/v1/state", "down", 503)
+    await bench.polled()
+    bench.clock.ahead += STALE_SECONDS + 1
+    seen = bench.poller.last("u1")
+    assert seen is not None
+    assert seen.stale
+    woken = len(bench.woken)
+    bench.poller.poke("u1")
+    await bench.polled()
+    assert len(bench.woken) == woken + 1, "turning stale wakes"
+
+
+async def test_poke_and_refresh_ask_at_once(bench: Bench) -> None:
+    bench.worker.answer("GET", "/v1/state", state())
+    bench.watch(fast=False)
+    await bench.polled()
+    bench.worker.answer("GET", "/v1/state", state(boot_id="b2"))
+    async with asyncio.timeout(2):
+        await bench.poller.refresh("u1")
+    seen = bench.poller.last("u1")
+    assert seen is not None
+    assert seen.state is not None
+    assert seen.state.boot_id == "b2"
+    await bench.poller.refresh("unknown")
+
+
+async def test_refresh_does_not_take_an_answer_that_was_asked_for_before(bench: Bench) -> None:
+    bench.worker.delay("GET", "/v1/state", state(boot_id="old"), 0.3)
+    bench.watch(fast=False)
+    await until(lambda: bench.worker.requests)
+    bench.worker.answer("GET", "/v1/state", state(boot_id="new"))
+    async with asyncio.timeout(3):
+        await bench.poller.refresh("u1")
+    seen = bench.poller.last("u1")
+    assert seen is not None
+    assert seen.state is not None
+    assert seen.state.boot_id == "new"
+
+
+async def test_slow_heads_are_asked_at_once_when_they_turn_fast(bench: Bench) -> None:
+    bench.worker.answer("GET", "/v1/state", state())
+    bench.watch(fast=False)
+    await bench.polled()
+    await asyncio.sleep(0.7)
+    assert len(bench.worker.requests) == 1, "five seconds have not passed"
+    bench.watch(fast=True)
+    await bench.polled(2)
+
+
+async def test_an_unwatched_head_is_left_alone(bench: Bench) -> None:
+    bench.worker.answer("GET", "/v1/state", state())
+    bench.watch()
+    await bench.polled()
+    bench.poller.unwatch("u1")
+    asked = len(bench.worker.requests)
+    await asyncio.sleep(0.7)
+    assert len(bench.worker.requests) == asked
+    assert bench.poller.last("u1") is None
+    assert bench.poller.watched() == []
+
+
+async def test_another_address_is_another_head(bench: Bench) -> None:
+    bench.worker.answer("GET", "/v1/state", state())
+    bench.watch()
+    await bench.polled()
+    bench.poller.watch(KEY, "u1", "127.0.0.1:1", True)
+    assert bench.poller.last("u1") is None
+
+
+async def test_no_more_than_64_are_asked_at_once_and_a_hanging_head_stops_no_other() -> None:
+    async with loopback() as slow, loopback() as good, bench_of(slow) as bench:
+        slow.delay("GET", "/v1/state", state(), 0.3)
+        good.answer("GET", "/v1/state", state())
+        for number in range(100):
+            bench.poller.watch(KEY, f"slow-{number}", slow.address, False)
+        bench.poller.watch(KEY, "good", good.address, False)
+        await until(lambda: bench.poller.last("good") is not None, 5)
+        await until(lambda: len(slow.requests) >= 100, 5)
+        assert slow.most_at_once <= AT_ONCE
