@@ -38,6 +38,14 @@ class Totals:
     decode_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Who runs and how many wait."""
+
+    running: frozenset[str] = frozenset()
+    queued: int = 0
+
+
 class Core:
     """State of the batch; every method runs between two steps."""
 
@@ -64,11 +72,12 @@ class Core:
         self.held = False
         self.unfit = False  # memory is away: no step can be made
         self.totals = Totals()
+        self.census = Census()
 
-    @property
-    def queued(self) -> int:
-        """How many wait."""
-        return len(self._waiting)
+    def _count(self) -> None:
+        """Publish who is here, for other threads: one assignment, so never half of it."""
+        names = frozenset(sequence.request.request_id for sequence in self.running)
+        self.census = Census(names, len(self._waiting))
 
     def can_step(self) -> bool:
         """Return whether a step has anything to do and may do it."""
@@ -78,6 +87,7 @@ class Core:
     def add(self, sequence: Sequence) -> None:
         """Queue an output."""
         heapq.heappush(self._waiting, sequence)
+        self._count()
 
     def abort(self, ids: Collection[str] | None, reason: AbortReason) -> set[str]:
         """End outputs with what they have; None: all. Returns the ids that were known."""
@@ -130,15 +140,21 @@ class Core:
 
     def _admit(self) -> None:
         """Start what waits, in order, as long as rows and tokens allow."""
-        while self._waiting and not self.held and len(self.running) < self._max_rows:
-            longest = max(sequence.reserved for sequence in (*self.running, self._waiting[0]))
-            # The cache is a rectangle: every row may become as long as the longest.
-            if self.running and (len(self.running) + 1) * longest > self._max_tokens:
-                return
+        before = len(self.running)
+        while self._may_admit():
             self._kv.clear(len(self.running))
             sequence = heapq.heappop(self._waiting)
             sequence.started = time.monotonic()
             self.running.append(sequence)
+        if len(self.running) > before:
+            self._count()
+
+    def _may_admit(self) -> bool:
+        if not self._waiting or self.held or len(self.running) >= self._max_rows:
+            return False
+        # The cache is a rectangle: every row may become as long as the longest.
+        longest = max(sequence.reserved for sequence in (*self.running, self._waiting[0]))
+        return not self.running or (len(self.running) + 1) * longest <= self._max_tokens
 
     def _prefill_groups(self) -> Iterable[tuple[list[Sequence], int]]:
         """Yield groups of like length with the number of tokens to feed each, longest first."""
@@ -196,3 +212,4 @@ class Core:
             if row < len(self.running):
                 self._kv.move(len(self.running), row, last.cached)
                 self.running[row] = last
+        self._count()

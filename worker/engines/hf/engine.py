@@ -92,7 +92,7 @@ class HfEngine:
         self._parts: _Parts | None = None
         self._streams: dict[str, _Stream] = {}
         self._arrivals = 0
-        self._entering = 0  # handed to the step thread, not in its queue yet
+        self._entering: set[str] = set()  # handed to the step thread, not in its queue yet
         self._give_up = threading.Event()
         self._ended: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -197,17 +197,18 @@ class HfEngine:
 
     async def _enter(self, parts: _Parts, stream: _Stream) -> None:
         self._arrivals += 1
-        arrival = self._arrivals
-        self._entering += 1
-        sink = stream.deltas.put_nowait
+        arrival, name = self._arrivals, stream.request.request_id
+        self._entering.add(name)
+
+        def enter() -> None:
+            sequence = sequence_of(stream.request, parts.loaded, arrival, stream.deltas.put_nowait)
+            self._entering.discard(name)
+            parts.core.add(sequence)
+
         try:
-            await asyncio.wrap_future(
-                parts.thread.call(
-                    lambda: parts.core.add(sequence_of(stream.request, parts.loaded, arrival, sink))
-                )
-            )
+            await asyncio.wrap_future(parts.thread.call(enter))
         finally:
-            self._entering -= 1
+            self._entering.discard(name)
 
     async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
         """See `Engine.abort`."""
@@ -267,13 +268,13 @@ class HfEngine:
         parts = self._parts
         if parts is None:
             return EngineStats(0, 0, Resident(weights=False, kv_cache=False))
-        running = tuple(parts.core.running)
+        census = parts.core.census
         return EngineStats(
-            running=len(running),
-            queued=parts.core.queued + self._entering,
+            running=len(census.running),
+            queued=census.queued + len(self._entering),
             resident=parts.versions.resident(),
             resident_bytes=parts.versions.resident_bytes(),
-            running_ids=frozenset(sequence.request.request_id for sequence in running),
+            running_ids=census.running,
         )
 
     def alive(self) -> str | None:

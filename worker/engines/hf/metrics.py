@@ -24,8 +24,8 @@ def render(core: Core, kv: KvRows) -> str:
             "Tokens fed one by one.",
             totals.decode_tokens,
         ),
-        ("hf_engine_batch_rows", "gauge", "Outputs in the batch.", len(core.running)),
-        ("hf_engine_waiting", "gauge", "Outputs waiting for a row.", core.queued),
+        ("hf_engine_batch_rows", "gauge", "Outputs in the batch.", len(core.census.running)),
+        ("hf_engine_waiting", "gauge", "Outputs waiting for a row.", core.census.queued),
         ("hf_engine_kv_cache_bytes", "gauge", "Memory of keys and values.", kv.nbytes),
     )
     lines = []

@@ -1,0 +1,19 @@
+"""Fixtures of the engine tier: tiny models and what plain transformers says of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from reference import Reference
+from tinymodels import TinyModels
+from tinymodels import tiny_models as tiny_models
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_models: TinyModels) -> Reference:
+    return Reference(tiny_models.model(1))
+
+
+@pytest.fixture(scope="session")
+def reference_2(tiny_models: TinyModels) -> Reference:
+    return Reference(tiny_models.weights(2))

@@ -1,0 +1,137 @@
+"""A batched answer is the single one, whoever joins and leaves meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from engines import PROMPT, Output, follow, reaches, request, run, run_all, serving
+from reference import Reference
+from rollout_worker.engine import EngineRequest
+from tinymodels import TinyModels
+
+
+def mixed(rng: random.Random, count: int, tag: str = "m") -> list[EngineRequest]:
+    """Requests of all kinds: greedy and sampled, short and long, penalised and truncated."""
+    found = []
+    for index in range(count):
+        prompt = [rng.randrange(4096) for _ in range(rng.choice((1, 2, 7, 30, 90)))]
+        sampling: dict[str, Any] = {
+            "max_tokens": rng.choice((1, 5, 17, 40)),
+            "seed": rng.randrange(2**40),
+        }
+        kind = rng.randrange(4)
+        if kind:
+            sampling |= {"temperature": rng.choice((0.3, 1.0, 1.7))}
+        if kind == 2:
+            sampling |= {"top_p": 0.9, "top_k": 50, "min_p": 0.001}
+        if kind == 3:
+            sampling |= {"repetition_penalty": 1.3, "frequency_penalty": 0.2}
+        found.append(request(f"{tag}{index}", prompt, **sampling))
+    return found
+
+
+async def test_greedy_is_transformers_own(tiny_models: TinyModels, reference: Reference) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        output = await run(engine, request(max_tokens=40))
+    assert output.token_ids == reference.greedy(PROMPT, 40)
+
+
+async def test_seeds_of_the_model_differ(tiny_models: TinyModels, reference_2: Reference) -> None:
+    async with serving(tiny_models.model(1)) as (one, _), serving(tiny_models.model(2)) as (two, _):
+        first, second = await run(one, request()), await run(two, request())
+    assert first.token_ids != second.token_ids
+    assert second.token_ids == reference_2.greedy(PROMPT, 8)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_batched_equals_single(tiny_models: TinyModels, seed: int) -> None:
+    wanted = mixed(random.Random(seed), 24)
+    async with serving(tiny_models.model(1), "--prefill-tokens", "64") as (engine, _):
+        together = await run_all(engine, wanted)
+        single = [await run(engine, each) for each in wanted]
+    for each, batched, alone in zip(wanted, together, single, strict=True):
+        assert batched.token_ids == alone.token_ids, each
+        assert batched.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+        assert batched.stop_reason == alone.stop_reason
+
+
+async def test_joining_and_leaving_changes_nobody(
+    tiny_models: TinyModels, reference: Reference
+) -> None:
+    rng = random.Random(11)
+    long = Output()
+    async with serving(tiny_models.model(1), "--max-batch-size", "5") as (engine, _):
+        running = asyncio.create_task(follow(engine, request("long", max_tokens=150), long))
+        tasks = []
+        for index, each in enumerate(mixed(rng, 20, "j")):
+            await reaches(long, 5 * (index + 1))
+            tasks.append(asyncio.create_task(run(engine, each)))
+        await asyncio.gather(running, *tasks)
+    assert long.token_ids == reference.greedy(PROMPT, 150)
+
+
+async def test_prefill_in_pieces_is_the_same(tiny_models: TinyModels, reference: Reference) -> None:
+    prompt = [random.Random(3).randrange(4096) for _ in range(200)]
+    async with serving(tiny_models.model(1), "--prefill-tokens", "23") as (engine, _):
+        alone = await run(engine, request("a", prompt))
+        both = await run_all(engine, [request("b", prompt), request("c", prompt[:31])])
+    assert alone.token_ids == both[0].token_ids == reference.greedy(prompt, 8)
+    assert both[1].token_ids == reference.greedy(prompt[:31], 8)
+
+
+async def test_two_hundred_requests_lose_nothing(tiny_models: TinyModels) -> None:
+    rng = random.Random(5)
+    wanted = [
+        request(f"q{i}", [rng.randrange(4096) for _ in range(rng.randint(1, 20))], max_tokens=n)
+        for i, n in enumerate(rng.choices(range(1, 30), k=200))
+    ]
+    most = 0
+    async with serving(tiny_models.model(1), "--max-batch-size", "32") as (engine, _):
+        running = asyncio.gather(*(run(engine, each) for each in wanted))
+        while not running.done():
+            stats = engine.stats()
+            assert stats.running + stats.queued <= 200
+            most = max(most, stats.running)
+            await asyncio.sleep(0.005)
+        outputs = await running
+        assert engine.stats().running == engine.stats().queued == 0
+    assert most == 32
+    for each, output in zip(wanted, outputs, strict=True):
+        assert len(output.token_ids) == each.sampling.max_tokens
+        assert output.deltas == len(output.token_ids)
+
+
+async def test_memory_bounds_what_runs_together(tiny_models: TinyModels) -> None:
+    prompts = [[7] * 10] * 12
+    wanted = [request(f"b{i}", p, max_tokens=502) for i, p in enumerate(prompts)]
+    async with serving(tiny_models.model(1), max_length=512, max_batch_tokens=2048) as (engine, _):
+        tasks = [asyncio.create_task(run(engine, each)) for each in wanted]
+        await asyncio.sleep(0.3)
+        stats = engine.stats()
+        assert (stats.running, stats.queued) == (4, 8)
+        await engine.abort(None, "control")  # type: ignore[arg-type]
+        await asyncio.gather(*tasks)
+        # keys and values, 2 layers, 2 heads of 32 floats
+        assert engine.stats().resident_bytes["kv_cache"] <= 2048 * 2 * 2 * 2 * 32 * 4
+
+
+async def test_priority_then_arrival(tiny_models: TinyModels) -> None:
+    async with serving(tiny_models.model(1), "--max-batch-size", "1") as (engine, _):
+        await engine.hold_admission()
+        order: list[str] = []
+
+        async def note(name: str, priority: int) -> None:
+            await run(engine, request(name, priority=priority, max_tokens=2))
+            order.append(name)
+
+        tasks = []
+        for name, priority in (("late", 5), ("first", 0), ("second", 0), ("urgent", -1)):
+            tasks.append(asyncio.create_task(note(name, priority)))
+            await asyncio.sleep(0.02)
+        await engine.resume()
+        await asyncio.gather(*tasks)
+    assert order == ["urgent", "first", "second", "late"]

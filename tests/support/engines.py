@@ -1,0 +1,125 @@
+"""Drives an engine directly, without the worker around it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout_worker.engine import Engine, EngineDelta, EngineInfo, EngineRequest
+from rollout_worker.engines import EngineOptions, create
+from rollout_worker.schemas import (
+    AbortReason,
+    LogprobsOf,
+    SamplingParams,
+    StopMatch,
+    StopReason,
+    WeightsId,
+    WeightsSource,
+    WeightsSpan,
+)
+
+PROMPT = (5, 6, 7, 8, 9, 100, 200, 300)
+V1, V2 = WeightsId(epoch=1, version=1), WeightsId(epoch=1, version=2)
+
+
+@dataclass
+class Output:
+    """What came of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    spans: list[WeightsSpan] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    stop_match: StopMatch | None = None
+    abort_reason: AbortReason | None = None
+    preemptions: int = 0
+    deltas: int = 0
+    grew: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def add(self, delta: EngineDelta) -> None:
+        """Append a delta, checking what every delta promises."""
+        start = len(self.token_ids)
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            assert len(delta.logprobs) == len(delta.token_ids)
+            self.logprobs = [*(self.logprobs or []), *delta.logprobs]
+        for span in delta.spans:
+            assert span.start == start
+            start = span.end
+        assert start == len(self.token_ids)
+        self.spans += delta.spans
+        self.stop_reason, self.stop_match = delta.stop_reason, delta.stop_match
+        self.abort_reason, self.preemptions = delta.abort_reason, delta.preemptions
+        self.deltas += 1
+
+    @property
+    def versions(self) -> list[tuple[int, bool]]:
+        """(version, stale_kv) of every token."""
+        return [(s.version, s.stale_kv) for s in self.spans for _ in range(s.end - s.start)]
+
+
+def request(
+    name: str = "r",
+    prompt: Sequence[int] = PROMPT,
+    *,
+    logprobs: LogprobsOf | None = "sampling",
+    priority: int = 0,
+    **sampling: Any,
+) -> EngineRequest:
+    """Build a request; greedy for 8 tokens unless said otherwise."""
+    params = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, **sampling}
+    return EngineRequest(
+        name, tuple(prompt), SamplingParams.model_validate(params), logprobs, priority
+    )
+
+
+async def run(engine: Engine, wanted: EngineRequest) -> Output:
+    """Generate to the end."""
+    output = Output()
+    await follow(engine, wanted, output)
+    return output
+
+
+async def follow(engine: Engine, wanted: EngineRequest, output: Output) -> None:
+    """Generate to the end into an output that others watch."""
+    async for delta in engine.generate(wanted):
+        output.add(delta)
+        async with output.grew:
+            output.grew.notify_all()
+
+
+async def run_all(engine: Engine, wanted: Sequence[EngineRequest]) -> list[Output]:
+    """Generate all at once."""
+    return list(await asyncio.gather(*(run(engine, each) for each in wanted)))
+
+
+async def reaches(output: Output, tokens: int, seconds: float = 30) -> None:
+    """Wait until an output has that many tokens."""
+    async with asyncio.timeout(seconds), output.grew:
+        await output.grew.wait_for(lambda: len(output.token_ids) >= tokens)
+
+
+@asynccontextmanager
+async def serving(
+    model: Path, *args: str, **options: Any
+) -> AsyncIterator[tuple[Engine, EngineInfo]]:
+    """Run an hf engine on the CPU."""
+    engine = create("hf", EngineOptions(model=model, device="cpu", args=args, **options))
+    info = await engine.start(lambda _: None)
+    try:
+        yield engine, info
+    finally:
+        await engine.stop()
+
+
+async def update(engine: Engine, folder: Path, identity: WeightsId = V1, kv: Any = "keep") -> str:
+    """Stage and commit under a pause; return the root hash."""
+    staged = await engine.stage(identity, WeightsSource(path=str(folder)), lambda *_: None)
+    await engine.pause()
+    await engine.commit(identity, kv)
+    await engine.resume()
+    return staged.root_hash
