@@ -1,0 +1,64 @@
+"""One real cluster for the whole tier: two nodes, the operator installed by Helm, three namespaces.
+
+`ROLLOUT_TEST_CLUSTER=<name>` uses a running cluster of that name and leaves it as it is: quicker
+while writing tests.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import rollout_local
+from clusters import nodes_cluster
+from localkube import Cluster
+from localkube.home import REPOSITORY
+from pools import Pool
+
+sys.path.insert(0, str(REPOSITORY / "hack"))
+import images
+
+NAMESPACES = ("pools", "weights", "trainers")
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The cluster with the operator on it."""
+    if os.geteuid() != 0:
+        pytest.skip("real nodes need root")
+    name = os.environ.get("ROLLOUT_TEST_CLUSTER")
+    if name:
+        running = Cluster.attach(name)
+        _install(running)
+        yield running
+        return
+    images.build()
+    with nodes_cluster("tier", nodes=2) as made:
+        _install(made)
+        yield made
+
+
+def _install(cluster: Cluster) -> None:
+    images.build()
+    images.load(cluster)
+    folder = rollout_local.make_models()
+    rollout_local.install(cluster, *NAMESPACES)
+    for namespace in NAMESPACES:
+        rollout_local.claims(cluster, namespace, folder)
+
+
+@pytest.fixture
+def pool(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Callable[..., Pool]]:
+    """Make pools that are gone after the test: `pool("name", replicas=2)`."""
+    made: list[Pool] = []
+
+    def make(name: str, namespace: str = "pools", **spec: object) -> Pool:
+        made.append(Pool(cluster, namespace, name).apply(**spec))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.delete()
