@@ -32,6 +32,8 @@ def write_archive(root: Path, reference: str, archive: Path, command: list[str])
                 **target,
                 "config": {"Env": [_PATH], "Cmd": command},
                 "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
+                # One entry a layer, or buildah can't build on it.
+                "history": [{"created_by": "rollout hack/cluster"}],
             }
         )
         manifest = _encoded(

@@ -1,0 +1,70 @@
+# Images of the operator and of the workers.
+#
+#   docker build --target operator  -t rollout-operator  .
+#   docker build --target worker-hf -t rollout-worker-hf .
+#
+# BASE_IMAGE: any image with Python 3.11 or later and its venv module.
+# WORKER_EXTRAS: which requirements/<extra>.txt a worker gets; `worker` leaves the engine out.
+# ENGINE_SITE_PACKAGES: a folder, mounted at run time, in which a worker finds the engine then.
+#
+# A package index of your own, or a certificate authority: pass pip's configuration as a secret,
+# `--secret id=pip.conf,src=pip.conf --secret id=ca.pem,src=ca.pem` (`cert = /run/secrets/ca.pem`).
+# Secrets are mounted while packages are installed and are part of no layer.
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+
+FROM ${BASE_IMAGE} AS python
+ENV PATH=/opt/rollout/bin:$PATH \
+    PIP_CONFIG_FILE=/run/secrets/pip.conf \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_ROOT_USER_ACTION=ignore
+RUN python3 -m venv /opt/rollout
+
+# Our own code, laid out as it is copied over the environment of the dependencies. Copied last, so
+# that a change of it installs nothing else anew.
+FROM python AS code
+RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
+    pip install --only-binary :all: "hatchling>=1.27,<2"
+WORKDIR /source
+COPY pyproject.toml README.md LICENSE ./
+COPY operator operator
+COPY worker worker
+COPY client client
+RUN pip install --no-deps --no-build-isolation --no-index --prefix /code .
+
+FROM python AS operator-dependencies
+COPY requirements/operator.txt /requirements.txt
+RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
+    pip install --only-binary :all: --require-hashes -r /requirements.txt
+
+FROM python AS worker-dependencies
+ARG WORKER_EXTRAS=hf
+COPY requirements/${WORKER_EXTRAS}.txt /requirements.txt
+RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
+    pip install --only-binary :all: --require-hashes -r /requirements.txt
+# The image's own packages come first on the path; a folder that is not there is left out.
+ARG ENGINE_SITE_PACKAGES=
+RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
+      echo "$ENGINE_SITE_PACKAGES" >"$(echo /opt/rollout/lib/python3.*/site-packages)/engine.pth"; \
+    fi
+
+# What runs: no pip settings, no root. Everything that is written goes to mounted volumes and /tmp.
+FROM ${BASE_IMAGE} AS runtime
+ENV PATH=/opt/rollout/bin:$PATH \
+    HOME=/tmp \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+WORKDIR /tmp
+
+FROM runtime AS operator
+COPY --from=operator-dependencies /opt/rollout /opt/rollout
+COPY --from=code /code /opt/rollout
+USER 65532:65532
+ENTRYPOINT ["rollout-operator"]
+
+FROM runtime AS worker-hf
+COPY --from=worker-dependencies /opt/rollout /opt/rollout
+COPY --from=code /code /opt/rollout
+USER 65532:65532
+EXPOSE 8000 8001
+ENTRYPOINT ["rollout-worker"]
