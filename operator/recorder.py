@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 REPEAT_SECONDS = 600.0
 MAX_WAITING = 1000
 MAX_NOTE = 1024
-"""Longest `note` that the API takes."""
+"""Bytes of the longest `note` that the API takes (it says characters)."""
 
 FLUSH_SECONDS = 2.0
 _STOP = object()
@@ -112,7 +112,7 @@ class Recorder:
             "eventTime": moment,
             "type": kind,
             "reason": reason,
-            "note": message if len(message) <= MAX_NOTE else message[: MAX_NOTE - 1] + "…",
+            "note": _shortened(message),
             "action": reason,
             "reportingController": MANAGER,
             "reportingInstance": self._instance,
@@ -127,6 +127,14 @@ class Recorder:
             return
         limit = self._clock() - REPEAT_SECONDS
         self._seen = {ident: at for ident, at in self._seen.items() if at > limit}
+
+
+def _shortened(message: str) -> str:
+    raw = message.encode()
+    if len(raw) <= MAX_NOTE:
+        return message
+    ellipsis = "…"
+    return raw[: MAX_NOTE - len(ellipsis.encode())].decode(errors="ignore") + ellipsis
 
 
 def _reference(obj: Obj) -> Obj:

@@ -1,0 +1,320 @@
+"""The client, the lists and the events against a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from localkube import Cluster
+from manifests import pool, text
+from rollout_operator.expectations import Expectations
+from rollout_operator.kube import Kube
+from rollout_operator.kube_errors import (
+    AlreadyExists,
+    Conflict,
+    FencedError,
+    Forbidden,
+    Invalid,
+    NotFound,
+    Unavailable,
+)
+from rollout_operator.names import API_VERSION, KIND, LABEL_MANAGED_BY, LABEL_POOL, MANAGER, PLURAL
+from rollout_operator.recorder import Recorder
+from rollout_operator.resync import Resync
+from rollout_operator.store import Key, Obj, Store
+from rollout_operator.telemetry import Telemetry
+from rollout_operator.workqueue import WorkQueue
+
+NAMESPACE = "kube"
+KEY = Key(NAMESPACE, "math")
+
+
+@pytest.fixture(scope="module")
+def cluster(crd: Cluster) -> Iterator[Cluster]:
+    crd.kubectl("create", "namespace", NAMESPACE)
+    crd.kubectl("-n", NAMESPACE, "create", "serviceaccount", "operator")
+    yield crd
+    crd.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+@pytest.fixture
+async def kube(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kube]:
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    async with Kube(service_account=(NAMESPACE, "operator")) as client:
+        yield client
+
+
+@pytest.fixture
+async def math(kube: Kube) -> AsyncIterator[Obj]:
+    """A pool of a fresh name each time, called KEY.name in none of the others' lists."""
+    name = f"math-{uuid.uuid4().hex[:6]}"
+    made = await kube.create(PLURAL, pool_object(name))
+    yield made
+    await kube.delete(PLURAL, NAMESPACE, name)
+
+
+def pool_object(name: str) -> Obj:
+    made = pool(name)
+    made["metadata"]["namespace"] = NAMESPACE
+    return made
+
+
+def service(name: str, of: str = "math") -> Obj:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "namespace": NAMESPACE,
+            "name": name,
+            "labels": {LABEL_MANAGED_BY: MANAGER, LABEL_POOL: of},
+        },
+        "spec": {"ports": [{"port": 8000}]},
+    }
+
+
+def status(made: Obj, **fields: Any) -> Obj:
+    meta = {"resourceVersion": made["metadata"]["resourceVersion"]}
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": meta, "status": fields}
+
+
+async def test_create_get_delete(kube: Kube) -> None:
+    made = await kube.create("services", service("one"))
+    assert (await kube.get("services", NAMESPACE, "one"))["metadata"]["uid"] == made["metadata"][
+        "uid"
+    ]
+    with pytest.raises(AlreadyExists, match='create services kube: services "one" already'):
+        await kube.create("services", service("one"))
+    with pytest.raises(Conflict):
+        await kube.delete("services", NAMESPACE, "one", uid="not-that-one")
+    await kube.delete("services", NAMESPACE, "one", uid=made["metadata"]["uid"])
+    with pytest.raises(NotFound):
+        await kube.delete("services", NAMESPACE, "one")
+    with pytest.raises(NotFound):
+        await kube.get("services", NAMESPACE, "one")
+
+
+async def test_wrong_and_unknown_fields_are_invalid_and_named(kube: Kube) -> None:
+    wrong = service("wrong")
+    wrong["spec"]["ports"] = [{"port": 99999}]
+    with pytest.raises(Invalid, match=r"spec\.ports\[0\]\.port"):
+        await kube.create("services", wrong)
+    unknown = service("unknown")
+    unknown["spec"]["portz"] = 1
+    with pytest.raises(Invalid, match=r'unknown field "spec\.portz"'):
+        await kube.create("services", unknown)
+
+
+async def test_merge_patch_with_a_stale_version_is_a_conflict(kube: Kube, math: Obj) -> None:
+    name = math["metadata"]["name"]
+    stale = math["metadata"]["resourceVersion"]
+    body = {"metadata": {"resourceVersion": stale, "labels": {"a": "1"}}}
+    answer = await kube.patch(PLURAL, NAMESPACE, name, body)
+    assert answer["metadata"]["labels"] == {"a": "1"}
+    with pytest.raises(Conflict):
+        await kube.patch(PLURAL, NAMESPACE, name, body)
+
+
+async def test_json_patch_edits_a_list(kube: Kube, math: Obj) -> None:
+    name = math["metadata"]["name"]
+    operations = [{"op": "add", "path": "/metadata/labels", "value": {"b": "2"}}]
+    answer = await kube.patch(PLURAL, NAMESPACE, name, operations, kind="json")
+    assert answer["metadata"]["labels"] == {"b": "2"}
+
+
+def condition(kind: str, value: str) -> Obj:
+    return {
+        "type": kind,
+        "status": value,
+        "reason": "Test",
+        "message": "as told",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+
+
+async def test_status_apply_keeps_the_conditions_of_others(
+    kube: Kube, cluster: Cluster, math: Obj
+) -> None:
+    name = math["metadata"]["name"]
+    foreign = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "status": {"conditions": [condition("trainer.example/Attached", "True")]},
+    }
+    cluster.kubectl(
+        *("apply", "--server-side", "--subresource=status", "--field-manager=trainer", "-f", "-"),
+        input=text(foreign),
+    )
+    fresh = await kube.get(PLURAL, NAMESPACE, name)
+    ours = status(fresh, message="one", conditions=[condition("Ready", "False")])
+    await kube.patch(PLURAL, NAMESPACE, name, ours, kind="apply", subresource="status")
+    with pytest.raises(Conflict):
+        await kube.patch(PLURAL, NAMESPACE, name, ours, kind="apply", subresource="status")
+    fresh = await kube.get(PLURAL, NAMESPACE, name)
+    ours = status(fresh, conditions=[condition("Ready", "True")])
+    answer = await kube.patch(PLURAL, NAMESPACE, name, ours, kind="apply", subresource="status")
+    found = {c["type"]: c["status"] for c in answer["status"]["conditions"]}
+    assert found == {"trainer.example/Attached": "True", "Ready": "True"}
+    assert "message" not in answer["status"], "what we no longer say goes"
+
+
+async def test_a_list_comes_in_pages_of_one_moment(kube: Kube) -> None:
+    names = {f"page-{number}" for number in range(5)}
+    for name in names:
+        await kube.create("services", service(name, of="pages"))
+    selector = f"{LABEL_POOL}=pages"
+    pages = [p async for p in kube.list_pages("services", NAMESPACE, selector=selector, limit=2)]
+    assert [len(p.items) for p in pages] == [2, 2, 1]
+    assert len({p.resource_version for p in pages}) == 1
+    items = [item for p in pages for item in p.items]
+    assert {item["metadata"]["name"] for item in items} == names
+    assert {(item["apiVersion"], item["kind"]) for item in items} == {("v1", "Service")}
+    for name in names:
+        await kube.delete("services", NAMESPACE, name)
+
+
+async def test_a_token_is_for_its_audience_and_kept(kube: Kube) -> None:
+    token = await kube.token("rollout.dev/kube/math")
+    claims = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))
+    assert claims["aud"] == ["rollout.dev/kube/math"]
+    assert claims["sub"] == "system:serviceaccount:kube:operator"
+    assert claims["exp"] - claims["iat"] == 600
+    assert await kube.token("rollout.dev/kube/math") == token
+    assert await kube.token("rollout.dev/kube/code") != token
+    kube.forget_token("rollout.dev/kube/math")
+    assert await kube.token("rollout.dev/kube/math") != token
+
+
+async def test_without_an_account_there_is_no_token(kube: Kube) -> None:
+    async with Kube() as other:
+        with pytest.raises(Forbidden, match="--service-account"):
+            await other.token("any")
+
+
+async def test_a_missing_right_is_forbidden(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cluster.service_account_kubeconfig(NAMESPACE, "operator")
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    async with Kube() as other:
+        with pytest.raises(Forbidden, match='cannot create resource "services"'):
+            await other.create("services", service("no"))
+
+
+async def test_a_fenced_client_reads_and_does_not_write(kube: Kube, math: Obj) -> None:
+    name = math["metadata"]["name"]
+    kube.fence_with(lambda: 0.0)
+    assert await kube.get(PLURAL, NAMESPACE, name)
+    with pytest.raises(FencedError):
+        await kube.create("services", service("fenced"))
+    with pytest.raises(FencedError):
+        await kube.patch(PLURAL, NAMESPACE, name, {"metadata": {"labels": {"a": "1"}}})
+    with pytest.raises(FencedError):
+        await kube.delete(PLURAL, NAMESPACE, name)
+    kube.fence_with(lambda: 30.0)
+    with pytest.raises(NotFound):
+        await kube.get("services", NAMESPACE, "fenced")
+
+
+async def test_a_write_does_not_outlast_the_lease(kube: Kube) -> None:
+    kube.fence_with(lambda: 1e-6)
+    with pytest.raises(Unavailable):
+        await kube.create("services", service("too-late"))
+
+
+async def test_requests_are_counted(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    seen: list[tuple[str, str, int]] = []
+    async with Kube(on_request=lambda *request: seen.append(request)) as counted:
+        with pytest.raises(NotFound):
+            await counted.get("pods", NAMESPACE, "none")
+        async for _ in counted.list_pages("pods", NAMESPACE):
+            pass
+    assert seen == [("get", "pods", 404), ("list", "pods", 200)]
+
+
+class Lists:
+    """A resync around a store."""
+
+    def __init__(self, kube: Kube) -> None:
+        self.store = Store()
+        self.expectations = Expectations()
+        self.queue: WorkQueue[Key] = WorkQueue()
+        self.telemetry = Telemetry()
+        self.resync = Resync(
+            kube,
+            self.store,
+            self.expectations,
+            self.queue,
+            self.telemetry,
+            namespaces=(NAMESPACE,),
+            interval=300,
+        )
+
+    def ghosts(self) -> float:
+        value = self.telemetry.registry.get_sample_value("rollout_operator_ghosts_total")
+        assert value is not None
+        return value
+
+
+async def test_a_resync_removes_ghosts_and_wakes_their_pool(kube: Kube, math: Obj) -> None:
+    lists = Lists(kube)
+    key = Key(NAMESPACE, math["metadata"]["name"])
+    assert lists.resync.age() is None
+    made = await kube.create("services", service("ghost", of=key.name))
+    await lists.resync.once()
+    assert lists.store.pool(key) is not None
+    assert [s["metadata"]["name"] for s in lists.store.services(key)] == ["ghost"]
+    assert "managedFields" not in lists.store.services(key)[0]["metadata"]
+    while (woken := lists.queue.take()) is not None:
+        lists.queue.done(woken)
+
+    await kube.delete("services", NAMESPACE, "ghost")  # and nobody tells the store
+    lists.expectations.expect_delete(key, "services", "ghost", made["metadata"]["uid"])
+    await lists.resync.once()
+    assert lists.store.services(key) == []
+    assert lists.queue.take() == key
+    assert lists.expectations.pending(key) == 0
+    assert lists.ghosts() == 1
+    age = lists.resync.age()
+    assert age is not None
+    assert age < 5
+
+
+async def test_a_strangers_namesake_is_not_listed(kube: Kube) -> None:
+    lists = Lists(kube)
+    stranger = service("stranger")
+    stranger["metadata"]["labels"].pop(LABEL_MANAGED_BY)
+    await kube.create("services", stranger)
+    await lists.resync.once()
+    assert lists.store.services(KEY) == []
+    await kube.delete("services", NAMESPACE, "stranger")
+
+
+async def test_events_are_posted_once(kube: Kube, cluster: Cluster, math: Obj) -> None:
+    recorder = Recorder(kube, instance="operator-0")
+    running = asyncio.create_task(recorder.run())
+    name = math["metadata"]["name"]
+    for _ in range(3):
+        recorder.event(math, "Warning", "NameConflict", "pod/x belongs to another", related=math)
+    recorder.event(math, "Normal", "Created", "ü" * 2000)
+    await recorder.flush(running)
+    assert running.done()
+    found = json.loads(
+        cluster.kubectl(
+            *("-n", NAMESPACE, "get", "events.events.k8s.io", "-o", "json"),
+            f"--field-selector=regarding.name={name}",
+        )
+    )["items"]
+    notes = {event["reason"]: event["note"] for event in found}
+    assert len(found) == 2
+    assert notes["NameConflict"] == "pod/x belongs to another"
+    assert notes["Created"] == "ü" * 510 + "…"
+    described = cluster.kubectl("-n", NAMESPACE, "describe", "rr", name)
+    assert "NameConflict" in described
