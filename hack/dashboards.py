@@ -231,6 +231,21 @@ OPERATOR = (
         "reqps",
         (summed("rollout_operator_api_requests_total", "code", 'code!~"2..|404|409"'),),
     ),
+    Panel(
+        "Event loop lag",
+        "How late timers ran, worst of the last half minute.",
+        "s",
+        (("max by (pod) (rollout_operator_event_loop_lag_seconds)", "{{pod}}"),),
+    ),
+    Panel(
+        "Surprises of the watch",
+        "Per second: objects that only a list showed to be gone, writes that the watch never showed.",
+        "ops",
+        (
+            ("sum(rate(rollout_operator_ghosts_total[$__rate_interval]))", "ghosts"),
+            summed("rollout_operator_expectation_timeouts_total", "resource", ""),
+        ),
+    ),
 )
 
 

@@ -15,6 +15,12 @@ TIERS = {"unit", "api", "chart", "engine", "cluster", "scale"}
 HERE = Path(__file__).parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-goldens", action="store_true", help="write the goldens anew; review the diff"
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tier = item.path.relative_to(HERE).parts[0]

@@ -1,0 +1,96 @@
+"""The chart on a real API server: admitted, restricted, and what an uninstall leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from charts import CHART, NAMESPACE, RELEASE, VALUES, case, one
+from clusters import control_plane
+from localkube import Cluster
+from manifests import pool, text
+from waiting import until_sync
+
+NOT_THERE = ("PodMonitor", "PrometheusRule")
+"""Kinds of the Prometheus Operator, which this API server does not have."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A control plane of its own: the chart's cluster-wide objects meet nobody else's."""
+    with control_plane("chart") as cluster:
+        for namespace in (NAMESPACE, "rl", "rl-2", "team-a", "team-b"):
+            cluster.kubectl("create", "namespace", namespace)
+        cluster.kubectl(
+            "label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted"
+        )
+        yield cluster
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in VALUES.glob("*.yaml")))
+def test_the_api_server_takes_every_render(cluster: Cluster, name: str) -> None:
+    documents = [d for d in case(name) if d["kind"] not in NOT_THERE]
+    cluster.kubectl(
+        *("apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-"),
+        input=yaml.safe_dump_all(documents),
+    )
+
+
+def test_operator_pod_is_admitted_as_restricted(cluster: Cluster) -> None:
+    template = one(case("default"), "Deployment")["spec"]["template"]
+    template["spec"]["serviceAccountName"] = "default"
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "operator", "namespace": NAMESPACE, **template["metadata"]},
+        "spec": template["spec"],
+    }
+    cluster.kubectl("create", "--dry-run=server", "-f", "-", input=json.dumps(pod))
+
+
+def installed(cluster: Cluster) -> set[str]:
+    """Return the objects that bear the chart's label, as kind/name."""
+    kinds = (
+        "crd,clusterroles,clusterrolebindings,validatingadmissionpolicies,"
+        "validatingadmissionpolicybindings,serviceaccounts,roles,rolebindings,configmaps,services,"
+        "deployments"
+    )
+    out = cluster.kubectl(
+        *("get", kinds, "--all-namespaces", "-o", "name"),
+        *("-l", "app.kubernetes.io/name=rollout-operator"),
+    )
+    parts = [line.partition("/") for line in out.split()]
+    return {f"{kind.partition('.')[0]}/{name}" for kind, _, name in parts}
+
+
+def test_install_upgrade_uninstall(cluster: Cluster) -> None:
+    where = ("--namespace", NAMESPACE)
+    cluster.helm("install", RELEASE, CHART, *where)
+    # Strict validation takes the CRD as soon as it is established.
+    cluster.kubectl("wait", "--for=condition=Established", "crd/rolloutreplicas.rollout.dev")
+    cluster.kubectl("-n", NAMESPACE, "apply", "-f", "-", input=text(pool("demo")))
+    everything = installed(cluster)
+    assert {kind.partition("/")[0] for kind in everything} >= {"deployment", "service", "configmap"}
+
+    cluster.helm("upgrade", RELEASE, CHART, *where, "--set", "replicaCount=1")
+    cluster.helm("uninstall", RELEASE, *where)
+    name = "rollout-rollout-operator-worker"
+    assert installed(cluster) == {
+        "customresourcedefinition/rolloutreplicas.rollout.dev",
+        "serviceaccount/rollout-worker",
+        *(
+            f"{kind}/{name}"
+            for kind in ("clusterrole", "clusterrolebinding", "role", "rolebinding")
+        ),
+    }
+    assert "demo" in cluster.kubectl("-n", NAMESPACE, "get", "rr", "-o", "name")
+
+    # A new installation takes over what the former one left, and removes it if it is told to.
+    cluster.helm("install", RELEASE, CHART, *where, "--set", "crds.keep=false")
+    assert installed(cluster) == everything
+    assert "demo" in cluster.kubectl("-n", NAMESPACE, "get", "rr", "-o", "name")
+    cluster.helm("uninstall", RELEASE, *where)
+    until_sync(lambda: not installed(cluster), 30, what="nothing to be left")

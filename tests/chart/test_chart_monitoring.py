@@ -1,0 +1,245 @@
+"""Alerts and dashboards: valid PromQL over metrics that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from charts import CHART, case, every, one
+from localkube.debian import unpack_prometheus
+from rollout_operator.store import Key
+from rollout_operator.telemetry import PoolFigures
+from rollout_operator.telemetry import Telemetry as OperatorTelemetry
+from rollout_worker.telemetry import Telemetry as WorkerTelemetry
+
+RULES = CHART / "rules.yaml"
+DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))
+METRIC = re.compile(r"\brollout_[a-z_]+\b")
+
+
+def promtool(*arguments: str | Path) -> None:
+    program = unpack_prometheus() / "promtool"
+    done = subprocess.run(
+        [program, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def metrics() -> set[str]:
+    """Return the names of all series that operator and worker offer."""
+    names = set()
+    operator = OperatorTelemetry()
+    operator.pool(
+        Key("default", "demo"),
+        PoolFigures(weights={"committed": (0, 0)}, conditions={"Ready": "True"}),
+    )
+    for registry in (operator.registry, WorkerTelemetry().registry):
+        for family in registry.collect():
+            if family.type == "histogram":
+                names |= {f"{family.name}_{part}" for part in ("bucket", "sum", "count")}
+            else:
+                names.add(family.name + ("_total" if family.type == "counter" else ""))
+    return names
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Yield where each PromQL expression stands, and the expression."""
+    for group in yaml.safe_load(RULES.read_text())["groups"]:
+        for rule in group["rules"]:
+            yield f"alert {rule['alert']}", rule["expr"]
+    for path in DASHBOARDS:
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel["targets"]:
+                yield f"{path.stem}: {panel['title']}", target["expr"]
+
+
+def test_every_metric_exists() -> None:
+    known = metrics()
+    for where, expression in expressions():
+        used = set(METRIC.findall(expression))
+        assert used, where
+        assert used <= known, f"{where}: {sorted(used - known)}"
+
+
+def test_dashboards_show_every_metric_of_ours() -> None:
+    used = {name for _, e in expressions() for name in METRIC.findall(e)}
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in used}
+    unseen = {re.sub(r"_(bucket|sum|count)$", "", name) for name in metrics()} - families
+    assert {name for name in unseen if name.startswith("rollout_")} <= {
+        "rollout_worker_info",
+        "rollout_worker_weights_version",
+        "rollout_worker_weights_epoch",
+    }
+
+
+def test_rules_are_valid() -> None:
+    promtool("check", "rules", RULES)
+
+
+def test_every_query_of_the_dashboards_is_valid(tmp_path: Path) -> None:
+    rules = [
+        {"record": f"query:number{i}", "expr": re.sub(r"\$__rate_interval", "5m", expression)}
+        for i, (_, expression) in enumerate(expressions())
+    ]
+    file = tmp_path / "queries.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    promtool("check", "rules", file)
+
+
+@pytest.mark.parametrize(
+    ("series", "minutes", "alert", "labels"),
+    [
+        (
+            {
+                'rollout_pool_condition{namespace="a",pool="p",type="Degraded",status="True"}': "1x30"
+            },
+            10,
+            "RolloutPoolDegraded",
+            {"namespace": "a", "pool": "p", "type": "Degraded", "status": "True"},
+        ),
+        (
+            {
+                'rollout_pool_replicas{namespace="a",pool="p"}': "2x30",
+                'rollout_pool_replicas_ready{namespace="a",pool="p"}': "0x30",
+            },
+            15,
+            "RolloutPoolNotServing",
+            {"namespace": "a", "pool": "p"},
+        ),
+        (
+            {
+                'rollout_pool_weights_epoch{namespace="a",pool="p",which="target"}': "1x30",
+                'rollout_pool_weights_epoch{namespace="a",pool="p",which="committed"}': "1x30",
+                'rollout_pool_weights_version{namespace="a",pool="p",which="target"}': "8x30",
+                'rollout_pool_weights_version{namespace="a",pool="p",which="committed"}': "7x30",
+            },
+            20,
+            "RolloutPoolWeightsBehind",
+            {"namespace": "a", "pool": "p"},
+        ),
+        (
+            {
+                'rollout_pool_weights_epoch{namespace="a",pool="p",which="target"}': "2x30",
+                'rollout_pool_weights_epoch{namespace="a",pool="p",which="committed"}': "1x30",
+                'rollout_pool_weights_version{namespace="a",pool="p",which="target"}': "0x30",
+                'rollout_pool_weights_version{namespace="a",pool="p",which="committed"}': "7x30",
+            },
+            20,
+            "RolloutPoolWeightsBehind",
+            {"namespace": "a", "pool": "p"},
+        ),
+        ({"rollout_operator_leader": "0x30"}, 5, "RolloutOperatorNoLeader", {}),
+    ],
+    ids=["degraded", "not serving", "version behind", "epoch behind", "no leader"],
+)
+def test_alert_fires(
+    series: dict[str, str], minutes: int, alert: str, labels: dict[str, str], tmp_path: Path
+) -> None:
+    firing(series, minutes, alert, labels, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("series", "alert"),
+    [
+        (
+            {
+                'rollout_pool_replicas{namespace="a",pool="p"}': "2x30",
+                'rollout_pool_replicas_ready{namespace="a",pool="p"}': "0x30",
+                'rollout_pool_condition{namespace="a",pool="p",type="Asleep",status="True"}': "1x30",
+            },
+            "RolloutPoolNotServing",
+        ),
+        (
+            {
+                'rollout_pool_weights_epoch{namespace="a",pool="p",which="target"}': "1x30",
+                'rollout_pool_weights_epoch{namespace="a",pool="p",which="committed"}': "2x30",
+                'rollout_pool_weights_version{namespace="a",pool="p",which="target"}': "9x30",
+                'rollout_pool_weights_version{namespace="a",pool="p",which="committed"}': "7x30",
+            },
+            "RolloutPoolWeightsBehind",
+        ),
+        (
+            {
+                'rollout_operator_leader{pod="a"}': "0x30",
+                'rollout_operator_leader{pod="b"}': "1x30",
+            },
+            "RolloutOperatorNoLeader",
+        ),
+    ],
+    ids=["asleep", "ahead of the target", "a standby"],
+)
+def test_alert_does_not_fire(series: dict[str, str], alert: str, tmp_path: Path) -> None:
+    firing(series, 20, alert, None, tmp_path)
+
+
+def firing(
+    series: dict[str, str],
+    minutes: int,
+    alert: str,
+    labels: dict[str, str] | None,
+    folder: Path,
+) -> None:
+    """Let promtool check that an alert fires with these labels (None: does not fire)."""
+    severity = {
+        rule["alert"]: rule["labels"]["severity"]
+        for group in yaml.safe_load(RULES.read_text())["groups"]
+        for rule in group["rules"]
+    }[alert]
+    # Only who fires and with which labels is of interest, not the texts.
+    rules = yaml.safe_load(RULES.read_text())
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            rule["annotations"] = {}
+    (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
+    expected = [] if labels is None else [{"exp_labels": {**labels, "severity": severity}}]
+    test = {
+        "rule_files": ["rules.yaml"],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": k, "values": f"{v}"} for k, v in series.items()],
+                "alert_rule_test": [
+                    {"eval_time": f"{minutes}m", "alertname": alert, "exp_alerts": expected}
+                ],
+            }
+        ],
+    }
+    (folder / "test.yaml").write_text(yaml.safe_dump(test))
+    promtool("test", "rules", folder / "test.yaml")
+
+
+def test_chart_carries_rules_and_dashboards() -> None:
+    documents = case("monitoring")
+    rule = one(documents, "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load(RULES.read_text())
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    boards = one(documents, "ConfigMap", "rollout-rollout-operator-dashboards")
+    assert boards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    for path in DASHBOARDS:
+        assert json.loads(boards["data"][path.name]) == json.loads(path.read_text())
+
+
+def test_monitors_scrape_ports_that_exist() -> None:
+    documents = case("monitoring")
+    ports = {
+        endpoint["port"]: monitor["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"]
+        for monitor in every(documents, "PodMonitor")
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]
+    }
+    # `data` is the port of the pods that operator/pods.py builds.
+    assert ports == {"http": "rollout-operator", "data": "rollout-worker"}
+
+
+def test_dashboards_have_no_panel_twice_or_overlapping() -> None:
+    for path in DASHBOARDS:
+        panels = json.loads(path.read_text())["panels"]
+        places = {(p["gridPos"]["x"], p["gridPos"]["y"]) for p in panels}
+        assert len(places) == len(panels) == len({p["title"] for p in panels})
+        assert all(p["description"] for p in panels)

@@ -1,0 +1,156 @@
+"""The rights that the chart gives: exactly these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from charts import Document, case, every, one
+
+NAME = "rollout-rollout-operator"
+Rights = dict[str, set[str]]
+
+POOLS: Rights = {
+    "rollout.dev/rolloutreplicas": {"get", "list", "watch"},
+    "rollout.dev/rolloutreplicas/status": {"patch"},
+    "rollout.dev/rolloutreplicas/control": {"get", "update"},
+    "rollout.dev/rolloutreplicas/weights": {"create", "update"},
+    "/pods": {"get", "list", "watch", "create", "patch", "delete"},
+    "/pods/status": {"patch"},
+    "/services": {"get", "list", "watch", "create", "patch", "delete"},
+    "events.k8s.io/events": {"create"},
+}
+
+
+def rights(role: Document) -> Rights:
+    """Return the verbs of each resource."""
+    out: Rights = {}
+    for rule in role["rules"]:
+        assert "nonResourceURLs" not in rule
+        for group in rule["apiGroups"]:
+            for resource in rule["resources"]:
+                out.setdefault(f"{group}/{resource}", set()).update(rule["verbs"])
+    return out
+
+
+def bound(documents: list[Document], account: str) -> list[tuple[str, str]]:
+    """Return kind and name of the roles that an account is bound to."""
+    found = []
+    for binding in every(documents, "RoleBinding") + every(documents, "ClusterRoleBinding"):
+        for subject in binding["subjects"]:
+            assert subject["kind"] == "ServiceAccount"
+            if subject["name"] == account:
+                where = binding["metadata"].get("namespace", "*")
+                found.append((where, f"{binding['roleRef']['kind']}/{binding['roleRef']['name']}"))
+    return sorted(found)
+
+
+def test_operator_cluster_wide() -> None:
+    documents = case("default")
+    assert rights(one(documents, "ClusterRole", NAME)) == POOLS
+    assert bound(documents, NAME) == [
+        ("*", f"ClusterRole/{NAME}"),
+        ("rollout-system", f"Role/{NAME}-own"),
+    ]
+
+
+def test_operator_in_named_namespaces() -> None:
+    documents = case("namespaced")
+    assert not [d for d in every(documents, "ClusterRole") if d["metadata"]["name"] == NAME]
+    for namespace in ("team-a", "team-b"):
+        here = [d for d in documents if d["metadata"].get("namespace") == namespace]
+        assert rights(one(here, "Role", NAME)) == POOLS
+    assert bound(documents, NAME) == [
+        ("rollout-system", f"Role/{NAME}-own"),
+        ("team-a", f"Role/{NAME}"),
+        ("team-b", f"Role/{NAME}"),
+    ]
+
+
+def test_operator_in_its_own_namespace() -> None:
+    role = one(case("default"), "Role", f"{NAME}-own")
+    assert rights(role) == {
+        "coordination.k8s.io/leases": {"create", "get", "patch"},
+        "/serviceaccounts/token": {"create"},
+    }
+    unnamed = [rule for rule in role["rules"] if "resourceNames" not in rule]
+    # A name can't be asked of a create, as the object has none yet.
+    assert [rule["verbs"] for rule in unnamed] == [["create"]]
+    assert unnamed[0]["resources"] == ["leases"]
+
+
+@pytest.mark.parametrize(
+    ("name", "namespaces"),
+    [
+        ("default", ["rollout-system"]),
+        ("namespaced", ["team-a", "team-b"]),
+        ("everything", ["rl", "rl-2"]),
+        ("minimal", ["rl"]),
+    ],
+)
+def test_workers(name: str, namespaces: list[str]) -> None:
+    documents = case(name)
+    role = ("rollouts" if name == "everything" else NAME) + "-worker"
+    assert rights(one(documents, "ClusterRole", role)) == {
+        "authentication.k8s.io/tokenreviews": {"create"}
+    }
+    for namespace in namespaces:
+        here = [d for d in documents if d["metadata"].get("namespace") == namespace]
+        assert rights(one(here, "Role", role)) == {
+            "authorization.k8s.io/localsubjectaccessreviews": {"create"}
+        }
+    assert bound(documents, "rollout-worker") == sorted(
+        [("*", f"ClusterRole/{role}")] * len(namespaces)
+        + [(namespace, f"Role/{role}") for namespace in namespaces]
+    )
+    accounts = [
+        d["metadata"]["namespace"]
+        for d in every(documents, "ServiceAccount")
+        if d["metadata"]["name"] == "rollout-worker"
+    ]
+    assert accounts == ([] if name == "minimal" else namespaces)
+
+
+ROLES: dict[str, Any] = {
+    "rollout-viewer": {
+        "rollout.dev/rolloutreplicas": {"get", "list", "watch"},
+        "rollout.dev/rolloutreplicas/status": {"get", "list", "watch"},
+        "rollout.dev/rolloutreplicas/scale": {"get", "list", "watch"},
+    },
+    "rollout-editor": {
+        "rollout.dev/rolloutreplicas": {
+            *("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
+        },
+        "rollout.dev/rolloutreplicas/status": {"get"},
+        "rollout.dev/rolloutreplicas/scale": {"get", "update", "patch"},
+        "rollout.dev/rolloutreplicas/spec": {"update"},
+        "rollout.dev/rolloutreplicas/weights": {"update"},
+        "rollout.dev/rolloutreplicas/state": {"update"},
+    },
+    "rollout-trainer": {
+        "rollout.dev/rolloutreplicas": {"get", "list", "watch", "update", "patch"},
+        "rollout.dev/rolloutreplicas/status": {"get"},
+        "rollout.dev/rolloutreplicas/weights": {"create", "update"},
+        "rollout.dev/rolloutreplicas/state": {"update"},
+        "rollout.dev/rolloutreplicas/control": {"get", "update"},
+    },
+}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_roles_for_people(role: str) -> None:
+    assert rights(one(case("default"), "ClusterRole", role)) == ROLES[role]
+
+
+def test_nothing_is_a_wildcard() -> None:
+    for document in case("default"):
+        for rule in document.get("rules", []) if "Role" in document["kind"] else []:
+            assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
+
+
+def test_policy_and_roles_can_be_left_out() -> None:
+    kinds = {d["kind"] for d in case("minimal")}
+    assert not kinds & {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
+    names = {d["metadata"]["name"] for d in every(case("minimal"), "ClusterRole")}
+    assert not names & set(ROLES)
