@@ -1,0 +1,192 @@
+"""The Lease on a real API server, with the clock in the test's hand."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from localkube import Cluster
+from rollout_operator.kube import Kube
+from rollout_operator.leadership import (
+    LEASE_SECONDS,
+    RENEW_SECONDS,
+    Leadership,
+    LeadershipLost,
+    SoleLeader,
+)
+from waiting import until
+
+NAMESPACE = "leadership"
+_numbers = itertools.count()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 5000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def cluster(api_server: Cluster) -> Iterator[Cluster]:
+    api_server.kubectl("create", "namespace", NAMESPACE)
+    yield api_server
+    api_server.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+class Election:
+    """Candidates for one Lease, each with a clock of its own."""
+
+    def __init__(self, kube: Kube) -> None:
+        self.kube = kube
+        self.lease = f"lease-{next(_numbers)}"
+        self.clocks: dict[str, Clock] = {}
+
+    def candidate(self, name: str) -> Leadership:
+        clock = self.clocks[name] = Clock()
+        return Leadership(
+            self.kube, namespace=NAMESPACE, name=self.lease, identity=name, clock=clock
+        )
+
+    async def holder(self) -> str:
+        lease = await self.kube.get("leases", NAMESPACE, self.lease)
+        return str(lease["spec"]["holderIdentity"])
+
+
+@pytest.fixture
+async def election(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Election]:
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    async with Kube() as kube:
+        yield Election(kube)
+
+
+async def acquired(leader: Leadership) -> None:
+    async with asyncio.timeout(10):
+        await leader.acquire()
+
+
+async def test_permission_to_write_ends_before_the_lease(election: Election) -> None:
+    leader = election.candidate("a")
+    clock = election.clocks["a"]
+    assert not leader.may_write()
+    await acquired(leader)
+    assert leader.may_write()
+    assert leader.write_seconds() == LEASE_SECONDS - 1
+    clock.now += RENEW_SECONDS
+    assert leader.write_seconds() == LEASE_SECONDS - 1 - RENEW_SECONDS
+    clock.now += 0.1
+    assert leader.write_seconds() == 0
+    assert not leader.may_write()
+    assert leader.held(), "fenced, but nobody else has it"
+
+
+async def test_a_renewal_that_comes_through_lifts_the_fence(election: Election) -> None:
+    leader = election.candidate("a")
+    await acquired(leader)
+    election.clocks["a"].now += 3600
+    assert not leader.may_write()
+    holding = asyncio.create_task(leader.hold())
+    await until(leader.may_write, 10, what="the renewal")
+    holding.cancel()
+    await asyncio.wait({holding})
+
+
+async def test_a_standby_waits_out_the_lease_by_its_own_clock(election: Election) -> None:
+    leader, standby = election.candidate("a"), election.candidate("b")
+    await acquired(leader)
+    waiting = asyncio.create_task(standby.acquire())
+    await asyncio.sleep(1.5)
+    election.clocks["b"].now += LEASE_SECONDS - 1
+    await asyncio.sleep(1.5)
+    assert not waiting.done()
+    election.clocks["b"].now += 2
+    await asyncio.wait_for(waiting, 5)
+    assert await election.holder() == "b"
+
+    with pytest.raises(LeadershipLost, match="held by 'b'"):
+        async with asyncio.timeout(10):
+            await leader.hold()
+    assert not leader.held()
+    assert not leader.may_write()
+
+
+async def test_a_leader_that_renews_is_left_alone(election: Election) -> None:
+    leader, standby = election.candidate("a"), election.candidate("b")
+    await acquired(leader)
+    holding = asyncio.create_task(leader.hold())
+    waiting = asyncio.create_task(standby.acquire())
+    for _ in range(4):
+        await asyncio.sleep(2.2)
+        election.clocks["b"].now += LEASE_SECONDS - 1
+    assert not waiting.done()
+    for task in (holding, waiting):
+        task.cancel()
+    await asyncio.wait({holding, waiting})
+
+
+async def test_a_released_lease_is_taken_at_once(election: Election) -> None:
+    leader, standby = election.candidate("a"), election.candidate("b")
+    await acquired(leader)
+    await leader.release()
+    assert not leader.may_write()
+    async with asyncio.timeout(1):
+        await standby.acquire()
+    lease = await election.kube.get("leases", NAMESPACE, election.lease)
+    assert lease["spec"]["holderIdentity"] == "b"
+    assert lease["spec"]["leaseTransitions"] == 1
+    assert lease["spec"]["leaseDurationSeconds"] == LEASE_SECONDS
+    await leader.release()  # what it does not hold it can't give away
+    assert await election.holder() == "b"
+
+
+async def test_of_many_standbys_one_wins(election: Election) -> None:
+    candidates = [election.candidate(name) for name in "abcdefgh"]
+    waiting = [asyncio.create_task(c.acquire()) for c in candidates]
+    await asyncio.wait(waiting, timeout=3)
+    assert [c.may_write() for c in candidates].count(True) == 1
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+
+
+async def test_an_edit_that_leaves_the_holder_is_survived(election: Election) -> None:
+    leader = election.candidate("a")
+    await acquired(leader)
+    label = {"metadata": {"labels": {"edited": "yes"}}}
+    await election.kube.patch("leases", NAMESPACE, election.lease, label)
+    election.clocks["a"].now += RENEW_SECONDS + 1
+    holding = asyncio.create_task(leader.hold())
+    await until(leader.may_write, 10, what="the renewal")
+    assert not holding.done()
+    holding.cancel()
+    await asyncio.wait({holding})
+
+
+async def test_without_an_api_server_one_waits(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    dead = cluster.kubeconfig.read_text().replace(f":{cluster.settings.api_port}", ":1")
+    path = cluster.state / "dead.kubeconfig"
+    path.write_text(dead)
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    async with Kube() as kube:
+        leader = Leadership(kube, namespace=NAMESPACE, name="dead", identity="a")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2.5):
+                await leader.acquire()
+        assert leader.silent_seconds() < 2
+    assert caplog.text.count("the Lease can't be had") == 1, "told once"
+
+
+async def test_a_sole_leader_always_may() -> None:
+    leader = SoleLeader()
+    await leader.acquire()
+    assert leader.may_write()
+    assert leader.held()
+    assert leader.silent_seconds() == 0
+    await leader.release()
