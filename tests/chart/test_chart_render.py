@@ -27,6 +27,9 @@ def shown(documents: list[Document]) -> str:
             document = {k: v for k, v in document.items() if k != "spec"}
         if document["metadata"]["name"].endswith("-dashboards"):
             document = document | {"data": sorted(document["data"])}
+        if "config.yaml" in document.get("data", {}):
+            config = yaml.safe_load(document["data"]["config.yaml"])
+            document = document | {"data": {"config.yaml": config}}
         if document["kind"] == "PrometheusRule":
             document = {k: v for k, v in document.items() if k != "spec"}
         out.append(document)

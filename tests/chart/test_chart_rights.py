@@ -12,13 +12,13 @@ NAME = "rollout-rollout-operator"
 Rights = dict[str, set[str]]
 
 POOLS: Rights = {
-    "rollout.dev/rolloutreplicas": {"get", "list", "watch"},
+    "rollout.dev/rolloutreplicas": {"list", "watch"},
     "rollout.dev/rolloutreplicas/status": {"patch"},
     "rollout.dev/rolloutreplicas/control": {"get", "update"},
-    "rollout.dev/rolloutreplicas/weights": {"create", "update"},
-    "/pods": {"get", "list", "watch", "create", "patch", "delete"},
+    "rollout.dev/rolloutreplicas/weights": {"create"},
+    "/pods": {"get", "list", "watch", "create", "delete"},
     "/pods/status": {"patch"},
-    "/services": {"get", "list", "watch", "create", "patch", "delete"},
+    "/services": {"get", "list", "watch", "create", "patch"},
     "events.k8s.io/events": {"create"},
 }
 

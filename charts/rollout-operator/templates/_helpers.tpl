@@ -53,13 +53,17 @@ helm.sh/resource-policy: keep
 {{- define "rollout-operator.rules" -}}
 - apiGroups: [rollout.dev]
   resources: [rolloutreplicas]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 - apiGroups: [rollout.dev]
   resources: [rolloutreplicas/status]
   verbs: [patch]
 - apiGroups: [""]
-  resources: [pods, services]
-  verbs: [get, list, watch, create, patch, delete]
+  resources: [pods]
+  verbs: [get, list, watch, create, delete]
+# Services go with their owner, by the garbage collector.
+- apiGroups: [""]
+  resources: [services]
+  verbs: [get, list, watch, create, patch]
 # The readiness gate rollout.dev/serving is a condition of the pod.
 - apiGroups: [""]
   resources: [pods/status]
@@ -73,5 +77,5 @@ helm.sh/resource-policy: keep
   verbs: [get, update]
 - apiGroups: [rollout.dev]
   resources: [rolloutreplicas/weights]
-  verbs: [create, update]
+  verbs: [create]
 {{- end -}}
