@@ -19,12 +19,12 @@ def main() -> None:
     """Run the operator; exit code 0: told to stop, 1: Lease lost or fault, 2: wrong setting."""
     try:
         config = parse(sys.argv[1:])
+        logs.configure(config.log_level, config.log_format)
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        sys.exit(asyncio.run(_run(config)))
     except ConfigError as error:
         sys.stderr.write(f"rollout-operator: {error}\n")
         sys.exit(2)
-    logs.configure(config.log_level, config.log_format)
-    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    sys.exit(asyncio.run(_run(config)))
 
 
 async def _run(config: Config) -> int:

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 BASE_SECONDS = 1.0
 MAX_SECONDS = 30.0
+CANCEL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +121,12 @@ class Calls:
         return len(self._running)
 
     async def cancel_all(self) -> None:
-        """Cancel every call and wait until all have ended."""
+        """Cancel every call and wait, not for long, until all have ended."""
         tasks = [task for _, task in self._running.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_SECONDS)
 
     async def _run(
         self,

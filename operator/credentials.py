@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 
 import kopf
+import yaml
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def _kubeconfig() -> kopf.ConnectionInfo:
         if not (info.token or info.username or info.certificate_path or info.certificate_data):
             # An exec plugin or an auth provider: the official client knows how to ask them.
             info = kopf.login_via_client(settings=settings, logger=logger)
-    except (OSError, KeyError, ValueError, kopf.LoginError) as error:
+    except (OSError, KeyError, ValueError, yaml.YAMLError, kopf.LoginError) as error:
         raise LoginFailed(f"the kubeconfig can't be used: {error!r}") from error
     if info is None or not info.server:
         raise LoginFailed("the kubeconfig names no server for its current context")

@@ -57,13 +57,19 @@ class Expectations:
         """Expect the watch to show the object terminating or gone."""
         self._add("delete", key, resource, name, uid)
 
-    def observe(self, resource: ResourceName, event: str | None, obj: Obj) -> None:
-        """Take a watch event: it fulfils what was expected of this object."""
+    def observe(self, resource: ResourceName, event: str | None, obj: Obj) -> Key | None:
+        """Take a watch event: it fulfils what was expected of this object.
+
+        Returns:
+            The pool that waited for this event. The store may have known the object already, by
+            the answer to our write, so this can be the only reason to look at the pool.
+        """
         meta = obj["metadata"]
         uid = meta.get("uid", "")
-        self._remove(("create", uid))
+        waited = self._remove(("create", uid))
         if event == "DELETED" or meta.get("deletionTimestamp"):
-            self._remove(("delete", uid))
+            waited = self._remove(("delete", uid)) or waited
+        return waited
 
     def listed(
         self,
@@ -72,19 +78,24 @@ class Expectations:
         *,
         started: float,
         namespace: str | None = None,
-    ) -> None:
+    ) -> set[Key]:
         """Take a whole list that was begun at monotonic time `started`.
 
         What it shows is seen. What it lacks although it was expected before the list began is gone.
+
+        Returns:
+            The pools that waited for something of this.
         """
         present = set()
+        waited: set[Key | None] = set()
         for obj in objs:
             present.add(obj["metadata"].get("uid", ""))
-            self.observe(resource, None, obj)
+            waited.add(self.observe(resource, None, obj))
         for ident, expected in list(self._by_uid.items()):
             in_scope = expected.resource == resource and namespace in (None, expected.key.namespace)
             if in_scope and expected.since < started and ident[1] not in present:
-                self._remove(ident)
+                waited.add(self._remove(ident))
+        return {key for key in waited if key is not None}
 
     def pending(self, key: Key) -> int:
         """Return how many writes of this pool the watch has yet to show."""
@@ -111,14 +122,15 @@ class Expectations:
         self._by_uid[ident] = _Expected(key, verb, resource, name, self._clock())
         self._by_key[key].add(ident)
 
-    def _remove(self, ident: tuple[str, str]) -> None:
+    def _remove(self, ident: tuple[str, str]) -> Key | None:
         expected = self._by_uid.pop(ident, None)
         if expected is None:
-            return
+            return None
         idents = self._by_key[expected.key]
         idents.discard(ident)
         if not idents:
             del self._by_key[expected.key]
+        return expected.key
 
     def _expire(self, key: Key) -> None:
         now = self._clock()

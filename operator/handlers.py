@@ -13,9 +13,9 @@ import os
 from typing import Any
 
 import kopf
-from rollout_operator.reconcile import Reconciler
 
 from rollout_operator import config, logs, watching
+from rollout_operator.reconcile import Reconciler
 from rollout_operator.runtime import Operator
 from rollout_operator.store import ResourceName
 

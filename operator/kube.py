@@ -274,6 +274,8 @@ class Kube:
                 retry_after = response.headers.get("Retry-After")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             code = 0
+            if isinstance(error, aiohttp.ClientSSLError):
+                self._login_until, self._ssl = 0.0, None  # perhaps the CA is another one now
             cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
             reason = str(cause) or type(error).__name__
             raise Unavailable(0, "NoAnswer", f"{request.what}: {reason}") from error

@@ -30,6 +30,7 @@ SLOW_SECONDS = 5.0
 MAX_RATE = 200.0
 FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 5.0
+STARTING_SECONDS = 1.0
 STALE_SECONDS = 15.0
 POLL_SECONDS = 3.0
 JITTER = 0.1
@@ -209,10 +210,16 @@ class Poller:
     def _slow_interval(self) -> float:
         return max(SLOW_SECONDS, len(self._heads) / MAX_RATE)
 
+    def _longest_backoff(self, head: _Head) -> float:
+        """A head that is just starting is not kept waiting: somebody waits for it to be Ready."""
+        if head.fast and head.answered_at is None:
+            return max(STARTING_SECONDS, len(self._heads) / MAX_RATE)
+        return LAST_BACKOFF_SECONDS
+
     def _interval(self, head: _Head) -> float:
         if head.failures:
             backoff = FIRST_BACKOFF_SECONDS * 2.0 ** min(head.failures - 1, 10)
-            interval = min(LAST_BACKOFF_SECONDS, backoff)
+            interval = min(self._longest_backoff(head), backoff)
         else:
             interval = FAST_SECONDS if head.fast else self._slow_interval()
         return interval * random.uniform(1 - JITTER, 1 + JITTER)

@@ -153,7 +153,9 @@ class Resync:
             touched, ghosts = self._store.replace_counted(
                 resource, objs, listed_at=version, namespace=namespace
             )
-            self._expectations.listed(resource, objs, started=started, namespace=namespace)
+            touched |= self._expectations.listed(
+                resource, objs, started=started, namespace=namespace
+            )
             if ghosts:
                 self._telemetry.ghosts.inc(ghosts)
                 logger.info("a list showed that %d %s are gone", ghosts, resource)

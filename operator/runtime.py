@@ -23,7 +23,7 @@ from rollout_client.control import ControlError, WorkerControl
 from rollout_worker.schemas import WorkerState
 
 from .calls import Calls
-from .config import Config
+from .config import Config, ConfigError
 from .context import Context, Reconcile
 from .expectations import Expectations
 from .kube import Kube
@@ -46,7 +46,7 @@ SILENT_SECONDS = 60.0
 """The election's every step has a deadline, so a minute of silence means that it is stuck."""
 
 QUEUE_AGE_SECONDS = 60.0
-FINISH_SECONDS = 12.0
+FINISH_SECONDS = 8.0
 """What running passes get at the end; with all the rest it stays below 25 s."""
 
 STREAMS_SECONDS = 4.0
@@ -165,8 +165,18 @@ class Operator:
         self._ended.put_nowait(None)
 
     async def run(self) -> int:
-        """Run until `stop` (returns 0), or until the Lease is lost or a task died (1)."""
-        self.port = await self._probes.start(self._config.http_host, self._config.http_port)
+        """Run until `stop` (returns 0), or until the Lease is lost or a task died (1).
+
+        Raises:
+            ConfigError: The port of metrics and probes can't be had.
+        """
+        host, port = self._config.http_host, self._config.http_port
+        try:
+            self.port = await self._probes.start(host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"--http-port: {host}:{port} can't be listened on: {error}"
+            ) from error
         logger.info("serving metrics and probes", extra={"port": self.port})
         self._start("loop lag", self._lag.run())
         self._start("leading", self._lead())

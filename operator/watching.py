@@ -81,19 +81,21 @@ class Feed:
         queue: WorkQueue[Key],
         telemetry: Telemetry,
         resync: Resync,
+        relist_seconds: float = RELIST_SECONDS,
     ) -> None:
         self._store = store
         self._expectations = expectations
         self._queue = queue
         self._telemetry = telemetry
         self._resync = resync
+        self._relist_seconds = relist_seconds
 
     def __call__(self, resource: ResourceName, event: str | None, obj: Any) -> None:
         """Take one raw event."""
         raw = dict(obj)
         self._telemetry.watch_event(resource)
-        self._expectations.observe(resource, event, raw)
-        for key in self._store.take(resource, event, raw):
+        waited = self._expectations.observe(resource, event, raw)
+        for key in self._store.take(resource, event, raw) | ({waited} if waited else set()):
             self._queue.add(key)
         if event is None:
-            self._resync.soon(RELIST_SECONDS)
+            self._resync.soon(self._relist_seconds)

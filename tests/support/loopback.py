@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -61,6 +63,20 @@ class Loopback:
             return await found(request)
         finally:
             self.at_once -= 1
+
+
+def kubeconfig(folder: Path, url: str, token: str = "one") -> Path:
+    """Write a kubeconfig for the server with a token."""
+    path = folder / "kubeconfig"
+    user: dict[str, Any] = {"name": "u", "user": {"token": token}}
+    document = {
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+        "clusters": [{"name": "k", "cluster": {"server": url}}],
+        "users": [user],
+    }
+    path.write_text(json.dumps(document))  # JSON is YAML
+    return path
 
 
 @asynccontextmanager

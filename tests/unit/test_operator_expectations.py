@@ -105,3 +105,14 @@ def test_pools_are_apart_and_forgotten_as_a_whole() -> None:
     expectations.expect_create(other, "pods", "code-0-0", "u2")
     expectations.forget(KEY)
     assert (expectations.pending(KEY), expectations.pending(other)) == (0, 1)
+
+
+def test_who_waited_is_told_so_that_it_can_look_again() -> None:
+    clock = Clock()
+    expectations = Expectations(clock)
+    assert expectations.observe("pods", "ADDED", pod("u1")) is None
+    expectations.expect_create(KEY, "pods", "math-0-0", "u1")
+    assert expectations.observe("pods", "ADDED", pod("u1")) == KEY
+    expectations.expect_delete(KEY, "pods", "math-0-0", "u1")
+    assert expectations.listed("pods", [], started=clock.now + 1) == {KEY}
+    assert expectations.listed("pods", [], started=clock.now + 1) == set()
