@@ -92,6 +92,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "another method")
         detail = f"{request.url.path} does not take {request.method}: use {allowed}"
         found = ProblemError("method-not-allowed", detail)
+    elif error.status_code == 413:
+        found = _too_large()
     else:
         found = ProblemError("http-error", str(error.detail), status=error.status_code)
     return problem_response(found)
@@ -126,7 +128,8 @@ class BodyLimit:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > MAX_BODY_BYTES:
-                raise _too_large()
+                # FastAPI lets no other exception out of the reading of a body.
+                raise HTTPException(413)
             return message
 
         await self._app(scope, counted, send)
