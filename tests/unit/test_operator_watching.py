@@ -134,7 +134,8 @@ async def test_of_several_wishes_to_list_soon_the_earliest_counts(api: Loopback)
         bench.resync.soon(60)
         bench.resync.soon(0.05)
         bench.resync.soon(30)
-        await asyncio.sleep(0.5)
+        await until(lambda: lists(api) == 1, 10)
+        await asyncio.sleep(0.3)
         assert lists(api) == 1
         running.cancel()
 
