@@ -30,7 +30,7 @@ help: ## show this list
 
 .PHONY: demo
 demo: $(VENV) ## tell the whole story on a real cluster (first run ~15 min, later ~2 min)
-	@$(BIN)/python hack/demo.py
+	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo
 
 .PHONY: test
 test: $(VENV) cluster-build images ## run every test: unit, api, chart, engine, cluster

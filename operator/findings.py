@@ -230,7 +230,8 @@ def waits_for(head: Head) -> str:
             return "waits for its container" if head.pod.node else "is not scheduled yet"
         return f"does not answer yet ({head.worker.error})" if head.worker.error else "starts"
     if state.progress is not None:
-        part = "" if state.progress.fraction is None else f" {state.progress.fraction:.0%}"
+        told = state.progress.fraction is None or "%" in state.progress.message
+        part = "" if told else f" {state.progress.fraction:.0%}"
         return f"is {state.lifecycle}: {state.progress.message}{part}"
     others = [h.holder for h in state.holds if h.holder != state.caller]
     if others:

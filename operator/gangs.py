@@ -22,6 +22,9 @@ HEALTHY_SECONDS = 600.0
 STUCK_SECONDS = 30.0
 """A pod still there this long after its grace period (a dead node) is deleted with grace 0."""
 
+UNSETTLED_SECONDS = 1.0
+"""How soon to look again while the watch has yet to show writes of ours."""
+
 
 @dataclass(slots=True)
 class PodPlan:
@@ -92,6 +95,8 @@ def plan_pods(
         if spec.suspend or gang.index >= spec.replicas:
             reason = "the pool is suspended" if spec.suspend else "scaled down"
             _delete_all(gang.living, plan, reason)
+    if seen.unsettled:
+        wait.at_most(UNSETTLED_SECONDS)
     if spec.suspend or seen.unsettled:
         return plan
     for gang in gangs.values():

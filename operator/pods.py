@@ -160,7 +160,7 @@ class PodBuilder:
             "ROLLOUT_CONTROL_PORT": str(names.CONTROL_PORT),
             "ROLLOUT_WEIGHTS_ROOTS": ":".join(self._roots()),
             "ROLLOUT_DRAIN_SECONDS": str(spec.drain_seconds),
-            "ROLLOUT_SPILL_DIR": "/tmp/spill",
+            "ROLLOUT_SPILL_DIR": "/tmp",
             "HOME": "/tmp",
         }
         if spec.model.max_length is not None:

@@ -99,7 +99,8 @@ class Writer:
             )
             return
         uid = made["metadata"]["uid"]
-        self.ctx.expectations.expect_create(self.key, resource, name, uid)  # type: ignore[arg-type]
+        if not self._is_known(uid):  # else the watch was faster than the answer
+            self.ctx.expectations.expect_create(self.key, resource, name, uid)  # type: ignore[arg-type]
         self.ctx.store.upsert(resource, made)  # type: ignore[arg-type]
         logger.info("created %s", label, extra=self._extra())
 
@@ -114,6 +115,10 @@ class Writer:
             self.obstacles.conflicts[label] = (
                 f"{label} exists and is not ours: delete it, or give the RolloutReplica another name"
             )
+
+    def _is_known(self, uid: str) -> bool:
+        stored = (*self.ctx.store.pods(self.key), *self.ctx.store.services(self.key))
+        return any(obj["metadata"]["uid"] == uid for obj in stored)
 
     def _is_ours(self, obj: Obj) -> bool:
         refs = obj["metadata"].get("ownerReferences") or ()

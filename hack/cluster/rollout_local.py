@@ -74,11 +74,22 @@ def namespace(cluster: Cluster, name: str, level: str) -> None:
 
 
 def install(cluster: Cluster, *worker_namespaces: str, **values: Any) -> None:
-    """Install or upgrade the operator with local images; waits until it is ready."""
+    """Install or upgrade the operator with local images; waits until it is ready.
+
+    Namespaces of an earlier call keep their service account.
+    """
     namespace(cluster, SYSTEM, "restricted")
     for name in worker_namespaces:
         namespace(cluster, name, "baseline")
-    chosen = merged(LOCAL_VALUES, {"workers": {"namespaces": list(worker_namespaces)}})
+    wanted = sorted({*worker_namespaces, *_worker_namespaces(cluster)})
+    chosen = merged(
+        LOCAL_VALUES,
+        {
+            "workers": {"namespaces": wanted},
+            # The tag stays `dev`: only this tells the Deployment that the image is another one.
+            "podAnnotations": {"rollout.dev/image": _stamp("rollout-operator")},
+        },
+    )
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(merged(chosen, values), file)
         file.flush()
@@ -88,8 +99,30 @@ def install(cluster: Cluster, *worker_namespaces: str, **values: Any) -> None:
         )  # fmt: skip
 
 
-def make_models(folder: Path | None = None) -> Path:
-    """Make `models/tiny` and the versions `weights/1` to `weights/3` once; returns the folder."""
+def _stamp(image: str) -> str:
+    """Hash of the inputs that a local image was built from."""
+    file = cache() / "images" / f"{image}.stamp"
+    return file.read_text().strip()[:16] if file.exists() else "none"
+
+
+def _worker_namespaces(cluster: Cluster) -> list[str]:
+    """Namespaces that an installed release serves, none if there is no release."""
+    text = cluster.helm("get", "values", RELEASE, "-n", SYSTEM, "-o", "json", check=False)
+    try:
+        values: dict[str, Any] = json.loads(text) or {}
+    except ValueError:
+        return []
+    found: list[str] = values.get("workers", {}).get("namespaces", [])
+    return found
+
+
+def make_models(folder: Path | None = None, *shape: str) -> Path:
+    """Make `models/tiny` and the versions `weights/1` to `weights/3` once; returns the folder.
+
+    Args:
+        folder: where; the cluster tests' folder if absent.
+        shape: flags of tinymodel.py that make the model larger.
+    """
     folder = folder or cache() / "models" / "local"
     wanted = {
         "models/tiny": ["--seed", "1"],
@@ -104,7 +137,13 @@ def make_models(folder: Path | None = None) -> Path:
         if (out / "manifest.json").exists() or (out / "config.json").exists():
             continue
         subprocess.run(
-            [sys.executable, str(REPOSITORY / "hack" / "tinymodel.py"), str(out), *arguments],
+            [
+                sys.executable,
+                str(REPOSITORY / "hack" / "tinymodel.py"),
+                str(out),
+                *shape,
+                *arguments,
+            ],
             check=True,
             timeout=300,
             stdout=subprocess.DEVNULL,

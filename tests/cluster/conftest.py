@@ -7,19 +7,15 @@ while writing tests.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
+import images
 import rollout_local
 from clusters import nodes_cluster
 from localkube import Cluster
-from localkube.home import REPOSITORY
 from pools import Pool
-
-sys.path.insert(0, str(REPOSITORY / "hack"))
-import images
 
 NAMESPACES = ("pools", "weights", "trainers")
 

@@ -1,0 +1,1 @@
+"""The story that `make demo` tells."""

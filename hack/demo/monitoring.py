@@ -1,0 +1,157 @@
+"""A real Prometheus that follows the pods of the API server, for as long as the story needs.
+
+Debian builds Prometheus without its Kubernetes discovery, so it asks a discovery of ours over its
+HTTP discovery protocol: the annotated pods, as the API server lists them at that moment. In a
+cluster of your own use the chart's PodMonitors or Prometheus' own `kubernetes_sd_configs`.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import socket
+import subprocess
+import tempfile
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from .stage import DemoError, Stage
+
+PREFIX = "prometheus.io/"
+
+
+@contextmanager
+def prometheus(stage: Stage, program: Path) -> Iterator[str]:
+    """Run Prometheus on loopback; yields its address.
+
+    Args:
+        stage: runs kubectl.
+        program: the prometheus binary.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="rollout-prometheus-") as folder,
+        _discovery(stage) as targets,
+    ):
+        home = Path(folder)
+        config = home / "prometheus.yml"
+        config.write_text(json.dumps(_config(targets)))  # JSON is YAML
+        port = _free_port()
+        with (home / "log").open("w") as log:
+            process = subprocess.Popen(
+                [
+                    str(program),
+                    f"--config.file={config}",
+                    f"--storage.tsdb.path={home / 'data'}",
+                    f"--web.listen-address=127.0.0.1:{port}",
+                    "--log.level=warn",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(timeout=15)
+
+
+def _config(targets: str) -> dict[str, Any]:
+    discovery = {"url": targets, "refresh_interval": "1s"}
+    return {
+        "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
+        "scrape_configs": [
+            # The operator's figures name the pool's namespace; ours must not hide it.
+            {"job_name": "rollout", "honor_labels": True, "http_sd_configs": [discovery]}
+        ],
+    }
+
+
+@contextmanager
+def _discovery(stage: Stage) -> Iterator[str]:
+    """Serve the pods that want to be scraped; yields the URL."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(scraped_pods(stage)).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with suppress(ConnectionError):  # Prometheus has ended meanwhile
+                self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing: the story is on stdout."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def scraped_pods(stage: Stage) -> list[dict[str, Any]]:
+    """Return the running pods with the scrape annotation, as Prometheus' HTTP discovery wants."""
+    pods = json.loads(stage.run("kubectl", "get", "pods", "-A", "-o", "json"))["items"]
+    out = []
+    for pod in pods:
+        notes = pod["metadata"].get("annotations") or {}
+        ip = pod.get("status", {}).get("podIP")
+        if notes.get(PREFIX + "scrape") != "true" or not ip:
+            continue
+        labels = {
+            "__metrics_path__": notes.get(PREFIX + "path", "/metrics"),
+            "namespace": pod["metadata"]["namespace"],
+            "pod": pod["metadata"]["name"],
+        }
+        out.append({"targets": [f"{ip}:{notes[PREFIX + 'port']}"], "labels": labels})
+    return out
+
+
+def query(address: str, expression: str) -> list[dict[str, Any]]:
+    """Return the instant vector of a query, empty while Prometheus is not up."""
+    url = f"{address}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+    except OSError:
+        return []
+    return found
+
+
+def show(stage: Stage, address: str, expressions: dict[str, int]) -> None:
+    """Ask each query until it has so many series, then print them.
+
+    Raises:
+        DemoError: they did not come within a minute.
+    """
+    for expression, wanted in expressions.items():
+
+        def look(expression: str = expression, wanted: int = wanted) -> list[dict[str, Any]]:
+            found = query(address, expression)
+            return found if len(found) >= wanted else []
+
+        try:
+            found = stage.until(f"{wanted} series of {expression}", look, 60)
+        except DemoError as error:
+            raise DemoError(f"{error}; targets: {scraped_pods(stage)}") from error
+        stage.say(f"promql> {expression}")
+        for series in sorted(found, key=lambda s: str(s["metric"])):
+            labels = {
+                k: v for k, v in series["metric"].items() if k in ("pod", "pool", "namespace")
+            }
+            stage.say(f"  {labels} {series['value'][1]}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,158 @@
+"""The cluster under the demo: one of our own, or the user's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import images
+import rollout_local
+from localkube import Cluster, build, debian, preflight
+from localkube.home import DEFAULT_NAME, cache
+
+from .stage import DemoError, Stage
+
+NAMESPACE = "demo"
+MODEL_SCRIPT = Path(__file__).resolve().parents[1] / "tinymodel.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A cluster with the operator on it, and claims with models in the demo's namespace."""
+
+    stage: Stage
+    prometheus: Path | None = None
+    hints: tuple[str, ...] = ()
+
+
+def local_scene() -> Scene:
+    """Make a cluster, the images and the models; what is there already is used again."""
+    stage = Stage({}, NAMESPACE)
+    with stage.step("A Kubernetes cluster of our own: etcd to kubelet, all real"):
+        preflight.root("the demo's cluster")
+        debian.ensure(debian.NODE_PACKAGES)
+        preflight.real_nodes()
+        build.build()
+        cluster = Cluster.start(DEFAULT_NAME, nodes=1, gpus=0)
+        stage.environment |= cluster.environment()
+        stage.run("kubectl", "get", "nodes", show=True)
+    with stage.step("Images of the operator and the worker, built and put onto the node"):
+        images.build()
+        images.load(cluster)
+    with stage.step("Tiny Qwen2 models from seeds: a checkpoint and versions of its weights"):
+        # Big enough (130 MB) that sleep shows in the memory.
+        shape = ("--hidden", "512", "--intermediate", "2048", "--layers", "8")
+        folder = rollout_local.make_models(cache() / "models" / "demo", *shape)
+        stage.say("models/tiny (seed 1), weights/1 (seed 2), weights/2 (seed 3), …")
+    with stage.step("helm install: CRD, operator, rights, admission policy"):
+        rollout_local.install(cluster, NAMESPACE)
+        rollout_local.claims(cluster, NAMESPACE, folder)
+        stage.run("helm", "-n", rollout_local.SYSTEM, "list", show=True)
+        stage.run("kubectl", "-n", rollout_local.SYSTEM, "get", "pods", show=True)
+    program = cache() / "prometheus" / "usr" / "bin" / "prometheus"
+    return Scene(
+        stage,
+        prometheus=program if program.exists() else None,
+        hints=('eval "$(python3 hack/cluster/cluster.py env)"',),
+    )
+
+
+def existing_scene() -> Scene:
+    """Install onto the cluster that kubectl reaches; a Job makes the models on claims there.
+
+    Raises:
+        DemoError: an image is not named, or a program is missing.
+    """
+    for program in ("kubectl", "helm"):
+        if shutil.which(program) is None:
+            raise DemoError(f"{program} is not on the PATH: install it, or unset KUBECONFIG")
+    operator, worker = os.environ.get("OPERATOR_IMAGE"), os.environ.get("WORKER_IMAGE")
+    if not operator or not worker or ":" not in operator:
+        raise DemoError(
+            "set OPERATOR_IMAGE and WORKER_IMAGE to repository:tag of images that your nodes can "
+            "pull (docker build --target operator . and --target worker-hf .)"
+        )
+    stage = Stage({}, NAMESPACE)
+    with stage.step("helm install onto your cluster"):
+        repository, tag = operator.rsplit(":", 1)
+        values = {
+            "image.repository": repository,
+            "image.tag": tag,
+            "engines.hf.image": worker,
+            "workers.namespaces[0]": NAMESPACE,
+        }
+        stage.run("kubectl", "apply", "-f", "-", text=_namespace())
+        settings = [word for k, v in values.items() for word in ("--set", f"{k}={v}")]
+        stage.run(
+            "helm", "upgrade", "--install", rollout_local.RELEASE, rollout_local.CHART,
+            "--namespace", rollout_local.SYSTEM, "--create-namespace", "--wait", *settings,
+        )  # fmt: skip
+    with stage.step("Tiny models from seeds, made by a Job on two claims"):
+        stage.kubectl("apply", "-f", "-", text=_model_job(worker))
+        stage.kubectl("wait", "job/make-models", "--for=condition=Complete", "--timeout=280s")
+    return Scene(stage)
+
+
+def _namespace() -> str:
+    labels = {"pod-security.kubernetes.io/enforce": "baseline"}
+    body = {"apiVersion": "v1", "kind": "Namespace"}
+    return json.dumps({**body, "metadata": {"name": NAMESPACE, "labels": labels}})
+
+
+def _model_job(image: str) -> str:
+    """Claims of the default storage class, and a Job that writes the models onto them."""
+    claims = [
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": name},
+            "spec": {
+                "accessModes": [os.environ.get("ACCESS_MODE", "ReadWriteOnce")],
+                "resources": {"requests": {"storage": "1Gi"}},
+            },
+        }
+        for name in ("models", "weights")
+    ]
+    make = "python3 /script/tinymodel.py"
+    commands = " && ".join(
+        (
+            f"{make} /models/tiny --seed 1",
+            f"{make} /weights/1 --seed 2 --weights-only",
+            f"{make} /weights/2 --seed 3 --weights-only",
+        )
+    )
+    script = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "make-models"},
+        "data": {"tinymodel.py": MODEL_SCRIPT.read_text()},
+    }
+    mounts = {"models": "/models", "weights": "/weights", "script": "/script"}
+    sources = {
+        "models": {"persistentVolumeClaim": {"claimName": "models"}},
+        "weights": {"persistentVolumeClaim": {"claimName": "weights"}},
+        "script": {"configMap": {"name": "make-models"}},
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "fsGroup": 65532},
+        "containers": [
+            {
+                "name": "make",
+                "image": image,
+                "command": ["sh", "-c", commands],
+                "volumeMounts": [{"name": n, "mountPath": p} for n, p in mounts.items()],
+            }
+        ],
+        "volumes": [{"name": n, **source} for n, source in sources.items()],
+    }
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "make-models"},
+        "spec": {"backoffLimit": 2, "template": {"spec": pod}},
+    }
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [*claims, script, job]})
