@@ -1,4 +1,4 @@
-"""Plain transformers as the judge: whole sequences, no cache, no batch, its own processors."""
+"""Plain transformers as the judge: one sequence at a time, its own cache and processors."""
 
 from __future__ import annotations
 
@@ -29,11 +29,15 @@ class Reference:
 
     @torch.no_grad()
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Return the greedy continuation, every step a pass over the whole sequence."""
-        ids = list(prompt)
+        """Return the greedy continuation, token by token with transformers' own cache."""
+        found: list[int] = []
+        feed, cache = list(prompt), None
         for _ in range(count):
-            ids.append(int(self.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-        return ids[len(prompt) :]
+            step = self.model(torch.tensor([feed]), past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            feed = [int(step.logits[0, -1].argmax())]
+            found += feed
+        return found
 
     def raw_logprobs(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
         """Return the model's own log-probability of each token of an output."""

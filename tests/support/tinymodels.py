@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "hack" / "tinymodel.py"
 
 
-def _script() -> ModuleType:
+def script() -> ModuleType:
+    """Load the script as a module."""
     spec = importlib.util.spec_from_file_location("tinymodel", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -45,7 +46,7 @@ class TinyModels:
         if not folder.exists():
             self.home.mkdir(parents=True, exist_ok=True)
             partial = Path(tempfile.mkdtemp(dir=self.home, prefix=".making-"))
-            getattr(_script(), f"make_{kind}")(partial, seed)
+            getattr(script(), f"make_{kind}")(partial, seed)
             partial.chmod(0o755)
             try:
                 partial.rename(folder)

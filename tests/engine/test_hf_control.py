@@ -1,0 +1,265 @@
+"""Abort, pause, hold, stop, crash: nobody hangs and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from engines import PROMPT, Output, follow, reaches, request, run, run_all, serving
+from reference import Reference
+from rollout_worker.engine import Engine, EngineCrashed, EngineError, InvalidRequest
+from rollout_worker.engines import EngineOptions, create
+from rollout_worker.engines.hf.engine import HfEngine
+from rollout_worker.schemas import AbortReason, Progress, StopReason
+from tinymodels import TinyModels
+from waiting import until
+
+LONG = 1500
+"""Tokens that take longer than a test looks at."""
+
+
+def launch(engine: Engine, name: str, **sampling: Any) -> tuple[Output, asyncio.Task[None]]:
+    output = Output()
+    wanted = request(name, **{"max_tokens": LONG, **sampling})
+    return output, asyncio.create_task(follow(engine, wanted, output))
+
+
+async def test_abort_keeps_what_was_made(tiny_models: TinyModels, reference: Reference) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        one, one_task = launch(engine, "one")
+        two, two_task = launch(engine, "two", max_tokens=60)
+        await reaches(one, 10)
+        known = await engine.abort(["one", "stranger"], AbortReason.CONTROL)
+        await asyncio.gather(one_task, two_task)
+        assert await engine.abort(["one"], AbortReason.CONTROL) == set()
+    assert known == {"one"}
+    assert (one.stop_reason, one.abort_reason) == (StopReason.ABORTED, AbortReason.CONTROL)
+    assert 10 <= len(one.token_ids) < LONG
+    assert one.token_ids == reference.greedy(PROMPT, len(one.token_ids))
+    assert two.token_ids == reference.greedy(PROMPT, 60)
+
+
+@pytest.mark.parametrize("reason", list(AbortReason))
+async def test_abort_all_ends_running_and_queued_while_paused(
+    tiny_models: TinyModels, reason: AbortReason
+) -> None:
+    async with serving(tiny_models.model(1), "--max-batch-size", "2") as (engine, _):
+        outputs, tasks = zip(*(launch(engine, f"r{i}") for i in range(4)), strict=True)
+        await reaches(outputs[0], 3)
+        await engine.pause()
+        assert (engine.stats().running, engine.stats().queued) == (2, 2)
+        assert engine.stats().running_ids == {"r0", "r1"}
+        known = await engine.abort(None, reason)
+        await asyncio.gather(*tasks)
+        assert (engine.stats().running, engine.stats().queued) == (0, 0)
+    assert known == {"r0", "r1", "r2", "r3"}
+    assert [output.abort_reason for output in outputs] == [reason] * 4
+    assert [len(output.token_ids) for output in outputs[2:]] == [0, 0]
+    assert all(output.logprobs == [] or output.token_ids for output in outputs)
+
+
+async def test_pause_stops_tokens_and_resume_goes_on(
+    tiny_models: TinyModels, reference: Reference
+) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        output, task = launch(engine, "r", max_tokens=80)
+        await reaches(output, 5)
+        await engine.pause()
+        await engine.pause()
+        await asyncio.sleep(0)  # what was made before the pause is delivered
+        made = len(output.token_ids)
+        queued, queued_task = launch(engine, "queued", max_tokens=3)
+        await asyncio.sleep(0.1)
+        assert (len(output.token_ids), len(queued.token_ids)) == (made, 0)
+        assert engine.alive() is None
+        await engine.resume()
+        await asyncio.gather(task, queued_task)
+    assert output.token_ids == reference.greedy(PROMPT, 80)
+    assert queued.token_ids == reference.greedy(PROMPT, 3)
+
+
+async def test_held_admission_lets_the_running_end(tiny_models: TinyModels) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        output, task = launch(engine, "old", max_tokens=50)
+        await reaches(output, 1)
+        await engine.hold_admission()
+        later, later_task = launch(engine, "new", max_tokens=2)
+        await task
+        assert (engine.stats().running, engine.stats().queued) == (0, 1)
+        assert later.token_ids == []
+        await engine.resume()
+        await later_task
+    assert (len(output.token_ids), len(later.token_ids)) == (50, 2)
+
+
+async def test_closing_the_iterator_aborts(tiny_models: TinyModels) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        stream = engine.generate(request("gone", max_tokens=LONG))
+        async with contextlib.aclosing(cast("Any", stream)):
+            async for _delta in stream:
+                break
+        await until(lambda: not engine.stats().running)
+        output = await run(engine, request("gone"))  # the id is free again
+    assert len(output.token_ids) == 8
+
+
+async def test_a_cancelled_reader_aborts_also_from_the_queue(tiny_models: TinyModels) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        await engine.pause()
+        _, task = launch(engine, "waiting")
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.wait([task])
+        await engine.abort([], AbortReason.CONTROL)  # a later command has run
+        assert engine.stats().queued == 0
+
+
+async def test_ids_in_flight_are_unique(tiny_models: TinyModels) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        output, task = launch(engine, "same")
+        await reaches(output, 1)
+        with pytest.raises(InvalidRequest, match="runs already") as refused:
+            await run(engine, request("same"))
+        assert refused.value.field == "request_id"
+        await engine.abort(None, AbortReason.CONTROL)
+        await task
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("token_ids", request(prompt=(5, 4096))),
+        ("token_ids", request(prompt=())),
+        ("sampling.logit_bias", request(logit_bias={4096: 1})),
+        ("sampling.allowed_token_ids", request(allowed_token_ids=[1, 9999])),
+        ("sampling.stop_token_ids", request(stop_token_ids=[4096])),
+        (
+            "sampling.allowed_token_ids",
+            request(allowed_token_ids=[2, 0], ignore_eos=False, min_tokens=1),
+        ),
+    ],
+    ids=["id", "empty", "bias", "allowed", "stop", "nothing allowed"],
+)
+async def test_bad_requests_name_the_field(tiny_models: TinyModels, field: str, bad: Any) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        with pytest.raises(InvalidRequest) as refused:
+            engine.validate(bad)
+        with pytest.raises(InvalidRequest):
+            await run(engine, bad)
+        assert len((await run(engine, request())).token_ids) == 8
+    assert (refused.value.field, refused.value.status) == (field, 422)
+
+
+def wreck(engine: Engine) -> None:
+    """Take the weights from under the engine, so that its next step raises."""
+    parts = cast("HfEngine", engine)._parts
+    assert parts is not None
+    parts.loaded.model.model.norm.weight.data = torch.zeros(3)
+
+
+async def test_a_step_that_raises_ends_everybody(
+    tiny_models: TinyModels, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(tiny_models.model(1), "--max-batch-size", "1") as (engine, _):
+        running, running_task = launch(engine, "running")
+        await reaches(running, 3)
+        queued, queued_task = launch(engine, "queued")
+        await asyncio.sleep(0)
+        await engine.pause()
+        wreck(engine)
+        await engine.resume()
+        async with asyncio.timeout(10):
+            await asyncio.gather(running_task, queued_task)
+        wrong = engine.alive()
+        for call in (engine.pause(), engine.abort(None, AbortReason.CONTROL), engine.discard()):
+            with pytest.raises(EngineCrashed):
+                await call
+        with pytest.raises(EngineCrashed):
+            await run(engine, request("later"))
+    assert wrong is not None
+    assert "the step thread died" in wrong
+    assert running.abort_reason is queued.abort_reason is AbortReason.ENGINE
+    assert len(running.token_ids) >= 3
+    assert "the step thread died" in caplog.text
+
+
+async def test_a_hung_step_is_noticed(tiny_models: TinyModels) -> None:
+    deadline = ("--step-deadline-seconds", "0.05")
+    async with serving(tiny_models.model(1), *deadline) as (engine, _):
+        assert engine.alive() is None
+        parts = cast("HfEngine", engine)._parts
+        assert parts is not None
+        hold = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def block() -> None:
+            asyncio.run_coroutine_threadsafe(hold.wait(), loop).result(10)
+
+        blocked = parts.thread.call(block)
+        await asyncio.sleep(0.2)
+        wrong = engine.alive()
+        hold.set()
+        await asyncio.wrap_future(blocked)
+        await until(lambda: engine.alive() is None)
+    assert wrong is not None
+    assert "deadline" in wrong
+
+
+async def test_stop_ends_everybody_and_is_final(tiny_models: TinyModels) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        output, task = launch(engine, "r")
+        await reaches(output, 2)
+        await engine.stop()
+        async with asyncio.timeout(5):
+            await task
+        assert output.abort_reason is AbortReason.ENGINE
+        assert (engine.stats().running, engine.stats().resident.weights) == (0, False)
+        with pytest.raises(EngineCrashed, match="stopped"):
+            await run(engine, request())
+        await engine.stop()
+
+
+async def test_progress_and_metrics(tiny_models: TinyModels) -> None:
+    engine = create("hf", EngineOptions(tiny_models.model(1), device="cpu"))
+    seen: list[Progress] = []
+    assert engine.metrics() == ""
+    assert engine.alive() is None
+    await engine.start(seen.append)
+    await run_all(engine, [request("a"), request("b")])
+    page = engine.metrics()
+    await engine.stop()
+    assert any(progress.message == "loading weights 100%" for progress in seen)
+    assert all(0 <= (progress.fraction or 0) <= 1 for progress in seen)
+    assert "hf_engine_prefill_tokens_total 16\n" in page
+    assert "hf_engine_decode_tokens_total 14\n" in page
+
+
+async def started(options: EngineOptions) -> None:
+    await create("hf", options).start(lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"args": ("--nonsense", "3")}, "--max-batch-size"),
+        ({"args": ("--max-batch-size", "0")}, "--max-batch-size"),
+        ({"max_length": 4096}, "above the model's 2048"),
+        ({"model": Path("/nowhere")}, "config.json"),
+    ],
+    ids=["flag", "value", "length", "folder"],
+)
+async def test_bad_options_say_what_to_change(
+    tiny_models: TinyModels, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(EngineError, match=words):
+        await started(EngineOptions(**{"model": tiny_models.model(1), "device": "cpu", **options}))
+
+
+def test_unknown_engines_are_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="use one of hf"):
+        create("tgi", EngineOptions(tmp_path))

@@ -1,0 +1,355 @@
+"""Stage, commit, discard, require on a real worker: order, content, in-flight policies."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tinymodels import TinyModels
+from waiting import until_sync
+from workers import InProcess, in_process, slug
+
+
+@pytest.fixture
+def worker(tiny_models: TinyModels) -> Iterator[InProcess]:
+    with in_process(tiny_models.model(1)) as worker:
+        yield worker
+
+
+@pytest.fixture
+def v2(tiny_models: TinyModels) -> Path:
+    return tiny_models.weights(2)
+
+
+@pytest.fixture
+def v3(tiny_models: TinyModels) -> Path:
+    return tiny_models.weights(3)
+
+
+def body(epoch: int, version: int, path: Path, **fields: Any) -> dict[str, Any]:
+    return {"epoch": epoch, "version": version, "source": {"path": str(path)}, **fields}
+
+
+def refused(answer: httpx.Response) -> str:
+    assert answer.status_code == 409, answer.text
+    return slug(answer)
+
+
+def test_an_update_changes_the_output_and_says_so(
+    worker: InProcess, v2: Path, v3: Path, tiny_models: TinyModels
+) -> None:
+    first = worker.sample()
+    slot = worker.stage(1, 1, v2, labels={"step": "10"})
+    assert (slot["phase"], slot["bytes_done"]) == ("Staged", slot["bytes_total"])
+    assert slot["bytes_total"] > 1e6
+    assert worker.sample()["token_ids"] == first["token_ids"], "the old weights serve on"
+    done = worker.commit(1, 1, root_hash=slot["root_hash"])
+    assert done["active"] == {
+        "epoch": 1,
+        "version": 1,
+        "root_hash": slot["root_hash"],
+        "labels": {"step": "10"},
+    }
+    assert (done["previous"]["epoch"], done["previous"]["version"]) == (0, 0)
+    assert (done["commit_seq"], done["finished"], done["aborted"], done["kept"]) == (1, 0, 0, 0)
+    second = worker.sample()
+    assert second["token_ids"] != first["token_ids"]
+    assert [(s["epoch"], s["version"]) for s in second["weights"]] == [(1, 1)]
+    with in_process(tiny_models.model(2)) as other:
+        assert other.sample()["token_ids"] == second["token_ids"]
+    assert worker.update(1, 2, v3)["commit_seq"] == 2
+    # Going back: a higher epoch with the older source.
+    worker.post("weights/stage", epoch=2, version=0, source={"checkpoint": {}})
+    until_sync(lambda: worker.state()["weights"]["staged"]["phase"] == "Staged", what="staged")
+    worker.commit(2, 0)
+    assert worker.sample()["token_ids"] == first["token_ids"]
+
+
+def test_stage_is_idempotent_and_bound_to_its_content(
+    worker: InProcess, v2: Path, v3: Path
+) -> None:
+    slot = worker.stage(1, 1, v2)
+    assert worker.post("weights/stage", **body(1, 1, v2)).json() == slot
+    same = body(1, 1, v2, root_hash=slot["root_hash"])
+    assert worker.post("weights/stage", **same).json() == slot
+    for other in (body(1, 1, v3), body(1, 1, v2, root_hash="xxh3_128:0")):
+        assert refused(worker.post("weights/stage", **other)) == "content-mismatch"
+    assert refused(worker.post("weights/commit", epoch=1, version=1, root_hash="x")) == (
+        "content-mismatch"
+    )
+    worker.commit(1, 1)
+    # Once active it stays bound.
+    again = worker.post("weights/stage", **same)
+    assert again.status_code == 202
+    assert again.json()["phase"] == "Staged"
+    assert refused(worker.post("weights/stage", **body(1, 1, v3))) == "content-mismatch"
+    assert refused(worker.post("weights/commit", epoch=1, version=1, root_hash="x")) == (
+        "content-mismatch"
+    )
+
+
+def test_one_slot_higher_supersedes_lower_is_refused(worker: InProcess, v2: Path, v3: Path) -> None:
+    worker.stage(1, 5, v2)
+    assert refused(worker.post("weights/stage", **body(1, 4, v3))) == "version-regressed"
+    assert refused(worker.post("weights/stage", **body(0, 9, v3))) == "stale-epoch"
+    assert worker.stage(1, 6, v3)["phase"] == "Staged"
+    assert refused(worker.post("weights/commit", epoch=1, version=5)) == "not-staged"
+    worker.commit(1, 6)
+    assert refused(worker.post("weights/stage", **body(1, 5, v2))) == "version-regressed"
+    assert refused(worker.post("weights/commit", epoch=1, version=5)) == "version-regressed"
+    assert refused(worker.post("weights/commit", epoch=0, version=7)) == "version-regressed"
+    assert refused(worker.post("weights/commit", epoch=1, version=7)) == "not-staged"
+
+
+def test_a_commit_repeated_answers_the_same(worker: InProcess, v2: Path) -> None:
+    done = worker.update(1, 1, v2)
+    assert worker.commit(1, 1) == done
+    assert worker.commit(1, 1, in_flight="Abort") == done
+
+
+def test_concurrent_commits_flip_once(worker: InProcess, v2: Path) -> None:
+    worker.stage(1, 1, v2)
+    calls = [worker.in_background(lambda: worker.commit(1, 1)) for _ in range(8)]
+    answers = [call.result(30) for call in calls]
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0]["commit_seq"] == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("gone", "no"),
+        ("empty", "safetensors"),
+        ("cut", "model.safetensors"),
+        ("hash", "content-mismatch"),
+    ],
+)
+def test_a_failed_stage_names_the_reason_and_may_be_repeated(
+    worker: InProcess, v2: Path, tmp_path: Path, damage: str, said: str
+) -> None:
+    path = tmp_path / "v"
+    fields: dict[str, Any] = {}
+    if damage == "empty":
+        path.mkdir()
+    elif damage in ("cut", "hash"):
+        shutil.copytree(v2, path)
+    if damage == "cut":
+        data = (path / "model.safetensors").read_bytes()
+        (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    if damage == "hash":
+        fields["root_hash"] = "xxh3_128:00"
+    before = worker.sample()
+    slot = worker.stage(1, 1, path, **fields)
+    assert slot["phase"] == "Failed"
+    assert said in slot["error"]
+    assert refused(worker.post("weights/commit", epoch=1, version=1)) == "not-staged"
+    assert worker.sample() == before
+    assert worker.update(1, 1, v2)["commit_seq"] == 1
+
+
+def test_a_stage_has_a_deadline(worker: InProcess, v2: Path) -> None:
+    slot = worker.stage(1, 1, v2, deadline_seconds=1e-6)
+    assert slot["phase"] == "Failed"
+    assert "deadline_seconds" in slot["error"]
+
+
+def test_discard_drops_its_own_identity_only(worker: InProcess, v2: Path) -> None:
+    worker.stage(1, 2, v2)
+    for other in ({"epoch": 1, "version": 1}, {"epoch": 2, "version": 2}):
+        assert worker.post("weights/discard", **other).json() == {"outcome": "unchanged"}
+    assert worker.post("weights/discard", epoch=1, version=2).json() == {"outcome": "discarded"}
+    assert worker.post("weights/discard", epoch=1, version=2).json() == {"outcome": "unchanged"}
+    assert worker.state()["weights"]["staged"] is None
+    assert refused(worker.post("weights/commit", epoch=1, version=2)) == "not-staged"
+    assert worker.stage(1, 1, v2)["phase"] == "Staged", "lower than what was discarded"
+
+
+def test_the_floor_rises_and_fences(worker: InProcess, v2: Path) -> None:
+    assert worker.post("require", epoch=0, min_version=0).json()["required"] == {
+        "epoch": 0,
+        "version": 0,
+    }
+    assert worker.ready()
+    assert worker.post("require", epoch=1, min_version=2).status_code == 200
+    answer = worker.generate()
+    assert (answer.status_code, slug(answer)) == (503, "fenced")
+    assert answer.json()["required"] == {"epoch": 1, "version": 2}
+    assert not worker.ready()
+    assert refused(worker.post("require", epoch=1, min_version=1)) == "version-regressed"
+    assert refused(worker.post("require", epoch=0, min_version=9)) == "stale-epoch"
+    assert worker.post("require", epoch=1, min_version=2).status_code == 200
+    worker.update(1, 1, v2)
+    assert not worker.ready()
+    worker.update(1, 2, v2)
+    assert worker.ready()
+
+
+def test_an_epoch_without_a_version_shuts_out_the_dead_trainer(worker: InProcess, v2: Path) -> None:
+    worker.stage(1, 1, v2)
+    assert worker.post("require", epoch=2).json()["fence_epoch"] == 2
+    assert worker.ready(), "the old weights go on serving"
+    assert refused(worker.post("weights/commit", epoch=1, version=1)) == "stale-epoch"
+    assert refused(worker.post("weights/stage", **body(1, 9, v2))) == "stale-epoch"
+    assert refused(worker.post("require", epoch=1)) == "stale-epoch"
+    assert worker.update(2, 0, v2)["active"]["epoch"] == 2
+
+
+def test_in_a_pool_a_worker_starts_fenced(tiny_models: TinyModels, v2: Path) -> None:
+    roots = f"{v2.parent}"
+    flags = ("--pool", "p", "--namespace", "n", "--weights-roots", roots)
+    with in_process(tiny_models.model(1), *flags) as worker:
+        answer = worker.generate()
+        assert (answer.status_code, slug(answer)) == (503, "fenced")
+        assert slug(worker.data.get("/ready")) == "fenced"
+        worker.post("require", epoch=0)
+        assert not worker.ready(), "an epoch alone lifts no fence"
+        worker.post("require", epoch=0, min_version=0)
+        assert worker.ready()
+        assert worker.update(1, 1, v2.name)["active"]["version"] == 1
+        outside = worker.post("weights/stage", **body(1, 2, Path("/etc")))
+        assert (outside.status_code, slug(outside)) == (422, "invalid-request")
+        assert outside.json()["errors"][0]["field"] == "source.path"
+
+
+# In-flight policies.
+
+
+def finished(answer: Future[httpx.Response]) -> dict[str, Any]:
+    response = answer.result(60)
+    assert response.status_code == 200, response.text
+    return dict(response.json()["outputs"][0])
+
+
+def made_by(output: dict[str, Any]) -> list[tuple[int, bool]]:
+    """Versions and staleness of the spans, which must cover the output."""
+    spans = output["weights"]
+    assert [s["start"] for s in spans] == [0, *[s["end"] for s in spans]][: len(spans)]
+    assert not spans or spans[-1]["end"] == len(output["token_ids"])
+    assert len(output["logprobs"]) == len(output["token_ids"])
+    return [(s["version"], s["stale_kv"]) for s in spans]
+
+
+@pytest.mark.parametrize(
+    ("policy", "spans", "counts"),
+    [
+        ({"in_flight": "Drain", "deadline_seconds": 60}, [(0, False)], (1, 0, 0)),
+        ({"in_flight": "Keep"}, [(0, False), (1, True)], (0, 0, 1)),
+        ({"in_flight": "Recompute"}, [(0, False), (1, False)], (0, 0, 1)),
+    ],
+    ids=["drain", "keep", "recompute"],
+)
+def test_a_running_request_ends_by_itself(
+    worker: InProcess,
+    v2: Path,
+    policy: dict[str, Any],
+    spans: list[tuple[int, bool]],
+    counts: tuple[int, int, int],
+) -> None:
+    worker.stage(1, 1, v2)
+    running = worker.long(sampling={"max_tokens": 400, "ignore_eos": True})
+    done = worker.commit(1, 1, **policy)
+    output = finished(running)
+    assert (output["stop_reason"], len(output["token_ids"])) == ("length", 400)
+    assert made_by(output) == spans
+    assert (done["finished"], done["aborted"], done["kept"]) == counts
+    assert 0 <= done["pause_seconds"] < 1
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{"in_flight": "Abort"}, {"in_flight": "Drain", "deadline_seconds": 0.1}],
+    ids=["abort", "drain past its deadline"],
+)
+def test_a_running_request_is_aborted(worker: InProcess, v2: Path, policy: dict[str, Any]) -> None:
+    worker.stage(1, 1, v2)
+    running = worker.long()
+    done = worker.commit(1, 1, **policy)
+    output = finished(running)
+    assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "weights")
+    assert made_by(output) == [(0, False)]
+    assert (done["finished"], done["aborted"], done["kept"]) == (0, 1, 0)
+
+
+def test_a_drain_past_its_deadline_may_keep(worker: InProcess, v2: Path) -> None:
+    worker.stage(1, 1, v2)
+    running = worker.long(sampling={"max_tokens": 600, "ignore_eos": True})
+    done = worker.commit(1, 1, in_flight="Drain", deadline_seconds=0.1, on_deadline="Keep")
+    assert done["kept"] == 1
+    assert made_by(finished(running)) == [(0, False), (1, True)]
+
+
+@pytest.mark.parametrize("policy", ["Keep", "Recompute"])
+def test_an_exact_version_never_spans(worker: InProcess, v2: Path, policy: str) -> None:
+    worker.stage(1, 1, v2)
+    exact = worker.long("exact", exact_version=0)
+    free = worker.long("free", sampling={"max_tokens": 600, "ignore_eos": True})
+    done = worker.commit(1, 1, in_flight=policy)
+    output = finished(exact)
+    assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "weights")
+    assert made_by(output) == [(0, False)]
+    assert (done["aborted"], done["kept"]) == (1, 1)
+    assert len(made_by(finished(free))) == 2
+
+
+def test_pin_is_refused_by_an_engine_that_cannot(worker: InProcess, v2: Path) -> None:
+    worker.stage(1, 1, v2)
+    answer = worker.post("weights/commit", epoch=1, version=1, in_flight="Pin")
+    assert (answer.status_code, slug(answer)) == (422, "unsupported")
+    assert answer.json()["errors"][0]["field"] == "in_flight"
+    assert worker.state()["weights"]["commit_seq"] == 0
+
+
+@pytest.mark.parametrize("policy", ["Drain", "Abort", "Keep", "Recompute"])
+def test_who_waits_runs_on_the_new_weights(tiny_models: TinyModels, v2: Path, policy: str) -> None:
+    one_at_a_time = ("--engine-arg=--max-batch-size", "--engine-arg=1")
+    with in_process(tiny_models.model(1), *one_at_a_time) as worker:
+        worker.stage(1, 1, v2)
+        running = worker.long(sampling={"max_tokens": 300, "ignore_eos": True})
+        waiting = worker.in_background(lambda: worker.sample(5))
+        until_sync(lambda: worker.state()["queued"] == 1, what="the second to wait")
+        worker.commit(1, 1, in_flight=policy, deadline_seconds=60)
+        assert made_by(waiting.result(60)) == [(1, False)]
+        assert made_by(finished(running))[0] == (0, False)
+
+
+@pytest.mark.parametrize("policy", ["Drain", "Abort", "Keep", "Recompute"])
+def test_commits_under_load_label_every_token(
+    worker: InProcess, v2: Path, v3: Path, policy: str
+) -> None:
+    """Many clients, commits in between: nothing lost, every span in order, greedy output right."""
+    stop = False
+
+    def client(number: int) -> list[dict[str, Any]]:
+        outputs = []
+        while not stop:
+            sampling = {"max_tokens": 10 + number, "ignore_eos": True, "temperature": 0}
+            outputs.append(worker.generate(sampling=sampling).json()["outputs"][0])
+        return outputs
+
+    alone = {0: worker.sample(20)["token_ids"]}
+    clients = [worker.in_background(lambda n=n: client(n)) for n in range(8)]
+    for version, path in ((1, v2), (2, v3), (3, v2), (4, v3)):
+        done = worker.update(1, version, path, in_flight=policy, deadline_seconds=20)
+        assert done["active"]["version"] == version
+        assert done["pause_seconds"] < 2
+        until_sync(lambda seen=worker.state()["weights"]["commit_seq"]: seen == version)
+        alone[version] = worker.sample(20)["token_ids"]
+    stop = True
+    outputs = [output for each in clients for output in each.result(60)]
+    assert len(outputs) > 8
+    mixed = 0
+    for output in outputs:
+        versions = [version for version, _ in made_by(output)]
+        assert versions == sorted(versions)
+        if output["stop_reason"] == "aborted":
+            assert (policy, output["abort_reason"]) == ("Abort", "weights")
+        if len(set(versions)) == 1:
+            assert output["token_ids"] == alone[versions[0]][: len(output["token_ids"])]
+        mixed += len(set(versions)) > 1
+    assert mixed == 0 or policy in ("Keep", "Recompute")
