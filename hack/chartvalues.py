@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollout_operator.crd import structural
-from rollout_operator.spec_pod import EnvVar, PodTemplate
+from rollout_operator.spec_env import EnvVar
+from rollout_operator.spec_pod import PodTemplate
 
 Schema = dict[str, Any]
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import yaml
+
 from apidocs import reference
 from chartvalues import readme, schema_text
 from dashboards import dashboards
-
 from rollout_operator.crd import custom_resource_definition
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -103,6 +103,7 @@ Dns1123 = Annotated[
 ]
 """Name of another object."""
 
+Key = Annotated[str, Field(min_length=1, max_length=253)]
 Dns1123Label = Annotated[
     str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
 ]

@@ -25,7 +25,8 @@ from .schema import (
     rules,
 )
 from .spec_engine import Engine, EngineType, Hub, Model, ModelSource
-from .spec_pod import EnvVar, PodTemplate, Resources
+from .spec_env import EnvVar
+from .spec_pod import PodTemplate, Resources
 from .spec_weights import (
     Claim,
     InFlight,

@@ -10,7 +10,7 @@ from pydantic import Field
 from rollout_worker.schemas import LogprobsOf
 
 from .schema import ATOMIC_LIST, INT32_MAX, ApiModel, Dns1123, cel, checked, map_list, rules
-from .spec_pod import EnvVar
+from .spec_env import EnvVar
 from .spec_weights import Claim
 
 

@@ -1,4 +1,4 @@
-"""The part of the spec that describes pods: environment, resources and the pod template overlay."""
+"""The part of the spec that describes pods: resources and the pod template overlay."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .schema import (
     ApiModel,
     Dns1123,
     Dns1123Label,
+    Key,
     Quantity,
     SubPath,
     cel,
@@ -28,7 +29,6 @@ from .schema import (
 LabelValue = Annotated[
     str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
 ]
-Key = Annotated[str, Field(min_length=1, max_length=253)]
 Text = Annotated[str, Field(max_length=1024)]
 OpenObject = Mapping[str, Any]
 
@@ -37,66 +37,17 @@ RESERVED_VOLUMES = "rollout-"
 """Prefix of the operator's own volumes."""
 
 
-class KeyRef(ApiModel):
-    """A key of a Secret or ConfigMap in the pool's namespace."""
-
-    name: Dns1123 = Field(description="Name of the Secret or ConfigMap.")
-    key: Key = Field(description="Key inside it.")
-    optional: bool | None = Field(
-        default=None, description="True: the variable is left out if the key is missing."
-    )
-
-
-class FieldRef(ApiModel):
-    """A field of the pod."""
-
-    field_path: Annotated[str, Field(min_length=1, max_length=256)] = Field(
-        description="Path in the pod, for example `status.podIP`."
-    )
-
-
-class EnvSource(ApiModel):
-    """Where a variable's value comes from; exactly one field is set."""
-
-    model_config = checked(
-        cel(
-            "[has(self.secretKeyRef), has(self.configMapKeyRef), has(self.fieldRef)]"
-            ".exists_one(x, x)",
-            "valueFrom needs exactly one of secretKeyRef, configMapKeyRef and fieldRef: keep one",
-        )
-    )
-
-    secret_key_ref: KeyRef | None = Field(default=None, description="A key of a Secret.")
-    config_map_key_ref: KeyRef | None = Field(default=None, description="A key of a ConfigMap.")
-    field_ref: FieldRef | None = Field(default=None, description="A field of the pod itself.")
-
-
-class EnvVar(ApiModel):
-    """One environment variable of the worker container."""
-
-    model_config = checked(
-        cel(
-            "!self.name.startsWith('ROLLOUT_')",
-            "env must not set ROLLOUT_*: the operator sets these from the spec; remove the entry",
-            path=".name",
-        ),
-        cel(
-            "!(has(self.value) && has(self.valueFrom))",
-            "env takes value or valueFrom, not both: remove one",
-        ),
-    )
-
-    name: Annotated[
-        str, Field(min_length=1, max_length=256, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")
-    ] = Field(description="Name; `ROLLOUT_*` belongs to the operator and is refused.")
-    value: Annotated[str, Field(max_length=4096)] | None = Field(
-        default=None, description="Literal value."
-    )
-    value_from: EnvSource | None = Field(default=None, description="Where else the value is.")
-
-
 class Resources(ApiModel):
     """Compute resources of the worker container, without the accelerator."""
+
+    model_config = checked(
+        cel(
+            "!has(self.requests) || !has(self.limits) || self.requests.all(k, !(k in self.limits) "
+            "|| quantity(string(self.requests[k])).compareTo(quantity(string(self.limits[k]))) <= "
+            "0)",
+            "spec.resources.requests must not exceed limits: lower the request or raise the limit",
+        )
+    )
 
     requests: Mapping[str, Quantity] = Field(
         default_factory=dict, max_length=32, description="What the scheduler sets aside."
@@ -201,12 +152,21 @@ class ObjectRef(ApiModel):
     name: Dns1123 = Field(description="Name of the object.")
 
 
-def _metadata_map(what: str, kind: str, refused: str) -> dict[str, Any]:
-    return rules(
-        cel(
-            f"self.all(k, !k.startsWith('{GROUP}/'){refused})",
-            f"spec.podTemplate.{what}: {kind} are set by the operator: remove them",
-        )
+_KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+
+
+def _keys(what: str) -> dict[str, str]:
+    return cel(
+        f"self.all(k, k.size() <= 317 && k.matches('{_KEY}'))",
+        f"spec.podTemplate.{what}: a key is a name of at most 63 letters, digits, '-', '_' and '.', "
+        "with a DNS prefix and '/' before it if wanted: mend the key",
+    )
+
+
+def _own(what: str, kind: str, refused: str = "") -> dict[str, str]:
+    return cel(
+        f"self.all(k, !k.startsWith('{GROUP}/'){refused})",
+        f"spec.podTemplate.{what}: {kind} are set by the operator: remove them",
     )
 
 
@@ -230,21 +190,22 @@ class PodTemplate(ApiModel):
         default_factory=dict,
         max_length=32,
         description="More labels; `rollout.dev/*` and the operator's own are refused.",
-        json_schema_extra=_metadata_map(
-            "labels", f"{GROUP}/* and {', '.join(OPERATOR_LABELS)}", _REFUSED_LABELS
+        json_schema_extra=rules(
+            _keys("labels"),
+            _own("labels", f"{GROUP}/* and {', '.join(OPERATOR_LABELS)}", _REFUSED_LABELS),
         ),
     )
     annotations: Mapping[str, Annotated[str, Field(max_length=4096)]] = Field(
         default_factory=dict,
         max_length=32,
         description="More annotations; `rollout.dev/*` is refused.",
-        json_schema_extra=_metadata_map("annotations", f"{GROUP}/*", ""),
+        json_schema_extra=rules(_keys("annotations"), _own("annotations", f"{GROUP}/*")),
     )
     node_selector: Mapping[str, LabelValue] = Field(
         default_factory=dict,
         max_length=32,
         description="Labels that a node must have.",
-        json_schema_extra=ATOMIC_MAP,
+        json_schema_extra=rules(_keys("nodeSelector"), **ATOMIC_MAP),
     )
     tolerations: tuple[Toleration, ...] = Field(
         default=(), max_length=32, description="Tolerated taints.", json_schema_extra=ATOMIC_LIST

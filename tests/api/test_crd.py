@@ -158,6 +158,21 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"resources": {"requests": {"memory": "16 GB"}}},
         "spec.resources.requests.memory",
     ),
+    "request above the limit": (
+        {"resources": {"requests": {"memory": "2Gi"}, "limits": {"memory": "1500Mi"}}},
+        "spec.resources.requests must not exceed limits: lower the request or raise the limit",
+    ),
+    "request above the limit in whole numbers": (
+        {"resources": {"requests": {"cpu": 2}, "limits": {"cpu": "1500m"}}},
+        "spec.resources.requests must not exceed limits",
+    ),
+    "label key": (
+        template(labels={"a b": "c"}),
+        "spec.podTemplate.labels: a key is a name of at most 63 letters",
+    ),
+    "annotation key": (template(annotations={"x/y/z": "c"}), "spec.podTemplate.annotations: a key"),
+    "node label key": (template(nodeSelector={"-": "c"}), "spec.podTemplate.nodeSelector: a key"),
+    "label value": (template(labels={"a": "b c"}), "spec.podTemplate.labels.a"),
     "target without source": (
         {"weights": {"target": {"epoch": 1, "version": 1}}},
         "spec.weights.target.source: Required value",
@@ -325,7 +340,10 @@ FULL: dict[str, Any] = {
     },
     "parallelism": {"tensor": 8, "pipeline": 2, "data": 1, "nodes": 2},
     "accelerator": GPU,
-    "resources": {"requests": {"cpu": 2, "memory": "16Gi"}, "limits": {"rdma/hca": "1"}},
+    "resources": {
+        "requests": {"cpu": 2, "memory": "16Gi"},
+        "limits": {"cpu": "2500m", "rdma/hca": "1"},
+    },
     "weights": {
         "target": {"epoch": 1, "version": 7, "source": {"path": "steps/7"}},
         "volume": {"claim": {"name": "weights", "subPath": "run-1"}},
