@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import controlplane, debian, kwok, network, preflight, processes, tools
+from . import cgroups, controlplane, debian, kwok, network, preflight, processes, tools
 from .home import DEFAULT_NAME, ClusterError, clusters, images, say, step
 from .node import Node, nodes, now, remove_mount_point
 from .settings import Settings, state_folder
@@ -79,12 +80,15 @@ class Cluster:
         for node in nodes(settings) if settings else ():
             node.remove(delete_object=False)
         found = processes.sweep(state) > 0
+        for bridge in network.owned_bridges(state):
+            cgroups.remove(cgroups.named(f"{bridge}-node-*"))
         found |= network.release(state)
         found |= state.exists()
         shutil.rmtree(state, ignore_errors=True)
         if not network.bridges():
             remove_mount_point()
-        network.tidy()
+        if not cls.names():
+            network.tidy()
         return found
 
     @staticmethod
@@ -152,12 +156,19 @@ class Cluster:
         """Import an OCI archive into all living nodes, or into one."""
         if not archive.exists():
             raise ClusterError(f"{archive} does not exist: run `python3 hack/images.py` first")
-        for node in self.nodes if index is None else [Node(self.settings, index)]:
-            if node.init_pid() is not None:
-                node.load_image(archive)
+        chosen = self.nodes if index is None else [Node(self.settings, index)]
+        living = [node for node in chosen if node.init_pid() is not None]
+        with ThreadPoolExecutor() as pool:
+            for _ in pool.map(lambda node: node.load_image(archive), living):
+                pass
 
     def start_kwok(
-        self, stages: Sequence[Path] | None = None, nodes: int = 1, gpus: int = 0
+        self,
+        stages: Sequence[Path] | None = None,
+        nodes: int = 1,
+        gpus: int = 0,
+        *,
+        local: bool = False,
     ) -> None:
         """Add fake nodes `fake-<i>`, whose pods need no process.
 
@@ -165,8 +176,10 @@ class Cluster:
             stages: kwok Stage files for pods; None: kwok's fast ones (Ready at once).
             nodes: how many; each takes 1,000 pods.
             gpus: `nvidia.com/gpu` of each.
+            local: whether this machine answers at the pods' addresses (root): what listens here
+                on a pod's port is every pod's process. Otherwise nobody answers.
         """
-        kwok.start(self.settings, stages, nodes, gpus)
+        kwok.start(self.settings, stages, nodes, gpus, local=local)
 
     @classmethod
     def _running(cls, name: str, nodes: int) -> Cluster | None:
@@ -200,11 +213,13 @@ class Cluster:
         return cls(settings)
 
     def _launch(self, indices: Sequence[int], archives: Sequence[Path]) -> None:
-        if self.settings.slot is None and indices:
+        if not indices:
+            return
+        if self.settings.slot is None:
             raise ClusterError(f"cluster {self.name!r} has no network for nodes: start it with one")
         began = now()
         new = [Node(self.settings, index) for index in indices]
-        with step(f"{len(new)} nodes ready") if new else step("nodes"):
+        with step(f"{', '.join(node.name for node in new)} ready"):
             for node in new:
                 node.launch([images() / "pause.tar", *archives])
             for node in new:

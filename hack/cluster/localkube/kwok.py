@@ -19,14 +19,18 @@ _ANNOTATION = "kwok.x-k8s.io/node"
 _LEASE_SECONDS = 40
 
 
-def start(settings: Settings, stages: Sequence[Path] | None, nodes: int, gpus: int) -> None:
+def start(
+    settings: Settings, stages: Sequence[Path] | None, nodes: int, gpus: int, *, local: bool = False
+) -> None:
     """Start kwok and add `nodes` ready nodes; see `Cluster.start_kwok`.
 
     Raises:
         ClusterError: kwok did not stay up, or a node was not ready in time.
     """
-    # Nobody answers at a fake pod's address; what asks for it must not leave the machine.
+    # What asks for a fake pod's address must not leave the machine.
     network.keep_inside(settings.network)
+    if local:
+        network.deliver_here(settings.network)
     node_stages = module_folder(KWOK_MODULE) / "kustomize/stage/node"
     configs = [
         node_stages / "fast/node-initialize.yaml",

@@ -52,6 +52,20 @@ def keep_inside(network: Network) -> None:
             _ip("route", "add", *_unreachable(cidr), check=False)
 
 
+def deliver_here(network: Network) -> None:
+    """Let this machine answer at every address of kwok's pods, until `tidy` or `deliver_nowhere`.
+
+    Raises:
+        ClusterError: not root.
+    """
+    _ip("route", "replace", *_local(network))
+
+
+def deliver_nowhere(network: Network) -> None:
+    """Undo `deliver_here`; nothing happens if it was not called."""
+    _ip("route", "delete", *_local(network), check=False)
+
+
 def add_routes(network: Network, index: int) -> None:
     """Route a node's pods to it; services go through the first living node."""
     via = ("via", network.node(index), "dev", network.bridge, "onlink")
@@ -98,6 +112,7 @@ def tidy() -> None:
     for slot in Network.SLOTS:
         network = Network(slot)
         if network.bridge not in used:
+            deliver_nowhere(network)
             for cidr in (network.cidr, network.services):
                 _ip("route", "delete", *_unreachable(cidr), check=False)
 
@@ -111,6 +126,11 @@ def connect(network: Network, index: int, pid: int) -> None:
 
 def _unreachable(cidr: str) -> tuple[str, ...]:
     return ("unreachable", cidr, "metric", _METRIC, "protocol", _PROTOCOL)
+
+
+def _local(network: Network) -> tuple[str, ...]:
+    fake = ipaddress.ip_network(network.fake_pods, strict=False)
+    return ("local", str(fake), "dev", "lo", "protocol", _PROTOCOL)
 
 
 def _addresses() -> list[ipaddress.IPv4Address]:

@@ -1,0 +1,173 @@
+"""The API server as tests and benchmarks see it: objects over HTTP, and watches with a clock."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from localkube import Cluster
+
+Obj = dict[str, Any]
+MERGE = "application/merge-patch+json"
+POOLS = "/apis/rollout.dev/v1alpha1/namespaces/{}/rolloutreplicas"
+PODS = "/api/v1/namespaces/{}/pods"
+
+
+def connect(cluster: Cluster, *, timeout: float | None = 30.0) -> httpx.Client:
+    """Return a client of the API server as cluster-admin."""
+    keys = cluster.settings.pki
+    tls = ssl.create_default_context(cafile=str(keys / "ca.crt"))
+    tls.load_cert_chain(keys / "admin.crt", keys / "admin.key")
+    limits = httpx.Limits(max_connections=64, max_keepalive_connections=64)
+    return httpx.Client(
+        base_url=cluster.settings.server,
+        verify=tls,
+        timeout=timeout,
+        limits=limits,
+        trust_env=False,
+    )
+
+
+class Api:
+    """Requests that must succeed; close it, or use it as a context manager."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._client = connect(cluster)
+
+    def __enter__(self) -> Api:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def get(self, path: str, **params: str) -> Obj:
+        """Return an object or a list."""
+        return self._send("GET", path, params=params)
+
+    def items(self, path: str, selector: str = "") -> list[Obj]:
+        """Return a list's objects, from the API server's own cache."""
+        params = {"resourceVersion": "0"} | ({"labelSelector": selector} if selector else {})
+        found: list[Obj] = self._send("GET", path, params=params)["items"]
+        return found
+
+    def create(self, path: str, body: Obj) -> Obj:
+        """Create an object in a collection."""
+        return self._send("POST", path, body)
+
+    def patch(self, path: str, body: Obj) -> Obj:
+        """Merge `body` into an object."""
+        return self._send("PATCH", path, body, kind=MERGE)
+
+    def delete(self, path: str, **options: Any) -> None:
+        """Delete an object or a collection; gone already is success."""
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
+        self._send("DELETE", path, body, missing=True)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Obj | None = None,
+        *,
+        kind: str = "application/json",
+        params: dict[str, str] | None = None,
+        missing: bool = False,
+    ) -> Obj:
+        content = None if body is None else json.dumps(body)
+        headers = {"Content-Type": kind}
+        answer = self._client.request(method, path, content=content, headers=headers, params=params)
+        if not (answer.is_success or (missing and answer.status_code == 404)):
+            raise AssertionError(f"{method} {path}: {answer.status_code} {answer.text[:500]}")
+        found: Obj = answer.json()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A watch event; `at` is this process's monotonic time of its arrival."""
+
+    at: float
+    kind: str
+    obj: Obj
+
+
+class Watch:
+    """Follows a collection from now on, in a thread of its own; a context manager."""
+
+    def __init__(self, cluster: Cluster, path: str) -> None:
+        self._client = connect(cluster, timeout=None)
+        self._path = path
+        self._changed = threading.Condition()
+        self._events: list[Seen] = []
+        self._failure: BaseException | None = None
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"watch {path}")
+
+    def __enter__(self) -> Watch:
+        listed = self._client.get(self._path, params={"limit": "1"}).raise_for_status().json()
+        self._version = listed["metadata"]["resourceVersion"]
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending = True
+        # Ends the read that the thread waits in.
+        self._client.close()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        params = {"watch": "1", "resourceVersion": self._version}
+        try:
+            with self._client.stream("GET", self._path, params=params) as answer:
+                answer.raise_for_status()
+                for line in answer.iter_lines():
+                    self._take(json.loads(line))
+        except Exception as error:  # noqa: BLE001 - told to whoever waits
+            with self._changed:
+                self._failure = None if self._ending else error
+                self._changed.notify_all()
+
+    def _take(self, event: Obj) -> None:
+        with self._changed:
+            self._events.append(Seen(time.monotonic(), event["type"], event["object"]))
+            self._changed.notify_all()
+
+    def events(self, since: float = 0.0) -> list[Seen]:
+        """Return what was seen from monotonic time `since` on."""
+        with self._changed:
+            return [event for event in self._events if event.at >= since]
+
+    def first(
+        self, what: str, holds: Callable[[Seen], bool], since: float, seconds: float = 60.0
+    ) -> Seen:
+        """Return the first event since then for which `holds`; wait for it if need be."""
+        end = time.monotonic() + seconds
+        looked = 0
+        with self._changed:
+            while True:
+                for event in self._events[looked:]:
+                    if event.at >= since and holds(event):
+                        return event
+                looked = len(self._events)
+                if self._failure is not None:
+                    raise AssertionError(f"the watch of {self._path} ended") from self._failure
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise AssertionError(f"not seen within {seconds:g} s: {what}")
+                self._changed.wait(left)
+
+
+@contextlib.contextmanager
+def watching(cluster: Cluster, *paths: str) -> Iterator[tuple[Watch, ...]]:
+    """Follow several collections."""
+    with contextlib.ExitStack() as stack:
+        yield tuple(stack.enter_context(Watch(cluster, path)) for path in paths)

@@ -1,0 +1,276 @@
+"""A cluster for scale: a control plane, kwok's nodes, pods without processes, the real operator.
+
+The chart is installed with no replica, so CRD, rights and admission policy are the real ones; the
+operator runs on this machine as a process of its own, under the chart's service account, so that
+the API server's audit log shows everything it does. Control ports are answered by
+`hack/cluster/processless.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from apiclient import PODS, POOLS, Api, Obj
+from localkube import Cluster, network, processes
+from localkube.settings import free_ports
+
+ROOT = Path(__file__).parents[2]
+SYSTEM, ACCOUNT = "rollout-system", "rollout-operator"
+NAMESPACE = "scale"
+USER = f"system:serviceaccount:{SYSTEM}:{ACCOUNT}"
+WRITES = ("create", "update", "patch", "delete", "deletecollection")
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request of the operator, as the audit log has it."""
+
+    verb: str
+    resource: str
+    name: str
+    code: int
+
+    @property
+    def is_write(self) -> bool:
+        """Whether it changes an object; minting a token does not."""
+        return self.verb in WRITES and self.resource != "serviceaccounts/token"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the operator process has used: CPU seconds, resident bytes, at a monotonic time."""
+
+    cpu: float
+    resident: int
+    at: float
+
+
+class Lab:
+    """See the module; made by `scale_lab`."""
+
+    def __init__(self, cluster: Cluster, api: Api) -> None:
+        self.cluster = cluster
+        self.api = api
+        self.port = 0
+        self._log_at = 0
+
+    def start_operator(self, *flags: str, seconds: float = 30.0) -> None:
+        """Start the operator and wait until it has listed everything."""
+        self.port = free_ports(1)[0]
+        config = self.cluster.state / "operator.json"
+        config.write_text(json.dumps({"engines": {"hf": {"image": "localhost/none"}}}))
+        account = self.cluster.service_account_kubeconfig(SYSTEM, ACCOUNT)
+        command: list[str | Path] = [
+            sys.executable, "-m", "rollout_operator", "run", "--no-leader-elect",
+            "--config", config, "--http-host", "127.0.0.1", "--http-port", str(self.port),
+            "--service-account", ACCOUNT, "--lease-namespace", SYSTEM, *flags,
+        ]  # fmt: skip
+        environment = {"KUBECONFIG": str(account), "OMP_NUM_THREADS": "1"}
+        processes.spawn(self.cluster.state, "operator", command, environment)
+        end = time.monotonic() + seconds
+        while not self._is_ready():
+            processes.require_alive(self.cluster.state, "operator")
+            if time.monotonic() > end:
+                raise AssertionError(f"the operator is not ready after {seconds:g} s")
+            time.sleep(0.02)
+
+    def stop_operator(self) -> None:
+        """Kill it."""
+        processes.stop(self.cluster.state, "operator")
+
+    @property
+    def operator_pid(self) -> int:
+        """Process id of the running operator."""
+        process = processes.recorded(self.cluster.state, "operator")
+        assert process is not None, "the operator does not run"
+        return process.pid
+
+    def _is_ready(self) -> bool:
+        try:
+            url = f"http://127.0.0.1:{self.port}/readyz"
+            return httpx.get(url, timeout=5, trust_env=False).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def usage(self) -> Usage:
+        """What the operator has used so far."""
+        return usage_of(self.operator_pid)
+
+    def metrics(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """The operator's samples: name → label values → value."""
+        page = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=10, trust_env=False).text
+        found: dict[str, dict[tuple[str, ...], float]] = {}
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+        return found
+
+    def calls(self) -> list[Call]:
+        """The operator's requests since this was last asked; watches are left out."""
+        found = []
+        with self.cluster.audit_log.open() as log:
+            log.seek(self._log_at)
+            while (line := log.readline()).endswith("\n"):
+                self._log_at = log.tell()
+                event = json.loads(line)
+                if event["user"]["username"] == USER and event["verb"] != "watch":
+                    found.append(_call(event))
+        return found
+
+    def writes(self) -> list[Call]:
+        """Those of `calls` that changed something or tried to."""
+        return [call for call in self.calls() if call.is_write]
+
+    def counts(self) -> Counter[str]:
+        """How often each route of the control ports was asked."""
+        answer = httpx.get("http://127.0.0.1:8001/counts", timeout=5, trust_env=False)
+        return Counter(answer.json())
+
+    def create(self, *pools: Obj) -> None:
+        """Create RolloutReplicas."""
+        for pool in pools:
+            self.api.create(POOLS.format(NAMESPACE), pool)
+
+    def patch(self, name: str, **spec: Any) -> None:
+        """Merge these fields into a pool's spec."""
+        self.api.patch(f"{POOLS.format(NAMESPACE)}/{name}", {"spec": spec})
+
+    def pools(self) -> dict[str, Obj]:
+        """All pools by name."""
+        found = self.api.items(POOLS.format(NAMESPACE))
+        return {pool["metadata"]["name"]: pool for pool in found}
+
+    def pods(self, pool: str | None = None) -> list[Obj]:
+        """Pods of a pool, or of all."""
+        selector = f"rollout.dev/pool={pool}" if pool else ""
+        return self.api.items(PODS.format(NAMESPACE), selector)
+
+    def await_condition(self, kind: str, names: set[str], seconds: float) -> float:
+        """Wait until the condition is True for all of these pools; return the seconds it took."""
+        began = time.monotonic()
+        while True:
+            pools = self.pools()
+            missing = {name for name in names if not holds(pools.get(name), kind)}
+            took = time.monotonic() - began
+            if not missing:
+                return took
+            if took > seconds:
+                name = min(missing)
+                raise AssertionError(
+                    f"{len(missing)} of {len(names)} pools are not {kind} after {seconds:g} s, "
+                    f"for example {name}: {(pools.get(name) or {}).get('status')}"
+                )
+            time.sleep(0.1)
+
+    def await_silence(self, quiet: float, seconds: float) -> float:
+        """Wait until the operator has written nothing for `quiet` seconds.
+
+        Returns: how long it took until the last write, from now.
+        """
+        began = last = time.monotonic()
+        while time.monotonic() - last < quiet:
+            if self.writes():
+                last = time.monotonic()
+            if time.monotonic() - began > seconds:
+                raise AssertionError(f"the operator still writes after {seconds:g} s")
+            time.sleep(0.1)
+        return last - began
+
+
+def _call(event: Mapping[str, Any]) -> Call:
+    ref = event.get("objectRef", {})
+    parts = (ref.get("resource", ""), ref.get("subresource", ""))
+    code = event.get("responseStatus", {}).get("code", 0)
+    return Call(event["verb"], "/".join(filter(None, parts)), ref.get("name", ""), code)
+
+
+def usage_of(pid: int) -> Usage:
+    """CPU and memory of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    cpu = (int(fields[11]) + int(fields[12])) / TICKS
+    resident = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    return Usage(cpu, resident, time.monotonic())
+
+
+def holds(pool: Obj | None, kind: str) -> bool:
+    """Whether a condition is True for the pool's current generation."""
+    if pool is None:
+        return False
+    generation = pool["metadata"]["generation"]
+    return any(
+        c["type"] == kind and c["status"] == "True" and c.get("observedGeneration") == generation
+        for c in (pool.get("status") or {}).get("conditions", ())
+    )
+
+
+def processless_pool(name: str, **spec: Any) -> Obj:
+    """A pool for kwok's nodes; `nodeSelector` keeps it off nodes that nobody plays."""
+    body = {
+        "engine": {"type": "hf"},
+        "model": {"source": {"path": "/models/tiny"}},
+        "drainSeconds": 0,
+        "podTemplate": {"nodeSelector": {"kubernetes.io/hostname": "fake-1"}},
+    } | spec
+    return {
+        "apiVersion": "rollout.dev/v1alpha1",
+        "kind": "RolloutReplica",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": body,
+    }
+
+
+@contextmanager
+def scale_lab(name: str) -> Iterator[Lab]:
+    """Start the cluster with everything but the operator; remove it at the end.
+
+    Raises:
+        RuntimeError: not root (the pods' addresses are routed to this machine).
+    """
+    if os.geteuid() != 0:
+        raise RuntimeError("pods without processes need root: their addresses are routed here")
+    cluster = Cluster.start(name)
+    try:
+        _prepare(cluster)
+        with Api(cluster) as api:
+            yield Lab(cluster, api)
+    finally:
+        network.deliver_nowhere(cluster.settings.network)
+        if not os.environ.get("ROLLOUT_KEEP_CLUSTER"):
+            Cluster.remove(name)
+
+
+def _prepare(cluster: Cluster) -> None:
+    server: list[str | Path] = [sys.executable, ROOT / "hack/cluster/processless.py"]
+    processes.spawn(cluster.state, "processless", server)
+    cluster.start_kwok(local=True)
+    cluster.kubectl("create", "namespace", NAMESPACE)
+    cluster.helm(
+        "install", ACCOUNT, ROOT / "charts/rollout-operator", "--namespace", SYSTEM,
+        "--create-namespace", "--set", "replicaCount=0",
+        "--set", f"workers.namespaces={{{NAMESPACE}}}",
+    )  # fmt: skip
+    crd = "crd/rolloutreplicas.rollout.dev"
+    cluster.kubectl("wait", "--for=condition=Established", crd, "--timeout=30s")
+    end = time.monotonic() + 30
+    while True:
+        processes.require_alive(cluster.state, "processless")
+        try:
+            httpx.get("http://127.0.0.1:8001/counts", timeout=5, trust_env=False)
+            return
+        except httpx.TransportError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
