@@ -10,7 +10,8 @@ import pytest
 
 from localkube import Cluster, ClusterError
 from manifests import pool, text
-from rollout_operator.spec import RolloutReplicaSpec
+from rollout_operator.spec import RolloutReplicaSpec, parse_spec
+from rollout_worker.schemas import WeightsId
 
 NAMESPACE = "crd"
 GPU = {"resource": "nvidia.com/gpu"}
@@ -388,6 +389,7 @@ def test_takes_every_field(cluster: Cluster) -> None:
     kubectl(cluster, "create", "-f", "-", manifest=manifest)
     stored = json.loads(kubectl(cluster, "get", "rr", "full", "-o", "json"))
     assert stored["spec"] == manifest["spec"]
+    assert parse_spec(stored).target_id == WeightsId(epoch=1, version=7)
 
 
 def test_fills_in_what_people_must_see(cluster: Cluster) -> None:
