@@ -161,7 +161,8 @@ class WorkerControl:
     ) -> M:
         response = await self._send(method, path, body, timeout)
         try:
-            return answer.model_validate_json(response.content)
+            # A newer worker may say more than this client knows of.
+            return answer.model_validate_json(response.content, extra="ignore")
         except ValidationError as error:
             where = f"{method} {self._base_url}{path}"
             detail = f"{where} answered what is no {answer.__name__}: {error}"
