@@ -47,9 +47,9 @@ async def test_seeds_of_the_model_differ(tiny_models: TinyModels, reference_2: R
     assert second.token_ids == reference_2.greedy(PROMPT, 8)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 async def test_batched_equals_single(tiny_models: TinyModels, seed: int) -> None:
-    wanted = mixed(random.Random(seed), 24)
+    wanted = mixed(random.Random(seed), 16)
     async with serving(tiny_models.model(1), "--prefill-tokens", "64") as (engine, _):
         together = await run_all(engine, wanted)
         single = [await run(engine, each) for each in wanted]

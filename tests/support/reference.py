@@ -16,9 +16,11 @@ from rollout_worker.schemas import SamplingParams
 class Reference:
     """A model folder as transformers itself runs it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, attention: str = "sdpa") -> None:
         transformers.utils.logging.disable_progress_bar()
-        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(str(folder)).eval()
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            str(folder), attn_implementation=attention
+        ).eval()
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:

@@ -1,0 +1,107 @@
+"""Other architectures than Qwen2: heads of all kinds, sliding windows, learned positions, experts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engines import V1, request, run_all, serving, update
+from reference import Reference
+from rollout_worker.engine import EngineError, WeightsRejected
+from rollout_worker.schemas import WeightsSource
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+    "pad_token_id": 0,
+}
+GPT2 = {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+SLIDING = "gemma2, every other layer a window of 6"
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", COMMON),
+    "llama tied": ("LlamaConfig", {**COMMON, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", COMMON),
+    "mistral, window of 6": ("MistralConfig", {**COMMON, "sliding_window": 6}),
+    SLIDING: (
+        "Gemma2Config",
+        {**COMMON, "sliding_window": 6, "query_pre_attn_scalar": 8},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**COMMON, "sliding_window": 6, "query_pre_attn_scalar": 8, "num_hidden_layers": 6},
+    ),
+    "gpt2, learned positions": ("GPT2Config", {**GPT2, "bos_token_id": 0, "eos_token_id": 1}),
+    "phi3, fused projections": ("Phi3Config", COMMON),
+    "mixtral, experts": ("MixtralConfig", {**COMMON, "num_local_experts": 4}),
+}
+CONVERTED = {"mixtral, experts"}
+"""transformers fuses their tensors on loading."""
+
+
+def make(name: str, folder: Path, seed: int) -> Path:
+    """Save a random model, drawn wide so that outputs tell models apart."""
+    config_class, fields = MODELS[name]
+    config = getattr(transformers, config_class)(**fields)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [*((name, "sdpa") for name in MODELS), (SLIDING, "eager"), ("llama", "eager")],
+)
+async def test_batches_equal_transformers_own(tmp_path: Path, name: str, attention: str) -> None:
+    first, second = make(name, tmp_path / "1", 1), make(name, tmp_path / "2", 2)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(128) for _ in range(n)] for n in (1, 3, 9, 30, 31)]
+    wanted = [request(f"r{i}", prompt, max_tokens=20) for i, prompt in enumerate(prompts)]
+    flags = ("--attention", attention, "--prefill-tokens", "20")
+    async with serving(first, *flags) as (engine, _):
+        outputs = await run_all(engine, wanted)
+        judge = Reference(first, attention)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.token_ids == judge.greedy(prompt, 20)
+            assert output.logprobs == pytest.approx(
+                judge.raw_logprobs(prompt, output.token_ids), abs=1e-4
+            )
+        if name in CONVERTED:
+            with pytest.raises(WeightsRejected, match="converts this model"):
+                await engine.stage(V1, WeightsSource(path=str(second)), lambda *_: None)
+            return
+        await update(engine, second)
+        updated = await run_all(engine, wanted)
+    judge = Reference(second, attention)
+    for prompt, output in zip(prompts, updated, strict=True):
+        assert output.token_ids == judge.greedy(prompt, 20)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("T5Config", "no causal language model"),
+        ("MambaConfig", "no cache"),
+        ("Qwen3NextConfig", "no cache for layers of the kind linear_attention"),
+    ],
+)
+async def test_models_without_rows_are_refused(tmp_path: Path, config: str, words: str) -> None:
+    getattr(transformers, config)().save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=words):
+        async with serving(tmp_path):
+            pass
