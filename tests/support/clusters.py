@@ -1,9 +1,7 @@
 """Clusters for tests: session fixtures wrap these context managers.
 
-@pytest.fixture(scope="session")
-def api_server() -> Iterator[Cluster]:
-    with control_plane("api") as cluster:
-        yield cluster
+`with control_plane("api") as cluster:` is a real API server of this test run only.
+`ROLLOUT_KEEP_CLUSTER=1` leaves clusters up after the tests, for a look.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ its version, flags and sources. An interrupted build goes on where it was, as Go
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -13,7 +14,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +58,8 @@ class Component:
 
     def stamp(self) -> str:
         """Hash of everything it is made of."""
-        digest = hashlib.sha256(" ".join([*self.command, preflight.GO_RELEASE]).encode())
+        made_of = (self.package, self.link_flags, self.tags, preflight.GO_RELEASE)
+        digest = hashlib.sha256(" ".join(made_of).encode())
         for path in sorted(self.folder.iterdir()) if self.folder else ():
             digest.update(path.read_bytes())
         return digest.hexdigest()
@@ -104,6 +107,11 @@ def build(names: Sequence[str] = ()) -> None:
     if unknown:
         raise ClusterError(f"unknown component {unknown[0]!r}: one of {', '.join(known)}")
     preflight.writable_cache()
+    with _lock():
+        _build(known, names)
+
+
+def _build(known: Mapping[str, Component], names: Sequence[str]) -> None:
     wanted = [known[name] for name in names] or list(COMPONENTS)
     outdated = [component for component in wanted if not component.is_current()]
     if outdated:
@@ -118,6 +126,18 @@ def build(names: Sequence[str] = ()) -> None:
         _pack_pause()
     if not names:
         debian.unpack_prometheus()
+
+
+@contextmanager
+def _lock() -> Iterator[None]:
+    """Let one build at a time use the cache; a second one waits for its result."""
+    with (cache() / "build.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("  waiting for another build of this cache")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def module_folder(module: str) -> Path:

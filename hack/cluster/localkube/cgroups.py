@@ -60,6 +60,11 @@ def make(name: str) -> dict[str, list[str]]:
     return {"folders": folders, "mounts": mounts}
 
 
+def named(pattern: str) -> list[str]:
+    """Return the cgroups of all hierarchies whose name matches, outermost only."""
+    return [str(path) for each in hierarchies() for path in each.mount_point.rglob(pattern)]
+
+
 def remove(folders: list[str], seconds: float = 10) -> None:
     """Remove these cgroups and those below them, once their processes have ended.
 

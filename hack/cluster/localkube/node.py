@@ -17,7 +17,7 @@ from typing import Any
 from . import cgroups, network, node_files, pki, processes
 from .apiserver import ApiServer
 from .home import ClusterError, binaries
-from .settings import Settings
+from .settings import DNS_ADDRESS, Settings
 
 READY_SECONDS = 90
 _INIT = Path(__file__).with_name("node_init.py")
@@ -182,9 +182,9 @@ class Node:
             "binaries": str(binaries()),
             "address": addresses.node(self.index),
             "host": addresses.host,
-            "dns": addresses.service_dns,
+            "dns": DNS_ADDRESS,
             "others": {addresses.node(i): addresses.node_pods(i) for i in others},
-            "cgroups": cgroups.make(f"rollout-{self._settings.name}-{self.name}"),
+            "cgroups": cgroups.make(f"{addresses.bridge}-{self.name}"),
             "binds": {
                 f"{self.folder}/kubelet": str(KUBELET_FOLDER),
                 f"{self.folder}/log": "/var/log",

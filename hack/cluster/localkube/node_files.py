@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from .settings import Settings
+from .settings import DNS_ADDRESS, Settings
 
 ETC = "/run/node"
 """Where a node sees its own configuration."""
@@ -57,10 +57,10 @@ def files(settings: Settings, index: int) -> dict[str, str]:
     network = settings.network
     return {
         "containerd.toml": _CONTAINERD,
-        "Corefile": _COREFILE.format(address=network.service_dns, etc=ETC),
-        "resolv.conf": f"nameserver {network.service_dns}\n",
+        "Corefile": _COREFILE.format(address=DNS_ADDRESS, etc=ETC),
+        "resolv.conf": f"nameserver {DNS_ADDRESS}\n",
         "cni/10-pods.conflist": json.dumps(_pod_network(network.node_pods(index))),
-        "kubelet.yaml": json.dumps(_kubelet(network.node(index), network.service_dns)),
+        "kubelet.yaml": json.dumps(_kubelet(network.node(index), DNS_ADDRESS)),
         "kube-proxy.yaml": json.dumps(_proxy(settings, index)),
     }
 

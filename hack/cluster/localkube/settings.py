@@ -13,6 +13,11 @@ from .home import ClusterError, clusters
 
 LOOPBACK = "127.0.0.1"
 
+DNS_ADDRESS = "169.254.20.10"
+"""Where pods find the cluster's DNS: on their own node, as with Kubernetes' NodeLocal DNSCache.
+
+Not a ClusterIP: kube-proxy drops what a node itself sends to one without a Service."""
+
 # Below the kernel's ephemeral range (32768 and up), where outgoing connections take ports.
 _PORTS = range(20000, 32000)
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
@@ -68,11 +73,6 @@ class Network:
     def service_api(self) -> str:
         """ClusterIP of the Service `kubernetes`."""
         return f"10.{96 + self.slot}.0.1"
-
-    @property
-    def service_dns(self) -> str:
-        """Where pods find the cluster's DNS."""
-        return f"10.{96 + self.slot}.0.10"
 
     def node(self, index: int) -> str:
         """Address of the node with this index (1 and up)."""
