@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_one_slot_higher_supersedes_lower_is_refused(worker: InProcess, v2: Path
     worker.commit(1, 6)
     assert refused(worker.post("weights/stage", **body(1, 5, v2))) == "version-regressed"
     assert refused(worker.post("weights/commit", epoch=1, version=5)) == "version-regressed"
-    assert refused(worker.post("weights/commit", epoch=0, version=7)) == "version-regressed"
+    assert refused(worker.post("weights/commit", epoch=0, version=7)) == "stale-epoch"
     assert refused(worker.post("weights/commit", epoch=1, version=7)) == "not-staged"
 
 
@@ -115,7 +116,7 @@ def test_a_commit_repeated_answers_the_same(worker: InProcess, v2: Path) -> None
 
 def test_concurrent_commits_flip_once(worker: InProcess, v2: Path) -> None:
     worker.stage(1, 1, v2)
-    calls = [worker.in_background(lambda: worker.commit(1, 1)) for _ in range(8)]
+    calls = [worker.in_background(lambda: worker.commit(1, 1)) for _ in range(6)]
     answers = [call.result(30) for call in calls]
     assert all(answer == answers[0] for answer in answers)
     assert answers[0]["commit_seq"] == 1
@@ -252,10 +253,10 @@ def test_a_running_request_ends_by_itself(
     counts: tuple[int, int, int],
 ) -> None:
     worker.stage(1, 1, v2)
-    running = worker.long(sampling={"max_tokens": 400, "ignore_eos": True})
+    running = worker.long(sampling={"max_tokens": 120, "ignore_eos": True})
     done = worker.commit(1, 1, **policy)
     output = finished(running)
-    assert (output["stop_reason"], len(output["token_ids"])) == ("length", 400)
+    assert (output["stop_reason"], len(output["token_ids"])) == ("length", 120)
     assert made_by(output) == spans
     assert (done["finished"], done["aborted"], done["kept"]) == counts
     assert 0 <= done["pause_seconds"] < 1
@@ -278,7 +279,7 @@ def test_a_running_request_is_aborted(worker: InProcess, v2: Path, policy: dict[
 
 def test_a_drain_past_its_deadline_may_keep(worker: InProcess, v2: Path) -> None:
     worker.stage(1, 1, v2)
-    running = worker.long(sampling={"max_tokens": 600, "ignore_eos": True})
+    running = worker.long(sampling={"max_tokens": 150, "ignore_eos": True})
     done = worker.commit(1, 1, in_flight="Drain", deadline_seconds=0.1, on_deadline="Keep")
     assert done["kept"] == 1
     assert made_by(finished(running)) == [(0, False), (1, True)]
@@ -288,7 +289,7 @@ def test_a_drain_past_its_deadline_may_keep(worker: InProcess, v2: Path) -> None
 def test_an_exact_version_never_spans(worker: InProcess, v2: Path, policy: str) -> None:
     worker.stage(1, 1, v2)
     exact = worker.long("exact", exact_version=0)
-    free = worker.long("free", sampling={"max_tokens": 600, "ignore_eos": True})
+    free = worker.long("free", sampling={"max_tokens": 150, "ignore_eos": True})
     done = worker.commit(1, 1, in_flight=policy)
     output = finished(exact)
     assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "weights")
@@ -310,7 +311,7 @@ def test_who_waits_runs_on_the_new_weights(tiny_models: TinyModels, v2: Path, po
     one_at_a_time = ("--engine-arg=--max-batch-size", "--engine-arg=1")
     with in_process(tiny_models.model(1), *one_at_a_time) as worker:
         worker.stage(1, 1, v2)
-        running = worker.long(sampling={"max_tokens": 300, "ignore_eos": True})
+        running = worker.long(sampling={"max_tokens": 120, "ignore_eos": True})
         waiting = worker.in_background(lambda: worker.sample(5))
         until_sync(lambda: worker.state()["queued"] == 1, what="the second to wait")
         worker.commit(1, 1, in_flight=policy, deadline_seconds=60)
@@ -328,21 +329,20 @@ def test_commits_under_load_label_every_token(
     def client(number: int) -> list[dict[str, Any]]:
         outputs = []
         while not stop:
-            sampling = {"max_tokens": 10 + number, "ignore_eos": True, "temperature": 0}
+            sampling = {"max_tokens": 8 + number, "ignore_eos": True, "temperature": 0}
             outputs.append(worker.generate(sampling=sampling).json()["outputs"][0])
         return outputs
 
-    alone = {0: worker.sample(20)["token_ids"]}
-    clients = [worker.in_background(lambda n=n: client(n)) for n in range(8)]
+    alone = {0: worker.sample(16)["token_ids"]}
+    clients = [worker.in_background(partial(client, n)) for n in range(6)]
     for version, path in ((1, v2), (2, v3), (3, v2), (4, v3)):
         done = worker.update(1, version, path, in_flight=policy, deadline_seconds=20)
         assert done["active"]["version"] == version
         assert done["pause_seconds"] < 2
-        until_sync(lambda seen=worker.state()["weights"]["commit_seq"]: seen == version)
-        alone[version] = worker.sample(20)["token_ids"]
+        alone[version] = worker.sample(16)["token_ids"]
     stop = True
     outputs = [output for each in clients for output in each.result(60)]
-    assert len(outputs) > 8
+    assert len(outputs) >= 6
     mixed = 0
     for output in outputs:
         versions = [version for version, _ in made_by(output)]
