@@ -85,12 +85,15 @@ def head_selector(pool: str) -> str:
 
 
 def controller_reference(name: str, uid: str) -> dict[str, object]:
-    """Owner reference of every child: the garbage collector removes it with its object."""
+    """Owner reference of every child: the garbage collector removes it with its object.
+
+    Without `blockOwnerDeletion`: clusters that enforce it (OpenShift) would demand a right on the
+    object's finalizers, and nothing here waits for a foreground deletion.
+    """
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
         "name": name,
         "uid": uid,
         "controller": True,
-        "blockOwnerDeletion": True,
     }

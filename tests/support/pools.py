@@ -16,7 +16,7 @@ import httpx
 from localkube import Cluster
 
 PROMPT = [5, 6, 7, 8, 9, 100, 200, 300]
-START_SECONDS = 90.0
+START_SECONDS = 180.0
 """A worker imports torch and loads its model on a busy core."""
 
 

@@ -1,0 +1,277 @@
+"""A pool's life on a real cluster: made, scaled, killed, rolled, suspended, deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import rollout_local
+from localkube import Cluster
+from pools import START_SECONDS, Pool, eventually, manifest
+
+MakePool = Callable[..., Pool]
+
+
+@pytest.fixture(scope="module")
+def life(cluster: Cluster) -> Iterator[Pool]:
+    """One pool that several tests change and leave serving."""
+    pool = Pool(cluster, "pools", "life").apply(replicas=2)
+    pool.wait("Ready")
+    yield pool
+    pool.delete()
+
+
+def operator_pids(cluster: Cluster) -> list[int]:
+    """Processes of the operator's pods, as this machine numbers them."""
+    text = cluster.kubectl("-n", rollout_local.SYSTEM, "get", "pods", "-o", "json")
+    uids = [pod["metadata"]["uid"].replace("-", "") for pod in json.loads(text)["items"]]
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            group = (entry / "cgroup").read_text().replace("-", "").replace("_", "")
+            words = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"rollout-operator" in words and any(uid in group for uid in uids):
+            found.append(int(entry.name))
+    return found
+
+
+def scale_operator(cluster: Cluster, replicas: int) -> None:
+    words = ("-n", rollout_local.SYSTEM, "scale", "deployment/rollout-operator")
+    cluster.kubectl(*words, f"--replicas={replicas}")
+    if replicas:
+        cluster.kubectl(
+            "-n", rollout_local.SYSTEM, "rollout", "status", "deployment/rollout-operator",
+            "--timeout=60s",
+        )  # fmt: skip
+    else:
+        eventually("the operator is gone", lambda: not operator_pids(cluster), 60)
+
+
+def test_children_are_the_contract(life: Pool) -> None:
+    names = sorted(pod["metadata"]["name"] for pod in life.pods())
+    assert names == ["life-0-0", "life-1-0"]
+    status = life.status()
+    assert status["replicas"] == status["readyReplicas"] == status["updatedReplicas"] == 2
+    assert status["selector"] == "rollout.dev/pool=life,rollout.dev/role=head"
+    assert {m["name"] for m in status["members"]} == set(names)
+    eventually("both are endpoints", lambda: len(life.endpoints()) == 2)
+    answer = life.generate()
+    assert life.identities(answer) == [(0, 0)]
+    looked_up = life.kubectl(
+        "exec", "life-0-0", "--", "python3", "-c",
+        "import socket; print(socket.gethostbyname('life-1-0.life-heads'))",
+    ).strip()  # fmt: skip
+    assert looked_up == life.pod(1)["status"]["podIP"]
+
+
+def test_a_person_sees_what_matters(life: Pool) -> None:
+    header, row = life.kubectl("get", "rr", "life", "-o", "wide").strip().splitlines()
+    assert header.split()[1:8] == ["MODE", "ENGINE", "DESIRED", "READY", "WEIGHTS", "PHASE", "AGE"]
+    assert row.split()[1:7] == ["Standalone", "hf", "2", "2", "0", "Ready"]
+    described = life.kubectl("describe", "rr", "life")
+    assert "2 of 2 replicas serve" in described
+    assert "Ready" in described.partition("Events:")[2]
+
+
+def test_kubectl_scale_up_and_down(life: Pool) -> None:
+    life.kubectl("scale", "rr", "life", "--replicas=3")
+    life.wait("Ready")
+    assert len(life.pods()) == 3
+    life.kubectl("scale", "rr", "life", "--replicas=1")
+    eventually("one pod is left", lambda: len(life.pods()) == 1, 40)
+    life.wait("Ready")
+    assert life.pods()[0]["metadata"]["name"] == "life-0-0"
+    assert life.status()["replicas"] == 1
+
+
+def test_a_killed_worker_is_replaced_with_the_committed_weights(life: Pool) -> None:
+    life.target(1, 1, "/rollout/weights/1")
+    life.wait("WeightsSynced")
+    before = life.generate()["outputs"][0]["token_ids"]
+    uid = life.pod()["metadata"]["uid"]
+    life.kill()
+    eventually("a new pod", lambda: life.pods() and life.pods()[0]["metadata"]["uid"] != uid)
+    life.wait("Ready")
+    answer = life.generate()
+    assert life.identities(answer) == [(1, 1)], "it served nothing below what is committed"
+    assert answer["outputs"][0]["token_ids"] == before
+    assert life.status()["restarts"] == 1
+    assert "137" in json.dumps(life.status()["lastErrors"])
+
+
+def test_a_change_of_the_template_rolls_one_at_a_time(life: Pool) -> None:
+    life.kubectl("scale", "rr", "life", "--replicas=2")
+    life.wait("Ready")
+    first = {pod["metadata"]["uid"] for pod in life.pods()}
+    life.patch(podTemplate={"labels": {"team": "blue"}})
+    least, end = 2, time.monotonic() + 2 * START_SECONDS
+    while {pod["metadata"]["uid"] for pod in life.pods()} & first or life.condition("Ready")[
+        0
+    ] != "True":
+        least = min(least, len(life.endpoints()))
+        assert time.monotonic() < end, life.status()
+        time.sleep(0.2)
+    assert least == 1, "one of two served all the time"
+    assert all(pod["metadata"]["labels"]["team"] == "blue" for pod in life.pods())
+
+
+def test_an_upgrade_of_the_operator_rolls_nothing(cluster: Cluster, life: Pool) -> None:
+    before = {pod["metadata"]["uid"] for pod in life.pods()}
+    generation = life.get()["metadata"]["resourceVersion"]
+    engines = {"hf": {"image": "localhost/another-image:1", "podTemplate": {"labels": {"x": "y"}}}}
+    rollout_local.install(cluster, engines=engines)
+    time.sleep(5)
+    assert {pod["metadata"]["uid"] for pod in life.pods()} == before
+    assert life.get()["metadata"]["resourceVersion"] == generation, "nothing was written either"
+    rollout_local.install(cluster)
+
+
+def test_reconcile_paused(life: Pool) -> None:
+    life.kubectl("annotate", "rr", "life", "rollout.dev/reconcile-paused=true")
+    eventually("it says so", lambda: "reconcile-paused" in life.status()["message"])
+    life.kubectl("scale", "rr", "life", "--replicas=1")
+    time.sleep(3)
+    assert len(life.pods()) == 2
+    life.kubectl("annotate", "rr", "life", "rollout.dev/reconcile-paused-")
+    eventually("it goes on", lambda: len(life.pods()) == 1, 40)
+
+
+def test_a_taken_name_is_reported_and_not_adopted(cluster: Cluster, pool: MakePool) -> None:
+    stranger = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "taken"},
+        "spec": {"ports": [{"port": 1}], "selector": {"app": "strange"}},
+    }
+    cluster.kubectl("-n", "pools", "apply", "-f", "-", input=json.dumps(stranger))
+    made = pool("taken", replicas=0)
+    eventually("NameConflict", lambda: made.condition("Degraded") == ("True", "NameConflict"))
+    kept = json.loads(made.kubectl("get", "service", "taken", "-o", "json"))
+    assert kept["spec"]["selector"] == {"app": "strange"}
+    assert "ownerReferences" not in kept["metadata"]
+    made.kubectl("delete", "service", "taken")
+    eventually("it makes its own", lambda: made.condition("Degraded")[0] == "False", 40)
+
+
+def test_a_taken_pod_name_is_reported(cluster: Cluster, pool: MakePool) -> None:
+    stranger = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "squatter-0-0"},
+        "spec": {
+            "terminationGracePeriodSeconds": 0,
+            "containers": [{"name": "c", "image": "localhost/pause:1"}],
+        },
+    }
+    cluster.kubectl("-n", "pools", "apply", "-f", "-", input=json.dumps(stranger))
+    made = pool("squatter", replicas=1)
+    eventually("NameConflict", lambda: made.condition("Degraded") == ("True", "NameConflict"))
+    assert "squatter-0-0" in made.status()["message"]
+    made.kubectl("delete", "pod", "squatter-0-0", "--wait=false")
+    eventually("its own pod", lambda: made.pods(), 40)
+
+
+def test_a_changed_service_is_mended(life: Pool) -> None:
+    life.kubectl(
+        "patch", "service", "life", "--type=merge", "-p", '{"spec": {"selector": {"a": "b"}}}'
+    )
+
+    def mended() -> bool:
+        service = json.loads(life.kubectl("get", "service", "life", "-o", "json"))
+        wanted = {"rollout.dev/pool": "life", "rollout.dev/role": "head"}
+        return bool(service["spec"]["selector"] == wanted)
+
+    eventually("the selector is back", mended)
+
+
+def test_suspend_removes_the_pods_and_keeps_the_rest(life: Pool) -> None:
+    life.patch(suspend=True)
+    life.wait("Suspended")
+    assert life.pods() == []
+    assert "service/life" in life.left()
+    assert life.status()["phase"] == "Suspended"
+    life.patch(suspend=False)
+    life.wait("Ready")
+    assert life.identities(life.generate()) == [(1, 1)]
+
+
+def test_the_operator_is_killed_and_nothing_happens_to_the_pool(
+    cluster: Cluster, life: Pool
+) -> None:
+    version = life.get()["metadata"]["resourceVersion"]
+    for pid in operator_pids(cluster):
+        os.kill(pid, signal.SIGKILL)
+    assert life.generate()
+    life.patch(state="Paused")
+    eventually("a new leader acts", lambda: life.status()["phase"] == "Paused", 60)
+    assert life.get()["metadata"]["resourceVersion"] != version
+    life.patch(state="Active")
+    life.wait("Ready")
+
+
+def test_deleted_while_the_operator_is_down(cluster: Cluster, pool: MakePool) -> None:
+    made = pool("orphan", replicas=1)
+    eventually("it has a pod", lambda: made.pods(), 30)
+    scale_operator(cluster, 0)
+    try:
+        made.delete()
+        assert made.left() == ""
+    finally:
+        scale_operator(cluster, 2)
+
+
+def test_a_lost_node_costs_a_replacement(cluster: Cluster, pool: MakePool) -> None:
+    """Kill -9 of a whole node: its pod stays Terminating, is forced away and made elsewhere."""
+    spread = {
+        "podTemplate": {
+            "nodeSelector": {},
+            "tolerations": [
+                {
+                    "key": f"node.kubernetes.io/{word}",
+                    "operator": "Exists",
+                    "effect": "NoExecute",
+                    "tolerationSeconds": 1,
+                }
+                for word in ("not-ready", "unreachable")
+            ],
+        }
+    }
+    cluster.kubectl("cordon", "node-1")
+    try:
+        made = pool("lost", replicas=1, drainSeconds=0, **spread)
+        made.wait("Ready")
+        assert made.pod()["spec"]["nodeName"] == "node-2"
+        uid = made.pod()["metadata"]["uid"]
+        cluster.kubectl("uncordon", "node-1")
+        # The operator may live on that node, too: then the standby takes over first.
+        cluster.node_crash(2)
+        eventually(
+            "the pod is made anew on the other node",
+            lambda: made.pods() and made.pods()[0]["metadata"]["uid"] != uid,
+            150,
+            every=1,
+        )
+        made.wait("Ready")
+        assert made.pod()["spec"]["nodeName"] == "node-1"
+        assert made.generate()
+    finally:
+        cluster.kubectl("uncordon", "node-1")
+        cluster.node_add(2)
+
+
+def test_a_strange_field_is_refused_by_kubectl(cluster: Cluster) -> None:
+    body = manifest("odd", replicaz=3)
+    answer = cluster.kubectl(
+        "-n", "pools", "apply", "--dry-run=server", "-f", "-", input=json.dumps(body), check=False
+    )
+    assert "replicaz" in answer
