@@ -8,7 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from engines import (
 )
 from reference import Reference
 from rollout_worker.engine import Engine, EngineError, WeightsRejected
+from rollout_worker.engines.hf.engine import HfEngine
 from rollout_worker.schemas import Checkpoint, WeightsSource
 from tinymodels import TinyModels
 
@@ -406,6 +407,85 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int
     tiny.make_weights(folder, 1, tiny.Shape(vocab=16384, hidden=512, intermediate=2048, layers=6))
     yield folder, (folder / "model.safetensors").stat().st_size
     shutil.rmtree(folder)
+
+
+async def test_a_lost_spill_is_made_up_for_by_the_source(
+    tiny_models: TinyModels, reference: Reference, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        await engine.pause()
+        await engine.sleep(1, ["weights"])
+        parts = cast("HfEngine", engine)._parts
+        assert parts is not None
+        spill = parts.versions._memory._spill
+        assert spill is not None
+        os.truncate(spill._file.fileno(), 1000)
+        await engine.wake(["weights"], CHECKPOINT_SOURCE)
+        await engine.resume()
+        assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
+    assert "it ends early" in caplog.text
+
+
+async def test_weights_that_are_no_numbers_abort_and_leave_no_trace(
+    tiny_models: TinyModels, reference_2: Reference, tmp_path: Path
+) -> None:
+    tensors = load_file(tiny_models.weights(2) / "model.safetensors")
+    save_file(
+        {n: torch.full_like(t, torch.nan) for n, t in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
+    async with serving(tiny_models.model(1)) as (engine, _):
+        outputs = [Output() for _ in range(3)]
+        tasks = [
+            asyncio.create_task(follow(engine, request(f"r{i}", max_tokens=500), output))
+            for i, output in enumerate(outputs)
+        ]
+        await asyncio.gather(*(reaches(output, 4) for output in outputs))
+        await update(engine, tmp_path, V1)
+        await asyncio.gather(*tasks)
+        broken = await run(engine, request("broken"))
+        await update(engine, tiny_models.weights(2), V2)
+        after = await asyncio.gather(*(run(engine, request(f"a{i}")) for i in range(5)))
+    for output in (*outputs, broken):
+        assert (output.stop_reason, output.abort_reason) == ("aborted", "engine")
+        assert set(output.versions) <= {(0, False)}
+    assert [output.token_ids for output in after] == [reference_2.greedy(PROMPT, 8)] * 5
+
+
+async def test_a_cancelled_sleep_leaves_the_weights_serving(
+    tiny_models: TinyModels, reference: Reference
+) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        await engine.pause()
+        for level in (1, 2, 1):
+            asleep = asyncio.create_task(engine.sleep(level, ["weights", "kv_cache"]))
+            await asyncio.sleep(0.001 * level)
+            await cancelled(asleep)
+            awake = asyncio.create_task(engine.wake(["weights", "kv_cache"], CHECKPOINT_SOURCE))
+            await asyncio.sleep(0.001)
+            await cancelled(awake)
+        await engine.wake(["weights", "kv_cache"], CHECKPOINT_SOURCE)
+        await engine.resume()
+        assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
+
+
+async def test_of_many_stages_at_once_one_stands(tiny_models: TinyModels) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        brakes = [Brake() for _ in range(4)]
+        tasks = [
+            asyncio.create_task(engine.stage(V1, source(tiny_models.weights(2 + i % 2)), brake))
+            for i, brake in enumerate(brakes)
+        ]
+        await asyncio.sleep(0.05)
+        for brake in brakes:
+            brake.go.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        staged = [result for result in results if not isinstance(result, BaseException)]
+        assert len(staged) == 1
+        held = engine.stats().resident_bytes["weights"]
+        await engine.commit(V1, "keep")
+    assert all(isinstance(r, WeightsRejected) for r in results if isinstance(r, BaseException))
+    assert held == 2 * staged[0].bytes_total
 
 
 def resident_memory() -> int:

@@ -38,11 +38,12 @@ class Buffers:
 
     Each is turned into its compute dtype and moved to the device as soon as it is complete, so that
     reading another dtype costs one tensor more, not a second model. `dtype`: one for all floating
-    tensors, or one for each name, and then others are read for their hash alone.
+    tensors, None to leave them as they are, or one for each name, and then others are read for
+    their hash alone.
     """
 
     def __init__(
-        self, dtype: torch.dtype | Mapping[str, torch.dtype], device: torch.device
+        self, dtype: torch.dtype | Mapping[str, torch.dtype] | None, device: torch.device
     ) -> None:
         self._dtype = dtype
         self._device = device
@@ -77,6 +78,8 @@ class Buffers:
         tensor = raw.view(DTYPES[entry.spec.dtype]).reshape(entry.spec.shape)
         if isinstance(self._dtype, Mapping):
             dtype = self._dtype[entry.name]
+        elif self._dtype is None or not tensor.is_floating_point():
+            dtype = tensor.dtype
         else:
-            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+            dtype = self._dtype
         self._tensors[entry.name] = tensor.to(self._device, dtype)

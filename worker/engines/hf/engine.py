@@ -60,6 +60,9 @@ T = TypeVar("T")
 DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""
 
+PREFILL_TOKENS = {"cpu": 256, "cuda": 4096}
+"""What keeps the device busy and a step of a fitting model within seconds."""
+
 STOP_SECONDS = 30.0
 """How long `stop` waits for the step that runs."""
 
@@ -96,7 +99,7 @@ class HfEngine:
         self._give_up = threading.Event()
         self._ended: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.capabilities = _capabilities(stop_strings=True)
+        self.capabilities = _capabilities(stop_strings=True, reloads=True)
 
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
         """See `Engine.start`."""
@@ -117,7 +120,9 @@ class HfEngine:
             raise EngineError("the engine was stopped while it loaded") from None
         self._parts = self._assemble(loaded)
         self._parts.thread.start()
-        self.capabilities = _capabilities(stop_strings=loaded.tokenizer is not None)
+        self.capabilities = _capabilities(
+            stop_strings=loaded.tokenizer is not None, reloads=bool(loaded.targets)
+        )
         logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
         return EngineInfo(
             engine="hf",
@@ -139,7 +144,7 @@ class HfEngine:
             self._deliver,
             max_rows=self._settings.max_batch_size,
             max_tokens=max_tokens,
-            prefill_tokens=self._settings.prefill_tokens,
+            prefill_tokens=self._settings.prefill_tokens or PREFILL_TOKENS[loaded.device],
         )
         thread = StepThread(core, self._on_crash)
         versions = Versions(
@@ -337,14 +342,14 @@ def _hand_over(deliveries: list[Delivery]) -> None:
         sequence.sink(delta)
 
 
-def _capabilities(*, stop_strings: bool) -> Capabilities:
+def _capabilities(*, stop_strings: bool, reloads: bool) -> Capabilities:
     return Capabilities(
         logprobs=("sampling", "raw"),
         seed=True,
         priority=True,
         stop_strings=stop_strings,
         in_flight=("Drain", "Abort", "Keep", "Recompute"),
-        sleep_levels=(1, 2),
+        sleep_levels=(1, 2) if reloads else (1,),
         memory_release=True,
         prefix_cache=False,
         cache_salt=False,

@@ -44,6 +44,11 @@ class Loaded:
     max_length: int
     vocab_size: int
 
+    @property
+    def device(self) -> str:
+        """Kind of the device: cpu or cuda."""
+        return str(self.model.device.type)
+
 
 def load(
     options: EngineOptions,
@@ -66,7 +71,13 @@ def load(
         fraction = done / total if total else 1.0
         report(Progress(message=f"loading weights {fraction:.0%}", fraction=fraction))
 
-    buffers = Buffers(dtype, torch.device("cpu"))
+    # What a model keeps in float32 whatever the dtype must not be rounded on the way.
+    model_class = _model_class(config)
+    precise = any(
+        getattr(model_class, name, None)
+        for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    )
+    buffers = Buffers(None if precise else dtype, torch.device("cpu"))
     everything = weights.Layout({e.name: e.spec for e in source.entries}, {}, {})
     root = weights.read(source, everything, buffers.allocate, advance, cancelled)
     tensors = buffers.finish()
@@ -132,10 +143,14 @@ def _device(options: EngineOptions) -> torch.device:
     return torch.device(auto if options.device == "auto" else options.device)
 
 
+def _model_class(config: Any) -> Any:
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
 def _build(config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, settings: Settings) -> Any:
     """Make the model around the tensors; it takes them as they are, without a copy."""
     transformers.utils.logging.disable_progress_bar()
-    model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+    model, info = _model_class(config).from_pretrained(
         None,
         config=config,
         state_dict=tensors,

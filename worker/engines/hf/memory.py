@@ -27,6 +27,11 @@ from rollout_worker.engine import EngineError, StageProgress, WeightsRejected
 from .buffers import Buffers, bytes_of
 from .loading import Loaded
 
+NOT_UPDATABLE = (
+    "transformers converts this model's tensors on loading, so the hf engine can neither update its "
+    "weights nor load them again: use the vllm or sglang engine, or sleep at level 1"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Staged:
@@ -55,6 +60,11 @@ class Memory:
         self.resident = True
 
     @property
+    def updatable(self) -> bool:
+        """Whether other weights can be put in place of these."""
+        return bool(self._targets)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the serving weights that are in memory."""
         return sum(map(_nbytes, self._all))
@@ -67,11 +77,8 @@ class Memory:
         cancelled: Callable[[], bool],
     ) -> Staged:
         """Read and verify a version; blocks, and touches nothing that serves."""
-        if not self._targets:
-            raise WeightsRejected(
-                "transformers converts this model's tensors on loading, so the hf engine cannot "
-                "update its weights: use the vllm or sglang engine"
-            )
+        if not self.updatable:
+            raise WeightsRejected(NOT_UPDATABLE)
         source = open_source(path, roots=roots)
         self._layout.check(source)
         like = next(iter(self._targets.values()))

@@ -10,6 +10,7 @@ the cumulative distribution, one number a token, the same on every device.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,12 +107,12 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> list[Choice | None]:
     if not all(row.sampler.sampling.temperature == 0 for row in rows):
         tokens = torch.where(greedy, tokens, _invert(logprobs, rows))
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    wants_raw = torch.tensor([row.logprobs_of == "raw" for row in rows], device=device)
-    own = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - raw.logsumexp(dim=-1)
-    sound = chosen.isfinite() & own.isfinite()
-    answer = torch.where(wants_raw, own, chosen)
-    columns = zip(tokens.tolist(), answer.tolist(), sound.tolist(), strict=True)
-    return [Choice(token, logprob) if ok else None for token, logprob, ok in columns]
+    if any(row.logprobs_of == "raw" for row in rows):
+        wanted = torch.tensor([row.logprobs_of == "raw" for row in rows], device=device)
+        own = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - raw.logsumexp(dim=-1)
+        chosen = torch.where(wanted & chosen.isfinite(), own, chosen)
+    drawn = zip(tokens.tolist(), chosen.tolist(), strict=True)
+    return [Choice(token, value) if math.isfinite(value) else None for token, value in drawn]
 
 
 def _where(rows: Sequence[Row], has: Callable[[SamplerState], bool]) -> list[int]:

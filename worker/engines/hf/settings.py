@@ -15,12 +15,13 @@ class Settings:
     """What the flags say.
 
     `max_batch_size`: most outputs in one step. `prefill_tokens`: most prompt tokens that a step
-    takes in, so that running outputs never wait for a long prompt. `step_deadline_seconds`: a step
+    takes in, so that neither running outputs nor a pause wait for a long prompt; 0: as the device
+    is. `step_deadline_seconds`: a step
     that takes longer counts as hung. `threads`: torch's; 0 leaves them as they are.
     """
 
     max_batch_size: int = 64
-    prefill_tokens: int = 1024
+    prefill_tokens: int = 0
     step_deadline_seconds: float = 120.0
     attention: str = "sdpa"
     threads: int = 0

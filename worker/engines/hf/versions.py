@@ -8,6 +8,7 @@ commit, sleep and wake among themselves.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -20,8 +21,10 @@ from rollout_worker.schemas import MemoryTag, Resident, WeightsId, WeightsSource
 
 from .core import Core
 from .kv import KvRows
-from .memory import Memory, Staged, release_freed
+from .memory import NOT_UPDATABLE, Memory, Staged, release_freed
 from .thread import StepThread
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -76,7 +79,8 @@ class Versions:
         self, identity: WeightsId, source: WeightsSource, progress: StageProgress
     ) -> StagedInfo:
         """See `Engine.stage`."""
-        await self.discard()
+        while self._slot is not None:
+            await self.discard()
         slot = self._slot = _Slot(identity)
         try:
             slot.staged = await self._read(source, progress, slot.cancel)
@@ -128,6 +132,8 @@ class Versions:
 
     async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
         """See `Engine.sleep`."""
+        if level == 2 and "weights" in tags and not self._memory.updatable:
+            raise EngineError(NOT_UPDATABLE)
         async with self._lock:
             if "kv_cache" in tags and "kv_cache" not in self._away:
                 await self._command(lambda: self._leave("kv_cache"))
@@ -146,6 +152,7 @@ class Versions:
             if level == 1:
                 await in_thread(lambda _: self._memory.spill(), threading.Event())
         except BaseException:
+            self._memory.forget_spill()
             await self._command(lambda: self._come_back("weights"))
             raise
         await self._command(self._memory.drop)
@@ -154,13 +161,22 @@ class Versions:
         """See `Engine.wake`."""
         async with self._lock:
             if "weights" in tags and "weights" in self._away:
-                if self._memory.spilled:
-                    await in_thread(lambda _: self._memory.restore(), threading.Event())
-                else:
-                    await self._reload(source)
+                await self._refill(source)
                 await self._command(lambda: self._come_back("weights"))
             if "kv_cache" in tags and "kv_cache" in self._away:
                 await self._command(lambda: self._come_back("kv_cache"))
+
+    async def _refill(self, source: WeightsSource) -> None:
+        """Bring the weights back, from the spilled copy if there is a sound one."""
+        if self._memory.resident:  # a former wake was cancelled at the last moment
+            return
+        if self._memory.spilled:
+            try:
+                return await in_thread(lambda _: self._memory.restore(), threading.Event())
+            except EngineError as error:
+                logger.warning("%s; reading the active weights from their source", error)
+                self._memory.forget_spill()
+        await self._reload(source)
 
     async def _reload(self, source: WeightsSource) -> None:
         staged = await self._read(source, lambda *_: None, threading.Event())
