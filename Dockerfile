@@ -13,18 +13,20 @@
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS python
+# Everything that is written goes to mounted volumes and /tmp: the root file system is read-only.
 ENV PATH=/opt/rollout/bin:$PATH \
-    PIP_CONFIG_FILE=/run/secrets/pip.conf \
-    PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    PIP_NO_CACHE_DIR=1 \
-    PIP_ROOT_USER_ACTION=ignore
+    HOME=/tmp \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+WORKDIR /tmp
 RUN python3 -m venv /opt/rollout
 
 # Our own code, laid out as it is copied over the environment of the dependencies. Copied last, so
 # that a change of it installs nothing else anew.
 FROM python AS code
 RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
-    pip install --only-binary :all: "hatchling>=1.27,<2"
+    PIP_CONFIG_FILE=/run/secrets/pip.conf \
+    pip install --no-cache-dir --only-binary :all: "hatchling>=1.27,<2"
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY operator operator
@@ -32,38 +34,26 @@ COPY worker worker
 COPY client client
 RUN pip install --no-deps --no-build-isolation --no-index --prefix /code .
 
-FROM python AS operator-dependencies
-COPY requirements/operator.txt /requirements.txt
+FROM python AS operator
+COPY requirements/operator.txt /opt/rollout/requirements.txt
 RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
-    pip install --only-binary :all: --require-hashes -r /requirements.txt
+    PIP_CONFIG_FILE=/run/secrets/pip.conf \
+    pip install --no-cache-dir --only-binary :all: --require-hashes -r /opt/rollout/requirements.txt
+COPY --from=code /code /opt/rollout
+USER 65532:65532
+ENTRYPOINT ["rollout-operator"]
 
-FROM python AS worker-dependencies
+FROM python AS worker-hf
 ARG WORKER_EXTRAS=hf
-COPY requirements/${WORKER_EXTRAS}.txt /requirements.txt
+COPY requirements/${WORKER_EXTRAS}.txt /opt/rollout/requirements.txt
 RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
-    pip install --only-binary :all: --require-hashes -r /requirements.txt
+    PIP_CONFIG_FILE=/run/secrets/pip.conf \
+    pip install --no-cache-dir --only-binary :all: --require-hashes -r /opt/rollout/requirements.txt
 # The image's own packages come first on the path; a folder that is not there is left out.
 ARG ENGINE_SITE_PACKAGES=
 RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
       echo "$ENGINE_SITE_PACKAGES" >"$(echo /opt/rollout/lib/python3.*/site-packages)/engine.pth"; \
     fi
-
-# What runs: no pip settings, no root. Everything that is written goes to mounted volumes and /tmp.
-FROM ${BASE_IMAGE} AS runtime
-ENV PATH=/opt/rollout/bin:$PATH \
-    HOME=/tmp \
-    PYTHONDONTWRITEBYTECODE=1 \
-    PYTHONUNBUFFERED=1
-WORKDIR /tmp
-
-FROM runtime AS operator
-COPY --from=operator-dependencies /opt/rollout /opt/rollout
-COPY --from=code /code /opt/rollout
-USER 65532:65532
-ENTRYPOINT ["rollout-operator"]
-
-FROM runtime AS worker-hf
-COPY --from=worker-dependencies /opt/rollout /opt/rollout
 COPY --from=code /code /opt/rollout
 USER 65532:65532
 EXPOSE 8000 8001

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
 
 from localkube import Cluster, ClusterError, debian, oci, preflight, volumes
-from localkube.home import DEFAULT_NAME, REPOSITORY, cache, images, say, step
+from localkube.home import DEFAULT_NAME, REPOSITORY, cache, exclusive, images, say, step
 
 BASE = "localhost/python:3.11"
 _SUITE = "bookworm"
@@ -103,11 +103,13 @@ def build() -> list[Path]:
     if outdated:
         preflight.root("building images")
         debian.ensure(debian.IMAGE_PACKAGES)
+        preflight.writable_cache()
         preflight.disk(preflight.RUN_GIB)
-        _ensure_base()
-    for image in outdated:
-        with step(f"image {image.name}"):
-            _build(image)
+        with exclusive("images"):
+            _ensure_base()
+            for image in outdated:
+                with step(f"image {image.name}"):
+                    _build(image)
     return [image.archive for image in IMAGES]
 
 
@@ -219,7 +221,9 @@ def _buildah(*arguments: str) -> None:
     store = cache() / "buildah"
     places = ["--root", str(store / "root"), "--runroot", str(store / "run")]
     log = cache() / "logs" / "buildah.log"
-    _run(["buildah", *places, "--storage-driver", "overlay", *arguments], log)
+    # In a mount namespace of its own, so that none of its mounts outlives it.
+    command = ["unshare", "--mount", "buildah", *places, "--storage-driver", "overlay"]
+    _run([*command, *arguments], log)
 
 
 def _run(command: Sequence[str], log: Path) -> None:

@@ -6,7 +6,6 @@ its version, flags and sources. An interrupted build goes on where it was, as Go
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import subprocess
@@ -14,13 +13,12 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import debian, oci, preflight
-from .home import SOURCES, ClusterError, binaries, cache, images, say, step
+from .home import SOURCES, ClusterError, binaries, cache, exclusive, images, say, step
 from .node_files import PAUSE_IMAGE
 
 KUBERNETES = "v1.36.3"
@@ -107,7 +105,7 @@ def build(names: Sequence[str] = ()) -> None:
     if unknown:
         raise ClusterError(f"unknown component {unknown[0]!r}: one of {', '.join(known)}")
     preflight.writable_cache()
-    with _lock():
+    with exclusive("build"):
         _build(known, names)
 
 
@@ -126,18 +124,6 @@ def _build(known: Mapping[str, Component], names: Sequence[str]) -> None:
         _pack_pause()
     if not names:
         debian.unpack_prometheus()
-
-
-@contextmanager
-def _lock() -> Iterator[None]:
-    """Let one build at a time use the cache; a second one waits for its result."""
-    with (cache() / "build.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("  waiting for another build of this cache")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def module_folder(module: str) -> Path:

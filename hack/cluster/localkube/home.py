@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import time
@@ -50,3 +51,15 @@ def step(name: str) -> Iterator[None]:
     began = time.monotonic()
     yield
     say(f"  {name:<34} {time.monotonic() - began:6.1f} s")
+
+
+@contextmanager
+def exclusive(name: str) -> Iterator[None]:
+    """Let one process at a time make this part of the cache; others wait for its result."""
+    with (cache() / f"{name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"  waiting for another process that makes the {name} of this cache")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
