@@ -62,14 +62,19 @@ def differs(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
     return None if stored == want["spec"]["ports"] else "spec.ports"
 
 
-def repair(want: Mapping[str, Any]) -> Doc:
-    """Return the merge patch that brings a stored Service back."""
+def repair(want: Mapping[str, Any]) -> list[Doc]:
+    """Return the JSON patch that brings a stored Service back.
+
+    A merge patch would leave a stranger's keys in the selector.
+    """
     spec = want["spec"]
-    return {
-        "metadata": {"labels": want["metadata"]["labels"]},
-        "spec": {
-            "selector": spec["selector"],
-            "ports": spec["ports"],
-            "publishNotReadyAddresses": spec.get("publishNotReadyAddresses", False),
-        },
+    fields = {
+        "selector": spec["selector"],
+        "ports": spec["ports"],
+        "publishNotReadyAddresses": spec.get("publishNotReadyAddresses", False),
     }
+    patch = [{"op": "add", "path": f"/spec/{k}", "value": v} for k, v in fields.items()]
+    for key, value in want["metadata"]["labels"].items():
+        path = "/metadata/labels/" + key.replace("~", "~0").replace("/", "~1")
+        patch.append({"op": "add", "path": path, "value": value})
+    return patch

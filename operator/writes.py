@@ -80,7 +80,7 @@ class Writer:
             elif reason := differs(want, have):
                 logger.info("mending service %s: %s", name, reason, extra=self._extra())
                 answer = await self.ctx.kube.patch(
-                    "services", self.key.namespace, name, repair(want)
+                    "services", self.key.namespace, name, repair(want), kind="json"
                 )
                 self.ctx.store.upsert("services", answer)
 

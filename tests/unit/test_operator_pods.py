@@ -169,4 +169,6 @@ def test_a_changed_service_is_mended() -> None:
     assert differs(data, data) is None
     broken = {**data, "spec": {**data["spec"], "selector": {"app": "else"}}}
     assert differs(data, broken) == "spec.selector"
-    assert differs(data, {**broken, "spec": {**broken["spec"], **repair(data)["spec"]}}) is None
+    patch = {op["path"]: op["value"] for op in repair(data)}
+    assert patch["/spec/selector"] == data["spec"]["selector"]
+    assert patch["/metadata/labels/rollout.dev~1pool"] == "pool"
