@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 
 from rollout_client.control import ControlError, ControlUnreachable
@@ -35,6 +35,7 @@ class CallFailure:
         at: When.
         retry_at: Not to be tried before.
         problem: Slug of the worker's problem, where it answered one.
+        about: What the call was about; another thing may be tried at once.
     """
 
     count: int
@@ -42,6 +43,7 @@ class CallFailure:
     at: float
     retry_at: float
     problem: str | None = None
+    about: Hashable = None
 
 
 class Calls:
@@ -77,6 +79,7 @@ class Calls:
         name: str,
         make: Callable[[], Awaitable[object]],
         deadline: float,
+        about: Hashable = None,
     ) -> bool:
         """Start a call unless one is in flight for the slot.
 
@@ -86,6 +89,7 @@ class Calls:
             name: What is called; failures are kept by it.
             make: Makes the awaitable; its result is dropped.
             deadline: Seconds after which the call is cancelled and has failed.
+            about: Failures are counted as long as this stays the same.
 
         Returns:
             False if the slot is busy, or if this process may not act (any more).
@@ -93,7 +97,7 @@ class Calls:
         if slot in self._running or not self._may_start():
             return False
         task = asyncio.create_task(
-            self._run(key, slot, name, make, deadline), name=f"{name} {key} {slot}"
+            self._run(key, slot, name, make, deadline, about), name=f"{name} {key} {slot}"
         )
         self._running[slot] = (name, task)
         # Not a `finally` in the task: one that is cancelled before its first step never gets there.
@@ -135,19 +139,20 @@ class Calls:
         name: str,
         make: Callable[[], Awaitable[object]],
         deadline: float,
+        about: Hashable,
     ) -> None:
         try:
             async with asyncio.timeout(deadline):
                 await make()
         except TimeoutError:
-            self._fail(key, slot, name, f"no answer within {deadline:g} s")
+            self._fail(key, slot, name, f"no answer within {deadline:g} s", about)
         except ControlError as error:
-            self._fail(key, slot, name, error.detail, problem=error.slug or None)
+            self._fail(key, slot, name, error.detail, about, problem=error.slug or None)
         except (ControlUnreachable, KubeError) as error:
-            self._fail(key, slot, name, str(error))
+            self._fail(key, slot, name, str(error), about)
         except Exception as error:
             logger.exception("%s failed", name, extra={"pool": str(key), "slot": slot})
-            self._fail(key, slot, name, f"{type(error).__name__}: {error}")
+            self._fail(key, slot, name, f"{type(error).__name__}: {error}", about)
         else:
             self._failures.get(slot, {}).pop(name, None)
         if self._after is not None:
@@ -158,14 +163,21 @@ class Calls:
         self._wake(key)
 
     def _fail(
-        self, key: Key, slot: str, name: str, message: str, *, problem: str | None = None
+        self,
+        key: Key,
+        slot: str,
+        name: str,
+        message: str,
+        about: Hashable,
+        *,
+        problem: str | None = None,
     ) -> None:
         failures = self._failures.setdefault(slot, {})
         before = failures.get(name)
-        count = before.count + 1 if before else 1
+        count = before.count + 1 if before and before.about == about else 1
         delay = min(MAX_SECONDS, BASE_SECONDS * 2.0 ** min(count - 1, 10))
         now = self._clock()
-        failures[name] = CallFailure(count, message, now, now + delay, problem)
+        failures[name] = CallFailure(count, message, now, now + delay, problem, about)
         logger.info(
             "%s failed (%d): %s", name, count, message, extra={"pool": str(key), "slot": slot}
         )

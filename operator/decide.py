@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .findings import View
-from .fleet import Head, plan_weights, target_of
+from .fleet import plan_weights, target_of
 from .gangs import gangs_of, plan_pods
+from .heads import Head
 from .members import MemberPlanner
 from .observe import Observed
 from .plan import CallWorker, Note, Plan, SetGate, Wait

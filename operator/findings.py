@@ -12,9 +12,11 @@ from enum import StrEnum
 
 from rollout_worker.schemas import Lifecycle, WeightsId
 
-from .fleet import Head, WeightsPlan
+from .fleet import WeightsPlan
 from .gangs import Gang, PodPlan
+from .heads import Head
 from .observe import Observed
+from .plan import Verb
 from .spec import RolloutReplicaSpec, State
 from .status import UpdatePhase
 
@@ -111,9 +113,23 @@ def _update_failed(view: View) -> Finding | None:
 
 
 def _load_failed(view: View) -> Finding | None:
-    for uid, head in view.heads.items():
-        text = head.failure("stage", "commit") if uid in view.weights.bring else None
+    for uid, version in view.weights.bring.items():
+        text = view.heads[uid].failure(version.identity, "stage", "commit")
         if text:
+            return Finding(Kind.DEGRADED, "WeightsFailed", text)
+    return None
+
+
+def _late_commit(view: View) -> Finding | None:
+    """It still drains for a commit that the others have behind them."""
+    committed = view.weights.committed.identity
+    for head in view.heads.values():
+        state = head.worker.state
+        floor = state.weights.required if state else None
+        if floor is not None and floor < committed and Verb.COMMIT in head.worker.running:
+            text = (
+                f"{head.pod.name}: gets no requests, it has not committed weights {committed} yet"
+            )
             return Finding(Kind.DEGRADED, "WeightsFailed", text)
     return None
 
@@ -130,7 +146,7 @@ def _worker_failed(view: View) -> Finding | None:
 def _call_failed(view: View) -> Finding | None:
     verbs = ("require", "pause", "resume", "sleep", "wake", "discard")
     for head in view.heads.values():
-        text = head.failure(*verbs)
+        text = head.failure(None, *verbs)
         if text and not view.reached:
             return Finding(Kind.DEGRADED, "ControlFailed", text)
     return None
@@ -248,6 +264,7 @@ CHECKS: tuple[Check, ...] = (
     _exhausted,
     _update_failed,
     _load_failed,
+    _late_commit,
     _backing_off,
     _worker_failed,
     _call_failed,

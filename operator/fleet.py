@@ -18,13 +18,12 @@ from datetime import UTC, datetime
 from rollout_worker.schemas import (
     CHECKPOINT,
     Checkpoint,
-    Lifecycle,
-    StagedWeights,
     WeightsId,
     WeightsSource,
 )
 
-from .observe import Observed, Pod, Worker
+from .heads import Head, Version
+from .observe import Observed
 from .plan import Wait
 from .spec import RolloutReplicaSpec, State, Strategy
 from .status import (
@@ -37,69 +36,6 @@ from .status import (
 )
 
 UNDER_WAY = (UpdatePhase.STAGING, UpdatePhase.COMMITTING, UpdatePhase.FAILED)
-IN_SERVICE = (Lifecycle.ACTIVE, Lifecycle.PAUSING, Lifecycle.PAUSED, Lifecycle.DRAINING)
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """A living head pod of a wanted replica, and its worker."""
-
-    pod: Pod
-    worker: Worker
-
-    @property
-    def boot(self) -> str | None:
-        """Id of the worker process, from its own answer or from the gate it was given."""
-        state = self.worker.state
-        return state.boot_id if state else self.pod.gate_boot
-
-    @property
-    def staged(self) -> StagedWeights | None:
-        """Its staging slot."""
-        return self.worker.state.weights.staged if self.worker.state else None
-
-    def at_least(self, identity: WeightsId) -> bool:
-        """It serves, or would serve, with this identity or a later one."""
-        return self.worker.active is not None and self.worker.active >= identity
-
-    def has_staged(self, identity: WeightsId) -> bool:
-        """It could commit this identity now, or has it already."""
-        slot = self.staged
-        ready = slot is not None and slot.phase == "Staged"
-        return self.at_least(identity) or (
-            ready and slot is not None and (slot.epoch, slot.version) == identity.as_tuple()
-        )
-
-    def in_service(self, committed: WeightsId) -> bool:
-        """It serves, or only a pause of the pool keeps it from serving."""
-        state = self.worker.state
-        if state is None:
-            return self.pod.gate and self.pod.ready
-        return (
-            self.worker.loaded
-            and state.lifecycle in IN_SERVICE
-            and state.weights.required is not None
-            and self.at_least(committed)
-        )
-
-    def failure(self, *verbs: str) -> str | None:
-        """What the last of these calls said, if it failed."""
-        for verb in verbs:
-            if verb in self.worker.failures:
-                return f"{self.pod.name}: {self.worker.failures[verb].message}"
-        slot = self.staged
-        if "stage" in verbs and slot is not None and slot.phase == "Failed":
-            return f"{self.pod.name}: {slot.error or 'staging failed'}"
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """An identity and where its bytes are."""
-
-    identity: WeightsId
-    source: WeightsSource
-    root_hash: str | None = None
 
 
 @dataclass(slots=True)
@@ -210,6 +146,7 @@ def _settle_target(
         _finish(plan, now, "committed while the pool is suspended; loaded before it serves again")
     if _running(plan) is None and target.identity > plan.committed.identity:
         _begin(plan, target, heads, now, resting)
+    _complete_adopted(spec, plan, heads, now)
 
 
 def _enter_committing(plan: WeightsPlan) -> None:
@@ -227,7 +164,11 @@ def _maybe_supersede(
     update = plan.update
     if update is None:
         return
-    failed = update.phase is UpdatePhase.FAILED or update.attempts > 1 or _stage_failures(heads)
+    failed = (
+        update.phase is UpdatePhase.FAILED
+        or update.attempts > 1
+        or _stage_failures(heads, update.identity)
+    )
     newer = target.identity > update.identity
     if resting:
         why = "the pool is suspended" if spec.suspend else "the pool falls asleep"
@@ -261,6 +202,11 @@ def _begin(
     plan: WeightsPlan, target: Version, heads: Mapping[str, Head], now: float, resting: bool
 ) -> None:
     """Start the update to `target`; with nobody in service it is committed at once."""
+    if resting and plan.update is not None and plan.update.identity == target.identity:
+        # Given up to rest: they are loaded on the way back, and `Superseded` stays to be seen.
+        identity = target.identity.model_dump()
+        plan.committed = CommittedWeights(**identity, source=target.source)
+        return
     update = LastUpdate(
         epoch=target.identity.epoch,
         version=target.identity.version,
@@ -279,6 +225,18 @@ def _begin(
     else:
         note = f"staging weights {target.identity} on {len(serving)} replicas"
         plan.notes.append(("Normal", "WeightsStaging", note))
+
+
+def _complete_adopted(
+    spec: RolloutReplicaSpec, plan: WeightsPlan, heads: Mapping[str, Head], now: float
+) -> None:
+    """An update that was given up for a rest is complete once all have loaded it after all."""
+    update = plan.update
+    if update is None or update.phase is not UpdatePhase.SUPERSEDED:
+        return
+    there = sum(h.at_least(update.identity) for h in heads.values())
+    if update.identity == plan.committed.identity and there >= max(spec.replicas, 1):
+        _finish(plan, now, f"{there} of {len(heads)} replicas serve it")
 
 
 def _finish(plan: WeightsPlan, now: float, message: str) -> None:
@@ -344,10 +302,10 @@ def _advance_barrier(
             return
         _finish(plan, now, "committed at once: nobody was left in the barrier")
         return
-    waiting = [h for h in members if not h.has_staged(version.identity)]
+    waiting = [h for h in members if not h.has_staged(version)]
     for head in waiting:
         plan.bring[head.pod.uid] = version
-    plan.failures = _stage_failures({h.pod.uid: h for h in waiting})
+    plan.failures = _stage_failures({h.pod.uid: h for h in waiting}, version.identity)
     if not waiting:
         note = f"all {len(members)} replicas of the barrier have staged {version.identity}"
         plan.update = update.model_copy(
@@ -356,10 +314,12 @@ def _advance_barrier(
         plan.notes.append(("Normal", "WeightsCommitting", note))
         return
     staged = f"{len(members) - len(waiting)} of {len(members)} replicas have staged"
-    _report_staging(plan, update, staged, _attempts(waiting))
+    _report_staging(plan, update, staged, waiting)
 
 
-def _report_staging(plan: WeightsPlan, update: LastUpdate, staged: str, attempts: int) -> None:
+def _report_staging(
+    plan: WeightsPlan, update: LastUpdate, staged: str, waiting: list[Head]
+) -> None:
     phase = UpdatePhase.FAILED if plan.overdue else UpdatePhase.STAGING
     text = f"{staged} {update.identity}"
     if plan.failures:
@@ -369,20 +329,20 @@ def _report_staging(plan: WeightsPlan, update: LastUpdate, staged: str, attempts
     plan.update = update.model_copy(
         update={
             "phase": phase,
-            "attempts": max(update.attempts, attempts),
+            "attempts": max(update.attempts, _attempts(waiting, update.identity)),
             "message": text,
         }
     )
 
 
-def _attempts(waiting: list[Head]) -> int:
+def _attempts(waiting: list[Head], identity: WeightsId) -> int:
     """The first try and the retries of whoever failed most."""
-    counts = [h.worker.failures["stage"].count for h in waiting if "stage" in h.worker.failures]
-    return 1 + max(counts, default=0)
+    failures = (h.worker.failures.get("stage") for h in waiting)
+    return 1 + max((f.count for f in failures if f and f.about == identity), default=0)
 
 
-def _stage_failures(heads: Mapping[str, Head]) -> list[str]:
-    found = (h.failure("stage") for h in heads.values())
+def _stage_failures(heads: Mapping[str, Head], identity: WeightsId) -> list[str]:
+    found = (h.failure(identity, "stage") for h in heads.values())
     return sorted(text for text in found if text)
 
 
@@ -391,16 +351,16 @@ def _advance_singly(plan: WeightsPlan, update: LastUpdate, heads: Mapping[str, H
     version = _version_of(update, plan.committed.source)
     serving = [h for h in heads.values() if h.in_service(plan.committed.identity)]
     for head in serving:
-        if not head.has_staged(version.identity):
+        if not head.has_staged(version):
             plan.bring[head.pod.uid] = version
-    plan.failures = _stage_failures(heads)
-    staged = sum(h.has_staged(version.identity) for h in serving)
+    plan.failures = _stage_failures(heads, version.identity)
+    staged = sum(h.has_staged(version) for h in serving)
     if staged:
         text = f"committing one by one: {staged} of {len(serving)} replicas have staged"
         plan.update = update.model_copy(update={"phase": UpdatePhase.COMMITTING, "message": text})
         return
-    waiting = [h for h in serving if not h.has_staged(version.identity)]
-    _report_staging(plan, update, f"0 of {len(serving)} replicas have staged", _attempts(waiting))
+    waiting = [h for h in serving if not h.has_staged(version)]
+    _report_staging(plan, update, f"0 of {len(serving)} replicas have staged", waiting)
 
 
 def _advance_commit(
@@ -414,17 +374,17 @@ def _advance_commit(
     version = _version_of(update, plan.committed.source)
     behind = [h for h in heads.values() if not h.at_least(version.identity)]
     in_service = [h for h in behind if h.in_service(plan.committed.identity)]
-    failed = [h for h in in_service if plan.overdue or h.failure("commit", "stage")]
-    plan.failures = sorted(t for h in failed if (t := h.failure("commit", "stage")))
+    failed = _commit_failures(spec, in_service, version.identity, plan.overdue)
+    plan.failures = sorted(failed.values())
     for head in behind:
         plan.bring[head.pod.uid] = version
     all_at_once = spec.weights.strategy is Strategy.ALL_AT_ONCE
     if all_at_once:
         plan.may_commit = {h.pod.uid for h in behind}
-        plan.out = {h.pod.uid for h in failed}
+        plan.out = set(failed)
     else:
-        plan.may_commit = _turns(spec, behind, in_service, bool(failed))
-    waiting = [h for h in in_service if not all_at_once or h not in failed]
+        plan.may_commit = _turns(spec, behind, in_service, failed)
+    waiting = [h for h in in_service if not all_at_once or h.pod.uid not in failed]
     done = len(heads) - len(behind)
     if not waiting and (done or not in_service) and not _blind(heads):
         _finish(plan, now, f"{done} of {len(heads)} replicas serve it")
@@ -435,8 +395,23 @@ def _advance_commit(
     plan.update = update.model_copy(update={"message": text})
 
 
+def _commit_failures(
+    spec: RolloutReplicaSpec, in_service: list[Head], identity: WeightsId, overdue: bool
+) -> dict[str, str]:
+    """What keeps heads from the version that is being committed, by pod uid."""
+    found = {}
+    for head in in_service:
+        text = head.failure(identity, "commit", "stage")
+        if text is None and overdue:
+            seconds = spec.weights.deadline_seconds
+            text = f"{head.pod.name}: has not committed weights {identity} within {seconds} s"
+        if text is not None:
+            found[head.pod.uid] = text
+    return found
+
+
 def _turns(
-    spec: RolloutReplicaSpec, behind: list[Head], in_service: list[Head], failed: bool
+    spec: RolloutReplicaSpec, behind: list[Head], in_service: list[Head], failed: Mapping[str, str]
 ) -> set[str]:
     """Heads that may commit now: all (Eager), or the next few while none fails (Rolling)."""
     joiners = {h.pod.uid for h in behind if h not in in_service}
@@ -445,7 +420,7 @@ def _turns(
     busy = [h for h in in_service if "commit" in h.worker.running]
     free = max(spec.weights.max_unavailable - len(busy), 0)
     if failed:
-        stuck = [h for h in in_service if h.failure("commit", "stage")]
+        stuck = [h for h in in_service if h.pod.uid in failed]
         return joiners | {h.pod.uid for h in (*busy, *stuck[:free])}
     order = sorted((h for h in in_service if h not in busy), key=lambda h: h.pod.replica)
     return joiners | {h.pod.uid for h in (*busy, *order[:free])}
@@ -483,7 +458,8 @@ def weights_status(plan: WeightsPlan, heads: Mapping[str, Head]) -> WeightsStatu
     serving = sorted(
         h.worker.active.as_tuple() for h in heads.values() if h.pod.ready and h.worker.active
     )
-    running = _running(plan)
+    update = plan.update if plan.update and _running(plan) else None
+    running = _version_of(update, plan.committed.source) if update else None
     return WeightsStatus(
         committed=plan.committed,
         active=ActiveRange(

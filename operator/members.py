@@ -22,7 +22,8 @@ from rollout_worker.schemas import (
     WorkerState,
 )
 
-from .fleet import Head, Version, WeightsPlan
+from .fleet import WeightsPlan
+from .heads import Head, Version
 from .observe import Observed
 from .plan import Body, CallWorker, SetGate, Verb, Wait
 from .spec import RolloutReplicaSpec, State
@@ -64,16 +65,18 @@ class MemberPlanner:
         for check in checks:
             call = check(head, state)
             if call is not None:
-                return [call] if self._may(head, call.verb) else []
+                return [call] if self._may(head, call) else []
         return []
 
-    def _may(self, head: Head, verb: Verb) -> bool:
+    def _may(self, head: Head, call: CallWorker) -> bool:
         """Not while another call runs on that head, nor before a failed one is due again."""
-        running = head.worker.running
+        running, verb = head.worker.running, call.verb
         if verb in running or (verb is not Verb.STAGE and running - {Verb.STAGE}):
             return False
         failure = head.worker.failures.get(verb)
-        if failure is not None and failure.retry_at > self.now:
+        if failure is None or failure.about != call.about:
+            return True
+        if failure.retry_at > self.now:
             self.wait.at_most(failure.retry_at - self.now)
             return False
         return True
@@ -154,12 +157,18 @@ class MemberPlanner:
         return None if version is None or head.at_least(version.identity) else version
 
     def _drop_staged(self, head: Head, state: WorkerState) -> CallWorker | None:
-        """A slot that holds more than the head must load first stands in the way."""
+        """What the slot holds must not stand in the way of what the head must load first.
+
+        That is something later, other bytes under the same identity (an identity is one content,
+        in the whole pool), or something earlier that is still under way.
+        """
         version, staged = self._wanted(head), state.weights.staged
         if version is None or staged is None or state.lifecycle is Lifecycle.ASLEEP:
             return None
-        ahead = (staged.epoch, staged.version) > version.identity.as_tuple()
-        return self._discard(head, state) if ahead else None
+        held, wanted = (staged.epoch, staged.version), version.identity.as_tuple()
+        foreign = held == wanted and staged.source != version.source
+        late = held < wanted and staged.phase == "Staging"
+        return self._discard(head, state) if held > wanted or foreign or late else None
 
     def _fence(self, head: Head, state: WorkerState) -> CallWorker | None:
         """A new trainer's epoch shuts the old one out before anything of it is staged."""
@@ -173,7 +182,7 @@ class MemberPlanner:
         version, staged = self._wanted(head), state.weights.staged
         if version is None or staged is None or state.lifecycle is Lifecycle.ASLEEP:
             return None
-        if head.pod.uid not in self.weights.may_commit or not head.has_staged(version.identity):
+        if head.pod.uid not in self.weights.may_commit or not head.has_staged(version):
             return None
         policy = self.spec.weights.in_flight
         deadline = self.spec.in_flight_deadline_seconds
@@ -189,7 +198,7 @@ class MemberPlanner:
 
     def _stage(self, head: Head, state: WorkerState) -> CallWorker | None:
         version = self._wanted(head)
-        if version is None or head.has_staged(version.identity):
+        if version is None or head.has_staged(version):
             return None
         if state.lifecycle in (Lifecycle.ASLEEP, Lifecycle.WAKING):
             return None
@@ -209,10 +218,10 @@ class MemberPlanner:
         active = self.spec.state is State.ACTIVE and not self.spec.suspend and not leaving
         if not active:
             return self._off(head, "the pool is not active" if not leaving else "it is going")
+        if state is not None and pod.uid in self.weights.out:
+            return self._off(head, "it failed to commit the weights that the others serve")
         if state is None or Verb.COMMIT in head.worker.running:
             return None  # silence proves nothing, and a commit flips no gate
-        if pod.uid in self.weights.out:
-            return self._off(head, "it failed to commit the weights that the others serve")
         if not (state.serving and head.at_least(self.weights.committed.identity)):
             return self._off(head, f"the worker is {state.lifecycle} and not serving")
         if pod.gate and pod.gate_boot == state.boot_id:

@@ -77,6 +77,8 @@ class CallError:
     count: int
     retry_at: float
     slug: str | None = None
+    about: WeightsId | None = None
+    """The weights that the call was about, if it was about any."""
 
 
 @dataclass(frozen=True, slots=True)

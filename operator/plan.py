@@ -15,6 +15,7 @@ from rollout_worker.schemas import (
     SleepRequest,
     StageRequest,
     WakeRequest,
+    WeightsId,
 )
 
 from .status import RolloutReplicaStatus
@@ -84,6 +85,13 @@ class CallWorker:
     verb: Verb
     body: Body
     deadline_seconds: float
+
+    @property
+    def about(self) -> WeightsId | None:
+        """The weights that are staged or committed: another identity owes nothing to its failures."""
+        if isinstance(self.body, StageRequest | CommitRequest):
+            return WeightsId(epoch=self.body.epoch, version=self.body.version)
+        return None
 
 
 @dataclass(frozen=True, slots=True)

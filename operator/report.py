@@ -10,7 +10,8 @@ from rollout_worker.schemas import Lifecycle, WeightsId
 
 from . import names
 from .findings import Finding, Kind, View, find, waits_for
-from .fleet import Head, weights_status
+from .fleet import weights_status
+from .heads import Head
 from .names import Condition
 from .revision import is_current
 from .spec import State

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 from rollout_client.control import ControlError, WorkerControl
-from rollout_worker.schemas import StagedWeights, StageRequest
+from rollout_worker.schemas import StagedWeights, StageRequest, WeightsId
 
 from . import names
 from .context import Context
@@ -39,7 +39,11 @@ def worker_of(ctx: Context, pod: Pod) -> Worker:
         failed = ctx.calls.failure(slot_of(pod.uid, verb), verb)
         if failed is not None:
             failures[verb.value] = CallError(
-                failed.message, failed.count, failed.retry_at, failed.problem
+                failed.message,
+                failed.count,
+                failed.retry_at,
+                failed.problem,
+                failed.about if isinstance(failed.about, WeightsId) else None,
             )
     return Worker(
         state=seen.state if seen is not None and believed else None,
@@ -77,7 +81,7 @@ def start_call(ctx: Context, key: Key, pod: Pod, call: CallWorker) -> bool:
             await ctx.poller.refresh(call.uid)
 
     return ctx.calls.start(
-        key, slot_of(call.uid, call.verb), call.verb, make, call.deadline_seconds
+        key, slot_of(call.uid, call.verb), call.verb, make, call.deadline_seconds, call.about
     )
 
 

@@ -165,6 +165,10 @@ class World:
         self.autoload = True
         self.frozen: set[str] = set()
         """Verbs whose calls never end."""
+        self.hung: set[tuple[str, str]] = set()
+        """Calls under way of such verbs, by pod uid."""
+        self.backoff = 1.0
+        """Seconds until a failed call may be repeated."""
 
     def set(self, **changes: Any) -> None:
         """Change the spec as a user would."""
@@ -179,7 +183,8 @@ class World:
             if pod.rank or pod.finished or pod.uid not in self.workers:
                 continue
             failures = {v: e for (uid, v), e in self.failures.items() if uid == pod.uid}
-            workers[pod.uid] = Worker(self.workers[pod.uid].state(), None, frozenset(), failures)
+            hung = frozenset(v for uid, v in self.hung if uid == pod.uid and v in self.frozen)
+            workers[pod.uid] = Worker(self.workers[pod.uid].state(), None, hung, failures)
         return Observed(
             name="pool",
             namespace="ns",
@@ -201,6 +206,7 @@ class World:
         self.barrier = None
         self.restarts_of = {}
         self.failures = {}
+        self.hung = set()
 
     def step(self) -> Plan:
         """One pass and its effects; the clock moves a second."""
@@ -281,7 +287,9 @@ class World:
         self.log.append(f"{call.verb} {call.pod}")
         worker = self.workers.get(call.uid)
         if worker is None or call.verb in self.frozen:
+            self.hung.add((call.uid, call.verb.value))
             return
+        self.hung.discard((call.uid, call.verb.value))
         problem: str | None = None
         match call.verb:
             case Verb.STAGE:
@@ -302,8 +310,11 @@ class World:
         if problem is None:
             self.failures.pop(slot, None)
         else:
-            count = self.failures[slot].count + 1 if slot in self.failures else 1
-            self.failures[slot] = CallError(problem, count, self.now + 1.0)
+            before = self.failures.get(slot)
+            count = before.count + 1 if before and before.about == call.about else 1
+            self.failures[slot] = CallError(
+                problem, count, self.now + self.backoff, about=call.about
+            )
 
     def _settle(self) -> None:
         for name, pod in self.pods.items():

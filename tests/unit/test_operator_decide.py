@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_operator.status import RolloutReplicaStatus, UpdatePhase
-from rollout_worker.schemas import WeightsId
+from rollout_worker.schemas import StageRequest, WeightsId
 from world import World, spec_of, target
 
 
@@ -180,6 +180,44 @@ def test_staging_failure_keeps_the_old_and_names_the_tensor(world: World) -> Non
     assert condition(world.status, "Degraded") == ("False", "AsExpected")
 
 
+def test_a_wrong_path_does_not_hold_up_the_next_version(world: World) -> None:
+    world.backoff = 60.0
+    world.worker(0).broken_stage = True
+    world.set(weights=target(1, 1))
+    for _ in range(3):
+        world.step()
+    world.set(weights=target(1, 2))
+    world.worker(0).broken_stage = False
+    for _ in range(5):
+        world.step()
+    assert committed(world) == (1, 2)
+
+
+def test_staging_other_bytes_of_the_same_identity_are_discarded(world: World) -> None:
+    identity = WeightsId(epoch=1, version=1)
+    body = {"epoch": 1, "version": 1, "source": {"path": "/rollout/weights/elsewhere"}}
+    world.worker(1).stage(StageRequest.model_validate(body))
+    world.set(weights=target(1, 1))
+    world.run()
+    log = [line for line in world.log if line.endswith("pool-1-0")]
+    assert log.index("discard pool-1-0") < log.index("stage pool-1-0")
+    assert world.worker(1).active == identity
+    assert committed(world) == (1, 1)
+
+
+def test_staging_an_earlier_transfer_under_way_is_discarded(world: World) -> None:
+    world.set(weights=target(1, 1))
+    while world.worker(1).staged is None:
+        world.step()
+    for worker in world.workers.values():
+        assert worker.staged is not None
+        worker.staged = worker.staged.model_copy(update={"phase": "Staging"})
+    world.set(weights=target(2, 0))
+    world.run()
+    assert "discard pool-0-0" in world.log
+    assert committed(world) == (2, 0)
+
+
 def test_staging_deadline_reports_and_goes_on(world: World) -> None:
     world.frozen.add("stage")
     world.set(weights={**target(1, 1), "deadlineSeconds": 5})
@@ -205,12 +243,15 @@ def test_staging_then_rest_supersedes(world: World, rest: dict[str, object]) -> 
     world.set(**rest)
     world.step()
     assert committed(world) == (1, 1), "the target is what they wake with"
+    assert phase(world) is UpdatePhase.SUPERSEDED
     world.run()
+    assert phase(world) is UpdatePhase.SUPERSEDED
     assert condition(world.status, "WeightsSynced")[0] == "False"
     assert condition(world.status, "Ready")[0] == "False"
     world.set(state="Active", suspend=False)
     world.run()
     assert ready(world)
+    assert phase(world) is UpdatePhase.COMPLETE
     assert all(w.active.as_tuple() == (1, 1) for w in world.workers.values())
 
 
@@ -237,6 +278,23 @@ def test_committing_member_fails_and_leaves(world: World) -> None:
     world.worker(1).broken_commit = False
     world.run()
     assert ready(world)
+
+
+def test_committing_deadline_goes_on_without_the_late(world: World) -> None:
+    world.set(weights={**target(1, 1), "deadlineSeconds": 6})
+    world.frozen.add("commit")
+    until(world, UpdatePhase.COMMITTING)
+    world.worker(0).active = WeightsId(epoch=1, version=1)
+    for _ in range(8):
+        world.step()
+    assert committed(world) == (1, 1)
+    assert not world.pods["pool-1-0"].gate, "also while its commit is under way"
+    assert condition(world.status, "Degraded") == ("True", "WeightsFailed")
+    assert "pool-1-0" in world.status.message
+    world.frozen.clear()
+    world.run()
+    assert ready(world)
+    assert condition(world.status, "Degraded")[0] == "False"
 
 
 def test_committing_restart_loads_the_version_being_committed(world: World) -> None:
