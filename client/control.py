@@ -9,6 +9,7 @@ answer of `state`, never in the fact that a request was sent.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -35,6 +36,11 @@ from rollout_worker.schemas import (
 
 M = TypeVar("M", bound=BaseModel)
 Token = Callable[[], Awaitable[str | None]]
+Send = Callable[[str, str, Mapping[str, str], bytes | None, float], Awaitable[tuple[int, bytes]]]
+"""Sends (method, URL, headers, body, seconds) and returns (status, body).
+
+Raises OSError (a TimeoutError is one) where no answer came.
+"""
 
 PROBLEM_PREFIX = "urn:rollout:problem:"
 
@@ -76,13 +82,14 @@ class WorkerControl:
     Args:
         base_url: For example `http://10.0.0.7:8001`.
         token: Asked for the bearer token before each request; None sends none.
-        client: Shared connections; its limits bound what is open at once.
+        client: Shared connections; its limits bound what is open at once. For hundreds of workers
+            give a `Send` of your own: httpx looks at every open connection with each request.
     """
 
-    def __init__(self, base_url: str, token: Token, client: httpx.AsyncClient) -> None:
+    def __init__(self, base_url: str, token: Token, client: httpx.AsyncClient | Send) -> None:
         self._base_url = base_url.rstrip("/")
         self._token = token
-        self._client = client
+        self._request = _over(client) if isinstance(client, httpx.AsyncClient) else client
 
     async def state(self, *, timeout: float = STATE_SECONDS) -> WorkerState:
         """Return what the worker says of itself."""
@@ -159,47 +166,64 @@ class WorkerControl:
     async def _ask(
         self, method: str, path: str, body: BaseModel | None, answer: type[M], timeout: float
     ) -> M:
-        response = await self._send(method, path, body, timeout)
+        status, content = await self._send(method, path, body, timeout)
         try:
             # A newer worker may say more than this client knows of.
-            return answer.model_validate_json(response.content, extra="ignore")
+            return answer.model_validate_json(content, extra="ignore")
         except ValidationError as error:
             where = f"{method} {self._base_url}{path}"
             detail = f"{where} answered what is no {answer.__name__}: {error}"
-            raise ControlError(response.status_code, "bad-answer", detail) from error
+            raise ControlError(status, "bad-answer", detail) from error
 
     async def _send(
         self, method: str, path: str, body: BaseModel | None, timeout: float
-    ) -> httpx.Response:
+    ) -> tuple[int, bytes]:
+        url = self._base_url + path
         headers = {"Accept": "application/json"}
         if (token := await self._token()) is not None:
             headers["Authorization"] = f"Bearer {token}"
         content = None
         if body is not None:
             headers["Content-Type"] = "application/json"
-            content = body.model_dump_json(exclude_none=True)
+            content = body.model_dump_json(exclude_none=True).encode()
         try:
-            response = await self._client.request(
-                method, self._base_url + path, content=content, headers=headers, timeout=timeout
-            )
-        except (httpx.TransportError, httpx.InvalidURL, OSError) as error:
+            status, answer = await self._request(method, url, headers, content, timeout)
+        except OSError as error:
             reason = str(error) or type(error).__name__
-            raise ControlUnreachable(f"{method} {self._base_url}{path}: {reason}") from error
-        if response.status_code >= 300:
-            raise _refusal(response)
-        return response
+            raise ControlUnreachable(f"{method} {url}: {reason}") from error
+        if status >= 300:
+            raise _refusal(status, answer)
+        return status, answer
 
 
-def _refusal(response: httpx.Response) -> ControlError:
+def _over(client: httpx.AsyncClient) -> Send:
+    """Return the `Send` of an httpx client."""
+
+    async def send(
+        method: str, url: str, headers: Mapping[str, str], content: bytes | None, seconds: float
+    ) -> tuple[int, bytes]:
+        try:
+            answer = await client.request(
+                method, url, content=content, headers=dict(headers), timeout=seconds
+            )
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise ConnectionError(str(error) or type(error).__name__) from error
+        return answer.status_code, answer.content
+
+    return send
+
+
+def _refusal(status: int, content: bytes) -> ControlError:
     """Return the error for an answer that is no success, problem+json or not."""
     try:
-        problem = response.json()
+        problem = json.loads(content)
     except ValueError:
         problem = None
     if not isinstance(problem, dict):
-        return ControlError(response.status_code, "", response.text[:256] or "no message")
+        text = content.decode(errors="replace")
+        return ControlError(status, "", text[:256] or "no message")
     known = {"type", "title", "status", "detail"}
     slug = str(problem.get("type", "")).removeprefix(PROBLEM_PREFIX)
     detail = str(problem.get("detail") or problem.get("title") or "no detail")
     extensions = {name: value for name, value in problem.items() if name not in known}
-    return ControlError(response.status_code, slug, detail, extensions)
+    return ControlError(status, slug, detail, extensions)

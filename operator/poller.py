@@ -1,8 +1,10 @@
 """Asks the heads for their state, a bounded number at once, and wakes a pool when one changes.
 
 Workers don't push: the operator asks `GET /v1/state` twice a second where something is under way
-and every five seconds elsewhere. With thousands of heads the slow pace stretches, so that the
-whole never exceeds `MAX_RATE` polls a second. A head that fails is asked less and less often; its
+and every five seconds elsewhere. With hundreds of heads under way, or thousands in all, both paces
+stretch, so that neither makes more than `MAX_RATE` polls a second: a fleet that starts must not
+take the time that its passes need. What an own call has changed is asked at once all the same
+(`refresh`). A head that fails is asked less and less often; its
 last answer stays, marked stale when it is too old to be believed.
 """
 
@@ -62,7 +64,6 @@ class Observation:
 class _Head:
     key: Key
     address: str
-    fast: bool
     since: float
     state: WorkerState | None = None
     digest: object = None
@@ -93,6 +94,7 @@ class Poller:
         self._wake = wake
         self._clock = clock
         self._heads: dict[str, _Head] = {}
+        self._fast: set[str] = set()
         self._queue: WorkQueue[str] = WorkQueue(clock=clock)
 
     async def run(self) -> None:
@@ -104,19 +106,19 @@ class Poller:
     def watch(self, key: Key, pod_uid: str, address: str, fast: bool) -> None:
         """Poll this head from now on; a call with other arguments changes them."""
         head = self._heads.get(pod_uid)
+        hurried = fast and pod_uid not in self._fast
+        (self._fast.add if fast else self._fast.discard)(pod_uid)
         if head is None or (head.key, head.address) != (key, address):
-            self._heads[pod_uid] = _Head(key, address, fast, self._clock())
+            self._heads[pod_uid] = _Head(key, address, self._clock())
             self._queue.forget(pod_uid)
             self._queue.add(pod_uid)
-        elif fast and not head.fast:
-            head.fast = True
+        elif hurried:
             self._queue.add(pod_uid)
-        else:
-            head.fast = fast
 
     def unwatch(self, pod_uid: str) -> None:
         """Forget this head."""
         self._heads.pop(pod_uid, None)
+        self._fast.discard(pod_uid)
 
     def watched(self) -> list[str]:
         """Return the uids that are polled."""
@@ -182,7 +184,7 @@ class Poller:
         changed = self._note(head, state, error)
         for waiter in waiters:
             waiter.set()
-        self._queue.add(uid, self._interval(head))
+        self._queue.add(uid, self._interval(uid, head))
         if changed:
             self._wake(head.key)
 
@@ -210,18 +212,21 @@ class Poller:
     def _slow_interval(self) -> float:
         return max(SLOW_SECONDS, len(self._heads) / MAX_RATE)
 
-    def _longest_backoff(self, head: _Head) -> float:
+    def _fast_interval(self) -> float:
+        return max(FAST_SECONDS, len(self._fast) / MAX_RATE)
+
+    def _longest_backoff(self, uid: str, head: _Head) -> float:
         """A head that is just starting is not kept waiting: somebody waits for it to be Ready."""
-        if head.fast and head.answered_at is None:
+        if uid in self._fast and head.answered_at is None:
             return max(STARTING_SECONDS, len(self._heads) / MAX_RATE)
         return LAST_BACKOFF_SECONDS
 
-    def _interval(self, head: _Head) -> float:
+    def _interval(self, uid: str, head: _Head) -> float:
         if head.failures:
             backoff = FIRST_BACKOFF_SECONDS * 2.0 ** min(head.failures - 1, 10)
-            interval = min(self._longest_backoff(head), backoff)
+            interval = min(self._longest_backoff(uid, head), backoff)
         else:
-            interval = FAST_SECONDS if head.fast else self._slow_interval()
+            interval = self._fast_interval() if uid in self._fast else self._slow_interval()
         return interval * random.uniform(1 - JITTER, 1 + JITTER)
 
 

@@ -17,13 +17,12 @@ import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import httpx
-
 from rollout_client.control import ControlError, WorkerControl
 from rollout_worker.schemas import WorkerState
 
 from .calls import Calls
 from .config import Config, ConfigError
+from .connections import Connections
 from .context import Context, Reconcile
 from .expectations import Expectations
 from .kube import Kube
@@ -84,10 +83,7 @@ class Operator:
 
     def _wire(self, make_reconcile: Callable[[Context], Reconcile]) -> None:
         config, telemetry = self._config, self.telemetry
-        self._http = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=256, max_keepalive_connections=128),
-            trust_env=False,
-        )
+        self._connections = Connections()
         self.store = Store()
         self.expectations = Expectations(
             on_timeout=lambda resource: telemetry.expectation_timeouts.labels(resource).inc()
@@ -149,7 +145,7 @@ class Operator:
                 return None  # a worker that wants one says so
             return await self.kube.token(audience(key.namespace, key.name))
 
-        return WorkerControl(f"http://{address}", token, self._http)
+        return WorkerControl(f"http://{address}", token, self._connections.send)
 
     def handle_signals(self) -> None:
         """Let SIGTERM and SIGINT end `run` in an orderly way (only in a main thread)."""
@@ -272,7 +268,7 @@ class Operator:
     async def _close(self) -> None:
         await self._cancel(*self._tasks)
         await self._probes.stop()
-        await self._http.aclose()
+        await self._connections.close()
         await self.kube.close()
 
     async def _ask(self, key: Key, address: str) -> WorkerState:

@@ -63,8 +63,22 @@ def configure(settings: kopf.OperatorSettings, *, embedded: bool) -> None:
     settings.networking.connect_timeout = 5
     settings.networking.error_backoffs = [0.5, 1, 2, 4]
     settings.persistence.finalizer = f"{GROUP}/{MANAGER}"
+    settings.persistence.diffbase_storage = _NoDiffs()
     # Inside us, kopf ending is no reason to kill the process: we bound our own exit.
     settings.process.ultimate_exiting_timeout = None if embedded else 25
+
+
+class _NoDiffs(kopf.DiffBaseStorage):
+    """Remembers nothing: our handlers take raw events, and kopf would copy every object twice."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        return kopf.BodyEssence({})
+
+    def fetch(self, **_: Any) -> kopf.BodyEssence | None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return None
 
 
 class Feed:

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import pytest
 
 from loopback import Loopback, loopback
 from rollout_client.control import WorkerControl
+from rollout_operator.connections import Connections
 from rollout_operator.poller import AT_ONCE, STALE_SECONDS, Poller
 from rollout_operator.store import Key
 from rollout_worker.schemas import WorkerState
@@ -43,9 +43,9 @@ class Clock:
 
 
 class Bench:
-    def __init__(self, worker: Loopback, client: httpx.AsyncClient) -> None:
+    def __init__(self, worker: Loopback, connections: Connections) -> None:
         self.worker = worker
-        self.client = client
+        self.connections = connections
         self.clock = Clock()
         self.woken: list[Key] = []
         self.poller = Poller(self.ask, self.woken.append, clock=self.clock)
@@ -54,7 +54,7 @@ class Bench:
         async def token() -> str | None:
             return None
 
-        return await WorkerControl(f"http://{address}", token, self.client).state()
+        return await WorkerControl(f"http://{address}", token, self.connections.send).state()
 
     def watch(self, uid: str = "u1", *, fast: bool = True) -> None:
         self.poller.watch(KEY, uid, self.worker.address, fast)
@@ -68,14 +68,15 @@ class Bench:
 
 @asynccontextmanager
 async def bench_of(worker: Loopback) -> AsyncIterator[Bench]:
-    async with httpx.AsyncClient(trust_env=False) as client:
-        bench = Bench(worker, client)
-        running = asyncio.create_task(bench.poller.run())
-        try:
-            yield bench
-        finally:
-            running.cancel()
-            await asyncio.wait({running})
+    connections = Connections()
+    bench = Bench(worker, connections)
+    running = asyncio.create_task(bench.poller.run())
+    try:
+        yield bench
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        await connections.close()
 
 
 @pytest.fixture
@@ -245,3 +246,17 @@ async def test_no_more_than_64_are_asked_at_once_and_a_hanging_head_stops_no_oth
         await until(lambda: bench.poller.last("good") is not None, 5)
         await until(lambda: len(slow.requests) >= 100, 5)
         assert slow.most_at_once <= AT_ONCE
+
+
+async def test_many_fast_heads_are_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_operator.poller.MAX_RATE", 10.0)
+    async with loopback() as worker, bench_of(worker) as bench:
+        worker.answer("GET", "/v1/state", state())
+        for number in range(20):
+            bench.watch(f"u{number}")
+        await until(lambda: len(worker.requests) >= 20)
+        await asyncio.sleep(1.2)
+        assert len(worker.requests) == 20, "at 10 a second each waits for 2 s"
+        for number in range(2, 20):
+            bench.poller.unwatch(f"u{number}")
+        await bench.polled(4)
