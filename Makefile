@@ -21,8 +21,11 @@ export PYTHONDONTWRITEBYTECODE := 1
 # A few requirements come as hundreds of megabytes: be patient with a slow network.
 export UV_HTTP_TIMEOUT ?= 300
 
+PIN = $(UV) pip compile -q pyproject.toml --generate-hashes --no-emit-index-url \
+  --no-emit-find-links --no-annotate --python-version 3.11 \
+  --custom-compile-command "make requirements" --extra
+
 VENV := $(CACHE)/venv/.installed
-BINARIES := $(CACHE)/bin/.built
 
 .PHONY: help
 help: ## show this list
@@ -85,11 +88,8 @@ bench: $(VENV) cluster-build images ## run the benchmarks and print their figure
 
 .PHONY: requirements
 requirements: $(UV) ## resolve the pinned requirements anew
-	for extra in dev operator worker hf; do \
-	  $(UV) pip compile -q pyproject.toml --extra $$extra -c requirements/constraints.txt \
-	    --generate-hashes --no-emit-index-url --no-emit-find-links --python-version 3.11 \
-	    --custom-compile-command "make requirements" -o requirements/$$extra.txt; \
-	done
+	$(PIN) dev -c requirements/constraints.txt -o requirements/dev.txt
+	for extra in operator worker hf; do $(PIN) $$extra -c requirements/dev.txt -o requirements/$$extra.txt; done
 
 .PHONY: clean
 clean: ## remove every cluster and all that runs; keeps the cache
