@@ -228,7 +228,8 @@ where you want them PodMonitors, alerts and dashboards. Helm 3.17 or 4, Kubernet
   (`crds.keep=false` before it: nothing is left). A later install of the same release name and
   namespace takes them over; under another name set `crds.install=false`.
 - Upgrades change the CRD too. Changes of the CRD only add fields.
-- A change of `engines.*` replaces the pods of those pools whose pods come out different.
+- A change of `engines.*` replaces no running pod; it reaches the pods that are made afterwards
+  (docs/decisions/002 says why, and how to roll a pool at once).
 - Who may `update` a RolloutReplica still needs, by the admission policy, `update` on
   `rolloutreplicas/weights`, `rolloutreplicas/state` or `rolloutreplicas/spec` for each part of the
   spec. `rollout-trainer` has the first two: a trainer moves weights and state and nothing else.

@@ -154,8 +154,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("shutdown-grace", _seconds, 5.0, "how long to serve on after SIGTERM while not ready"),
     Flag("start-timeout", _seconds, 3600.0, "longest time for loading the model, in seconds"),
     Flag("max-queue", _positive, 1024, "waiting outputs beyond which requests get 429"),
-    Flag("max-batch-tokens", _positive, None, "the engine's bound on tokens in one step"),
-    Flag("spill-dir", Path, None, "folder for weights that sleep gives back; default: memory"),
+    Flag("max-batch-tokens", _positive, None, "bound of the KV cache, in tokens"),
+    Flag("spill-dir", Path, None, "folder for weights that sleep gives back; default: $TMPDIR"),
     Flag(
         "engine-arg",
         str,

@@ -1,0 +1,274 @@
+"""The documents say what the code does: flags, routes, reasons, problems, metrics, examples."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from emitted import reasons
+from rollout_operator import config
+from rollout_operator.spec import parse_spec
+from rollout_operator.store import Key
+from rollout_operator.telemetry import PoolFigures
+from rollout_operator.telemetry import Telemetry as OperatorTelemetry
+from rollout_worker import schemas
+from rollout_worker.auth import Anyone
+from rollout_worker.control_api import control_app
+from rollout_worker.data_api import data_app
+from rollout_worker.lifecycle import MOVES
+from rollout_worker.problems import KINDS
+from rollout_worker.service import Worker
+from rollout_worker.settings import FLAGS, add_flags, parse
+from rollout_worker.telemetry import Telemetry as WorkerTelemetry
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").glob("*.md")],
+    key=lambda path: str(path),
+)
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/generate": schemas.GenerateRequest,
+    "/v1/weights/stage": schemas.StageRequest,
+    "/v1/weights/commit": schemas.CommitRequest,
+    "/v1/sleep": schemas.SleepRequest,
+    "/v1/wake": schemas.WakeRequest,
+    "/v1/pause": schemas.PauseRequest,
+}
+CODE = re.compile(r"`([^`]+)`")
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def section(text: str, title: str) -> str:
+    """The part of a page below a heading, up to the next one of its level or above."""
+    match = re.search(rf"^(#+) {re.escape(title)}$", text, re.MULTILINE)
+    assert match, f"no section {title!r}"
+    rest = text[match.end() :]
+    after = re.search(rf"^#{{1,{len(match[1])}}} ", rest, re.MULTILINE)
+    return rest[: after.start()] if after else rest
+
+
+def cells(text: str, column: int) -> Iterator[str]:
+    """The texts of one column of all tables."""
+    for line in text.splitlines():
+        parts = re.split(r"(?<!\\)\|", line)[1:-1]
+        if line.startswith("|") and not set(line) <= set("|-: ") and len(parts) > column:
+            yield parts[column].strip()
+
+
+def named(text: str, column: int) -> set[str]:
+    """What stands in backticks in one column of all tables."""
+    return {name for cell in cells(text, column) for name in CODE.findall(cell)}
+
+
+# The worker.
+
+
+def test_worker_flags_are_described() -> None:
+    rows = dict(zip(cells(FLAG_TABLE, 0), cells(FLAG_TABLE, 1), strict=True))
+    shown = {f"`--{f.name}`": f"`{f.env}`" for f in FLAGS if not f.hidden}
+    assert {k: v for k, v in rows.items() if k != "flag"} == shown
+
+
+def test_worker_flags_have_the_defaults_described() -> None:
+    rows = dict(zip(cells(FLAG_TABLE, 0), cells(FLAG_TABLE, 2), strict=True))
+    for flag in FLAGS:
+        if not flag.hidden:
+            default = "" if flag.default in (None, ()) else f"`{flag.default}`"
+            assert rows[f"`--{flag.name}`"] == default
+
+
+FLAG_TABLE = section(page("docs/worker.md"), "Flags").split("The hf engine's own flags")[0]
+
+
+def test_flags_of_the_hf_engine_are_described() -> None:
+    settings = page("worker/engines/hf/settings.py")
+    flags = set(re.findall(r'"(--[a-z-]+)"', settings))
+    table = section(page("docs/worker.md"), "Flags").split("The hf engine's own flags")[1]
+    assert named(table, 0) == flags
+
+
+def test_routes_are_described() -> None:
+    worker = Worker(_settings())
+    for app, columns in ((data_app(worker), "Data port"), (control_app(worker, Anyone()), "")):
+        routes = {
+            f"{method.upper()} {path}"
+            for path, methods in app.openapi()["paths"].items()
+            for method in methods
+        }
+        data, control = section(page("docs/worker.md"), "Routes").split("Control port (8001)")
+        assert named(data if columns else control, 0) == routes
+
+
+def _settings() -> Any:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    words = ["--model", "model", "--auth", "none", "--control-host", "127.0.0.1"]
+    return parse(parser.parse_args(words), {})
+
+
+def test_lifecycle_table_is_the_codes() -> None:
+    table = section(page("docs/architecture.md"), "Lifecycle")
+    rows = zip(cells(table, 0), cells(table, 1), strict=True)
+    shown = {CODE.findall(a)[0]: set(CODE.findall(b)) for a, b in rows if CODE.search(a)}
+    assert shown == {old.value: {new.value for new in news} for old, news in MOVES.items()}
+
+
+def test_problems_are_described() -> None:
+    table = section(page("docs/runbook.md"), "Problems a worker answers")
+    rows = zip(cells(table, 0), cells(table, 1), strict=True)
+    shown = {CODE.findall(a)[0]: int(b) for a, b in rows if CODE.search(a)}
+    assert shown == {slug: status for slug, (status, _) in KINDS.items()}
+
+
+# The operator.
+
+
+def test_reasons_are_described() -> None:
+    runbook = page("docs/runbook.md")
+    conditions = named(section(runbook, "Reasons"), 1)
+    events = named(section(runbook, "Events"), 1)
+    assert conditions | events == reasons(ROOT / "operator")
+
+
+def test_conditions_are_described() -> None:
+    table = section(page("docs/runbook.md"), "Reasons")
+    shown = {cell.partition("=")[0] for cell in cells(table, 0)} - {"", "condition"}
+    assert shown == {"Ready", "Progressing", "Degraded", "WeightsSynced", "Asleep", "Suspended"}
+
+
+def test_operator_flags_are_described(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config.parse(["run", "--help"], {})
+    flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert named(section(page("docs/runbook.md"), "Install, upgrade, uninstall"), 0) == flags
+
+
+def test_alerts_are_described() -> None:
+    rules = yaml.safe_load(page("charts/rollout-operator/rules.yaml"))
+    alerts = {rule["alert"] for group in rules["groups"] for rule in group["rules"]}
+    assert named(section(page("docs/runbook.md"), "Alerts"), 0) == alerts
+
+
+# Metrics.
+
+
+def test_operator_metrics_are_described() -> None:
+    telemetry = OperatorTelemetry()
+    figures = PoolFigures(weights={"target": (1, 1)}, conditions={"Ready": "True"})
+    telemetry.pool(Key("a", "b"), figures)
+    table = section(section(page("docs/runbook.md"), "Metrics"), "Operator")
+    ours = {name for name in families(telemetry.page().decode()) if name.startswith("rollout_")}
+    assert named(table, 0) == ours
+
+
+def test_worker_metrics_are_described() -> None:
+    engine = set(re.findall(r'"(hf_engine_\w+)"', page("worker/engines/hf/metrics.py")))
+    ours = families(WorkerTelemetry().page("").decode()) | engine
+    assert named(section(section(page("docs/runbook.md"), "Metrics"), "Worker"), 0) == ours
+
+
+def families(text: str) -> set[str]:
+    """Names in a page of metrics, as they are scraped; histograms without their suffixes."""
+    return set(re.findall(r"^# TYPE (\w+) (?:gauge|counter|histogram)$", text, re.MULTILINE))
+
+
+# Examples, links, commands.
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", path.read_text()):
+        if target and "://" not in target:
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_anchors_exist(path: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", path.read_text()):
+        page_ = path.parent / target if target else path
+        headings = re.findall(r"^#+ (.+)$", page_.read_text(), re.MULTILINE)
+        known = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+        assert anchor in known, f"{path.name} links to #{anchor} of {page_.name}"
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_manifests_in_documents_are_valid() -> None:
+    seen = 0
+    texts = [block for path in PAGES for block in blocks(path.read_text(), "yaml")]
+    texts += [path.read_text() for path in (ROOT / "examples").glob("*.yaml")]
+    for text in texts:
+        for document in yaml.safe_load_all(text):
+            if document.get("kind") == "RolloutReplica":
+                parse_spec(document)
+                seen += 1
+    assert seen >= 2
+
+
+def test_patches_in_documents_are_valid() -> None:
+    base = yaml.safe_load(page("examples/hf.yaml"))
+    patches = [p for path in PAGES for p in re.findall(r"'(\{\"spec\".*?\})'", path.read_text())]
+    for text in patches:
+        spec = json.loads(text)["spec"]
+        weights = {**base["spec"]["weights"], **spec.pop("weights", {})}
+        parse_spec({"spec": {**base["spec"], "weights": weights, **spec}})
+    assert len(patches) >= 4
+
+
+def test_bodies_of_curl_are_valid() -> None:
+    found = [
+        match
+        for path in PAGES
+        for match in re.findall(
+            r"localhost:\d+(/v1/[\w/]+)\S*[\\\s]+--json[\\\s]+'([^']+)'", path.read_text()
+        )
+    ]
+    for route, body in found:
+        BODIES[route].model_validate_json(body)
+    assert {route for route, _ in found} >= {"/v1/generate", "/v1/weights/stage", "/v1/sleep"}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_make_targets_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", page("Makefile"), re.MULTILINE))
+    named_ = set(
+        re.findall(
+            r"(?:^(?:CLUSTER=existing )?|`)make ([a-z-]+)(?=$| *[`#A-Z]|  )",
+            path.read_text(),
+            re.MULTILINE,
+        )
+    )
+    assert named_ <= targets
+
+
+def test_every_decision_is_listed() -> None:
+    listed = set(re.findall(r"\(decisions/([^)]+)\)", page("docs/README.md")))
+    assert listed == {path.name for path in (DOCS / "decisions").glob("*.md")}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((DOCS / "decisions").glob("*.md")), ids=lambda path: path.stem
+)
+def test_decisions_have_one_form(path: Path) -> None:
+    text = path.read_text()
+    assert re.match(rf"# {path.name[:3]}\. \S", text)
+    assert re.findall(r"^\*\*(\w+)\.\*\*", text, re.MULTILINE) == [
+        "Context",
+        "Decision",
+        "Consequences",
+    ]
+    assert len(text.splitlines()) <= 60, "a decision fits one page"
