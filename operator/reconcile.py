@@ -45,6 +45,11 @@ class Memory:
     polled: frozenset[str] = frozenset()
     written_at: float = 0.0
     sentence: str = ""
+    pool: Obj | None = None
+    """The object that `stored`, `before` and `spec` were read from; the store never changes one."""
+    stored: RolloutReplicaStatus = field(default_factory=RolloutReplicaStatus)
+    before: dict[str, Any] = field(default_factory=dict)
+    spec: RolloutReplicaSpec | None = None
 
 
 class Reconciler:
@@ -67,12 +72,12 @@ class Reconciler:
         if pool is None or pool["metadata"].get("deletionTimestamp"):
             return await self._let_go(key, pool)
         memory = self._memory.setdefault(key, Memory())
-        stored = parse_status(pool)
+        stored = _read_status(pool, memory)
         try:
-            spec = parse_spec(pool)
+            spec = _read_spec(pool, memory)
         except InvalidSpec as error:
             status = conditions_for_invalid(stored, pool, str(error), self.ctx.clock())
-            await self._write_status(key, pool, stored, status, memory)
+            await self._write_status(key, pool, status, memory)
             return None
         seen = self._observe(key, pool, memory)
         plan = decide(spec, seen, stored, self.ctx.clock())
@@ -117,7 +122,7 @@ class Reconciler:
         memory: Memory,
     ) -> float | None:
         """Status first: it holds the decisions that everything else relies on."""
-        later = await self._write_status(key, pool, stored, plan.status, memory)
+        later = await self._write_status(key, pool, plan.status, memory)
         memory.barrier = plan.barrier
         memory.restarts_of.update(plan.restarts)
         self._tell(pool, stored, plan, memory)
@@ -181,13 +186,12 @@ class Reconciler:
         self,
         key: Key,
         pool: Obj,
-        stored: RolloutReplicaStatus,
         status: RolloutReplicaStatus,
         memory: Memory,
     ) -> float | None:
         """Write if something changed; mere progress at most once a second."""
         self._show(key, pool, status)
-        before, after = _own(stored), _own(status)
+        before, after = memory.before, _own(status)
         if before == after and pool.get("status"):
             return None
         now = self.ctx.clock()
@@ -271,6 +275,34 @@ class Reconciler:
         return soonest
 
 
+def _read_status(pool: Obj, memory: Memory) -> RolloutReplicaStatus:
+    """Parse the status of an object once."""
+    if memory.pool is not pool:
+        memory.stored = parse_status(pool)
+        memory.before = _own(memory.stored)
+    return memory.stored
+
+
+def _read_spec(pool: Obj, memory: Memory) -> RolloutReplicaSpec:
+    """Parse a spec once for each generation of the object.
+
+    Raises:
+        InvalidSpec: this operator can't read it.
+    """
+    known = memory.pool
+    if known is not pool:
+        memory.pool = None
+        if memory.spec is None or known is None or _generation(known) != _generation(pool):
+            memory.spec = parse_spec(pool)
+        memory.pool = pool
+    assert memory.spec is not None, "read together with the pool"
+    return memory.spec
+
+
+def _generation(pool: Obj) -> tuple[str, int]:
+    return pool["metadata"]["uid"], pool["metadata"].get("generation", 0)
+
+
 def _orphan(obj: Obj) -> Pod | None:
     """A pod of ours whose object is gone, parsed under whatever owner it names."""
     for ref in obj["metadata"].get("ownerReferences") or ():
@@ -319,13 +351,24 @@ def _own(status: RolloutReplicaStatus) -> dict[str, Any]:
     return document
 
 
+_PROGRESS = frozenset(
+    {
+        "members", "message", "lastErrors",
+        "replicas", "readyReplicas", "updatedReplicas", "asleepReplicas",
+    }
+)  # fmt: skip
+
+
 def _essence(document: dict[str, Any]) -> dict[str, Any]:
     """Status without the texts and counts that change with mere progress."""
-    out = {k: v for k, v in document.items() if k not in ("members", "message", "lastErrors")}
+    out = {k: v for k, v in document.items() if k not in _PROGRESS}
     out["conditions"] = [(c["type"], c["status"], c["reason"]) for c in document["conditions"]]
-    update = {**out.get("weights", {}).get("lastUpdate", {})}
+    weights = {**out.get("weights", {})}
+    weights.pop("active", None)
+    weights.pop("stagedReplicas", None)
+    update = {**weights.get("lastUpdate", {})}
     update.pop("message", None)
-    out["weights"] = {**out.get("weights", {}), "lastUpdate": update}
+    out["weights"] = {**weights, "lastUpdate": update}
     transition = {**out.get("lastTransition", {})}
     transition.pop("message", None)
     out["lastTransition"] = transition

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -40,11 +41,23 @@ def _v1(spec: RolloutReplicaSpec) -> dict[str, Any]:
 SCHEMES: dict[str, Callable[[RolloutReplicaSpec], dict[str, Any]]] = {"v1": _v1}
 CURRENT = "v1"
 
+_KEPT = 4096
+_computed: OrderedDict[tuple[int, str], tuple[RolloutReplicaSpec, str]] = OrderedDict()
+"""By the spec's id and the scheme. A pass asks for every pod and specs can't be hashed; the spec
+is kept beside its revision, so that no other one can get its id."""
+
 
 def revision(spec: RolloutReplicaSpec, scheme: str = CURRENT) -> str:
     """Return `<scheme>-<ten hex digits>`; valid as a label."""
+    found = _computed.get((id(spec), scheme))
+    if found is not None:
+        return found[1]
     text = json.dumps(SCHEMES[scheme](spec), sort_keys=True, separators=(",", ":"))
-    return f"{scheme}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    made = f"{scheme}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    _computed[id(spec), scheme] = (spec, made)
+    if len(_computed) > _KEPT:
+        _computed.popitem(last=False)
+    return made
 
 
 def is_current(found: str, spec: RolloutReplicaSpec) -> bool:
