@@ -33,7 +33,6 @@ from rollout_worker.engine import (
 from rollout_worker.engines import EngineOptions
 from rollout_worker.schemas import (
     AbortReason,
-    Capabilities,
     MemoryTag,
     Progress,
     Resident,
@@ -45,37 +44,18 @@ from rollout_worker.weights import ReadCancelled
 
 from . import metrics, settings
 from .core import Core, Delivery
-from .forward import Forward
 from .intake import check, decode, sequence_of
-from .kv import KvRows
 from .loading import Loaded, load
-from .memory import Memory, release_freed
-from .thread import StepThread
-from .versions import Versions, in_thread
+from .memory import release_freed
+from .parts import Parts, assemble, capabilities
+from .versions import in_thread
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DEFAULT_BATCH_TOKENS = 32768
-"""KV cache of some hundred MB for a model that a CPU can serve."""
-
-PREFILL_TOKENS = {"cpu": 256, "cuda": 4096}
-"""What keeps the device busy and a step of a fitting model within seconds."""
-
 STOP_SECONDS = 30.0
 """How long `stop` waits for the step that runs."""
-
-
-@dataclass(slots=True)
-class _Parts:
-    """What exists once the model is loaded."""
-
-    loaded: Loaded
-    kv: KvRows
-    core: Core
-    thread: StepThread
-    versions: Versions
 
 
 @dataclass(slots=True)
@@ -92,14 +72,14 @@ class HfEngine:
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._settings = settings.parse(options.args)
-        self._parts: _Parts | None = None
+        self._parts: Parts | None = None
         self._streams: dict[str, _Stream] = {}
         self._arrivals = 0
         self._entering: set[str] = set()  # handed to the step thread, not in its queue yet
         self._give_up = threading.Event()
         self._ended: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.capabilities = _capabilities(stop_strings=True, reloads=True)
+        self.capabilities = capabilities(stop_strings=True, reloads=True)
 
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
         """See `Engine.start`."""
@@ -118,9 +98,9 @@ class HfEngine:
             loaded = await in_thread(work, self._give_up)
         except ReadCancelled:
             raise EngineError("the engine was stopped while it loaded") from None
-        self._parts = self._assemble(loaded)
+        self._parts = assemble(loaded, self._options, self._settings, self._deliver, self._on_crash)
         self._parts.thread.start()
-        self.capabilities = _capabilities(
+        self.capabilities = capabilities(
             stop_strings=loaded.tokenizer is not None, reloads=bool(loaded.targets)
         )
         logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
@@ -134,29 +114,6 @@ class HfEngine:
             root_hash=loaded.root_hash,
         )
 
-    def _assemble(self, loaded: Loaded) -> _Parts:
-        asked = self._options.max_batch_tokens or DEFAULT_BATCH_TOKENS
-        max_tokens = max(asked, loaded.max_length)
-        kv = KvRows(self._settings.max_batch_size, max_tokens)
-        core = Core(
-            Forward(loaded.model, kv),
-            kv,
-            self._deliver,
-            max_rows=self._settings.max_batch_size,
-            max_tokens=max_tokens,
-            prefill_tokens=self._settings.prefill_tokens or PREFILL_TOKENS[loaded.device],
-        )
-        thread = StepThread(core, self._on_crash)
-        versions = Versions(
-            Memory(loaded, self._options.spill_dir),
-            kv,
-            core,
-            thread,
-            checkpoint=self._options.model,
-            roots=self._options.weights_roots,
-        )
-        return _Parts(loaded, kv, core, thread, versions)
-
     async def stop(self) -> None:
         """See `Engine.stop`."""
         self._give_up.set()
@@ -166,7 +123,7 @@ class HfEngine:
             del parts
             await asyncio.to_thread(release_freed)
 
-    async def _halt(self, parts: _Parts) -> None:
+    async def _halt(self, parts: Parts) -> None:
         with contextlib.suppress(EngineCrashed, TimeoutError):
             end = parts.thread.call(lambda: parts.core.abort(None, AbortReason.ENGINE))
             await asyncio.wait_for(asyncio.wrap_future(end), STOP_SECONDS)
@@ -200,7 +157,7 @@ class HfEngine:
             if not finished:
                 parts.thread.call(lambda: parts.core.abort([name], AbortReason.CLIENT))
 
-    async def _enter(self, parts: _Parts, stream: _Stream) -> None:
+    async def _enter(self, parts: Parts, stream: _Stream) -> None:
         self._arrivals += 1
         arrival, name = self._arrivals, stream.request.request_id
         self._entering.add(name)
@@ -299,7 +256,7 @@ class HfEngine:
             raise EngineError("the model's folder holds no tokenizer: token ids only")
         return decode(tokenizer, token_ids, skip_special=True)
 
-    def _live(self) -> _Parts:
+    def _live(self) -> Parts:
         if self._ended is not None:
             raise EngineCrashed(self._ended)
         if self._parts is None:
@@ -340,17 +297,3 @@ class HfEngine:
 def _hand_over(deliveries: list[Delivery]) -> None:
     for sequence, delta in deliveries:
         sequence.sink(delta)
-
-
-def _capabilities(*, stop_strings: bool, reloads: bool) -> Capabilities:
-    return Capabilities(
-        logprobs=("sampling", "raw"),
-        seed=True,
-        priority=True,
-        stop_strings=stop_strings,
-        in_flight=("Drain", "Abort", "Keep", "Recompute"),
-        sleep_levels=(1, 2) if reloads else (1,),
-        memory_release=True,
-        prefix_cache=False,
-        cache_salt=False,
-    )

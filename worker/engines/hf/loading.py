@@ -66,21 +66,10 @@ def load(
     source = open_source(options.model)
     dtype = _dtype(options, config, source)
     device = _device(options)
+    if (device.type, dtype) == ("cpu", torch.bfloat16) and _emulates_bfloat16():
+        logger.warning("this CPU emulates bfloat16: --dtype float32 is several times as fast")
 
-    def advance(done: int, total: int) -> None:
-        fraction = done / total if total else 1.0
-        report(Progress(message=f"loading weights {fraction:.0%}", fraction=fraction))
-
-    # What a model keeps in float32 whatever the dtype must not be rounded on the way.
-    model_class = _model_class(config)
-    precise = any(
-        getattr(model_class, name, None)
-        for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-    )
-    buffers = Buffers(None if precise else dtype, torch.device("cpu"))
-    everything = weights.Layout({e.name: e.spec for e in source.entries}, {}, {})
-    root = weights.read(source, everything, buffers.allocate, advance, cancelled)
-    tensors = buffers.finish()
+    tensors, root = _read(source, dtype, _model_class(config), report, cancelled)
     report(Progress(message="building the model"))
     model = _build(config, tensors, dtype, settings).to(device)
     layout, targets = _layout(model, source)
@@ -94,6 +83,30 @@ def load(
         max_length=_max_length(options, config),
         vocab_size=int(config.get_text_config().vocab_size),
     )
+
+
+def _read(
+    source: Source,
+    dtype: torch.dtype,
+    model_class: Any,
+    report: Callable[[Progress], None],
+    cancelled: Callable[[], bool],
+) -> tuple[dict[str, Tensor], str]:
+    """Return the checkpoint's tensors and its root hash."""
+
+    def advance(done: int, total: int) -> None:
+        fraction = done / total if total else 1.0
+        report(Progress(message=f"loading weights {fraction:.0%}", fraction=fraction))
+
+    # What a model keeps in float32 whatever the dtype must not be rounded on the way.
+    precise = any(
+        getattr(model_class, name, None)
+        for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    )
+    buffers = Buffers(None if precise else dtype, torch.device("cpu"))
+    everything = weights.Layout({e.name: e.spec for e in source.entries}, {}, {})
+    root = weights.read(source, everything, buffers.allocate, advance, cancelled)
+    return buffers.finish(), root
 
 
 def _config(options: EngineOptions) -> Any:
@@ -126,6 +139,10 @@ def _dtype(options: EngineOptions, config: Any, source: Source) -> torch.dtype:
     kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     found = [kinds[entry.spec.dtype] for entry in source.entries if entry.spec.dtype in kinds]
     return found[0] if found else torch.float32
+
+
+def _emulates_bfloat16() -> bool:
+    return torch.backends.cpu.get_cpu_capability() in {"DEFAULT", "AVX2"}
 
 
 def _as_dtype(name: str) -> torch.dtype:

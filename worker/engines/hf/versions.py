@@ -83,7 +83,10 @@ class Versions:
             await self.discard()
         slot = self._slot = _Slot(identity)
         try:
-            slot.staged = await self._read(source, progress, slot.cancel)
+            staged = await self._read(source, progress, slot.cancel)
+            if self._slot is not slot:  # discarded just after the last look at `cancel`
+                raise weights.ReadCancelled
+            slot.staged = staged
         except weights.ReadCancelled:
             raise WeightsRejected(
                 f"staging {identity} was given up: a discard or a later stage took its place"
@@ -92,7 +95,7 @@ class Versions:
             slot.ended.set()
             if slot.staged is None and self._slot is slot:
                 self._slot = None
-        return StagedInfo(slot.staged.root_hash, slot.staged.bytes_total)
+        return StagedInfo(staged.root_hash, staged.bytes_total)
 
     async def _read(
         self, source: WeightsSource, progress: StageProgress, cancel: threading.Event

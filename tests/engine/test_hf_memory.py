@@ -1,0 +1,206 @@
+"""Memory given back and taken again: the same output, really less memory, no state between."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from engines import (
+    PROMPT,
+    V1,
+    V2,
+    Output,
+    follow,
+    reaches,
+    request,
+    run,
+    serving,
+    update,
+)
+from reference import Reference
+from rollout_worker.engine import EngineError, WeightsRejected
+from rollout_worker.engines.hf.engine import HfEngine
+from rollout_worker.schemas import Checkpoint, WeightsSource
+from tinymodels import TinyModels
+
+
+def source(folder: Path) -> WeightsSource:
+    return WeightsSource(path=str(folder))
+
+
+CHECKPOINT_SOURCE = WeightsSource(checkpoint=Checkpoint())
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_sleep_and_wake_bring_the_same_output_back(
+    tiny_models: TinyModels, tmp_path: Path, level: Any
+) -> None:
+    wanted = [request(f"r{i}", temperature=1, seed=i, max_tokens=30) for i in range(4)]
+    active = source(tiny_models.weights(2))
+    async with serving(tiny_models.model(1), spill_dir=tmp_path) as (engine, _):
+        await update(engine, tiny_models.weights(2))
+        before = [await run(engine, each) for each in wanted]  # bit for bit needs equal batches
+        await engine.pause()
+        await engine.sleep(level, ["weights", "kv_cache"])
+        await engine.sleep(level, ["weights", "kv_cache"])
+        asleep = engine.stats()
+        with pytest.raises(EngineError, match="asleep"):
+            await engine.commit(V2, "keep")
+        await engine.resume()  # nothing can run: it waits for its memory
+        waiting = asyncio.create_task(run(engine, request("w")))
+        await asyncio.sleep(0.05)
+        assert engine.stats().running == 0
+        await engine.wake(["weights"], active)
+        half = engine.stats()
+        await engine.wake(["kv_cache"], active)
+        await engine.wake(["weights", "kv_cache"], active)
+        await waiting
+        after = [await run(engine, each) for each in wanted]
+    assert (asleep.resident.weights, asleep.resident.kv_cache) == (False, False)
+    assert asleep.resident_bytes == {"weights": 0, "kv_cache": 0}
+    assert (half.resident.weights, half.resident.kv_cache) == (True, False)
+    for one, two in zip(before, after, strict=True):
+        assert (one.token_ids, one.logprobs) == (two.token_ids, two.logprobs)
+        assert set(two.versions) == {(1, False)}
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("tags", [["kv_cache"], ["weights", "kv_cache"]], ids=str)
+async def test_running_outputs_go_on_after_their_kv_was_lost(
+    tiny_models: TinyModels, reference: Reference, tags: Any
+) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        output = Output()
+        task = asyncio.create_task(follow(engine, request(max_tokens=60), output))
+        await reaches(output, 5)
+        await engine.pause()
+        await engine.sleep(1, tags)
+        await engine.wake(tags, CHECKPOINT_SOURCE)
+        await engine.resume()
+        await task
+    assert output.token_ids == reference.greedy(PROMPT, 60)
+    assert set(output.versions) == {(0, False)}
+    assert output.preemptions == 1
+
+
+async def test_staged_waking_serves_the_update(
+    tiny_models: TinyModels, reference_2: Reference
+) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        await engine.pause()
+        await engine.sleep(1, ["weights", "kv_cache"])
+        await engine.wake(["weights"], CHECKPOINT_SOURCE)
+        await engine.stage(V1, source(tiny_models.weights(2)), lambda *_: None)
+        await engine.commit(V1, "recompute")
+        await engine.wake(["kv_cache"], source(tiny_models.weights(2)))
+        await engine.resume()
+        assert (await run(engine, request())).token_ids == reference_2.greedy(PROMPT, 8)
+
+
+async def test_level_2_refuses_other_bytes_than_were_active(
+    tiny_models: TinyModels, reference: Reference
+) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        await engine.pause()
+        await engine.sleep(2, ["weights"])
+        with pytest.raises(WeightsRejected, match="root_hash"):
+            await engine.wake(["weights"], source(tiny_models.weights(2)))
+        assert not engine.stats().resident.weights
+        await engine.wake(["weights"], CHECKPOINT_SOURCE)
+        await engine.resume()
+        assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
+
+
+async def test_no_spill_folder_leaves_the_weights_serving(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    async with serving(tiny_models.model(1), spill_dir=tmp_path / "gone") as (engine, _):
+        before = await run(engine, request())
+        await engine.pause()
+        with pytest.raises(EngineError, match="spill_dir"):
+            await engine.sleep(1, ["weights"])
+        assert engine.stats().resident.weights
+        await engine.resume()
+        assert (await run(engine, request())).token_ids == before.token_ids
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
+    """A model of 100 MB: large enough to be seen in the process's memory."""
+    from tinymodels import script
+
+    folder = tmp_path_factory.mktemp("larger") / "m"
+    tiny: Any = script()
+    tiny.make_weights(folder, 1, tiny.Shape(vocab=16384, hidden=512, intermediate=2048, layers=6))
+    yield folder, (folder / "model.safetensors").stat().st_size
+    shutil.rmtree(folder)
+
+
+async def test_a_lost_spill_is_made_up_for_by_the_source(
+    tiny_models: TinyModels, reference: Reference, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        await engine.pause()
+        await engine.sleep(1, ["weights"])
+        parts = cast("HfEngine", engine)._parts
+        assert parts is not None
+        spill = parts.versions._memory._spill
+        assert spill is not None
+        os.truncate(spill._file.fileno(), 1000)
+        await engine.wake(["weights"], CHECKPOINT_SOURCE)
+        await engine.resume()
+        assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
+    assert "it ends early" in caplog.text
+
+
+async def test_a_cancelled_sleep_leaves_the_weights_serving(
+    tiny_models: TinyModels, reference: Reference
+) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        await engine.pause()
+        for level in (1, 2, 1):
+            asleep = asyncio.create_task(engine.sleep(level, ["weights", "kv_cache"]))
+            await asyncio.sleep(0.001 * level)
+            await cancelled(asleep)
+            awake = asyncio.create_task(engine.wake(["weights", "kv_cache"], CHECKPOINT_SOURCE))
+            await asyncio.sleep(0.001)
+            await cancelled(awake)
+        await engine.wake(["weights", "kv_cache"], CHECKPOINT_SOURCE)
+        await engine.resume()
+        assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
+
+
+def resident_memory() -> int:
+    """Return what the system says this process has in memory, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_memory_really_falls_by_the_weights(
+    larger: tuple[Path, int], tmp_path: Path, level: Any
+) -> None:
+    folder, size = larger
+    async with serving(folder, spill_dir=tmp_path) as (engine, _):
+        before = await run(engine, request())
+        await update(engine, folder)  # the former buffers must go, too
+        awake = resident_memory()
+        await engine.pause()
+        await engine.sleep(level, ["weights", "kv_cache"])
+        asleep = resident_memory()
+        await engine.wake(["weights", "kv_cache"], source(folder))
+        await engine.resume()
+        after = await run(engine, request())
+    assert size > 80_000_000
+    assert awake - asleep >= size * 0.98
+    assert (before.token_ids, before.logprobs) == (after.token_ids, after.logprobs)

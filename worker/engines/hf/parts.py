@@ -1,0 +1,80 @@
+"""A loaded model and all that works on it, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollout_worker.engines import EngineOptions
+from rollout_worker.schemas import Capabilities
+
+from .core import Core, Delivery
+from .forward import Forward
+from .kv import KvRows
+from .loading import Loaded
+from .memory import Memory
+from .settings import Settings
+from .thread import StepThread
+from .versions import Versions
+
+DEFAULT_BATCH_TOKENS = 32768
+"""KV cache of some hundred MB for a model that a CPU can serve."""
+
+PREFILL_TOKENS = {"cpu": 256, "cuda": 4096}
+"""What keeps the device busy and a step of a fitting model within seconds."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """What exists once the model is loaded."""
+
+    loaded: Loaded
+    kv: KvRows
+    core: Core
+    thread: StepThread
+    versions: Versions
+
+
+def assemble(
+    loaded: Loaded,
+    options: EngineOptions,
+    settings: Settings,
+    deliver: Callable[[list[Delivery]], None],
+    on_crash: Callable[[str], None],
+) -> Parts:
+    """Put the parts together; the step thread is not started."""
+    max_tokens = max(options.max_batch_tokens or DEFAULT_BATCH_TOKENS, loaded.max_length)
+    kv = KvRows(settings.max_batch_size, max_tokens)
+    core = Core(
+        Forward(loaded.model, kv),
+        kv,
+        deliver,
+        max_rows=settings.max_batch_size,
+        max_tokens=max_tokens,
+        prefill_tokens=settings.prefill_tokens or PREFILL_TOKENS[loaded.device],
+    )
+    thread = StepThread(core, on_crash)
+    versions = Versions(
+        Memory(loaded, options.spill_dir),
+        kv,
+        core,
+        thread,
+        checkpoint=options.model,
+        roots=options.weights_roots,
+    )
+    return Parts(loaded, kv, core, thread, versions)
+
+
+def capabilities(*, stop_strings: bool, reloads: bool) -> Capabilities:
+    """Return what the engine can do; `reloads`: the model's weights can be read again."""
+    return Capabilities(
+        logprobs=("sampling", "raw"),
+        seed=True,
+        priority=True,
+        stop_strings=stop_strings,
+        in_flight=("Drain", "Abort", "Keep", "Recompute"),
+        sleep_levels=(1, 2) if reloads else (1,),
+        memory_release=True,
+        prefix_cache=False,
+        cache_salt=False,
+    )
