@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from . import names
@@ -12,13 +12,15 @@ from .context import Context
 from .decide import decide
 from .gangs import STUCK_SECONDS
 from .kube_errors import Conflict, NotFound
+from .memory import Memory
 from .names import Condition
 from .observe import Observed, Pod, parse_pods
 from .plan import DeletePod, Plan
 from .pods import PodBuilder
 from .report import conditions_for_invalid
-from .spec import InvalidSpec, RolloutReplicaSpec, parse_spec
-from .status import RolloutReplicaStatus, UpdatePhase, parse_status
+from .spec import InvalidSpec, RolloutReplicaSpec
+from .status import RolloutReplicaStatus, UpdatePhase
+from .status_changes import essence, own
 from .store import Key
 from .telemetry import PoolFigures
 from .worker_calls import forget_worker, start_call, watch_heads, worker_of
@@ -33,23 +35,6 @@ OBSTACLE_SECONDS = 10.0
 """How soon a name that was taken or a pod that was refused is tried again."""
 
 Obj = Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class Memory:
-    """What a process remembers of a pool between passes; losing it costs time, not truth."""
-
-    barrier: frozenset[str] | None = None
-    restarts_of: dict[int, int] = field(default_factory=dict)
-    obstacles: Obstacles = field(default_factory=Obstacles)
-    polled: frozenset[str] = frozenset()
-    written_at: float = 0.0
-    sentence: str = ""
-    pool: Obj | None = None
-    """The object that `stored`, `before` and `spec` were read from; the store never changes one."""
-    stored: RolloutReplicaStatus = field(default_factory=RolloutReplicaStatus)
-    before: dict[str, Any] = field(default_factory=dict)
-    spec: RolloutReplicaSpec | None = None
 
 
 class Reconciler:
@@ -72,9 +57,9 @@ class Reconciler:
         if pool is None or pool["metadata"].get("deletionTimestamp"):
             return await self._let_go(key, pool)
         memory = self._memory.setdefault(key, Memory())
-        stored = _read_status(pool, memory)
+        stored = memory.read_status(pool)
         try:
-            spec = _read_spec(pool, memory)
+            spec = memory.read_spec(pool)
         except InvalidSpec as error:
             status = conditions_for_invalid(stored, pool, str(error), self.ctx.clock())
             await self._write_status(key, pool, status, memory)
@@ -175,8 +160,11 @@ class Reconciler:
         """Ask the heads often while something is under way, seldom otherwise."""
         progressing = plan.status.condition(Condition.PROGRESSING)
         degraded = plan.status.condition(Condition.DEGRADED)
-        fast = any(c is not None and c.status == "True" for c in (progressing, degraded))
+        moving = any(c is not None and c.status == "True" for c in (progressing, degraded))
+        updating = _phase(plan.status) in (UpdatePhase.STAGING, UpdatePhase.COMMITTING)
         heads = [p for p in seen.pods if p.rank == 0]
+        # A head that serves has nothing new to say while its pool waits for the others.
+        fast = {p.uid for p in heads if moving and (updating or not (p.gate and p.ready))}
         polled = watch_heads(self.ctx, key, heads, fast)
         for uid in memory.polled - polled:
             forget_worker(self.ctx, uid)
@@ -191,12 +179,12 @@ class Reconciler:
     ) -> float | None:
         """Write if something changed; mere progress at most once a second."""
         self._show(key, pool, status)
-        before, after = memory.before, _own(status)
+        before, after = memory.before, own(status)
         if before == after and pool.get("status"):
             return None
         now = self.ctx.clock()
         wait = memory.written_at + MINOR_SECONDS - now
-        if wait > 0 and _essence(before) == _essence(after):
+        if wait > 0 and essence(before) == essence(after):
             return wait
         writer = Writer(self.ctx, key, pool["metadata"]["uid"])
         try:
@@ -275,34 +263,6 @@ class Reconciler:
         return soonest
 
 
-def _read_status(pool: Obj, memory: Memory) -> RolloutReplicaStatus:
-    """Parse the status of an object once."""
-    if memory.pool is not pool:
-        memory.stored = parse_status(pool)
-        memory.before = _own(memory.stored)
-    return memory.stored
-
-
-def _read_spec(pool: Obj, memory: Memory) -> RolloutReplicaSpec:
-    """Parse a spec once for each generation of the object.
-
-    Raises:
-        InvalidSpec: this operator can't read it.
-    """
-    known = memory.pool
-    if known is not pool:
-        memory.pool = None
-        if memory.spec is None or known is None or _generation(known) != _generation(pool):
-            memory.spec = parse_spec(pool)
-        memory.pool = pool
-    assert memory.spec is not None, "read together with the pool"
-    return memory.spec
-
-
-def _generation(pool: Obj) -> tuple[str, int]:
-    return pool["metadata"]["uid"], pool["metadata"].get("generation", 0)
-
-
 def _orphan(obj: Obj) -> Pod | None:
     """A pod of ours whose object is gone, parsed under whatever owner it names."""
     for ref in obj["metadata"].get("ownerReferences") or ():
@@ -338,41 +298,6 @@ def _paused(plan: Plan, stored: RolloutReplicaStatus) -> Plan:
     return replace(
         plan, status=status, notes=(), barrier=None, restarts={}, requeue=None, sentence=text
     )
-
-
-OURS = frozenset(c.value for c in Condition)
-
-
-def _own(status: RolloutReplicaStatus) -> dict[str, Any]:
-    """The part of status that is ours to write, as a document."""
-    document = status.document()
-    kept = [c for c in document.get("conditions", ()) if c["type"] in OURS]
-    document["conditions"] = sorted(kept, key=lambda c: str(c["type"]))
-    return document
-
-
-_PROGRESS = frozenset(
-    {
-        "members", "message", "lastErrors",
-        "replicas", "readyReplicas", "updatedReplicas", "asleepReplicas",
-    }
-)  # fmt: skip
-
-
-def _essence(document: dict[str, Any]) -> dict[str, Any]:
-    """Status without the texts and counts that change with mere progress."""
-    out = {k: v for k, v in document.items() if k not in _PROGRESS}
-    out["conditions"] = [(c["type"], c["status"], c["reason"]) for c in document["conditions"]]
-    weights = {**out.get("weights", {})}
-    weights.pop("active", None)
-    weights.pop("stagedReplicas", None)
-    update = {**weights.get("lastUpdate", {})}
-    update.pop("message", None)
-    out["weights"] = {**weights, "lastUpdate": update}
-    transition = {**out.get("lastTransition", {})}
-    transition.pop("message", None)
-    out["lastTransition"] = transition
-    return out
 
 
 def _event_of(kind: str, status: str, reason: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from rollout_client.control import ControlError, WorkerControl
 from rollout_worker.schemas import StagedWeights, StageRequest, WeightsId
@@ -53,12 +53,14 @@ def worker_of(ctx: Context, pod: Pod) -> Worker:
     )
 
 
-def watch_heads(ctx: Context, key: Key, heads: Iterable[Pod], fast: bool) -> frozenset[str]:
-    """Poll these heads from now on; returns the uids that are polled."""
+def watch_heads(
+    ctx: Context, key: Key, heads: Iterable[Pod], fast: Collection[str]
+) -> frozenset[str]:
+    """Poll these heads from now on, those in `fast` often; returns the uids that are polled."""
     uids = set()
     for pod in heads:
         if pod.ip and pod.started and not pod.finished:
-            ctx.poller.watch(key, pod.uid, address_of(pod), fast)
+            ctx.poller.watch(key, pod.uid, address_of(pod), pod.uid in fast)
             uids.add(pod.uid)
     return frozenset(uids)
 
