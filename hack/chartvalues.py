@@ -46,7 +46,7 @@ def items(meaning: str, item: Schema) -> Schema:
     return {"type": "array", "description": meaning, "items": item}
 
 
-def group(meaning: str = "", **properties: Schema) -> Schema:
+def group(meaning: str = "", /, **properties: Schema) -> Schema:
     """Return a closed object: an unknown key is refused by name."""
     out: Schema = {"type": "object", "additionalProperties": False, "properties": properties}
     return out | {"description": meaning} if meaning else out
@@ -103,37 +103,41 @@ def _metrics() -> Schema:
     )
 
 
-def values_schema() -> Schema:
-    """Return the JSON schema of values.yaml."""
-    namespaces = {"type": "string", "pattern": LABEL}
-    schema = group(
-        image=group(
+def _image() -> dict[str, Schema]:
+    return {
+        "image": group(
             repository=text("Image of the operator.", minLength=1),
             tag=text("Its tag; the chart's appVersion if empty."),
             pullPolicy=_pull_policy(),
         ),
-        imagePullSecrets=items(
+        "imagePullSecrets": items(
             "Secrets for pulling the operator's image.",
             group(name=text("Name of the Secret.", minLength=1)),
         ),
-        replicaCount={
+        "replicaCount": {
             "type": "integer",
             "minimum": 0,
             "maximum": 9,
             "description": "Operators; one leads, the others stand by.",
         },
-        fullnameOverride=text("Name of the operator's objects; from the release if empty."),
-        engines=group(
+        "fullnameOverride": text("Name of the operator's objects; from the release if empty."),
+        "engines": group(
             hf=_engine(ENGINES["hf"], "rollout-worker-hf of the chart's appVersion if empty"),
             vllm=_engine(ENGINES["vllm"], "no default"),
             sglang=_engine(ENGINES["sglang"], "no default"),
         ),
-        watchNamespaces=items(
+    }
+
+
+def _scope() -> dict[str, Schema]:
+    namespaces = {"type": "string", "pattern": LABEL}
+    return {
+        "watchNamespaces": items(
             "Namespaces whose RolloutReplicas are run; empty: all. Named ones get a Role instead "
             "of a ClusterRole.",
             namespaces,
         ),
-        workers=group(
+        "workers": group(
             namespaces=items(
                 "Namespaces in which the account rollout-worker gets its rights; empty: the "
                 "watched ones, else the release's own.",
@@ -144,44 +148,59 @@ def values_schema() -> Schema:
                 annotations=strings("Annotations of the account."),
             ),
         ),
-        crds=group(
+        "crds": group(
             install=switch("Install the CRD and upgrade it with the chart."),
             keep=switch(
                 "Uninstall leaves the CRD, its objects, running workers and their account; false: "
                 "nothing is left."
             ),
         ),
-        roles=group(
+    }
+
+
+def _rights() -> dict[str, Schema]:
+    return {
+        "roles": group(
             create=switch("Make the ClusterRoles rollout-viewer, rollout-editor, rollout-trainer.")
         ),
-        admissionPolicy=group(
+        "admissionPolicy": group(
             enabled=switch(
                 "Let changes of spec.weights, spec.state and the rest of spec each need their own "
                 "right; without it who may update an object may change all of it."
             )
         ),
-        serviceAccount=group(
+        "serviceAccount": group(
             create=switch("Make the operator's account."),
             name=text("Its name; from the release if empty."),
             annotations=strings("Its annotations."),
         ),
-        metrics=_metrics(),
-        logging=group(
+    }
+
+
+def _operator() -> dict[str, Schema]:
+    return {
+        "metrics": _metrics(),
+        "logging": group(
             level=text("Least level.", enum=["DEBUG", "INFO", "WARNING", "ERROR"]),
             format=text("Form of a line.", enum=["json", "text"]),
         ),
-        extraArgs=items(
+        "extraArgs": items(
             "More flags of the operator, see `rollout-operator run --help`.", {"type": "string"}
         ),
-        resources=open_object("Resources of the operator."),
-        podSecurityContext=open_object("Security context of the operator's pods."),
-        securityContext=open_object("Security context of the operator's container."),
-        podAnnotations=strings("More annotations of the operator's pods."),
-        nodeSelector=strings("Node labels for the operator."),
-        tolerations=items("Tolerations of the operator.", {"type": "object"}),
-        affinity=open_object("Affinity of the operator."),
-        priorityClassName=text("PriorityClass of the operator."),
-    )
+        "resources": open_object("Resources of the operator."),
+        "podSecurityContext": open_object("Security context of the operator's pods."),
+        "securityContext": open_object("Security context of the operator's container."),
+        "podAnnotations": strings("More annotations of the operator's pods."),
+        "nodeSelector": strings("Node labels for the operator."),
+        "tolerations": items("Tolerations of the operator.", {"type": "object"}),
+        "affinity": open_object("Affinity of the operator."),
+        "priorityClassName": text("PriorityClass of the operator."),
+    }
+
+
+def values_schema() -> Schema:
+    """Return the JSON schema of values.yaml."""
+    schema = group("", **_image(), **_scope(), **_rights(), **_operator())
     # `global` is Helm's own, set where the chart is a part of another.
     schema["properties"]["global"] = {"type": "object"}
     return {"$schema": "http://json-schema.org/draft-07/schema#", **schema}

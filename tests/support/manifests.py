@@ -39,3 +39,17 @@ def merged(base: Mapping[str, Any], patch: Mapping[str, Any]) -> Document:
 def text(document: Mapping[str, Any]) -> str:
     """Return the document as kubectl reads it."""
     return json.dumps(document)
+
+
+GPU = {"resource": "nvidia.com/gpu"}
+
+
+def target(epoch: int, version: int, path: str | None = "a") -> Document:
+    """Return a change of spec that sets the target; no path: the checkpoint."""
+    where: Document = {"checkpoint": {}} if path is None else {"path": path}
+    return {"weights": {"target": {"epoch": epoch, "version": version, "source": where}}}
+
+
+def source(**fields: Any) -> Document:
+    """Return a change of spec that sets another model source."""
+    return {"model": {"source": {"path": None, **fields}}}

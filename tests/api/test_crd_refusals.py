@@ -1,0 +1,279 @@
+"""What the API server itself refuses, each with words that say what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from localkube import Cluster
+from manifests import GPU, pool, source, target
+from namespaced import Namespace
+
+
+@pytest.fixture(scope="module")
+def space(crd: Cluster) -> Namespace:
+    """Nothing is stored here: all runs are dry."""
+    return Namespace(crd, "default")
+
+
+def env(*entries: dict[str, Any]) -> dict[str, Any]:
+    return {"engine": {"env": list(entries)}}
+
+
+def template(**fields: Any) -> dict[str, Any]:
+    return {"podTemplate": fields}
+
+
+def mount(path: str, name: str = "data") -> dict[str, Any]:
+    return template(
+        volumes=[{"name": "data", "emptyDir": {}}], volumeMounts=[{"name": name, "mountPath": path}]
+    )
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "negative replicas": ({"replicas": -1}, "spec.replicas in body should be greater than or"),
+    "too many replicas": ({"replicas": 10000}, "spec.replicas in body should be less than or"),
+    "replicas null type": ({"replicas": "two"}, "spec.replicas"),
+    "unknown mode": ({"mode": "Hybrid"}, 'spec.mode: Unsupported value: "Hybrid"'),
+    "unknown state": ({"state": "Awake"}, 'supported values: "Active", "Paused", "Asleep"'),
+    "sleep level": ({"sleep": {"level": 3}}, "spec.sleep.level: Unsupported value: 3"),
+    "no engine": ({"engine": None}, "spec.engine: Required value"),
+    "no engine type": ({"engine": {"type": None}}, "spec.engine.type: Required value"),
+    "unknown engine": ({"engine": {"type": "trt"}}, 'supported values: "hf", "vllm", "sglang"'),
+    "logprobs": ({"engine": {"logprobs": "raw"}}, 'supported values: "Sampling", "Raw"'),
+    "image with a space": ({"engine": {"image": "a b"}}, "spec.engine.image"),
+    "pull policy": (
+        {"engine": {"imagePullPolicy": "Sometimes"}},
+        'supported values: "Always", "IfNotPresent", "Never"',
+    ),
+    "env of the operator": (
+        env({"name": "ROLLOUT_ENGINE", "value": "x"}),
+        "spec.engine.env[0].name: Invalid value: env must not set ROLLOUT_*: the operator sets "
+        "these from the spec; remove the entry",
+    ),
+    "env twice": (
+        env({"name": "A", "value": "1"}, {"name": "A", "value": "2"}),
+        "spec.engine.env[1]: Duplicate value",
+    ),
+    "env value and valueFrom": (
+        env({"name": "A", "value": "1", "valueFrom": {"fieldRef": {"fieldPath": "spec.x"}}}),
+        "env takes value or valueFrom, not both: remove one",
+    ),
+    "env valueFrom empty": (
+        env({"name": "A", "valueFrom": {}}),
+        "valueFrom needs exactly one of secretKeyRef, configMapKeyRef and fieldRef: keep one",
+    ),
+    "env name": (env({"name": "1 A"}), "spec.engine.env[0].name"),
+    "no model": ({"model": None}, "spec.model: Required value"),
+    "no source": (source(), "spec.model.source needs exactly one of path, claim and hub: keep one"),
+    "two sources": (
+        source(path="/m", claim={"name": "c"}),
+        "spec.model.source needs exactly one of path, claim and hub: keep one",
+    ),
+    "relative model path": (
+        source(path="models/x"),
+        "spec.model.source.path must be absolute and without '..'",
+    ),
+    "model path upwards": (source(path="/m/../x"), "must be absolute and without '..'"),
+    "claim without name": (source(claim={}), "spec.model.source.claim.name: Required value"),
+    "claim subPath upwards": (
+        source(claim={"name": "c", "subPath": "../x"}),
+        "subPath must be relative and without '..': give a folder inside the volume",
+    ),
+    "claim subPath absolute": (
+        source(claim={"name": "c", "subPath": "/x"}),
+        "subPath must be relative and without '..'",
+    ),
+    "hub repo": (source(hub={"repo": "a/b/c"}), "spec.model.source.hub.repo"),
+    "hub token": (
+        source(hub={"repo": "a/b", "tokenSecret": {"name": "s"}}),
+        "spec.model.source.hub.tokenSecret.key: Required value",
+    ),
+    "dtype": ({"model": {"dtype": "half"}}, 'supported values: "auto", "bfloat16"'),
+    "model length": ({"model": {"maxLength": 0}}, "spec.model.maxLength in body should be greater"),
+    "zero parallelism": (
+        {"parallelism": {"tensor": 0}},
+        "spec.parallelism.tensor in body should be greater than or equal to 1",
+    ),
+    "too many nodes": (
+        {"parallelism": {"nodes": 1000}},
+        "spec.parallelism.nodes in body should be less than or equal to 999",
+    ),
+    "hf with a world": (
+        {"parallelism": {"data": 2}, "accelerator": GPU},
+        "engine hf runs on one device, not 2: set tensor, pipeline and data to 1 or choose "
+        "another engine",
+    ),
+    "CPU with a world": (
+        {"engine": {"type": "vllm"}, "parallelism": {"tensor": 4}},
+        "a pool on CPU (no spec.accelerator) has one rank, not 4: set spec.accelerator.resource",
+    ),
+    "world over nodes": (
+        {"engine": {"type": "vllm"}, "accelerator": GPU, "parallelism": {"tensor": 8, "nodes": 3}},
+        "tensor*pipeline*data = 8 does not divide over 3 nodes: set nodes to a divisor of it",
+    ),
+    "more nodes than ranks": (
+        {"parallelism": {"nodes": 2}},
+        "tensor*pipeline*data = 1 does not divide over 2 nodes",
+    ),
+    "accelerator empty": ({"accelerator": {}}, "spec.accelerator.resource: Required value"),
+    "accelerator name": ({"accelerator": {"resource": "gpu"}}, "spec.accelerator.resource"),
+    "accelerator in limits": (
+        {"accelerator": GPU, "resources": {"limits": {"nvidia.com/gpu": 1}}},
+        "spec.resources must not name the accelerator: the operator adds it",
+    ),
+    "accelerator in requests": (
+        {"accelerator": GPU, "resources": {"requests": {"nvidia.com/gpu": "1"}}},
+        "spec.resources must not name the accelerator",
+    ),
+    "quantity": (
+        {"resources": {"requests": {"memory": "16 GB"}}},
+        "spec.resources.requests.memory",
+    ),
+    "request above the limit": (
+        {"resources": {"requests": {"memory": "2Gi"}, "limits": {"memory": "1500Mi"}}},
+        "spec.resources.requests must not exceed limits: lower the request or raise the limit",
+    ),
+    "request above the limit in whole numbers": (
+        {"resources": {"requests": {"cpu": 2}, "limits": {"cpu": "1500m"}}},
+        "spec.resources.requests must not exceed limits",
+    ),
+    "label key": (
+        template(labels={"a b": "c"}),
+        "spec.podTemplate.labels: a key is a name of at most 63 letters",
+    ),
+    "annotation key": (template(annotations={"x/y/z": "c"}), "spec.podTemplate.annotations: a key"),
+    "node label key": (template(nodeSelector={"-": "c"}), "spec.podTemplate.nodeSelector: a key"),
+    "label value": (template(labels={"a": "b c"}), "spec.podTemplate.labels.a"),
+    "target without source": (
+        {"weights": {"target": {"epoch": 1, "version": 1}}},
+        "spec.weights.target.source: Required value",
+    ),
+    "negative version": (target(0, -1), "spec.weights.target.version in body should be greater"),
+    "version beyond JSON": (target(0, 2**53), "spec.weights.target.version in body should be less"),
+    "two weights sources": (
+        {
+            "weights": {
+                "target": {"epoch": 1, "version": 1, "source": {"path": "a", "checkpoint": {}}}
+            }
+        },
+        "spec.weights.target.source needs exactly one of path and checkpoint: keep one",
+    ),
+    "no weights source": (
+        {"weights": {"target": {"epoch": 1, "version": 1, "source": {}}}},
+        "spec.weights.target.source needs exactly one of path and checkpoint: keep one",
+    ),
+    "weights path upwards": (
+        target(1, 1, "../secrets"),
+        "spec.weights.target.source.path must not contain '..'",
+    ),
+    "(0, 0) elsewhere": (
+        target(0, 0, "a"),
+        "(0, 0) is the model's own checkpoint: set source to {checkpoint: {}}, or raise version",
+    ),
+    "strategy": (
+        {"weights": {"strategy": "Canary"}},
+        'supported values: "AllAtOnce", "Rolling", "Eager"',
+    ),
+    "in-flight policy": (
+        {"weights": {"inFlight": {"policy": "Pin"}}},
+        'supported values: "Drain", "Abort", "Keep", "Recompute"',
+    ),
+    "on deadline": (
+        {"weights": {"inFlight": {"onDeadline": "Wait"}}},
+        'supported values: "Abort", "Keep"',
+    ),
+    "weights maxUnavailable": (
+        {"weights": {"maxUnavailable": 0}},
+        "spec.weights.maxUnavailable in body should be greater than or equal to 1",
+    ),
+    "weights deadline": (
+        {"weights": {"deadlineSeconds": 0}},
+        "spec.weights.deadlineSeconds in body should be greater than or equal to 1",
+    ),
+    "update maxUnavailable": (
+        {"updateStrategy": {"maxUnavailable": 0}},
+        "spec.updateStrategy.maxUnavailable in body should be greater than or equal to 1",
+    ),
+    "restart delays": (
+        {"restartPolicy": {"baseDelaySeconds": 60, "maxDelaySeconds": 5}},
+        "baseDelaySeconds (10 if absent) must not exceed maxDelaySeconds",
+    ),
+    "restart delay below the default": (
+        {"restartPolicy": {"maxDelaySeconds": 5}},
+        "lower the one or raise the other",
+    ),
+    "drain": ({"drainSeconds": -1}, "spec.drainSeconds in body should be greater than or equal"),
+    "account": ({"serviceAccountName": "Rollout_Worker"}, "spec.serviceAccountName"),
+    "label of the operator": (
+        template(labels={"rollout.dev/pool": "other"}),
+        "spec.podTemplate.labels: rollout.dev/* and app.kubernetes.io/name, "
+        "app.kubernetes.io/instance, app.kubernetes.io/managed-by are set by the operator",
+    ),
+    "app label of the operator": (
+        template(labels={"app.kubernetes.io/name": "other"}),
+        "are set by the operator: remove them",
+    ),
+    "annotation of the operator": (
+        template(annotations={"rollout.dev/restarts": "0"}),
+        "spec.podTemplate.annotations: rollout.dev/* are set by the operator: remove them",
+    ),
+    "mount below /rollout": (
+        mount("/rollout/model"),
+        "mountPath must not be /rollout or below: the operator mounts the model",
+    ),
+    "mount with dots": (mount("/data/../rollout/weights"), "mountPath must be an absolute path"),
+    "mount relative": (mount("data"), "mountPath must be an absolute path"),
+    "mount of the root": (mount("/"), "mountPath must be an absolute path"),
+    "mount without a volume": (
+        mount("/data", name="other"),
+        "every entry of volumeMounts needs a volume of the same name: add it to "
+        "spec.podTemplate.volumes",
+    ),
+    "volume of the operator": (
+        template(volumes=[{"name": "rollout-model", "emptyDir": {}}]),
+        "volume names starting with rollout- belong to the operator: rename it",
+    ),
+    "two volumes of one name": (
+        template(volumes=[{"name": "a", "emptyDir": {}}, {"name": "a", "emptyDir": {}}]),
+        "spec.podTemplate.volumes[1]: Duplicate value",
+    ),
+    "two mounts at one path": (
+        template(
+            volumes=[{"name": "a", "emptyDir": {}}],
+            volumeMounts=[{"name": "a", "mountPath": "/a"}, {"name": "a", "mountPath": "/a"}],
+        ),
+        "spec.podTemplate.volumeMounts[1]: Duplicate value",
+    ),
+    "toleration effect": (
+        template(tolerations=[{"effect": "Never"}]),
+        'supported values: "NoSchedule", "PreferNoSchedule", "NoExecute"',
+    ),
+    "unknown field": ({"replicaz": 1}, 'unknown field "spec.replicaz"'),
+    "unknown nested field": (
+        {"weights": {"inFlight": {"polici": "Drain"}}},
+        'unknown field "spec.weights.inFlight.polici"',
+    ),
+    "field of a later release": (
+        {"updateStrategy": {"maxSurge": 1}},
+        'unknown field "spec.updateStrategy.maxSurge"',
+    ),
+}
+
+
+@pytest.mark.parametrize(("patch", "message"), BAD.values(), ids=BAD)
+def test_refuses_and_says_what_to_change(
+    space: Namespace, patch: dict[str, Any], message: str
+) -> None:
+    said = space.refusal("create", "--dry-run=server", "-f", "-", manifest=pool("bad", patch))
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 51, "9lives", "with.dot", "pool-heads"], ids=["long", "digit", "dot", "heads"]
+)
+def test_refuses_names_out_of_bounds(space: Namespace, name: str) -> None:
+    said = space.refusal("create", "--dry-run=server", "-f", "-", manifest=pool(name))
+    assert "metadata.name must be a DNS-1035 label" in said
+    assert "at most 50 characters that does not end in -heads: choose another name" in said
