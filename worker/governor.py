@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import inf
 from typing import Literal
 
@@ -87,15 +87,21 @@ class Governor:
     def _deeper(self, target: Target) -> bool:
         return target.level > self._level and "weights" in target.released & self._released
 
-    async def reach(self, seconds: float, wanted: Callable[[], bool]) -> None:
-        """Wait until the worker has settled.
+    def resident(self, tags: Collection[MemoryTag]) -> bool:
+        """Whether this memory is there, or some hold wants it given back."""
+        return self._released.difference(self._runtime.target().released).isdisjoint(tags)
+
+    async def reach(
+        self, reached: Callable[[], bool], seconds: float, wanted: Callable[[], bool]
+    ) -> None:
+        """Wait until the worker has got somewhere.
 
         Raises:
             ProblemError: it failed, took longer than `seconds`, or `wanted` turned false.
         """
         runtime, failures = self._runtime, self._failures
         until = time.monotonic() + seconds
-        while not self.settled:
+        while not reached():
             if not runtime.lifecycle.has_engine or runtime.shutting_down:
                 raise runtime.wrong_state("try again when it serves")
             if self._failures != failures:
@@ -144,6 +150,8 @@ class Governor:
             if self.settled or step is None or not runtime.alive or runtime.shutting_down:
                 return False
             await step()
+        # Some steps change memory and no state: who waits must look again.
+        runtime.changed.fire()
         return True
 
     async def _leave_active(self) -> None:

@@ -8,7 +8,6 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 from .admission import check_room, check_version, expand, not_serving
 from .commits import Commits
@@ -16,6 +15,7 @@ from .engine import Engine
 from .engines import EngineOptions, create
 from .flights import Flight, Flights
 from .governor import Governor
+from .hub import local_model
 from .problems import ProblemError
 from .runtime import Runtime
 from .schemas import (
@@ -38,20 +38,24 @@ ANSWER_SECONDS = 60.0
 
 
 def engine_factory(settings: Settings) -> Callable[[], Engine]:
-    """How to make the engine that the settings name."""
+    """How to make the engine that the settings name; a model of the hub is fetched by then."""
     roots = settings.weights_roots
-    model = Path(settings.model)
-    options = EngineOptions(
-        model=model,
-        dtype=settings.dtype,
-        max_length=settings.max_length,
-        device=settings.device,
-        max_batch_tokens=settings.max_batch_tokens,
-        weights_roots=(model, *roots) if roots else (),
-        args=settings.engine_arg,
-        **({} if settings.spill_dir is None else {"spill_dir": settings.spill_dir}),
-    )
-    return lambda: create(settings.engine, options)
+
+    def make() -> Engine:
+        model = local_model(settings.model, settings.model_revision)
+        options = EngineOptions(
+            model=model,
+            dtype=settings.dtype,
+            max_length=settings.max_length,
+            device=settings.device,
+            max_batch_tokens=settings.max_batch_tokens,
+            weights_roots=(model, *roots) if roots else (),
+            args=settings.engine_arg,
+            **({} if settings.spill_dir is None else {"spill_dir": settings.spill_dir}),
+        )
+        return create(settings.engine, options)
+
+    return make
 
 
 class Worker:

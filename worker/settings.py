@@ -37,6 +37,7 @@ class Settings:
 
     engine: str
     model: str
+    model_revision: str | None
     served_name: str
     dtype: Dtype
     device: Device
@@ -128,7 +129,14 @@ def _name(text: str) -> str:
 
 FLAGS: tuple[Flag, ...] = (
     Flag("engine", str, "hf", "inference software", ENGINES),
-    Flag("model", _name, None, "folder of the checkpoint (required)", metavar="PATH"),
+    Flag(
+        "model",
+        _name,
+        None,
+        "folder of the checkpoint, or a repository of the Hugging Face hub (required)",
+        metavar="PATH",
+    ),
+    Flag("model-revision", _name, None, "commit, tag or branch of that repository"),
     Flag("served-name", _name, None, "name for clients; default: the folder's", metavar="NAME"),
     Flag("dtype", str, "auto", "of the weights; auto: the model's", get_args(Dtype)),
     Flag("device", str, "auto", "where the engine runs", get_args(Device)),
@@ -195,7 +203,7 @@ def parse(given: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
     """
     values = {flag.field: _value(flag, getattr(given, flag.field), environ) for flag in FLAGS}
     if values["model"] is None:
-        raise BadSettings("give --model PATH (or ROLLOUT_MODEL): the folder of the checkpoint")
+        raise BadSettings("give --model PATH (or ROLLOUT_MODEL): the checkpoint's folder or repository")
     values["served_name"] = values["served_name"] or Path(values["model"]).name or "model"
     values["namespace"] = values["namespace"] or _own_namespace()
     values["weights_roots"] = _roots(values["weights_roots"], in_pool=values["pool"] is not None)

@@ -6,6 +6,7 @@ Each is idempotent, waits until the worker has got there, and answers its state.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from math import inf
 
 from .engine import Engine, EngineCrashed
@@ -18,6 +19,7 @@ from .schemas import (
     AbortReason,
     AbortRequest,
     AbortResponse,
+    MemoryTag,
     PauseRequest,
     ReleaseRequest,
     SleepRequest,
@@ -73,6 +75,7 @@ class Verbs:
         runtime = self._runtime
         self._governor.ask(mode, deadline_seconds)
         await self._governor.reach(
+            lambda: self._governor.settled,
             deadline_seconds + SLACK_SECONDS,
             lambda: runtime.holds.of(holder, time.monotonic()) is not Want.ACTIVE,
         )
@@ -91,7 +94,7 @@ class Verbs:
         if runtime.holds.of(holder, time.monotonic()) is Want.ASLEEP:
             raise conflict("asleep", "this caller holds the worker asleep: POST /v1/wake instead")
         runtime.holds.release(holder)
-        await self._open(holder)
+        await self._open(holder, ())
 
     async def wake(self, holder: str, request: WakeRequest) -> None:
         """Drop this caller's sleep for these tags.
@@ -101,13 +104,15 @@ class Verbs:
         """
         self._runtime.see_generation(request.generation)
         self._runtime.holds.wake(holder, request.tags)
-        await self._open(holder)
+        await self._open(holder, request.tags)
 
-    async def _open(self, holder: str) -> None:
-        runtime = self._runtime
+    async def _open(self, holder: str, tags: Collection[MemoryTag]) -> None:
+        """Wait until the tags' memory is there and, unless somebody holds, requests run."""
+        runtime, governor = self._runtime, self._governor
         runtime.changed.fire()
         runtime.loaded()
-        await self._governor.reach(SLACK_SECONDS, lambda: True)
+        await governor.reach(lambda: governor.resident(tags), SLACK_SECONDS, lambda: True)
+        await governor.reach(lambda: runtime.held or governor.settled, SLACK_SECONDS, lambda: True)
         others = runtime.holds.others(holder, time.monotonic())
         if others:
             raise conflict(

@@ -37,14 +37,13 @@ def new_app(title: str, description: str) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         responses=RESPONSES,
-        # `curl -d` and `kubectl create --raw` name no JSON; the body is JSON all the same.
-        strict_content_type=False,
     )
     app.add_exception_handler(ProblemError, _on_problem)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_defect)
     app.add_middleware(BodyLimit)
+    app.add_middleware(JsonBody)
     return app
 
 
@@ -104,6 +103,20 @@ async def _on_defect(request: Request, error: Exception) -> Response:
     return problem_response(
         ProblemError("internal-error", "a defect of the worker; its log has the traceback")
     )
+
+
+class JsonBody:
+    """Takes every body for JSON: `curl -d` and `kubectl create --raw` name another type or none."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on with a content type that FastAPI parses."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            kept = [(k, v) for k, v in scope["headers"] if k != b"content-type"]
+            scope = {**scope, "headers": [*kept, (b"content-type", b"application/json")]}
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:
