@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -249,15 +251,21 @@ async def started(options: EngineOptions) -> None:
         ({"args": ("--nonsense", "3")}, "--max-batch-size"),
         ({"args": ("--max-batch-size", "0")}, "--max-batch-size"),
         ({"max_length": 4096}, "above the model's 2048"),
+        ({"max_batch_tokens": 2047}, "below the maximum length 2048"),
         ({"model": Path("/nowhere")}, "config.json"),
     ],
-    ids=["flag", "value", "length", "folder"],
+    ids=["flag", "value", "length", "batch", "folder"],
 )
 async def test_bad_options_say_what_to_change(
     tiny_models: TinyModels, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(EngineError, match=words):
         await started(EngineOptions(**{"model": tiny_models.model(1), "device": "cpu", **options}))
+
+
+def test_engines_are_imported_only_when_made() -> None:
+    code = "import sys, rollout_worker.engines; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_unknown_engines_are_named(tmp_path: Path) -> None:

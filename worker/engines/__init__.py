@@ -5,7 +5,6 @@ An adapter for another engine implements `rollout_worker.engine.Engine` and gets
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,14 +21,15 @@ class EngineOptions:
 
     `weights_roots`: sources must lie below one of these, relative ones lie below the last; empty
     means that any absolute path goes. `max_batch_tokens`: upper bound of the KV cache, in tokens;
-    None leaves it to the engine. `args`: the engine's own flags, as on its command line.
+    None leaves it to the engine. `spill_dir`: where weights go at sleep level 1,
+    None: the temporary folder. `args`: the engine's own flags, as on its command line.
     """
 
     model: Path
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_length: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    spill_dir: Path = Path(tempfile.gettempdir())
+    spill_dir: Path | None = None
     max_batch_tokens: int | None = None
     weights_roots: tuple[Path, ...] = ()
     args: tuple[str, ...] = ()

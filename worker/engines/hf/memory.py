@@ -7,7 +7,6 @@ buffers of its own beside the serving weights.
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import gc
 import os
 import tempfile
@@ -50,7 +49,7 @@ class Staged:
 class Memory:
     """Holds the tensors of one model and what became of them."""
 
-    def __init__(self, loaded: Loaded, spill_dir: Path) -> None:
+    def __init__(self, loaded: Loaded, spill_dir: Path | None) -> None:
         self._layout = loaded.layout
         self._targets = loaded.targets
         self._all = _distinct(loaded.model)
@@ -105,10 +104,10 @@ class Memory:
             EngineError: no room in the folder.
         """
         try:
-            self._spill = _Spill(self._spill_dir, self._all)
+            self._spill = _Spill(self._spill_dir or Path(tempfile.gettempdir()), self._all)
         except OSError as error:
             raise EngineError(
-                f"cannot spill the weights to {str(self._spill_dir)!r}: {error}; free space there, "
+                f"cannot spill the weights: {error}; free space there, "
                 "set another spill_dir, or sleep at level 2"
             ) from error
 
@@ -208,8 +207,6 @@ def release_freed() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    name = ctypes.util.find_library("c")
-    libc = ctypes.CDLL(name) if name else None
-    trim = getattr(libc, "malloc_trim", None)  # glibc has it, musl has not
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
     if trim is not None:
         trim(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
 from rollout_worker.schemas import Capabilities
 
@@ -42,8 +43,17 @@ def assemble(
     deliver: Callable[[list[Delivery]], None],
     on_crash: Callable[[str], None],
 ) -> Parts:
-    """Put the parts together; the step thread is not started."""
-    max_tokens = max(options.max_batch_tokens or DEFAULT_BATCH_TOKENS, loaded.max_length)
+    """Put the parts together; the step thread is not started.
+
+    Raises:
+        EngineError: options that do not fit together.
+    """
+    max_tokens = options.max_batch_tokens or max(DEFAULT_BATCH_TOKENS, loaded.max_length)
+    if max_tokens < loaded.max_length:
+        raise EngineError(
+            f"max_batch_tokens {max_tokens} is below the maximum length {loaded.max_length}: raise "
+            "it or lower max_length, else the longest request could never run"
+        )
     kv = KvRows(settings.max_batch_size, max_tokens)
     core = Core(
         Forward(loaded.model, kv),

@@ -1,0 +1,72 @@
+"""The script that makes tiny models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+from engines import request, run, serving
+from rollout_worker.checkpoints import open_source
+from tinymodels import SCRIPT, TinyModels
+
+FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+
+
+def made(out: Path, *args: str) -> Path:
+    subprocess.run([sys.executable, str(SCRIPT), str(out), *args], check=True, timeout=120)
+    return out
+
+
+def test_the_same_seed_makes_the_same_bytes(tiny_models: TinyModels, tmp_path: Path) -> None:
+    again = made(tmp_path / "again", "--seed", "1")
+    for name in FILES:
+        assert (again / name).read_bytes() == (tiny_models.model(1) / name).read_bytes()
+
+
+def test_seeds_differ_in_weights_alone(tiny_models: TinyModels) -> None:
+    one, two = tiny_models.model(1), tiny_models.model(2)
+    assert [n for n in FILES if (one / n).read_bytes() != (two / n).read_bytes()] == [FILES[2]]
+    assert (two / FILES[2]).read_bytes() == (tiny_models.weights(2) / FILES[2]).read_bytes()
+
+
+def test_files_can_be_read_by_another_user(tiny_models: TinyModels) -> None:
+    folder = tiny_models.model(1)
+    assert all(file.stat().st_mode & 0o004 for file in folder.iterdir())
+    assert folder.stat().st_mode & 0o005 == 0o005
+
+
+def test_a_version_has_weights_and_manifest(tiny_models: TinyModels) -> None:
+    folder = tiny_models.weights(2)
+    names = {file.name for file in folder.iterdir()}
+    assert names == {"config.json", "manifest.json", "model.safetensors"}
+    source = open_source(folder)
+    assert source.manifest is not None
+    assert set(source.manifest.digests) == {entry.name for entry in source.entries}
+
+
+def test_the_tokenizer_speaks_chatml_and_every_byte(tiny_models: TinyModels) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(tiny_models.model(1)))
+    text = "wakeful reward: \u00e4\u20ac\U0001f680\n\t 42"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer) == 4096
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.encode("<|im_end|>") == [2]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+async def test_other_shapes_are_served(tmp_path: Path, dtype: str) -> None:
+    flags = ("--untied", "--dtype", dtype, "--layers", "1", "--hidden", "64", "--vocab", "300")
+    folder = made(tmp_path / "m", "--weights-only", *flags)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
+    async with serving(folder) as (engine, info):
+        output = await run(engine, request(prompt=(5, 6)))
+        assert not engine.capabilities.stop_strings
+    assert (info.vocab_size, len(output.token_ids)) == (300, 8)
