@@ -106,8 +106,8 @@ $(UV):
 	$(CACHE)/boot/bin/python -m pip install --quiet uv==$(UV_VERSION)
 
 $(VENV): requirements/dev.txt pyproject.toml | $(UV)
-	@echo "installing the development environment (once; 5 GB, about 2 minutes)"
+	@echo "installing the development environment (once; 5 GB, about 3 minutes)"
 	test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON3) $(CACHE)/venv
-	$(UV) pip sync --quiet --require-hashes --python $(BIN)/python requirements/dev.txt
+	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(BIN)/python requirements/dev.txt
 	$(UV) pip install --quiet --no-deps --python $(BIN)/python -e .
 	touch $@

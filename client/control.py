@@ -95,10 +95,6 @@ class WorkerControl:
         """Return what the worker says of itself."""
         return await self._ask("GET", "/v1/state", None, WorkerState, timeout)
 
-    async def weights(self, *, timeout: float = STATE_SECONDS) -> WeightsState:
-        """Return active, previous and staged weights."""
-        return await self._ask("GET", "/v1/weights", None, WeightsState, timeout)
-
     async def pause(
         self, request: PauseRequest | None = None, *, timeout: float | None = None
     ) -> WorkerState:

@@ -51,6 +51,11 @@ class PodBuilder:
             spec.pod_template.model_dump(mode="json", by_alias=True, exclude_defaults=True),
         )
 
+    @property
+    def image(self) -> str | None:
+        """Image of the worker; None if neither the pool nor the operator names one."""
+        return self.spec.engine.image or self.defaults.image
+
     def build(self, replica: int, rank: int, restarts: int) -> Doc:
         """Return the pod of `(replica, rank)`."""
         return {
@@ -122,7 +127,7 @@ class PodBuilder:
         engine = self.spec.engine
         out: Doc = {
             "name": names.WORKER_CONTAINER,
-            "image": engine.image or self.defaults.image,
+            "image": self.image,
             "args": ["serve", *(f"--engine-arg={a}" for a in engine.args)],
             "env": self._env(replica, rank),
             "ports": [
@@ -135,7 +140,7 @@ class PodBuilder:
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             },
-            "volumeMounts": [*self._mounts(), *self.overlay.get("volumeMounts", ())],
+            "volumeMounts": _by("mountPath", self._mounts(), self.overlay.get("volumeMounts", ())),
             "terminationMessagePolicy": "FallbackToLogsOnError",
         }
         policy = engine.image_pull_policy or self.defaults.image_pull_policy
@@ -182,7 +187,7 @@ class PodBuilder:
         user = [
             e.model_dump(mode="json", by_alias=True, exclude_none=True) for e in spec.engine.env
         ]
-        return _by_name((*ours, *(dict(e) for e in self.defaults.env), *user))
+        return _by("name", ours, (dict(e) for e in self.defaults.env), user)
 
     def _hub_token(self) -> list[Doc]:
         hub = self.spec.model.source.hub
@@ -300,12 +305,9 @@ def _node_tolerations(overlay: Mapping[str, Any]) -> list[Doc]:
     ]
 
 
-def _by_name(entries: Iterable[Doc]) -> list[Doc]:
-    """Later entries win over earlier ones of the same name; order of first appearance."""
-    merged: dict[str, Doc] = {}
-    for entry in entries:
-        merged[entry["name"]] = entry
-    return list(merged.values())
+def _by(key: str, *parts: Iterable[Doc]) -> list[Doc]:
+    """Join lists of entries; a later one replaces an earlier one of the same key in its place."""
+    return list({entry[key]: entry for part in parts for entry in part}.values())
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Doc:
@@ -315,10 +317,9 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Doc:
         if key in ("labels", "annotations", "nodeSelector"):
             out[key] = {**base.get(key, {}), **value}
         elif key == "volumes":
-            out[key] = _by_name((*base.get(key, ()), *value))
+            out[key] = _by("name", base.get(key, ()), value)
         elif key == "volumeMounts":
-            mounts = {m["mountPath"]: m for m in (*base.get(key, ()), *value)}
-            out[key] = list(mounts.values())
+            out[key] = _by("mountPath", base.get(key, ()), value)
         elif key == "tolerations":
             out[key] = [*base.get(key, ()), *value]
         else:

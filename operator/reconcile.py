@@ -144,8 +144,15 @@ class Reconciler:
         await writer.all(writer.delete(p) for p in plan.delete)
         for creation in plan.create:
             memory.restarts_of.pop(creation.replica, None)
-        bodies = [builder.build(c.replica, c.rank, c.restarts) for c in plan.create]
-        await writer.all(writer.create("pods", body) for body in bodies)
+        if builder.image:
+            bodies = [builder.build(c.replica, c.rank, c.restarts) for c in plan.create]
+            await writer.all(writer.create("pods", body) for body in bodies)
+        elif plan.create:
+            engine = spec.engine.type.value
+            writer.obstacles.rejections["image"] = (
+                f"engine {engine} has no image: set spec.engine.image, or engines.{engine}.image "
+                "of the operator's chart"
+            )
         await writer.all(writer.gate(g) for g in plan.gates if g.serving)
         return writer.obstacles
 

@@ -182,7 +182,10 @@ class RestartPolicy(ApiModel):
     )
 
     base_delay_seconds: int = Field(
-        default=10, ge=1, le=86400, description="Wait before the first restart; doubles each time."
+        default=10,
+        ge=1,
+        le=86400,
+        description="Wait before the second restart in a row (the first is at once); then doubles.",
     )
     max_delay_seconds: int = Field(default=300, ge=1, le=86400, description="Longest wait.")
     max_restarts: int | None = Field(

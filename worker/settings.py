@@ -203,7 +203,9 @@ def parse(given: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
     """
     values = {flag.field: _value(flag, getattr(given, flag.field), environ) for flag in FLAGS}
     if values["model"] is None:
-        raise BadSettings("give --model PATH (or ROLLOUT_MODEL): the checkpoint's folder or repository")
+        raise BadSettings(
+            "give --model PATH (or ROLLOUT_MODEL): the checkpoint's folder or repository"
+        )
     values["served_name"] = values["served_name"] or Path(values["model"]).name or "model"
     values["namespace"] = values["namespace"] or _own_namespace()
     values["weights_roots"] = _roots(values["weights_roots"], in_pool=values["pool"] is not None)

@@ -225,7 +225,7 @@ def test_editor_does_all(editor: Person) -> None:
         ("update", "weights", True),
         ("update", "state", True),
         ("get", "control", True),
-        ("update", "control", True),
+        ("update", "control", False),
         ("update", "spec", False),
         ("update", "scale", False),
         ("patch", "status", False),

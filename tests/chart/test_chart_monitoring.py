@@ -107,6 +107,9 @@ def test_every_query_of_the_dashboards_is_valid(tmp_path: Path) -> None:
             {
                 'rollout_pool_replicas{namespace="a",pool="p"}': "2x30",
                 'rollout_pool_replicas_ready{namespace="a",pool="p"}': "0x30",
+                'rollout_pool_condition{namespace="a",pool="p",type="Progressing",status="True"}': (
+                    "1x30"
+                ),
             },
             15,
             "RolloutPoolNotServing",
@@ -157,6 +160,14 @@ def test_alert_fires(
         ),
         (
             {
+                'rollout_pool_replicas{namespace="a",pool="p"}': "2x30",
+                'rollout_pool_replicas_ready{namespace="a",pool="p"}': "0x30",
+                'rollout_pool_condition{namespace="a",pool="p",type="Ready",status="False"}': "1x30",
+            },
+            "RolloutPoolNotServing",
+        ),
+        (
+            {
                 'rollout_pool_weights_epoch{namespace="a",pool="p",which="target"}': "1x30",
                 'rollout_pool_weights_epoch{namespace="a",pool="p",which="committed"}': "2x30",
                 'rollout_pool_weights_version{namespace="a",pool="p",which="target"}': "9x30",
@@ -172,7 +183,7 @@ def test_alert_fires(
             "RolloutOperatorNoLeader",
         ),
     ],
-    ids=["asleep", "ahead of the target", "a standby"],
+    ids=["asleep", "paused", "ahead of the target", "a standby"],
 )
 def test_alert_does_not_fire(series: dict[str, str], alert: str, tmp_path: Path) -> None:
     firing(series, 20, alert, None, tmp_path)

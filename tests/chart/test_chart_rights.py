@@ -133,7 +133,7 @@ ROLES: dict[str, Any] = {
         "rollout.dev/rolloutreplicas/status": {"get"},
         "rollout.dev/rolloutreplicas/weights": {"create", "update"},
         "rollout.dev/rolloutreplicas/state": {"update"},
-        "rollout.dev/rolloutreplicas/control": {"get", "update"},
+        "rollout.dev/rolloutreplicas/control": {"get"},
     },
 }
 
