@@ -207,6 +207,7 @@ class Commits:
             # What another's hold has frozen can't end by itself.
             if ours:
                 await self._drain(request.deadline_seconds)
+                self._runtime.check_alive()
             if request.on_deadline == "Keep":
                 return
         await self._flights.abort_outputs(self._running(), AbortReason.WEIGHTS)

@@ -179,6 +179,7 @@ class Governor:
         engine, _ = runtime.loaded()
         with runtime.telemetry.transition("quiesce"):
             await self._drain()
+            runtime.check_alive()
             want = runtime.target().want
             if want is Want.ACTIVE:
                 await self._resume()

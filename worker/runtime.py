@@ -121,6 +121,15 @@ class Runtime:
         """Whether an engine is there and nobody found it dead."""
         return self.engine is not None and self.died is not None and not self.died.done()
 
+    def check_alive(self) -> None:
+        """Stop a verb whose engine died while it waited for something else.
+
+        Raises:
+            EngineCrashed: with the reason.
+        """
+        if self.died is not None and self.died.done():
+            raise EngineCrashed(self.died.result())
+
     def crashed(self, reason: str) -> None:
         """Report the engine as dead; the supervisor replaces it. Idempotent."""
         if self.died is not None and not self.died.done():

@@ -1,0 +1,147 @@
+"""`rollout-worker serve` as users start it: start, SIGTERM, SIGKILL, taken ports, tokens, logs."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tinymodels import TinyModels
+from waiting import until_sync
+from workers import COMMAND, LOOPBACK, Command, command, in_process, slug
+
+
+def test_sigterm_serves_on_drains_aborts_and_exits_0(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    flags = ("--shutdown-grace", "1.5", "--drain-seconds", "1")
+    with command(tiny_models.model(1), tmp_path, *flags) as worker:
+        running = worker.long(sampling={"max_tokens": 2000, "ignore_eos": True})
+        worker.terminate()
+        until_sync(lambda: not worker.ready(), 1, what="/ready to turn")
+        assert slug(worker.data.get("/ready")) == "shutting-down"
+        assert worker.generate(sampling={"max_tokens": 1}).status_code == 200, "it serves on"
+        assert worker.data.get("/health").status_code == 200
+        assert worker.post("sleep").status_code == 409
+        until_sync(lambda: _refused(worker), 10, what="the refusal")
+        assert slug(worker.generate()) == "shutting-down"
+        assert worker.state()["lifecycle"] == "Draining"
+        output = running.result(10).json()["outputs"][0]
+        if output["stop_reason"] == "aborted":
+            assert output["abort_reason"] == "control"
+        assert worker.process.wait(20) == 0
+        [stopped] = [line for line in worker.logged() if line["message"] == "stopped"]
+        assert stopped["level"] == "info"
+
+
+def test_sigterm_lets_running_requests_end(tiny_models: TinyModels, tmp_path: Path) -> None:
+    with command(tiny_models.model(1), tmp_path, "--shutdown-grace", "0") as worker:
+        running = worker.long(sampling={"max_tokens": 200, "ignore_eos": True})
+        streamed = worker.in_background(
+            lambda: worker.stream(sampling={"max_tokens": 100, "ignore_eos": True})
+        )
+        until_sync(lambda: worker.state()["in_flight"] == 2, what="the stream to run")
+        worker.terminate()
+        assert running.result(30).json()["outputs"][0]["stop_reason"] == "length"
+        assert streamed.result(30)[-1][0] == "done"
+        assert worker.process.wait(20) == 0
+
+
+def test_sigterm_while_loading_exits_0(tiny_models: TinyModels, tmp_path: Path) -> None:
+    with command(tiny_models.model(1), tmp_path, "--shutdown-grace", "0", wait=False) as worker:
+        worker.process.send_signal(signal.SIGINT)
+        assert worker.process.wait(30) == 0
+
+
+def test_after_a_kill_nothing_is_left_over(tiny_models: TinyModels, tmp_path: Path) -> None:
+    model = tiny_models.model(1)
+    with command(model, tmp_path) as worker:
+        boot, port = worker.state()["boot_id"], worker.data.base_url.port
+        worker.process.kill()
+        worker.process.wait(10)
+    with command(model, tmp_path, "--data-port", str(port)) as again:
+        assert again.state()["boot_id"] != boot
+        assert again.state()["weights"]["active"]["version"] == 0
+
+
+def test_a_taken_port_is_one_sentence(tiny_models: TinyModels) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ["--model", str(tiny_models.model(1)), *LOOPBACK, "--auth", "none"]
+        ended = subprocess.run(
+            [*COMMAND, *flags, "--data-port", port], capture_output=True, text=True, timeout=60
+        )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"rollout-worker: --data-port 127.0.0.1:{port} can't be used")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_logs_are_json_and_say_nothing_of_prompts(tiny_models: TinyModels, tmp_path: Path) -> None:
+    with command(
+        tiny_models.model(1), tmp_path, "--log-level", "debug", env={"ROLLOUT_SERVED_NAME": "t"}
+    ) as worker:
+        assert worker.data.get("/v1/info").json()["model"] == "t"
+        token_ids = [4001, 4002, 4003]
+        worker.generate(token_ids=token_ids, sampling={"max_tokens": 3})
+        worker.generate(token_ids=[-4001])
+        worker.terminate()
+        until_sync(lambda: not worker.ready(), 5, what="the shutdown")
+        text = (tmp_path / "worker.log").read_text()
+    assert "400" not in "".join(line for line in text.splitlines() if "time" not in line)
+    lines = worker.logged()
+    assert {"time", "level", "logger", "message"} <= set(lines[0])
+    assert not any("4001" in line["message"] for line in lines)
+    assert [line["message"] for line in lines if "lifecycle" in line["message"]][:2] == [
+        "lifecycle Starting -> Loading",
+        "lifecycle Loading -> Active",
+    ]
+
+
+@pytest.mark.parametrize("auth", ["token"])
+def test_the_control_port_asks_for_the_token(
+    tiny_models: TinyModels, tmp_path: Path, auth: str
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("s3cret\n")
+    flags = ("--auth", auth, "--auth-token-file", str(file))
+    with in_process(tiny_models.model(1), *flags, token="s3cret") as worker:
+        assert worker.state()["caller"] == "token"
+        assert worker.post("pause").json()["holds"][0]["holder"] == "token"
+        routes = [
+            ("GET", "/v1/state"),
+            *(("POST", f"/v1/{v}") for v in ("pause", "resume", "sleep", "wake", "abort")),
+            *(("POST", f"/v1/weights/{v}") for v in ("stage", "commit", "discard")),
+            ("POST", "/v1/require"),
+            ("POST", "/v1/cache/reset"),
+        ]
+        with httpx.Client(base_url=worker.control.base_url, trust_env=False) as stranger:
+            for method, path in routes:
+                for headers in ({}, {"Authorization": "Bearer wrong"}):
+                    answer = stranger.request(method, path, json={}, headers=headers)
+                    assert (answer.status_code, slug(answer)) == (401, "unauthenticated"), path
+                    assert answer.headers["www-authenticate"] == "Bearer"
+        assert worker.state()["lifecycle"] == "Paused"
+        assert worker.data.get("/v1/info").status_code == 200, "the data port needs none"
+
+
+def test_health_answers_while_the_engine_is_imported(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    """A liveness probe must not lose patience with a worker that imports torch."""
+    with command(tiny_models.model(1), tmp_path, wait=False) as worker:
+        slowest = 0.0
+        while worker.state()["lifecycle"] != "Active":
+            start = time.monotonic()
+            assert worker.data.get("/health").status_code == 200
+            slowest = max(slowest, time.monotonic() - start)
+            time.sleep(0.05)
+        assert slowest < 5
+
+
+def _refused(worker: Command) -> bool:
+    return worker.generate(sampling={"max_tokens": 1}).status_code == 503
