@@ -119,7 +119,8 @@ class KubernetesReview:
                 "spec": {"token": token, "audiences": [audience]},
             },
         )
-        # An API server that knows no audiences would accept a token made for anybody.
+        # `error` is set for invalid tokens, too, so it tells nothing more. An API server that knows
+        # no audiences would accept a token made for anybody: hence the second look.
         if not status.get("authenticated") or audience not in status.get("audiences", []):
             return None
         user = status.get("user", {})
@@ -178,7 +179,7 @@ class KubernetesReview:
                 f"the Kubernetes API can't be asked about the caller ({_reason(error)}): try again",
                 retry_after=2,
             ) from error
-        if not isinstance(status, dict) or status.get("error"):
+        if not isinstance(status, dict):
             raise ProblemError(
                 "auth-unavailable", "the Kubernetes API could not review the caller: try again"
             )

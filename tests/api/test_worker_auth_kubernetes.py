@@ -1,0 +1,201 @@
+"""`--auth kubernetes` against a real API server: tokens for an audience, rights by RBAC."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from localkube import Cluster
+from rollout_worker.auth import CONTROL, SEE, STAGE, Right
+from rollout_worker.kubeauth import DENIED_SECONDS, KubernetesReview
+from rollout_worker.problems import ProblemError
+from rollout_worker.settings import BadSettings, Settings, add_flags, parse
+
+NAMESPACE = "worker-auth"
+POOL = "math"
+AUDIENCE = f"rollout.dev/{NAMESPACE}/{POOL}"
+
+
+def role(name: str, *rules: str) -> str:
+    """A Role and its binding to the account of the same name; rules: `subresource verb`."""
+    listed = [
+        {
+            "apiGroups": ["rollout.dev"],
+            "resources": [f"rolloutreplicas/{subresource}"],
+            "verbs": [verb],
+        }
+        for subresource, verb in (rule.split() for rule in rules)
+    ]
+    api = "rbac.authorization.k8s.io"
+    meta = {"name": name, "namespace": NAMESPACE}
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": NAMESPACE}
+    ref = {"apiGroup": api, "kind": "Role", "name": name}
+    made = [
+        {"apiVersion": f"{api}/v1", "kind": "Role", "metadata": meta, "rules": listed},
+        {
+            "apiVersion": f"{api}/v1",
+            "kind": "RoleBinding",
+            "metadata": meta,
+            "roleRef": ref,
+            "subjects": [subject],
+        },
+    ]
+    return yaml.safe_dump_all(made)
+
+
+REVIEWER = f"""
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {{name: {NAMESPACE}}}
+rules:
+- apiGroups: [authentication.k8s.io]
+  resources: [tokenreviews]
+  verbs: [create]
+- apiGroups: [authorization.k8s.io]
+  resources: [localsubjectaccessreviews]
+  verbs: [create]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {{name: {NAMESPACE}}}
+roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: {NAMESPACE}}}
+subjects: [{{kind: ServiceAccount, name: worker, namespace: {NAMESPACE}}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(api_server: Cluster) -> Iterator[Cluster]:
+    api_server.kubectl("create", "namespace", NAMESPACE)
+    for account in ("worker", "operator", "trainer", "viewer", "stranger", "late"):
+        api_server.kubectl("-n", NAMESPACE, "create", "serviceaccount", account)
+    api_server.kubectl("apply", "-f", "-", input=REVIEWER)
+    for manifest in (
+        role("operator", "control get", "control update", "weights create"),
+        role("trainer", "weights create"),
+        role("viewer", "control get"),
+    ):
+        api_server.kubectl("apply", "-f", "-", input=manifest)
+    yield api_server
+    api_server.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+    api_server.kubectl("delete", "clusterrole,clusterrolebinding", NAMESPACE)
+
+
+def token(cluster: Cluster, account: str, audience: str | None = AUDIENCE) -> str:
+    arguments = [] if audience is None else [f"--audience={audience}"]
+    return cluster.kubectl("-n", NAMESPACE, "create", "token", account, *arguments).strip()
+
+
+def settings(cluster: Cluster, folder: Path, account: str = "worker", url: str = "") -> Settings:
+    config = yaml.safe_load(cluster.kubeconfig.read_text())["clusters"][0]["cluster"]
+    ca = folder / "ca.crt"
+    if "certificate-authority-data" in config:
+        ca.write_bytes(base64.b64decode(config["certificate-authority-data"]))
+    else:
+        ca = Path(config["certificate-authority"])
+    (folder / "token").write_text(token(cluster, account, None))
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    flags = ["--model", "m", "--auth", "kubernetes", "--pool", POOL, "--namespace", NAMESPACE]
+    flags += ["--kube-api-url", url or config["server"], "--kube-ca", str(ca)]
+    return parse(parser.parse_args([*flags, "--kube-token-file", str(folder / "token")]), {})
+
+
+@pytest.fixture
+async def review(cluster: Cluster, tmp_path: Path) -> AsyncIterator[KubernetesReview]:
+    authorizer = KubernetesReview(settings(cluster, tmp_path))
+    yield authorizer
+    await authorizer.close()
+
+
+async def outcome(review: KubernetesReview, bearer: str, right: Right) -> int | str:
+    """The caller's name, or the status of the refusal."""
+    try:
+        return await review.check(f"Bearer {bearer}", right)
+    except ProblemError as refusal:
+        return refusal.problem.status
+
+
+@pytest.mark.parametrize(
+    ("account", "see", "control", "stage"),
+    [
+        ("operator", True, True, True),
+        ("trainer", False, False, True),
+        ("viewer", True, False, False),
+        ("stranger", False, False, False),
+    ],
+)
+async def test_rbac_decides(
+    cluster: Cluster, review: KubernetesReview, account: str, see: bool, control: bool, stage: bool
+) -> None:
+    name = f"system:serviceaccount:{NAMESPACE}:{account}"
+    bearer = token(cluster, account)
+    for right, may in ((SEE, see), (CONTROL, control), (STAGE, stage)):
+        for _ in range(2):  # the second answer comes from the cache
+            assert await outcome(review, bearer, right) == (name if may else 403)
+
+
+async def test_a_refusal_says_what_to_grant(cluster: Cluster, review: KubernetesReview) -> None:
+    with pytest.raises(ProblemError) as refused:
+        await review.check(f"Bearer {token(cluster, 'trainer')}", CONTROL)
+    detail = refused.value.problem.detail
+    for part in ("trainer", "update", "rolloutreplicas.rollout.dev/control", POOL, NAMESPACE):
+        assert part in detail
+
+
+@pytest.mark.parametrize("audience", [None, f"rollout.dev/{NAMESPACE}/other"])
+async def test_tokens_for_others_count_for_nothing(
+    cluster: Cluster, review: KubernetesReview, audience: str | None
+) -> None:
+    bearer = token(cluster, "operator", audience)
+    with pytest.raises(ProblemError) as refused:
+        await review.check(f"Bearer {bearer}", SEE)
+    assert refused.value.problem.status == 401
+    assert AUDIENCE in refused.value.problem.detail
+
+
+async def test_garbage_is_nobody(review: KubernetesReview) -> None:
+    for bearer in ("x", "a.b.c", "ä"):
+        assert await outcome(review, bearer, SEE) == 401
+
+
+async def test_a_right_granted_later_counts_soon(
+    cluster: Cluster, review: KubernetesReview
+) -> None:
+    bearer = token(cluster, "late")
+    assert await outcome(review, bearer, SEE) == 403
+    cluster.kubectl("apply", "-f", "-", input=role("late", "control get"))
+    assert await outcome(review, bearer, SEE) == 403, "remembered"
+    await asyncio.sleep(DENIED_SECONDS + 0.5)
+    assert await outcome(review, bearer, SEE) == f"system:serviceaccount:{NAMESPACE}:late"
+
+
+async def test_a_worker_that_may_not_ask_opens_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    review = KubernetesReview(settings(cluster, tmp_path, account="stranger"))
+    assert await outcome(review, token(cluster, "operator"), SEE) == 503
+    await review.close()
+
+
+async def test_an_api_server_that_is_away_opens_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    review = KubernetesReview(settings(cluster, tmp_path, url="https://127.0.0.1:9"))
+    with pytest.raises(ProblemError) as refused:
+        await review.check(f"Bearer {token(cluster, 'operator')}", SEE)
+    assert refused.value.problem.status == 503
+    assert refused.value.headers["Retry-After"] == "2"
+    await review.close()
+
+
+def test_outside_a_pod_it_does_not_start(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(BadSettings, match="KUBERNETES_SERVICE_HOST"):
+        KubernetesReview(replace(settings(cluster, tmp_path), kube_api_url=None))
+    with pytest.raises(BadSettings, match="can't be used"):
+        KubernetesReview(replace(settings(cluster, tmp_path), kube_ca=tmp_path / "none"))
