@@ -31,6 +31,8 @@ SYSTEM, ACCOUNT = "rollout-system", "rollout-operator"
 NAMESPACE = "scale"
 USER = f"system:serviceaccount:{SYSTEM}:{ACCOUNT}"
 WRITES = ("create", "update", "patch", "delete", "deletecollection")
+ENGINES = ("hf", "vllm")
+FAKE_GPUS = 10_000
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -71,7 +73,9 @@ class Lab:
         """Start the operator and wait until it has listed everything."""
         self.port = free_ports(1)[0]
         config = self.cluster.state / "operator.json"
-        config.write_text(json.dumps({"engines": {"hf": {"image": "localhost/none"}}}))
+        config.write_text(
+            json.dumps({"engines": {e: {"image": "localhost/none"} for e in ENGINES}})
+        )
         account = self.cluster.service_account_kubeconfig(SYSTEM, ACCOUNT)
         command: list[str | Path] = [
             sys.executable, "-m", "rollout_operator", "run", "--no-leader-elect",
@@ -255,7 +259,7 @@ def scale_lab(name: str) -> Iterator[Lab]:
 def _prepare(cluster: Cluster) -> None:
     server: list[str | Path] = [sys.executable, ROOT / "hack/cluster/processless.py"]
     processes.spawn(cluster.state, "processless", server)
-    cluster.start_kwok(local=True)
+    cluster.start_kwok(gpus=FAKE_GPUS, local=True)
     cluster.kubectl("create", "namespace", NAMESPACE)
     cluster.helm(
         "install", ACCOUNT, ROOT / "charts/rollout-operator", "--namespace", SYSTEM,
