@@ -42,7 +42,7 @@ def not_serving(runtime: Runtime, updates: Updates) -> ProblemError | None:
 
 
 def _fenced(runtime: Runtime, updates: Updates) -> ProblemError | None:
-    active, required = updates.identity, updates.required
+    active, required = updates.identity, updates.fence.floor
     if required is None:
         if not runtime.settings.in_pool:
             return None

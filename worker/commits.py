@@ -15,7 +15,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from .engine import Engine, EngineCrashed, KvPolicy, WeightsRejected
-from .flights import Flights, Output
+from .flights import Flights
+from .outputs import Output
 from .problems import ProblemError, conflict
 from .runtime import Runtime
 from .schemas import (
@@ -27,7 +28,8 @@ from .schemas import (
     StopReason,
     WeightsId,
 )
-from .updates import Slot, Updates
+from .slot import Slot
+from .updates import Updates
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from .schemas import (
     WorkerState,
 )
 from .service import Worker
-from .web import new_app
+from .web import MIB, new_app
 
 _RELEASE = ReleaseRequest()
 _PAUSE = PauseRequest()
@@ -35,7 +35,10 @@ _WAKE = WakeRequest()
 
 def control_app(worker: Worker, authorizer: Authorizer) -> FastAPI:
     """The application of the control port."""
-    app = new_app("rollout-worker control", "State, sleep and weights of one worker.")
+    # A body is read before its caller is known: strangers must not send much.
+    app = new_app(
+        "rollout-worker control", "State, sleep and weights of one worker.", max_body_bytes=MIB
+    )
 
     def needs(right: Right) -> object:
         async def check(authorization: Annotated[str | None, Header()] = None) -> str:

@@ -16,14 +16,19 @@ from .problems import ProblemError
 from .schemas import GenerateRequest, GenerateResponse, WeightsState, Wire, WorkerInfo
 from .service import Worker
 from .telemetry import CONTENT_TYPE
-from .web import new_app
+from .web import MIB, new_app
 
 logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * MIB
+"""A prompt of millions of tokens."""
 
 
 def data_app(worker: Worker) -> FastAPI:
     """The application of the data port."""
-    app = new_app("rollout-worker data", "Token-in, token-out generation.")
+    app = new_app(
+        "rollout-worker data", "Token-in, token-out generation.", max_body_bytes=MAX_BODY_BYTES
+    )
     _add_generate(app, worker)
     _add_facts(app, worker)
     _add_probes(app, worker)

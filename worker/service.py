@@ -33,7 +33,7 @@ from .verbs import Verbs
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 60.0
+ANSWER_SECONDS = 90.0
 """How long a request may outlive its own deadline before it is given up on."""
 
 
@@ -195,6 +195,8 @@ class Worker:
         runtime.admitting = False
         until = time.monotonic() + settings.drain_seconds
         with contextlib.suppress(ProblemError):
+            if not runtime.lifecycle.has_engine:
+                return
             # A commit under way ends first: half of one helps nobody.
             async with runtime.alone(settings.drain_seconds):
                 frozen = runtime.lifecycle.state is not Lifecycle.ACTIVE

@@ -1,4 +1,4 @@
-"""Which weights are active, staged and required; the stage slot and the fence.
+"""Which weights are active, which are staged, and the one staging slot.
 
 Order is lexicographic (epoch, version) everywhere, and an identity is bound to its content. The
 flip itself is in `commits`.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 
 from .engine import EngineCrashed, EngineError, EngineInfo
+from .fence import Fence
 from .problems import ProblemError, conflict
 from .runtime import Runtime
 from .schemas import (
@@ -27,55 +27,13 @@ from .schemas import (
     WeightsSource,
     WeightsState,
 )
+from .slot import Slot, mismatch
 from .sources import resolve
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_SOURCE = WeightsSource(checkpoint=Checkpoint())
 DISCARD_SECONDS = 60.0
-
-
-class Slot:
-    """The one staging slot: what is being staged, or was."""
-
-    def __init__(self, request: StageRequest, resolved: WeightsSource) -> None:
-        self.identity = WeightsId(epoch=request.epoch, version=request.version)
-        self.source = request.source
-        self.resolved = resolved
-        self.expected = request.root_hash
-        self.labels: Mapping[str, str] = request.labels
-        self.deadline_seconds = request.deadline_seconds
-        self.root_hash: str | None = None
-        self.done = 0
-        self.total = 0
-        self.error: str | None = None
-        self.task: asyncio.Task[None] | None = None
-
-    @property
-    def staged(self) -> bool:
-        """Whether the bytes are there and verified."""
-        return self.root_hash is not None and self.error is None
-
-    def report(self, done: int, total: int) -> None:
-        """Note progress; may be called from any thread."""
-        self.done, self.total = done, total
-
-    def view(self) -> StagedWeights:
-        """The slot as clients see it."""
-        phase = "Failed" if self.error else "Staged" if self.staged else "Staging"
-        return StagedWeights.model_validate(
-            {
-                "epoch": self.identity.epoch,
-                "version": self.identity.version,
-                "source": self.source,
-                "phase": phase,
-                "bytes_done": self.done,
-                "bytes_total": self.total,
-                "root_hash": self.root_hash or self.expected,
-                "labels": self.labels,
-                "error": self.error,
-            }
-        )
 
 
 class Updates:
@@ -91,8 +49,7 @@ class Updates:
         self.slot: Slot | None = None
         self.slot_lock = asyncio.Lock()
         """Held while the slot is replaced or committed."""
-        self.required: WeightsId | None = None
-        self.fence_epoch = 0
+        self.fence = Fence()
         self.commit_seq = 0
 
     @property
@@ -106,49 +63,20 @@ class Updates:
             active=self.active,
             previous=self.previous,
             staged=None if self.slot is None else self.slot.view(),
-            required=self.required,
-            fence_epoch=self.fence_epoch,
+            required=self.fence.floor,
+            fence_epoch=self.fence.epoch,
             commit_seq=self.commit_seq,
         )
 
-    # The fence.
-
     def require(self, request: RequireRequest) -> WeightsState:
-        """Raise the fence of epochs and, with a version, the floor of admission.
+        """Raise the fence.
 
         Raises:
             ProblemError: 409, it would go down.
         """
-        if request.min_version is None:
-            if request.epoch < self.fence_epoch:
-                raise self._stale_epoch(request.epoch)
-        else:
-            self._raise_floor(WeightsId(epoch=request.epoch, version=request.min_version))
-        if request.epoch > self.fence_epoch:
-            logger.info("epochs below %d are refused", request.epoch)
-            self.fence_epoch = request.epoch
+        self.fence.raise_to(request)
         self._runtime.changed.fire()
         return self.view()
-
-    def _raise_floor(self, floor: WeightsId) -> None:
-        if self.required is not None and floor < self.required:
-            slug = "stale-epoch" if floor.epoch < self.required.epoch else "version-regressed"
-            raise conflict(
-                slug,
-                f"the floor {self.required} never goes down to {floor}: read the state again",
-                required=self.required.model_dump(),
-            )
-        if floor != self.required:
-            logger.info("weights below %s are not served", floor)
-        self.required = floor
-
-    def _stale_epoch(self, epoch: int) -> ProblemError:
-        return conflict(
-            "stale-epoch",
-            f"epoch {epoch} is fenced off, {self.fence_epoch} was seen: a newer trainer owns this"
-            " worker",
-            fence_epoch=self.fence_epoch,
-        )
 
     def check_order(self, identity: WeightsId) -> None:
         """Refuse identities below the active weights or of a fenced epoch.
@@ -156,8 +84,7 @@ class Updates:
         Raises:
             ProblemError: 409 `stale-epoch` or `version-regressed`.
         """
-        if identity.epoch < self.fence_epoch:
-            raise self._stale_epoch(identity.epoch)
+        self.fence.check(identity.epoch)
         active = self.identity
         if active is not None and identity < active:
             raise _regressed(identity, active, "active")
@@ -203,7 +130,7 @@ class Updates:
         slot = self.slot
         if slot is not None and slot.error is None:
             if identity == slot.identity:
-                return _same(slot, request, resolved)
+                return slot.repeated(request, resolved)
             if identity < slot.identity:
                 raise _regressed(identity, slot.identity, "staged")
         await self.clear_slot()
@@ -217,7 +144,7 @@ class Updates:
         self, request: StageRequest, active: ActiveWeights, resolved: WeightsSource
     ) -> StagedWeights:
         if request.root_hash not in (None, active.root_hash) or resolved != self.source:
-            raise _mismatch(active.identity, active.root_hash)
+            raise mismatch(active.identity, active.root_hash)
         return StagedWeights(
             epoch=active.epoch,
             version=active.version,
@@ -229,9 +156,9 @@ class Updates:
 
     async def _stage(self, slot: Slot) -> None:
         start = time.monotonic()
-        engine, _ = self._runtime.loaded()
         seconds = slot.deadline_seconds
         try:
+            engine, _ = self._runtime.loaded()
             async with asyncio.timeout(seconds):
                 info = await self._runtime.call(
                     engine.stage(slot.identity, slot.resolved, slot.report),
@@ -334,21 +261,10 @@ class Updates:
     def lost(self, info: EngineInfo) -> None:
         """Fall back to the checkpoint, fenced: the active weights could not be loaded again."""
         active = self.identity
-        if active is not None and (self.required is None or self.required < active):
-            self.required = active
+        if active is not None and (self.fence.floor is None or self.fence.floor < active):
+            self.fence.floor = active
         self.previous = None
         self._to_checkpoint(info)
-
-
-def _same(slot: Slot, request: StageRequest, resolved: WeightsSource) -> StagedWeights:
-    """Answer a repeated stage of the slot's identity."""
-    known = slot.root_hash or slot.expected
-    if resolved != slot.resolved or (
-        request.root_hash is not None and known is not None and request.root_hash != known
-    ):
-        raise _mismatch(slot.identity, known)
-    slot.expected = slot.expected or request.root_hash
-    return slot.view()
 
 
 def _regressed(identity: WeightsId, than: WeightsId, what: str) -> ProblemError:
@@ -358,13 +274,4 @@ def _regressed(identity: WeightsId, than: WeightsId, what: str) -> ProblemError:
         f"weights {identity} are below the {what} {than}: raise the version, or the epoch to go"
         " back",
         **{what: than.model_dump()},
-    )
-
-
-def _mismatch(identity: WeightsId, root_hash: str | None) -> ProblemError:
-    return conflict(
-        "content-mismatch",
-        f"weights {identity} are bound to other content (root_hash {root_hash}): publish new bytes"
-        " under a higher version",
-        root_hash=root_hash,
     )

@@ -5,6 +5,7 @@ Each is idempotent, waits until the worker has got there, and answers its state.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection
 from math import inf
@@ -25,6 +26,8 @@ from .schemas import (
     SleepRequest,
     WakeRequest,
 )
+
+logger = logging.getLogger(__name__)
 
 SLACK_SECONDS = 660.0
 """What a transition may take beyond its drain: aborting, moving weights."""
@@ -73,6 +76,7 @@ class Verbs:
         self, holder: str, mode: Mode, deadline_seconds: float, reason: AbortReason
     ) -> None:
         runtime = self._runtime
+        logger.info("held by %r: %s", holder, mode)
         self._governor.ask(mode, deadline_seconds)
         await self._governor.reach(
             lambda: self._governor.settled,
@@ -109,6 +113,7 @@ class Verbs:
     async def _open(self, holder: str, tags: Collection[MemoryTag]) -> None:
         """Wait until the tags' memory is there and, unless somebody holds, requests run."""
         runtime, governor = self._runtime, self._governor
+        logger.info("let go by %r", holder)
         runtime.changed.fire()
         runtime.loaded()
         await governor.reach(lambda: governor.resident(tags), SLACK_SECONDS, lambda: True)

@@ -17,8 +17,7 @@ from .schemas import Problem
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 * 2**20
-"""A prompt of four million tokens; more is a mistake."""
+MIB = 2**20
 
 MAX_ERRORS = 16
 
@@ -28,7 +27,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def new_app(title: str, description: str) -> FastAPI:
+def new_app(title: str, description: str, *, max_body_bytes: int) -> FastAPI:
     """An application without pages of its own, whose errors are problems."""
     app = FastAPI(
         title=title,
@@ -42,7 +41,7 @@ def new_app(title: str, description: str) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_defect)
-    app.add_middleware(BodyLimit)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.add_middleware(JsonBody)
     return app
 
@@ -120,10 +119,11 @@ class JsonBody:
 
 
 class BodyLimit:
-    """Refuses bodies above `MAX_BODY_BYTES`, whether or not they declare their length."""
+    """Refuses bodies above `max_bytes`, whether or not they declare their length."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
+        self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, counting its bytes."""
@@ -131,7 +131,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
+        if declared.isdigit() and int(declared) > self._max_bytes:
             await problem_response(_too_large())(scope, receive, send)
             return
         seen = 0
@@ -140,7 +140,7 @@ class BodyLimit:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > MAX_BODY_BYTES:
+            if seen > self._max_bytes:
                 # FastAPI lets no other exception out of the reading of a body.
                 raise HTTPException(413)
             return message
@@ -149,4 +149,7 @@ class BodyLimit:
 
 
 def _too_large() -> ProblemError:
-    return ProblemError("body-too-large", f"send at most {MAX_BODY_BYTES} bytes")
+    return ProblemError(
+        "body-too-large",
+        "send less: prompts of millions of tokens and control bodies above 1 MiB are mistakes",
+    )

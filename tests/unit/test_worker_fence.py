@@ -1,0 +1,46 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_worker.fence import Fence
+from rollout_worker.problems import ProblemError
+from rollout_worker.schemas import RequireRequest
+
+REQUESTS = st.builds(
+    RequireRequest,
+    epoch=st.integers(0, 4),
+    min_version=st.one_of(st.none(), st.integers(0, 4)),
+)
+
+
+@given(st.lists(REQUESTS, max_size=20))
+def test_floor_and_epoch_only_rise(requests: list[RequireRequest]) -> None:
+    fence = Fence()
+    for request in requests:
+        floor, epoch = fence.floor, fence.epoch
+        try:
+            fence.raise_to(request)
+        except ProblemError as refusal:
+            slug = refusal.slug
+            assert (fence.floor, fence.epoch) == (floor, epoch), "a refusal changes nothing"
+            assert slug in ("stale-epoch", "version-regressed")
+        else:
+            assert fence.epoch == max(epoch, request.epoch)
+            if request.min_version is None:
+                assert fence.floor == floor
+            else:
+                assert fence.floor is not None
+                assert fence.floor.as_tuple() == (request.epoch, request.min_version)
+                assert floor is None or fence.floor >= floor
+
+
+def test_repeating_is_fine_and_a_floor_below_the_fence_too() -> None:
+    """A worker that joins while a new trainer takes over is fenced and seeded with old weights."""
+    fence = Fence()
+    fence.raise_to(RequireRequest(epoch=2))
+    fence.raise_to(RequireRequest(epoch=1, min_version=7))
+    fence.raise_to(RequireRequest(epoch=1, min_version=7))
+    assert fence.epoch == 2
+    fence.check(2)
+    with pytest.raises(ProblemError, match="fenced off"):
+        fence.check(1)

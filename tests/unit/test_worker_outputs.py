@@ -1,0 +1,65 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_worker.engine import EngineDelta, EngineRequest
+from rollout_worker.outputs import Output
+from rollout_worker.schemas import AbortReason, SamplingParams, StopReason, WeightsSpan
+
+REQUEST = EngineRequest(
+    request_id="r/0", token_ids=(1,), sampling=SamplingParams(), logprobs="sampling"
+)
+
+
+def delta(start: int, count: int, version: int, stale: bool = False) -> EngineDelta:
+    span = WeightsSpan(epoch=1, version=version, start=start, end=start + count, stale_kv=stale)
+    return EngineDelta(
+        token_ids=tuple(range(start, start + count)),
+        logprobs=tuple(-0.5 for _ in range(count)),
+        spans=(span,) if count else (),
+    )
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans()), max_size=30))
+def test_spans_merge_and_cover(steps: list[tuple[int, int, bool]]) -> None:
+    output = Output(0, REQUEST)
+    kinds: list[tuple[int, bool]] = []
+    for count, version, stale in steps:
+        output.take(delta(len(output.token_ids), count, version, stale))
+        kinds += [(version, stale)] * count
+    output.end(AbortReason.CLIENT)
+    result = output.result()
+    edges = [0, *(span.end for span in result.weights)]
+    assert [span.start for span in result.weights] == edges[: len(result.weights)]
+    assert edges[-1] == len(result.token_ids)
+    expanded = [
+        (span.version, span.stale_kv)
+        for span in result.weights
+        for _ in range(span.end - span.start)
+    ]
+    assert expanded == kinds
+    neighbours = zip(result.weights, result.weights[1:], strict=False)
+    assert all((a.version, a.stale_kv) != (b.version, b.stale_kv) for a, b in neighbours)
+    assert result.logprobs is not None
+    assert len(result.logprobs) == len(result.token_ids)
+
+
+def test_the_first_end_counts() -> None:
+    output = Output(0, REQUEST)
+    last = EngineDelta(
+        token_ids=(), logprobs=(), spans=(), stop_reason=StopReason.LENGTH, queued_seconds=0.5
+    )
+    output.take(last)
+    output.end(AbortReason.ENGINE)
+    assert (output.stop_reason, output.abort_reason) == (StopReason.LENGTH, None)
+    assert output.queued_seconds == 0.5
+
+
+def test_an_output_that_never_ran_is_empty() -> None:
+    output = Output(3, REQUEST)
+    output.end(AbortReason.DEADLINE)
+    result = output.result()
+    assert (result.index, result.token_ids, result.weights, result.logprobs) == (3, (), (), ())
+    assert (result.stop_reason, result.abort_reason) == (
+        StopReason.ABORTED,
+        AbortReason.DEADLINE,
+    )
