@@ -22,6 +22,10 @@ class Memory:
     restarts_of: dict[int, int] = field(default_factory=dict)
     obstacles: Obstacles = field(default_factory=Obstacles)
     polled: frozenset[str] = frozenset()
+    first_look: float | None = None
+    """When this process first looked at the pool."""
+    acquainted: bool = False
+    """Each head was asked once, or had its time: what is decided now is not a guess."""
     written_at: float = 0.0
     sentence: str = ""
     pool: Obj | None = None

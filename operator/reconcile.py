@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 MINOR_SECONDS = 1.0
 """Least time between two writes of status that only report progress."""
 
+MEET_SECONDS = 5.0
+"""What the first answers of a pool's heads may take: a poll's deadline, and its turn."""
+
 OBSTACLE_SECONDS = 10.0
 """How soon a name that was taken or a pod that was refused is tried again."""
 
@@ -65,6 +68,8 @@ class Reconciler:
             await self._write_status(key, pool, status, memory)
             return None
         seen = self._observe(key, pool, memory)
+        if not memory.acquainted and (left := self._meet(key, seen, memory)):
+            return left
         plan = decide(spec, seen, stored, self.ctx.clock())
         if seen.paused:
             plan = _paused(plan, stored)
@@ -95,6 +100,21 @@ class Reconciler:
             paused=notes.get(names.ANNOTATION_PAUSED) == "true",
             retry=notes.get(names.ANNOTATION_RETRY, ""),
         )
+
+    def _meet(self, key: Key, seen: Observed, memory: Memory) -> float | None:
+        """Ask every head once before the first decision; return how long that may still take.
+
+        A process that has just started knows no worker's answer. To decide without would flip
+        conditions of a fleet that serves, and take an update for one without workers.
+        """
+        now = self.ctx.clock()
+        memory.first_look = now if memory.first_look is None else memory.first_look
+        left = memory.first_look + MEET_SECONDS - now
+        heads = [p for p in seen.pods if p.rank == 0]
+        memory.polled = watch_heads(self.ctx, key, heads, {p.uid for p in heads})
+        strangers = any(self.ctx.poller.last(uid) is None for uid in memory.polled)
+        memory.acquainted = left <= 0 or not strangers
+        return None if memory.acquainted else left
 
     async def _act(
         self,

@@ -142,7 +142,7 @@ def _json(*arguments: str) -> list[dict[str, Any]]:
     done = subprocess.run(
         ["ip", "-json", *arguments], capture_output=True, text=True, timeout=10, check=False
     )
-    return json.loads(done.stdout or "[]") if done.returncode == 0 else []
+    return json.loads(done.stdout.strip() or "[]") if done.returncode == 0 else []
 
 
 def _ip(*arguments: str, check: bool = True) -> bool:
