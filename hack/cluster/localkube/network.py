@@ -142,7 +142,10 @@ def _json(*arguments: str) -> list[dict[str, Any]]:
     done = subprocess.run(
         ["ip", "-json", *arguments], capture_output=True, text=True, timeout=10, check=False
     )
-    return json.loads(done.stdout.strip() or "[]") if done.returncode == 0 else []
+    if done.returncode:
+        return []
+    # It shows nothing, or `{}`, for a link that is not meant.
+    return [entry for entry in json.loads(done.stdout.strip() or "[]") if entry]
 
 
 def _ip(*arguments: str, check: bool = True) -> bool:
