@@ -126,7 +126,9 @@ def _late_commit(view: View) -> Finding | None:
     for head in view.heads.values():
         state = head.worker.state
         floor = state.weights.required if state else None
-        if floor is not None and floor < committed and Verb.COMMIT in head.worker.running:
+        if floor is None or floor >= committed or head.at_least(committed):
+            continue
+        if Verb.COMMIT in head.worker.running:
             text = (
                 f"{head.pod.name}: gets no requests, it has not committed weights {committed} yet"
             )

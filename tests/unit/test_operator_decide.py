@@ -297,6 +297,19 @@ def test_committing_deadline_goes_on_without_the_late(world: World) -> None:
     assert condition(world.status, "Degraded")[0] == "False"
 
 
+def test_committing_ends_before_the_calls_return(world: World) -> None:
+    world.set(weights=target(1, 1))
+    world.frozen.add("commit")
+    until(world, UpdatePhase.COMMITTING)
+    world.step()
+    for worker in world.workers.values():
+        worker.active = WeightsId(epoch=1, version=1)
+    for _ in range(3):
+        world.step()
+        assert condition(world.status, "Degraded")[0] == "False"
+    assert committed(world) == (1, 1)
+
+
 def test_committing_restart_loads_the_version_being_committed(world: World) -> None:
     world.set(weights=target(1, 1))
     world.frozen.add("commit")
