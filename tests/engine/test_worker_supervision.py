@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,20 @@ def test_a_crash_ends_requests_as_aborted_and_is_reported(worker: InProcess) -> 
     until_sync(worker.ready, 60, what="the restart")
     assert worker.state()["restarts"] == 1
     assert "rollout_worker_engine_restarts_total 1.0" in worker.data.get("/metrics").text
+    assert worker.sample() == before
+
+
+def test_a_step_that_raises_is_found_and_healed(worker: InProcess) -> None:
+    """A fault inside the engine itself, which nobody reports to the supervisor."""
+    before = worker.sample()
+    engine: Any = worker.worker.runtime.engine
+    running = worker.long()
+    worker.call(lambda: setattr(engine._parts.core, "_forward", None))
+    output = running.result(30).json()["outputs"][0]
+    assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "engine")
+    assert len(output["token_ids"]) > 0
+    until_sync(lambda: worker.state()["restarts"] == 1 and worker.ready(), 60, what="the restart")
+    assert "NoneType" in worker.state()["last_error"]
     assert worker.sample() == before
 
 

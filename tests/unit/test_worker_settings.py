@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from rollout_operator import names
 from rollout_worker.__main__ import main
+from rollout_worker.kubeauth import GROUP, RESOURCE
 from rollout_worker.settings import FLAGS, BadSettings, Settings, add_flags, parse
 
 ALONE = ["--model", "/models/tiny", "--auth", "none", "--control-host", "127.0.0.1"]
@@ -45,6 +47,17 @@ def test_everything_from_the_environment() -> None:
     assert found.in_pool
     assert found.engine_arg == ("--max-batch-size", "4", "--attention=eager")
     assert found.weights_roots == (Path("/rollout/model"), Path("/rollout/weights"))
+
+
+def test_the_operator_uses_the_same_names() -> None:
+    """Written twice, because a worker imports nothing of the operator."""
+    environ = {"ROLLOUT_MODEL": "/m", "ROLLOUT_AUTH": "kubernetes", "ROLLOUT_POOL": "p"}
+    found = settings([], {**environ, "ROLLOUT_NAMESPACE": "n"})
+    assert found.audience == names.audience("n", "p")
+    assert (found.data_port, found.control_port) == (names.DATA_PORT, names.CONTROL_PORT)
+    mounts = [str(root) for root in found.weights_roots]
+    assert mounts == [names.MODEL_MOUNT, names.WEIGHTS_MOUNT]
+    assert (GROUP, RESOURCE) == (names.GROUP, names.PLURAL)
 
 
 def test_engine_args_repeat() -> None:
