@@ -384,7 +384,8 @@ def _advance_commit(
         plan.out = set(failed)
     else:
         plan.may_commit = _turns(spec, behind, in_service, failed)
-    waiting = [h for h in in_service if not all_at_once or h.pod.uid not in failed]
+    # Who failed is out of the Service before the others' weights count as the pool's.
+    waiting = [h for h in in_service if not plan.out or h.pod.uid not in failed or h.pod.gate]
     done = len(heads) - len(behind)
     if not waiting and (done or not in_service) and not _blind(heads):
         _finish(plan, now, f"{done} of {len(heads)} replicas serve it")

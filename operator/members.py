@@ -88,7 +88,9 @@ class MemberPlanner:
 
     def _require(self, head: Head, state: WorkerState) -> CallWorker | None:
         """The floor: lifts the fence of a fresh process and shuts out older weights."""
-        floor = self.weights.committed.identity
+        floor, update = self.weights.committed.identity, self.weights.update
+        if update is not None and head.pod.uid in self.weights.out:
+            floor = update.identity
         if state.weights.required is not None and state.weights.required >= floor:
             return None
         body = RequireRequest(epoch=floor.epoch, min_version=floor.version)
@@ -218,7 +220,7 @@ class MemberPlanner:
         active = self.spec.state is State.ACTIVE and not self.spec.suspend and not leaving
         if not active:
             return self._off(head, "the pool is not active" if not leaving else "it is going")
-        if state is not None and pod.uid in self.weights.out:
+        if pod.uid in self.weights.out:
             return self._off(head, "it failed to commit the weights that the others serve")
         if state is None or Verb.COMMIT in head.worker.running:
             return None  # silence proves nothing, and a commit flips no gate
