@@ -191,7 +191,7 @@ class Reconciler:
         updating = _phase(plan.status) in (UpdatePhase.STAGING, UpdatePhase.COMMITTING)
         heads = [p for p in seen.pods if p.rank == 0]
         # A head that serves has nothing new to say while its pool waits for the others.
-        fast = {p.uid for p in heads if moving and (updating or not (p.gate and p.ready))}
+        fast = {p.uid for p in heads if moving and (updating or not p.gate)}
         polled = watch_heads(self.ctx, key, heads, fast)
         for uid in memory.polled - polled:
             forget_worker(self.ctx, uid)
