@@ -202,7 +202,7 @@ def test_suspend_removes_the_pods_and_keeps_the_rest(life: Pool) -> None:
     assert life.status()["phase"] == "Suspended"
     life.patch(suspend=False)
     life.wait("Ready")
-    assert life.identities(life.generate()) == [(1, 1)]
+    assert life.identities(life.generate()) == [life.committed()]
 
 
 def test_the_operator_is_killed_and_nothing_happens_to_the_pool(
