@@ -88,6 +88,15 @@ def start_call(ctx: Context, key: Key, pod: Pod, call: CallWorker) -> bool:
 
 
 async def _send(worker: WorkerControl, call: CallWorker) -> None:
+    try:
+        await _call(worker, call)
+    except ControlError as error:
+        # Ours is dropped; that somebody else still holds the worker is told by its state.
+        if error.slug != "held" or call.verb not in (Verb.RESUME, Verb.WAKE):
+            raise
+
+
+async def _call(worker: WorkerControl, call: CallWorker) -> None:
     if isinstance(call.body, StageRequest):
         await _stage(worker, call.body)
         return
