@@ -14,6 +14,7 @@ import pytest
 import images
 import rollout_local
 from clusters import nodes_cluster
+from fleets import Fleet
 from localkube import Cluster
 from pools import Pool
 
@@ -58,3 +59,26 @@ def pool(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Callable[
     yield make
     for each in made:
         each.delete()
+
+
+@pytest.fixture(scope="session")
+def shared_fleet(cluster: Cluster) -> Iterator[Fleet]:
+    """The pool of the weights' tests, just created: nobody serves yet."""
+    fleet = Fleet(cluster, "weights", "w")
+    fleet.create(replicas=2)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def fleet_of_three(shared_fleet: Fleet) -> Fleet:
+    """The same pool with a third replica."""
+    shared_fleet.steady(replicas=3)
+    return shared_fleet
+
+
+@pytest.fixture
+def fleet(shared_fleet: Fleet) -> Fleet:
+    """The same pool, serving, whatever the test before left."""
+    shared_fleet.steady(replicas=2)
+    return shared_fleet

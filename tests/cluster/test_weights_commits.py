@@ -1,0 +1,259 @@
+"""API.md's case table on real workers: from the first commit call on, other strategies, crashes.
+
+A request of some seconds under the policy Drain keeps one replica from committing: that is how
+these tests hold an update in `Committing`.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+
+from fleets import Fleet
+from leaders import kill_leader, taken_over
+from localkube import Cluster
+from pools import eventually
+from replies import Identity, Reply
+
+LONG = 500
+"""Tokens of a request that holds a commit for some seconds."""
+
+PATIENT = {"policy": "Drain", "deadlineSeconds": 60}
+
+
+def held(
+    fleet: Fleet, replica: int, seed: str, **weights: object
+) -> tuple[Identity, Future[Reply]]:
+    """An update that this replica can't commit yet; returns it, and the request that keeps it."""
+    reply = fleet.long_request(replica, LONG)
+    new = fleet.raise_to(seed, epoch=None, **({"inFlight": PATIENT} | weights))
+    fleet.wait_phase("Committing", new)
+    return new, reply
+
+
+def lost_between_stage_and_commit(fleet: Fleet) -> tuple[Identity, str]:
+    """An update that replica 0 has committed; replica 1 drops it as soon as it goes on.
+
+    Replica 1 stands still when the commit call comes, and the trainer's discard came before.
+    """
+    fleet.control(1, "state")  # the trainer's rights are known from here on: its next call is quick
+    with fleet.frozen(0):
+        path = fleet.publish(other(fleet))
+        new = fleet.point(path)
+        eventually("replica 1 has staged", lambda: fleet.staged(1) == new, 10)
+        fleet.stop(1)
+        body = {"epoch": new[0], "version": new[1]}
+        fleet.later(lambda: fleet.control(1, "weights/discard", body))
+        time.sleep(0.5)
+    eventually("replica 0 has committed", lambda: fleet.active(0) == new, 20)
+    return new, path
+
+
+def other(fleet: Fleet) -> str:
+    """Bytes that the pool does not serve now."""
+    return "1" if fleet.bytes_of[fleet.identity] != "1" else "2"
+
+
+def test_rolling_stops_at_a_failing_member(fleet_of_three: Fleet) -> None:
+    fleet = fleet_of_three
+    old = fleet.identity
+    first = fleet.long_request(0, LONG)
+    path = fleet.publish(other(fleet))
+    new = fleet.point(path, strategy="Rolling", inFlight=PATIENT)
+    fleet.wait_phase("Committing", new)
+    eventually("all have staged", lambda: [fleet.staged(r) for r in (1, 2)] == [new, new], 10)
+    assert [fleet.active(r) for r in range(3)] == [old] * 3, "one at a time"
+    fleet.volume.remove(path)
+    fleet.control(1, "weights/discard", {"epoch": new[0], "version": new[1]})
+    assert first.result(60).identities == [old]
+    eventually("Degraded", lambda: fleet.condition("Degraded") == ("True", "WeightsFailed"), 15)
+    assert "w-1-0" in fleet.status()["message"]
+    eventually("the first has it", lambda: fleet.active(0) == new, 10)
+    answers = [fleet.check(fleet.generate(r)) for r in range(3)]
+    assert answers == [new, old, old], "the failing one keeps the old, those after it wait"
+    assert fleet.committed() == old, "the least that is served"
+    assert len(fleet.endpoints()) == 3
+    fleet.volume.publish(fleet.bytes_of[new], path)
+    fleet.settled(new, 3)
+
+
+def test_eager_goes_on_past_a_failing_member(fleet_of_three: Fleet) -> None:
+    fleet = fleet_of_three
+    old = fleet.identity
+    with fleet.frozen(0):
+        new = fleet.raise_to(other(fleet), strategy="Eager")
+        eventually("the others go on", lambda: [fleet.active(r) for r in (1, 2)] == [new, new], 10)
+        assert fleet.committed() == old, "the least that is served"
+        assert {fleet.check(fleet.generate(r)) for r in (1, 2)} == {new}
+    fleet.settled(new, 3)
+
+
+def test_committing_newer_target_and_epoch(fleet: Fleet) -> None:
+    old, before, commits = fleet.identity, fleet.get(), fleet.weights(0)["commit_seq"]
+    first, reply = held(fleet, 1, other(fleet))
+    second = fleet.raise_to(other(fleet), epoch=first[0] + 1)
+    eventually("replica 0 has committed", lambda: fleet.active(0) == first, 10)
+    assert fleet.phases(before)[-1] == (first, "Committing")
+    assert fleet.committed() == old
+    assert fleet.check(fleet.generate(0)) == first, "old and new serve, each labelled"
+    assert reply.result(60).identities == [old]
+    fleet.settled(second, 2)
+    seen = fleet.phases(before)
+    assert seen.index((first, "Complete")) < seen.index((second, "Staging"))
+    assert fleet.weights(0)["commit_seq"] == commits + 2
+
+
+def test_committing_a_member_fails(fleet: Fleet) -> None:
+    """Replica 1 loses what it staged just before it is told to commit; the bytes are gone."""
+    new, path = lost_between_stage_and_commit(fleet)
+    fleet.volume.remove(path)
+    fleet.go_on(1)
+    fleet.wait_phase("Complete", new)
+    assert fleet.committed() == new, "all that serve are new"
+    assert fleet.gate(1) == "False"
+    assert fleet.condition("Degraded") == ("True", "WeightsFailed")
+    assert "w-1-0" in fleet.status()["message"]
+    assert fleet.check(fleet.generate()) == new
+    eventually("it is shut out", lambda: fleet.ask(1).status == 503, 10)
+    eventually("it is out of the Service", lambda: len(fleet.endpoints()) == 1, 10)
+    fleet.volume.publish(fleet.bytes_of[new], path)
+    fleet.settled(new, 2)
+    assert fleet.condition("Degraded")[0] == "False"
+
+
+def test_committing_deadline(fleet: Fleet) -> None:
+    old = fleet.identity
+    new, reply = held(fleet, 1, other(fleet), deadlineSeconds=1)
+    fleet.wait_phase("Complete", new, seconds=10)
+    assert not reply.done(), "who is late is not waited for"
+    assert fleet.committed() == new
+    eventually("it left the Service", lambda: fleet.gate(1) == "False", 5)
+    assert fleet.condition("Degraded") == ("True", "WeightsFailed")
+    assert reply.result(60).identities == [old]
+    fleet.settled(new, 2)
+
+
+def test_committing_then_asleep(fleet: Fleet) -> None:
+    old, before = fleet.identity, fleet.get()
+    new, reply = held(fleet, 1, other(fleet))
+    fleet.patch(state="Asleep")
+    eventually("the pool sleeps", lambda: fleet.status()["phase"] == "Asleep")
+    done = reply.result(60)
+    assert (done.identities, done.body["outputs"][0]["stop_reason"]) == ([old], "length")
+    assert fleet.phases(before)[-1] == (new, "Complete")
+    assert [fleet.active(r) for r in (0, 1)] == [new, new], "finished first"
+    assert fleet.ask(0).body["type"] == "urn:rollout:problem:asleep"
+    fleet.patch(state="Active")
+    fleet.settled(new, 2)
+
+
+def test_a_worker_is_ahead_of_the_target(fleet: Fleet) -> None:
+    old, path = fleet.identity, fleet.publish(other(fleet))
+    epoch, version = new = fleet.identity
+    body = {"epoch": epoch, "version": version, "source": {"path": path}}
+    assert fleet.control(1, "weights/stage", body).status == 202
+    eventually("it is staged", lambda: fleet.staged(1) == new, 10)
+    commit = {"epoch": epoch, "version": version, "in_flight": "Drain", "deadline_seconds": 5}
+    assert fleet.control(1, "weights/commit", commit).status == 200
+    ahead = ("False", "AheadOfTarget")
+    eventually("it is seen", lambda: fleet.condition("WeightsSynced") == ahead, 15)
+    assert [fleet.check(fleet.generate(r)) for r in (0, 1)] == [old, new], "as is, labelled"
+    assert fleet.gate(1) == "True"
+    assert fleet.committed() == old
+    fleet.point(path)
+    fleet.settled(new, 2)
+
+
+def test_the_operator_dies_while_staging(fleet: Fleet, cluster: Cluster) -> None:
+    old = fleet.identity
+    path = fleet.publish(other(fleet), late=True)
+    new = fleet.point(path)
+    fleet.wait_phase("Staging", new)
+    dead = kill_leader(cluster)
+    fleet.volume.publish(fleet.bytes_of[new], path)
+    with fleet.traffic(0, 1) as seen:
+        taken_over(cluster, dead)
+        fleet.settled(new, 2)
+    assert seen.served == [old, new]
+    assert not seen.refused
+    assert not seen.failures
+
+
+def test_the_operator_dies_while_committing(fleet: Fleet, cluster: Cluster) -> None:
+    """Replica 0 has committed, replica 1 lost what it staged: the next leader rolls forward."""
+    old = fleet.identity
+    new, _ = lost_between_stage_and_commit(fleet)
+    assert fleet.phases()[-1] == (new, "Committing")
+    dead = kill_leader(cluster)
+    fleet.go_on(1)
+    eventually("replica 1 lost it", lambda: fleet.weights(1)["staged"] is None, 10)
+    assert [fleet.check(fleet.generate(r)) for r in (0, 1)] == [new, old], "each labelled"
+    assert fleet.committed() == old
+    taken_over(cluster, dead)
+    fleet.settled(new, 2)
+    assert fleet.phases()[-1] == (new, "Complete")
+
+
+def test_committing_restart_and_scale_up(fleet: Fleet) -> None:
+    old = fleet.identity
+    replies = [fleet.long_request(0, 2000) for _ in range(4)]
+    new = fleet.raise_to(other(fleet), inFlight=PATIENT)
+    fleet.wait_phase("Committing", new)
+    fleet.kill(1)
+    fleet.patch(replicas=3)
+    joined = [fleet.first_answer(r) for r in (1, 2)]
+    assert joined == [new, new], "neither the checkpoint nor the old weights"
+    fleet.control(0, "abort", {"all": True})
+    assert {tuple(r.result(60).identities) for r in replies} == {(old,)}
+    fleet.settled(new, 3)
+
+
+def test_committing_then_suspend(fleet: Fleet) -> None:
+    new, reply = held(fleet, 1, other(fleet))
+    fleet.patch(suspend=True)
+    fleet.wait_phase("Complete", new, seconds=10)
+    assert fleet.committed() == new
+    eventually("no pods run", lambda: not fleet.pods(), 40)
+    assert fleet.status()["phase"] == "Suspended"
+    assert reply.result(60).status == 200, "drained, or a partial answer"
+    newer = fleet.raise_to(other(fleet))
+    fleet.wait_phase("Complete", newer, seconds=10)
+    assert fleet.committed() == newer, "target rises while suspended"
+    assert fleet.condition("WeightsSynced") == ("False", "Suspended")
+
+
+def test_nobody_serves_and_a_fresh_process_is_fenced(shared_fleet: Fleet) -> None:
+    """Begins with a suspended pool, as the test before leaves it."""
+    fleet = shared_fleet
+    fleet.patch(suspend=True)
+    eventually("no pods run", lambda: not fleet.pods(), 40)
+    fleet.patch(suspend=False)
+    eventually("the pods run", lambda: fleet.running() == 2, 30)
+    new = fleet.raise_to(other(fleet))
+    fleet.wait_phase("Complete", new, seconds=10)
+    assert fleet.committed() == new, "nobody serves: at once"
+    fleet.pause_operator(True)  # nobody calls require now
+    try:
+        eventually("the worker has loaded", lambda: fleet.loaded(0), 120)
+        assert fleet.weights(0)["required"] is None
+        reply = fleet.ask(0)
+        assert (reply.status, reply.body["type"]) == (503, "urn:rollout:problem:fenced")
+        assert not fleet.endpoints()
+        assert fleet.gate(0) != "True"
+    finally:
+        fleet.pause_operator(False)
+    assert fleet.first_answer(0) == new, "never the checkpoint"
+    fleet.settled(new, 2)
+    assert fleet.weights(0)["required"] == {"epoch": new[0], "version": new[1]}
+    assert len(fleet.endpoints()) == 2
+
+
+def test_staging_then_suspend(fleet: Fleet) -> None:
+    path = fleet.publish("3", late=True)
+    new = fleet.point(path)
+    fleet.wait_phase("Staging", new)
+    fleet.patch(suspend=True)
+    fleet.wait_phase("Superseded", new)
+    assert fleet.committed() == new, "what they load when they come back"
+    eventually("no pods run", lambda: not fleet.pods(), 40)
+    assert fleet.condition("Suspended")[0] == "True"

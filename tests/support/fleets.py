@@ -1,0 +1,415 @@
+"""The pool that the tests of weights share: fresh versions, what each must answer, traffic, trouble.
+
+A worker costs ten seconds of a core, so one pool lives through many tests: each raises the
+version. `Fleet` knows which bytes an identity was published with, and checks that an answer's
+tokens are those that these bytes make, not only its label.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import httpx
+from kubernetes import client, config, watch
+
+from localkube import Cluster
+from pools import PROMPT, Pool, eventually
+from replies import Identity, Reply, Traffic
+from versions import Volume
+
+GROUP, VERSION, PLURAL = "rollout.dev", "v1alpha1", "rolloutreplicas"
+GATE = "rollout.dev/serving"
+PAUSED = "rollout.dev/reconcile-paused"
+TRAINER = "w-trainer"
+WEIGHTS = {"volume": {"claim": {"name": "weights"}}}
+TUNABLES = {"strategy", "maxUnavailable", "inFlight", "deadlineSeconds"}
+NOT_PLAIN = dict.fromkeys(("state", "suspend", "sleep"))
+DRAIN_SECONDS = 5
+
+
+class Fleet(Pool):
+    """A pool whose versions rise from test to test."""
+
+    def __init__(self, cluster: Cluster, namespace: str, name: str) -> None:
+        super().__init__(cluster, namespace, name)
+        kubeconfig = cluster.environment()["KUBECONFIG"]
+        self._api = config.new_client_from_config(config_file=kubeconfig)
+        self._objects = client.CustomObjectsApi(self._api)
+        self._core = client.CoreV1Api(self._api)
+        self._http = httpx.Client(trust_env=False, timeout=60)
+        self._threads = ThreadPoolExecutor(16)
+        self._token = ""
+        self.volume = Volume(name)
+        self.identity: Identity = (0, 0)
+        self.bytes_of: dict[Identity, str] = {(0, 0): "checkpoint"}
+        self._tokens: dict[str, list[int]] = {}
+
+    def create(self, replicas: int) -> None:
+        """Create the pool with a pointer from the start; returns at once."""
+        self.volume.clean()
+        path = self.publish("1", epoch=1)
+        epoch, version = self.identity
+        target = {"epoch": epoch, "version": version, "source": {"path": path}}
+        restarts = {"baseDelaySeconds": 1}
+        self.apply(replicas=replicas, restartPolicy=restarts, weights={**WEIGHTS, "target": target})
+
+    def steady(self, replicas: int) -> None:
+        """Bring the pool back to serving with default settings, however it was left."""
+        for replica in range(replicas):
+            with suppress(AssertionError, client.ApiException, httpx.HTTPError, KeyError):
+                self.go_on(replica)
+                self.let_go(replica)
+        spec = self.get()["spec"]
+        weights = {**WEIGHTS, **dict.fromkeys(TUNABLES)}
+        plain = not TUNABLES & spec["weights"].keys() and not NOT_PLAIN.keys() & spec.keys()
+        if not plain or spec["replicas"] != replicas or spec["drainSeconds"] != DRAIN_SECONDS:
+            self.patch(**NOT_PLAIN, replicas=replicas, drainSeconds=DRAIN_SECONDS, weights=weights)
+        if not self.serves(self.identity, seconds=5 if plain else 15):
+            self.raise_to("1", epoch=self.identity[0] + 1)
+        self.settled(self.identity, replicas, seconds=90)
+
+    def serves(self, identity: Identity, seconds: float) -> bool:
+        """Whether the pool comes to serve this identity within so many seconds."""
+        try:
+            eventually(f"the pool serves {identity}", lambda: self._at(identity), seconds)
+        except AssertionError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Delete the pool and what it published."""
+        self.delete()
+        self.volume.clean()
+        self._threads.shutdown()
+        self._http.close()
+        self._api.close()
+
+    # Reading the cluster without a process for each look: these tests look often.
+
+    def get(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self._objects.get_namespaced_custom_object(
+            GROUP, VERSION, self.namespace, PLURAL, self.name
+        )
+        return answer
+
+    def pods(self) -> list[dict[str, Any]]:
+        raw = self._core.list_namespaced_pod(
+            self.namespace, label_selector=f"rollout.dev/pool={self.name}", _preload_content=False
+        )
+        items: list[dict[str, Any]] = json.loads(raw.data)["items"]
+        return items
+
+    def pod(self, replica: int = 0) -> dict[str, Any]:
+        raw = self._core.read_namespaced_pod(
+            f"{self.name}-{replica}-0", self.namespace, _preload_content=False
+        )
+        answer: dict[str, Any] = json.loads(raw.data)
+        return answer
+
+    def endpoints(self) -> list[str]:
+        raw = client.DiscoveryV1Api(self._api).list_namespaced_endpoint_slice(
+            self.namespace,
+            label_selector=f"kubernetes.io/service-name={self.name}",
+            _preload_content=False,
+        )
+        return [
+            address
+            for piece in json.loads(raw.data)["items"]
+            for endpoint in piece.get("endpoints") or ()
+            if endpoint.get("conditions", {}).get("ready")
+            for address in endpoint["addresses"]
+        ]
+
+    def update(self) -> dict[str, Any]:
+        """`status.weights.lastUpdate`."""
+        found: dict[str, Any] = self.status().get("weights", {}).get("lastUpdate") or {}
+        return found
+
+    def history(self, since: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every status that was written since that object was read, oldest first."""
+        last = int(self.get()["metadata"]["resourceVersion"])
+        found: list[dict[str, Any]] = []
+        version = since["metadata"]["resourceVersion"]
+        if int(version) == last:
+            return found
+        events = watch.Watch().stream(
+            self._objects.list_namespaced_custom_object,
+            GROUP, VERSION, self.namespace, PLURAL,
+            field_selector=f"metadata.name={self.name}",
+            resource_version=version, timeout_seconds=5,
+        )  # fmt: skip
+        for event in events:
+            found.append(event["object"].get("status") or {})
+            if int(event["object"]["metadata"]["resourceVersion"]) >= last:
+                break
+        return found
+
+    def phases(self, since: dict[str, Any] | None = None) -> list[tuple[Identity, str]]:
+        """Phases of updates, as written since that object was read, or the present one."""
+        return phases_of([self.status()] if since is None else self.history(since))
+
+    # Moving weights.
+
+    def publish(self, seed: str, *, epoch: int | None = None, late: bool = False) -> str:
+        """Choose the next identity, bound to these bytes; `late`: they are not there yet."""
+        if epoch is None:
+            self.identity = (self.identity[0], self.identity[1] + 1)
+        else:
+            self.identity = (epoch, 1)
+        self.bytes_of[self.identity] = seed
+        return self.volume.reserve() if late else self.volume.publish(seed)
+
+    def point(self, path: str, **weights: Any) -> Identity:
+        """Move the pointer to the newest identity at this path."""
+        self.target(*self.identity, path, **weights)
+        return self.identity
+
+    def raise_to(self, seed: str, *, epoch: int | None = None, **weights: Any) -> Identity:
+        """Publish bytes under the next identity and move the pointer there."""
+        return self.point(self.publish(seed, epoch=epoch), **weights)
+
+    def wait_phase(self, phase: str, identity: Identity, seconds: float = 30.0) -> dict[str, Any]:
+        """Wait for this phase of this update; returns the status."""
+
+        def look() -> dict[str, Any] | None:
+            status = self.status()
+            found = status.get("weights", {}).get("lastUpdate") or {}
+            seen = (found.get("epoch"), found.get("version"), found.get("phase"))
+            return status if seen == (*identity, phase) else None
+
+        status = eventually(f"{identity} {phase}; {self.update()}", look, seconds, every=0.02)
+        assert status is not None
+        return status
+
+    def settled(self, identity: Identity, replicas: int, seconds: float = 60.0) -> None:
+        """Wait until all replicas serve this identity, and ask each of them."""
+
+        if not self.serves(identity, seconds):
+            raise AssertionError(f"{identity} is not served after {seconds:g} s: {self.status()}")
+        for replica in range(replicas):
+            self.check(self.generate(replica), identity)
+
+    def _at(self, identity: Identity) -> bool:
+        pool = self.get()
+        status = pool.get("status") or {}
+        current = {
+            c["type"]: c["status"]
+            for c in status.get("conditions", ())
+            if c.get("observedGeneration") == pool["metadata"]["generation"]
+        }
+        committed = status.get("weights", {}).get("committed") or {}
+        return (
+            current.get("Ready") == "True"
+            and current.get("WeightsSynced") == "True"
+            and (committed.get("epoch"), committed.get("version")) == identity
+        )
+
+    def check(self, answer: dict[str, Any], identity: Identity | None = None) -> Identity:
+        """An answer to the prompt is labelled with one identity and made of its bytes."""
+        labels = self.identities(answer)
+        assert len(labels) == 1, labels
+        assert identity in (None, labels[0]), labels
+        seed = self.bytes_of[labels[0]]
+        tokens = answer["outputs"][0]["token_ids"][:8]
+        assert self._tokens.setdefault(seed, tokens) == tokens, f"not the bytes of {labels[0]}"
+        others = [t for s, t in self._tokens.items() if s != seed]
+        assert tokens not in others, "two versions answer the same: the test shows nothing"
+        return labels[0]
+
+    # Asking the workers.
+
+    def weights(self, replica: int) -> dict[str, Any]:
+        """What the worker says of its weights, without asking the operator."""
+        answer: dict[str, Any] = self._http.get(f"{self.url(replica)}/v1/weights").json()
+        return answer
+
+    def loaded(self, replica: int) -> bool:
+        """Whether the worker listens and has a model."""
+        try:
+            return self.weights(replica)["active"] is not None
+        except (httpx.TransportError, KeyError):
+            return False
+
+    def running(self) -> int:
+        """How many pods run."""
+        return sum(pod["status"]["phase"] == "Running" for pod in self.pods())
+
+    def active(self, replica: int) -> Identity:
+        """What the worker serves with."""
+        found = self.weights(replica)["active"]
+        return found["epoch"], found["version"]
+
+    def staged(self, replica: int) -> Identity | None:
+        """What the worker could commit now."""
+        slot = self.weights(replica)["staged"]
+        if slot is None or slot["phase"] != "Staged":
+            return None
+        return slot["epoch"], slot["version"]
+
+    def ask(self, replica: int | None = None, tokens: int = 8, **body: Any) -> Reply:
+        """As `generate`, but refusals are answers, too."""
+        return self._post(f"{self.url(replica)}/v1/generate", tokens, **body)
+
+    def _post(self, url: str, tokens: int, **body: Any) -> Reply:
+        sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+        answer = self._http.post(url, json={"token_ids": PROMPT, "sampling": sampling, **body})
+        return Reply(answer.status_code, answer.json(), time.monotonic())
+
+    def long_request(self, replica: int | None, tokens: int) -> Future[Reply]:
+        """Start a request of about 3 ms a token; returns once the worker runs it."""
+        where = 0 if replica is None else replica
+        before = self.metric("rollout_worker_requests_in_flight", where)
+        reply = self._threads.submit(self.ask, replica, tokens)
+        if replica is None:
+            time.sleep(0.3)
+            return reply
+        eventually(
+            "the request runs",
+            lambda: self.metric("rollout_worker_requests_in_flight", where) > before,
+            seconds=5,
+            every=0.01,
+        )
+        return reply
+
+    @contextmanager
+    def traffic(self, *replicas: int) -> Iterator[Traffic]:
+        """Ask these replicas (none: the Service) for short answers until the block ends."""
+        seen, stop = Traffic(), threading.Event()
+        urls = [f"{self.url(r)}/v1/generate" for r in replicas or (None,)]
+
+        def drive(url: str) -> None:
+            while not stop.is_set():
+                try:
+                    seen.replies.append(self._post(url, 8))
+                except httpx.HTTPError as error:
+                    seen.failures.append(f"{type(error).__name__}: {error}")
+                stop.wait(0.02)
+
+        drivers = [self._threads.submit(drive, url) for url in urls]
+        try:
+            yield seen
+        finally:
+            stop.set()
+            for driver in drivers:
+                driver.result(timeout=90)
+
+    def gates(self) -> dict[str, tuple[str, str, str]]:
+        """Readiness gates by pod: status, time of the last change, message with the boot id."""
+        found = {}
+        for pod in self.pods():
+            for condition in pod["status"].get("conditions", ()):
+                if condition["type"] == GATE:
+                    found[pod["metadata"]["name"]] = (
+                        condition["status"],
+                        condition["lastTransitionTime"],
+                        condition.get("message", ""),
+                    )
+        return found
+
+    def gate(self, replica: int) -> str:
+        """Whether the operator lets the Service send requests to a replica: `True`, `False`."""
+        return self.gates().get(f"{self.name}-{replica}-0", ("None", "", ""))[0]
+
+    # A trainer that goes around the operator.
+
+    def allow_trainer(self) -> None:
+        """Make the account `trainer`, which may steer workers itself; the chart's trainer may not."""
+        account = {
+            "apiVersion": "v1",
+            "kind": "ServiceAccount",
+            "metadata": {"name": TRAINER},
+        }
+        group = "rbac.authorization.k8s.io"
+        rules = [
+            {"apiGroups": [GROUP], "resources": [f"{PLURAL}/weights"], "verbs": ["create"]},
+            {"apiGroups": [GROUP], "resources": [f"{PLURAL}/control"], "verbs": ["get", "update"]},
+        ]
+        role = {
+            "apiVersion": f"{group}/v1",
+            "kind": "Role",
+            "metadata": {"name": TRAINER},
+            "rules": rules,
+        }
+        binding = {
+            "apiVersion": f"{group}/v1",
+            "kind": "RoleBinding",
+            "metadata": {"name": TRAINER},
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": TRAINER},
+            "subjects": [{"kind": "ServiceAccount", "name": TRAINER, "namespace": self.namespace}],
+        }
+        documents = {"apiVersion": "v1", "kind": "List", "items": [account, role, binding]}
+        self.kubectl("apply", "-f", "-", input=json.dumps(documents))
+        audience = f"rollout.dev/{self.namespace}/{self.name}"
+        self._token = self.kubectl(
+            "create", "token", TRAINER, "--audience", audience, "--duration", "1h"
+        ).strip()
+
+    def control(self, replica: int, verb: str, body: dict[str, Any] | None = None) -> Reply:
+        """Call a worker's control port as the trainer; no body: GET."""
+        if not self._token:
+            self.allow_trainer()
+        url = f"http://{self.pod(replica)['status']['podIP']}:8001/v1/{verb}"
+        headers = {"Authorization": f"Bearer {self._token}"}
+        method = "GET" if body is None else "POST"
+        answer = self._http.request(method, url, headers=headers, json=body)
+        return Reply(answer.status_code, answer.json(), time.monotonic())
+
+    def let_go(self, replica: int) -> None:
+        """Drop whatever hold the trainer has."""
+        if self._token:
+            self.control(replica, "wake", {})
+            self.control(replica, "resume", {})
+
+    def later(self, call: Callable[[], Reply]) -> Future[Reply]:
+        """Run a call beside the test."""
+        return self._threads.submit(call)
+
+    # Trouble.
+
+    def first_answer(self, replica: int, seconds: float = 120.0) -> Identity:
+        """Ask a replica that starts until it answers; every refusal before that is a 503."""
+
+        def look() -> Identity | None:
+            try:
+                reply = self.ask(replica)
+            except (httpx.HTTPError, client.ApiException, KeyError):
+                return None  # no pod, no address, no listener
+            assert reply.status in (200, 503), reply.body
+            return self.check(reply.body) if reply.status == 200 else None
+
+        found = eventually(f"replica {replica} answers", look, seconds)
+        assert found is not None
+        return found
+
+    def stop(self, replica: int) -> None:
+        """SIGSTOP the worker."""
+        os.kill(self.pid(replica), signal.SIGSTOP)
+
+    def go_on(self, replica: int) -> None:
+        """SIGCONT the worker."""
+        os.kill(self.pid(replica), signal.SIGCONT)
+
+    def pause_operator(self, paused: bool) -> None:
+        """Set or drop the annotation that stops the reconciling of this pool."""
+        word = f"{PAUSED}=true" if paused else f"{PAUSED}-"
+        self.kubectl("annotate", "--overwrite", "rr", self.name, word)
+
+
+def phases_of(history: list[dict[str, Any]]) -> list[tuple[Identity, str]]:
+    """Phases of updates in the order in which these statuses were written."""
+    seen: list[tuple[Identity, str]] = []
+    for status in history:
+        update = status.get("weights", {}).get("lastUpdate")
+        if update:
+            entry = ((update["epoch"], update["version"]), update["phase"])
+            if not seen or seen[-1] != entry:
+                seen.append(entry)
+    return seen
