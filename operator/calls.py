@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from rollout_client.control import ControlError, ControlUnreachable
@@ -112,6 +112,10 @@ class Calls:
     def failure(self, slot: str, name: str) -> CallFailure | None:
         """Return how the call failed since it last went well, or None."""
         return self._failures.get(slot, {}).get(name)
+
+    def failures(self, slot: str) -> Mapping[str, CallFailure]:
+        """Return all failures of a slot, by the call's name."""
+        return self._failures.get(slot, {})
 
     def forget(self, slot: str) -> None:
         """Drop everything of a slot and cancel its call, because the pod is gone."""

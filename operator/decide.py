@@ -59,8 +59,9 @@ def _heads(spec: RolloutReplicaSpec, seen: Observed) -> dict[str, Head]:
     """Living heads of wanted replicas by uid, lowest replica first."""
     if spec.suspend:
         return {}
-    found = (seen.head(index) for index in range(spec.replicas))
-    return {pod.uid: Head(pod, seen.worker(pod)) for pod in found if pod is not None and pod.owned}
+    found = (p for p in seen.pods if p.rank == 0 and not p.deleting and p.owned)
+    wanted = sorted((p for p in found if p.replica < spec.replicas), key=lambda p: p.replica)
+    return {pod.uid: Head(pod, seen.worker(pod)) for pod in wanted}
 
 
 def _healthy(spec: RolloutReplicaSpec, heads: dict[str, Head]) -> frozenset[int]:

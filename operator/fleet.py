@@ -217,7 +217,8 @@ def _begin(
     )
     plan.update = update
     plan.barrier = None
-    serving = [h for h in heads.values() if h.in_service(plan.committed.identity)]
+    floor = plan.committed.identity
+    serving = [h for h in heads.values() if h.in_service(floor)]
     if resting or not serving:
         _finish(plan, now, "committed while nobody served; each replica loads it before it serves")
     elif any(h.at_least(target.identity) for h in heads.values()):
@@ -293,7 +294,8 @@ def _advance_barrier(
 ) -> None:
     """Stage on every member of the barrier; the last one staged opens it."""
     version = _version_of(update, plan.committed.source)
-    serving = [h for h in heads.values() if h.in_service(plan.committed.identity)]
+    floor = plan.committed.identity
+    serving = [h for h in heads.values() if h.in_service(floor)]
     boots = frozenset(h.boot for h in serving if h.boot)
     plan.barrier = boots if plan.barrier is None else plan.barrier & boots
     members = [h for h in serving if h.boot in plan.barrier]
@@ -349,7 +351,8 @@ def _stage_failures(heads: Mapping[str, Head], identity: WeightsId) -> list[str]
 def _advance_singly(plan: WeightsPlan, update: LastUpdate, heads: Mapping[str, Head]) -> None:
     """Rolling, Eager: stage everywhere; the first one staged lets commits begin."""
     version = _version_of(update, plan.committed.source)
-    serving = [h for h in heads.values() if h.in_service(plan.committed.identity)]
+    floor = plan.committed.identity
+    serving = [h for h in heads.values() if h.in_service(floor)]
     for head in serving:
         if not head.has_staged(version):
             plan.bring[head.pod.uid] = version
@@ -373,7 +376,8 @@ def _advance_commit(
     """Roll forward: bring every head to the version; done once all that serve are there."""
     version = _version_of(update, plan.committed.source)
     behind = [h for h in heads.values() if not h.at_least(version.identity)]
-    in_service = [h for h in behind if h.in_service(plan.committed.identity)]
+    floor = plan.committed.identity
+    in_service = [h for h in behind if h.in_service(floor)]
     failed = _commit_failures(spec, in_service, version.identity, plan.overdue)
     plan.failures = sorted(failed.values())
     for head in behind:
@@ -435,7 +439,7 @@ def _bring_joiners(
     floor = Version(committed.identity, committed.source, committed.root_hash)
     eager = spec.weights.strategy is not Strategy.ALL_AT_ONCE and _running(plan) is not None
     for uid, head in heads.items():
-        if uid in plan.bring or head.at_least(committed.identity):
+        if uid in plan.bring or head.at_least(floor.identity):
             continue
         plan.bring[uid] = target if eager else floor
         plan.may_commit.add(uid)

@@ -47,12 +47,9 @@ class Gang:
 
     index: int
     pods: tuple[Pod, ...]
+    living: tuple[Pod, ...]
+    """Pods that nobody deletes."""
     size: int
-
-    @property
-    def living(self) -> tuple[Pod, ...]:
-        """Pods that nobody deletes."""
-        return tuple(p for p in self.pods if not p.deleting)
 
     @property
     def complete(self) -> bool:
@@ -62,12 +59,18 @@ class Gang:
 
 def gangs_of(spec: RolloutReplicaSpec, seen: Observed) -> dict[int, Gang]:
     """Gangs by replica index: those wanted, and those that are there though not wanted."""
-    size = spec.parallelism.nodes
-    indices = set(range(spec.replicas)) | {p.replica for p in seen.pods}
-    by_index: dict[int, list[Pod]] = {i: [] for i in indices}
+    by_index: dict[int, list[Pod]] = {index: [] for index in range(spec.replicas)}
     for pod in seen.pods:
-        by_index[pod.replica].append(pod)
-    return {i: Gang(i, tuple(by_index[i]), size) for i in sorted(indices)}
+        by_index.setdefault(pod.replica, []).append(pod)
+    return {
+        index: Gang(
+            index,
+            tuple(pods),
+            tuple(pod for pod in pods if not pod.deleting),
+            spec.parallelism.nodes,
+        )
+        for index, pods in sorted(by_index.items())
+    }
 
 
 def plan_pods(

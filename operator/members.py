@@ -45,6 +45,7 @@ class MemberPlanner:
         self.spec = spec
         self.seen = seen
         self.weights = weights
+        self.floor = weights.committed.identity
         self.now = now
         self.wait = wait
 
@@ -88,7 +89,7 @@ class MemberPlanner:
 
     def _require(self, head: Head, state: WorkerState) -> CallWorker | None:
         """The floor: lifts the fence of a fresh process and shuts out older weights."""
-        floor, update = self.weights.committed.identity, self.weights.update
+        floor, update = self.floor, self.weights.update
         if update is not None and head.pod.uid in self.weights.out:
             floor = update.identity
         if state.weights.required is not None and state.weights.required >= floor:
@@ -224,7 +225,7 @@ class MemberPlanner:
             return self._off(head, "it failed to commit the weights that the others serve")
         if state is None or Verb.COMMIT in head.worker.running:
             return None  # silence proves nothing, and a commit flips no gate
-        if not (state.serving and head.at_least(self.weights.committed.identity)):
+        if not (state.serving and head.at_least(self.floor)):
             return self._off(head, f"the worker is {state.lifecycle} and not serving")
         if pod.gate and pod.gate_boot == state.boot_id:
             return None

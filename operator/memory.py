@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .observe import PodReader
 from .spec import RolloutReplicaSpec, parse_spec
 from .status import RolloutReplicaStatus, parse_status
 from .status_changes import own
@@ -22,6 +23,7 @@ class Memory:
     restarts_of: dict[int, int] = field(default_factory=dict)
     obstacles: Obstacles = field(default_factory=Obstacles)
     polled: frozenset[str] = frozenset()
+    pods: PodReader = field(default_factory=PodReader)
     first_look: float | None = None
     """When this process first looked at the pool."""
     acquainted: bool = False

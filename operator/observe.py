@@ -90,6 +90,13 @@ class Worker:
     running: frozenset[str] = frozenset()
     """Names of calls in flight."""
     failures: Mapping[str, CallError] = field(default_factory=dict)
+    active: WeightsId | None = field(init=False, default=None)
+    """Identity of the weights it would serve with."""
+
+    def __post_init__(self) -> None:
+        """Take the identity once: a pass compares it many times."""
+        if self.state is not None and self.state.weights.active is not None:
+            object.__setattr__(self, "active", self.state.weights.active.identity)
 
     @property
     def loaded(self) -> bool:
@@ -100,13 +107,6 @@ class Worker:
             and self.state.lifecycle
             not in (Lifecycle.STARTING, Lifecycle.LOADING, Lifecycle.FAILED)
         )
-
-    @property
-    def active(self) -> WeightsId | None:
-        """Identity of the weights it would serve with."""
-        if self.state is None or self.state.weights.active is None:
-            return None
-        return self.state.weights.active.identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +132,6 @@ class Observed:
     """Boot ids of the barrier of the update under way; None: this process has not formed one."""
     paused: bool
     retry: str
-
-    def head(self, replica: int) -> Pod | None:
-        """The living head pod of a replica."""
-        for pod in self.pods:
-            if pod.replica == replica and pod.rank == 0 and not pod.deleting:
-                return pod
-        return None
 
     def worker(self, pod: Pod) -> Worker:
         """What is known of a head's worker."""
@@ -246,7 +239,18 @@ def _containers(status: Obj) -> Iterable[Obj]:
     yield from status.get("containerStatuses") or ()
 
 
-def parse_pods(objs: Iterable[Obj], owner_uid: str) -> tuple[Pod, ...]:
-    """Parse the pods that our object controls; strangers' pods show when a name is taken."""
-    pods = (parse_pod(obj, owner_uid) for obj in objs)
-    return tuple(pod for pod in pods if pod is not None and pod.owned)
+class PodReader:
+    """Parses the pods of a pool, each object once: the store replaces objects and changes none."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Obj, Pod | None]] = {}
+        self._owner = ""
+
+    def read(self, objs: Iterable[Obj], owner_uid: str) -> tuple[Pod, ...]:
+        """Return the pods that our object controls; strangers' show when a name is taken."""
+        before = self._known if owner_uid == self._owner else {}
+        self._known, self._owner = {}, owner_uid
+        for obj in objs:
+            # The object is kept beside its pod, so its id is nobody else's.
+            self._known[id(obj)] = before.get(id(obj)) or (obj, parse_pod(obj, owner_uid))
+        return tuple(pod for _, pod in self._known.values() if pod is not None and pod.owned)

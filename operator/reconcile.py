@@ -14,7 +14,7 @@ from .gangs import STUCK_SECONDS
 from .kube_errors import Conflict, NotFound
 from .memory import Memory
 from .names import Condition
-from .observe import Observed, Pod, parse_pods
+from .observe import Observed, Pod, parse_pod
 from .plan import DeletePod, Plan
 from .pods import PodBuilder
 from .report import conditions_for_invalid
@@ -83,7 +83,7 @@ class Reconciler:
     def _observe(self, key: Key, pool: Obj, memory: Memory) -> Observed:
         meta = pool["metadata"]
         notes = meta.get("annotations") or {}
-        pods = parse_pods(self.ctx.store.pods(key), meta["uid"])
+        pods = memory.pods.read(self.ctx.store.pods(key), meta["uid"])
         heads = [p for p in pods if p.rank == 0]
         return Observed(
             name=key.name,
@@ -294,8 +294,7 @@ def _orphan(obj: Obj) -> Pod | None:
     """A pod of ours whose object is gone, parsed under whatever owner it names."""
     for ref in obj["metadata"].get("ownerReferences") or ():
         if ref.get("controller") and ref.get("kind") == names.KIND:
-            pods = parse_pods([obj], ref["uid"])
-            return pods[0] if pods else None
+            return parse_pod(obj, ref["uid"])
     return None
 
 

@@ -32,19 +32,19 @@ def worker_of(ctx: Context, pod: Pod) -> Worker:
     """What the poller and the calls know of a head; silence after one missed poll is no news."""
     seen = ctx.poller.last(pod.uid)
     believed = seen is not None and not seen.stale and seen.failures < 2
-    slots = {slot_of(pod.uid, verb) for verb in Verb}
+    slots = (pod.uid, slot_of(pod.uid, Verb.STAGE))
     running = frozenset(name for slot in slots if (name := ctx.calls.running(slot)))
-    failures = {}
-    for verb in Verb:
-        failed = ctx.calls.failure(slot_of(pod.uid, verb), verb)
-        if failed is not None:
-            failures[verb.value] = CallError(
-                failed.message,
-                failed.count,
-                failed.retry_at,
-                failed.problem,
-                failed.about if isinstance(failed.about, WeightsId) else None,
-            )
+    failures = {
+        verb: CallError(
+            failed.message,
+            failed.count,
+            failed.retry_at,
+            failed.problem,
+            failed.about if isinstance(failed.about, WeightsId) else None,
+        )
+        for slot in slots
+        for verb, failed in ctx.calls.failures(slot).items()
+    }
     return Worker(
         state=seen.state if seen is not None and believed else None,
         error=seen.error if seen is not None else None,
