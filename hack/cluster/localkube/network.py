@@ -9,6 +9,7 @@ import ipaddress
 import json
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from .settings import Network
 # Marks our unreachable routes, so that nobody else's are removed (rt_protos leaves it free).
 _PROTOCOL = "177"
 _METRIC = "4096"
+
+# iproute2 6.1 prints garbage now and then while somebody else changes links.
+_TRIES = 5
 
 
 def reserve(state: Path) -> Network:
@@ -139,13 +143,17 @@ def _addresses() -> list[ipaddress.IPv4Address]:
 
 
 def _json(*arguments: str) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        ["ip", "-json", *arguments], capture_output=True, text=True, timeout=10, check=False
-    )
-    if done.returncode:
-        return []
-    # It shows nothing, or `{}`, for a link that is not meant.
-    return [entry for entry in json.loads(done.stdout.strip() or "[]") if entry]
+    """Return what `ip -json` shows; nothing if it fails."""
+    for _ in range(_TRIES):
+        done = subprocess.run(
+            ["ip", "-json", *arguments], capture_output=True, timeout=10, check=False
+        )
+        if done.returncode:
+            return []
+        with suppress(ValueError):
+            # It shows nothing, or `{}`, for a link that is not meant.
+            return [entry for entry in json.loads(done.stdout.strip() or b"[]") if entry]
+    raise ClusterError(f"ip {' '.join(arguments)} prints what is no JSON: {done.stdout!r}")
 
 
 def _ip(*arguments: str, check: bool = True) -> bool:
