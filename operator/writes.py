@@ -24,8 +24,9 @@ from .store import Key
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 32
-"""Writes of one pass in flight: one pool's 500 pods must not starve the others' connections."""
+AT_ONCE = 12
+"""Writes of one pass in flight. Each turn of the loop serves all of them, so another pool's call waits
+for so many at every step of its way: 500 new pods must not make it late."""
 
 _ACCOUNT_HINT = (
     "; name the namespace in the chart's workers.namespaces, or set spec.serviceAccountName"

@@ -87,8 +87,8 @@ def test_pause_and_resume(fleet: Fleet) -> None:
 def test_a_trainers_hold_is_its_own(fleet: Fleet) -> None:
     """The pool is Active again, but one replica stays with whoever holds it."""
     assert fleet.control(1, "sleep", {"mode": "drain", "deadline_seconds": 5}).status == 200
-    eventually("it is seen", lambda: fleet.condition("Ready")[0] == "False", 15)
-    assert "held by" in fleet.status()["message"]
+    eventually("it is seen", lambda: "held by" in fleet.status()["message"], 15)
+    assert fleet.condition("Ready")[0] == "False"
     eventually("it is out of the Service", lambda: len(fleet.endpoints()) == 1, 10)
     rest(fleet, "Asleep")
     fleet.patch(state="Active")

@@ -125,18 +125,26 @@ class Watch:
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        params = {"watch": "1", "resourceVersion": self._version}
         try:
-            with self._client.stream("GET", self._path, params=params) as answer:
-                answer.raise_for_status()
-                for line in answer.iter_lines():
-                    self._take(json.loads(line))
+            while not self._ending:
+                self._follow()
         except Exception as error:  # noqa: BLE001 - told to whoever waits
             with self._changed:
                 self._failure = None if self._ending else error
                 self._changed.notify_all()
 
+    def _follow(self) -> None:
+        """Follow from the last version; the API server cuts off who reads too slowly."""
+        params = {"watch": "1", "resourceVersion": self._version}
+        with self._client.stream("GET", self._path, params=params) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                self._take(json.loads(line))
+
     def _take(self, event: Obj) -> None:
+        if event["type"] == "ERROR":
+            raise AssertionError(f"the watch of {self._path}: {event['object']}")
+        self._version = event["object"]["metadata"]["resourceVersion"]
         with self._changed:
             self._events.append(Seen(time.monotonic(), event["type"], event["object"]))
             self._changed.notify_all()

@@ -33,7 +33,7 @@ def nodes_cluster(purpose: str, nodes: int, gpus: int = 0) -> Iterator[Cluster]:
 
 @contextmanager
 def _started(purpose: str, nodes: int, gpus: int) -> Iterator[Cluster]:
-    _remove_left_behind()
+    remove_left_behind()
     name = f"test-{purpose}-{os.getpid()}"
     try:
         yield Cluster.start(name, nodes=nodes, gpus=gpus)
@@ -42,7 +42,7 @@ def _started(purpose: str, nodes: int, gpus: int) -> Iterator[Cluster]:
             Cluster.remove(name)
 
 
-def _remove_left_behind() -> None:
+def remove_left_behind() -> None:
     """Remove clusters of test runs that were killed before they could."""
     for name in Cluster.names():
         match = _OURS.fullmatch(name)

@@ -44,7 +44,8 @@ class Fleet(Pool):
         self._api = config.new_client_from_config(config_file=kubeconfig)
         self._objects = client.CustomObjectsApi(self._api)
         self._core = client.CoreV1Api(self._api)
-        self._http = httpx.Client(trust_env=False, timeout=60)
+        # The address of a dead pod answers nothing at all.
+        self._http = httpx.Client(trust_env=False, timeout=httpx.Timeout(60, connect=2))
         self._threads = ThreadPoolExecutor(16)
         self._token = ""
         self.volume = Volume(name)

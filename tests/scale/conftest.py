@@ -1,0 +1,34 @@
+"""One control plane with kwok's nodes for the whole tier, and the real operator beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from clusters import remove_left_behind
+from scalelab import Lab, scale_lab
+from stuck import StuckPod, make_stuck
+
+
+@pytest.fixture(scope="session")
+def bare_lab() -> Iterator[Lab]:
+    if os.geteuid() != 0:
+        pytest.skip("pods without processes need root: their addresses are routed here")
+    remove_left_behind()
+    with scale_lab(f"test-scale-{os.getpid()}") as made:
+        made.start_operator()
+        yield made
+
+
+@pytest.fixture(scope="session")
+def stuck(bare_lab: Lab) -> StuckPod:
+    """A pod that terminates on a dead node; half a minute passes while the other tests run."""
+    return make_stuck(bare_lab)
+
+
+@pytest.fixture
+def lab(bare_lab: Lab, stuck: StuckPod) -> Lab:
+    """The cluster, with the stuck pod waiting in it."""
+    return bare_lab

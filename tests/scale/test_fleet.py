@@ -1,0 +1,180 @@
+"""Fifty pools, gangs, a dead node, a big scale-up, deletion: the operator against a real API server.
+
+The pods have no process; what they would answer is answered for them (`scalelab`). Order matters
+for the time only: the dead node's pod is waited for at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from apiclient import PODS, POOLS, Obj
+from pools import eventually
+from scalelab import NAMESPACE, Call, Lab, processless_pool
+from stuck import GRACE_SECONDS, POOL, StuckPod
+
+POOLS_COUNT, REPLICAS = 50, 4
+FLEET = {f"fleet-{number:02}" for number in range(POOLS_COUNT)}
+READY_SECONDS = 180.0
+STUCK_SECONDS = 30.0
+GANG = {
+    "engine": {"type": "vllm"},
+    "parallelism": {"tensor": 2, "nodes": 2},
+    "accelerator": {"resource": "nvidia.com/gpu"},
+    "replicas": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def fleet(bare_lab: Lab, stuck: StuckPod) -> set[str]:
+    """Fifty pools of four pods, all Ready."""
+    bare_lab.create(*(processless_pool(name, replicas=REPLICAS) for name in sorted(FLEET)))
+    bare_lab.await_condition("Ready", FLEET, READY_SECONDS)
+    return FLEET
+
+
+def of_the_fleet(calls: list[Call]) -> list[Call]:
+    return [call for call in calls if call.name.startswith("fleet-")]
+
+
+def test_every_pool_of_a_fleet_gets_ready(lab: Lab, fleet: set[str]) -> None:
+    pools = lab.pools()
+    for name in fleet:
+        status = pools[name]["status"]
+        assert (status["phase"], status["readyReplicas"]) == ("Ready", REPLICAS)
+        assert len(status["members"]) == REPLICAS
+    pods = [pod for pod in lab.pods() if pod["metadata"]["name"].startswith("fleet-")]
+    assert len(pods) == POOLS_COUNT * REPLICAS
+
+
+def test_a_steady_fleet_is_not_written(lab: Lab, fleet: set[str]) -> None:
+    eventually("the last writes are done", lambda: not of_the_fleet(lab.writes()), 30, every=2)
+    asked = lab.counts()["/v1/state"]
+    time.sleep(10)
+    assert of_the_fleet(lab.calls()) == []
+    assert lab.counts()["/v1/state"] - asked >= POOLS_COUNT * REPLICAS, "the workers are asked"
+
+
+def test_a_restarted_operator_writes_nothing(lab: Lab, fleet: set[str]) -> None:
+    before = {name: lab.pools()[name]["metadata"]["resourceVersion"] for name in fleet}
+    lab.stop_operator()
+    lab.calls()
+    asked = lab.counts()["/v1/state"]
+    lab.start_operator()
+    heads = POOLS_COUNT * REPLICAS
+    eventually("all heads are heard", lambda: lab.counts()["/v1/state"] >= asked + heads, 60)
+    time.sleep(5)
+    assert of_the_fleet(lab.writes()) == []
+    pools = lab.pools()
+    assert {name: pools[name]["metadata"]["resourceVersion"] for name in fleet} == before
+    shown = lab.metrics()["rollout_pool_replicas_ready"]
+    assert sum(n for key, n in shown.items() if key[1] in fleet) == heads
+
+
+def test_new_weights_reach_the_whole_fleet(lab: Lab, fleet: set[str]) -> None:
+    target = {"epoch": 1, "version": 7, "source": {"path": "/models/next"}}
+    for name in fleet:
+        lab.patch(name, weights={"target": target})
+    lab.await_condition("WeightsSynced", fleet, READY_SECONDS)
+    pools = lab.pools()
+    for name in fleet:
+        weights = pools[name]["status"]["weights"]
+        assert (weights["committed"]["version"], weights["lastUpdate"]["phase"]) == (7, "Complete")
+
+
+@pytest.fixture(scope="module")
+def gangs(bare_lab: Lab, stuck: StuckPod) -> Iterator[str]:
+    bare_lab.create(processless_pool("gangs", **GANG))
+    bare_lab.await_condition("Ready", {"gangs"}, 60)
+    yield "gangs"
+    bare_lab.api.delete(f"{POOLS.format(NAMESPACE)}/gangs")
+
+
+class TestGangs:
+    def test_each_pod_knows_its_rank_and_its_leader(self, lab: Lab, gangs: str) -> None:
+        pods = {pod["metadata"]["name"]: pod for pod in lab.pods(gangs)}
+        assert sorted(pods) == ["gangs-0-0", "gangs-0-1", "gangs-1-0", "gangs-1-1"]
+        for name, pod in pods.items():
+            _, replica, rank = name.split("-")
+            labels = pod["metadata"]["labels"]
+            assert (labels["rollout.dev/replica"], labels["rollout.dev/rank"]) == (replica, rank)
+            assert labels["rollout.dev/role"] == ("head" if rank == "0" else "member")
+            env = environment(pod)
+            assert (env["ROLLOUT_RANK"], env["ROLLOUT_NODES"]) == (rank, "2")
+            assert env["ROLLOUT_LEADER_ADDRESS"] == f"gangs-{replica}-0.gangs-heads"
+            assert (pod["spec"]["hostname"], pod["spec"]["subdomain"]) == (name, "gangs-heads")
+            limits = pod["spec"]["containers"][0]["resources"]["limits"]
+            assert limits["nvidia.com/gpu"] == "1"
+
+    def test_the_pool_counts_replicas_not_pods(self, lab: Lab, gangs: str) -> None:
+        status = lab.pools()[gangs]["status"]
+        assert (status["replicas"], status["readyReplicas"]) == (2, 2)
+        assert [member["name"] for member in status["members"]] == ["gangs-0-0", "gangs-1-0"]
+
+    @pytest.mark.parametrize("rank", [0, 1], ids=["head", "member"])
+    def test_a_gang_that_loses_a_pod_starts_anew_as_a_whole(
+        self, lab: Lab, gangs: str, rank: int
+    ) -> None:
+        before = uids(lab, gangs)
+        lab.api.delete(f"{PODS.format(NAMESPACE)}/gangs-0-{rank}")
+
+        def renewed() -> bool:
+            now = uids(lab, gangs)
+            lost = {name: now.get(name) for name in ("gangs-0-0", "gangs-0-1")}
+            return all(uid and uid != before[name] for name, uid in lost.items())
+
+        eventually("both pods of the gang are new", renewed, 30)
+        lab.await_condition("Ready", {gangs}, 60)
+        after = uids(lab, gangs)
+        assert sorted(after) == sorted(before)
+        assert all(after[name] == before[name] for name in ("gangs-1-0", "gangs-1-1"))
+
+
+def environment(pod: Obj) -> dict[str, str]:
+    return {e["name"]: e.get("value", "") for e in pod["spec"]["containers"][0]["env"]}
+
+
+def uids(lab: Lab, pool: str) -> dict[str, str]:
+    """Living pods of a pool."""
+    return {
+        pod["metadata"]["name"]: pod["metadata"]["uid"]
+        for pod in lab.pods(pool)
+        if not pod["metadata"].get("deletionTimestamp")
+    }
+
+
+def test_a_pod_that_outlives_its_grace_is_freed(lab: Lab, stuck: StuckPod) -> None:
+    eventually("the pod is gone", lambda: stuck.uid not in uids_of(lab), 60)
+    took = time.monotonic() - stuck.deleted_at
+    assert took >= GRACE_SECONDS + STUCK_SECONDS - 1, "the API's times are whole seconds"
+    eventually("its replacement is there", lambda: uids(lab, POOL), 30)
+
+
+def uids_of(lab: Lab) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in lab.pods(POOL)}
+
+
+def test_what_is_deleted_while_the_operator_is_down_leaves_nothing(lab: Lab) -> None:
+    gone = ("big", "small")
+    lab.stop_operator()
+    for name in gone:
+        lab.api.delete(f"{POOLS.format(NAMESPACE)}/{name}")
+    services = f"/api/v1/namespaces/{NAMESPACE}/services"
+
+    def left() -> list[Obj]:
+        return [
+            child
+            for name in gone
+            for path in (PODS.format(NAMESPACE), services)
+            for child in lab.api.items(path, f"rollout.dev/pool={name}")
+        ]
+
+    eventually("nothing is left", lambda: not left(), 60)
+    lab.calls()
+    lab.start_operator()
+    time.sleep(2)
+    assert [call for call in lab.writes() if call.name.startswith(gone)] == []
+    assert left() == []
