@@ -89,7 +89,7 @@ class Operator:
             on_timeout=lambda resource: telemetry.expectation_timeouts.labels(resource).inc()
         )
         self.queue: WorkQueue[Key] = WorkQueue(on_wait=telemetry.queue_wait.observe)
-        self.poller = Poller(self._ask, self.queue.add)
+        self.poller = Poller(self._ask, lambda key: self.feed.part_changed(key))
         may_write = self.leadership.may_write
         self.calls = Calls(self.queue.add, after=self.poller.refresh, may_start=may_write)
         self.recorder = Recorder(self.kube, instance=config.pod_name)

@@ -45,6 +45,10 @@ class Store:
         """Return the pool's pods, sorted by name."""
         return self._kinds["pods"].of(key)
 
+    def size(self, key: Key) -> int:
+        """Return how many pods the pool has."""
+        return self._kinds["pods"].size(key)
+
     def services(self, key: Key) -> list[Obj]:
         """Return the pool's Services, sorted by name."""
         return self._kinds["services"].of(key)
@@ -158,6 +162,9 @@ class _Kind:
     def of(self, pool: Key) -> list[Obj]:
         members = self._by_pool.get(pool, {})
         return [members[name] for name in sorted(members)]
+
+    def size(self, pool: Key) -> int:
+        return len(self._by_pool.get(pool, ()))
 
     def keys(self) -> list[Key]:
         return list(self._objects)

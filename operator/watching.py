@@ -26,6 +26,11 @@ Sink = Callable[[ResourceName, str | None, Any], None]
 
 RELIST_SECONDS = 5.0
 
+PACE_SECONDS = 0.001
+MAX_PACE_SECONDS = 0.5
+"""Changes of parts are collected for so long, for each pod that the pool has: a pass costs more in a
+larger pool, and one that starts changes five times for every pod. With three pods that is no time."""
+
 
 def register(sink: Sink, registry: kopf.OperatorRegistry | None = None) -> None:
     """Register the handlers of the three streams, and our login, in a registry of kopf."""
@@ -110,6 +115,13 @@ class Feed:
         self._telemetry.watch_event(resource)
         waited = self._expectations.observe(resource, event, raw)
         for key in self._store.take(resource, event, raw) | ({waited} if waited else set()):
-            self._queue.add(key)
+            self._queue.add(key, 0.0 if resource == "pools" else self._pace(key))
         if event is None:
             self._resync.soon(self._relist_seconds)
+
+    def part_changed(self, key: Key) -> None:
+        """Look at a pool of which a worker has changed."""
+        self._queue.add(key, self._pace(key))
+
+    def _pace(self, key: Key) -> float:
+        return min(MAX_PACE_SECONDS, PACE_SECONDS * self._store.size(key))
