@@ -40,7 +40,9 @@ def lost_between_stage_and_commit(fleet: Fleet) -> tuple[Identity, str]:
     with fleet.frozen(0):
         path = fleet.publish(other(fleet))
         new = fleet.point(path)
-        eventually("replica 1 has staged", lambda: fleet.staged(1) == new, 10)
+        eventually(
+            "the operator saw that replica 1 has staged", lambda: fleet.staged_seen() == 1, 10
+        )
         fleet.stop(1)
         body = {"epoch": new[0], "version": new[1]}
         fleet.later(lambda: fleet.control(1, "weights/discard", body))
@@ -228,7 +230,7 @@ def test_nobody_serves_and_a_fresh_process_is_fenced(shared_fleet: Fleet) -> Non
     fleet.patch(suspend=True)
     eventually("no pods run", lambda: not fleet.pods(), 40)
     fleet.patch(suspend=False)
-    eventually("the pods run", lambda: fleet.running() == 2, 30)
+    eventually("pods are made", lambda: len(fleet.pods()) == 2, 10)
     new = fleet.raise_to(other(fleet))
     fleet.wait_phase("Complete", new, seconds=10)
     assert fleet.committed() == new, "nobody serves: at once"

@@ -239,9 +239,10 @@ class Fleet(Pool):
         except (httpx.TransportError, KeyError):
             return False
 
-    def running(self) -> int:
-        """How many pods run."""
-        return sum(pod["status"]["phase"] == "Running" for pod in self.pods())
+    def staged_seen(self) -> int:
+        """How many replicas have staged, as the operator knows."""
+        seen: int = self.status()["weights"]["stagedReplicas"]
+        return seen
 
     def active(self, replica: int) -> Identity:
         """What the worker serves with."""
