@@ -29,7 +29,10 @@ RELIST_SECONDS = 5.0
 PACE_SECONDS = 0.001
 MAX_PACE_SECONDS = 0.5
 """Changes of parts are collected for so long, for each pod that the pool has: a pass costs more in a
-larger pool, and one that starts changes five times for every pod. With three pods that is no time."""
+larger pool, and one that starts changes five times for every pod."""
+
+UNPACED_PODS = 16
+"""Up to so many pods a pool is looked at immediately."""
 
 
 def register(sink: Sink, registry: kopf.OperatorRegistry | None = None) -> None:
@@ -124,4 +127,5 @@ class Feed:
         self._queue.add(key, self._pace(key))
 
     def _pace(self, key: Key) -> float:
-        return min(MAX_PACE_SECONDS, PACE_SECONDS * self._store.size(key))
+        size = self._store.size(key)
+        return min(MAX_PACE_SECONDS, PACE_SECONDS * size) if size > UNPACED_PODS else 0.0
