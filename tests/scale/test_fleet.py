@@ -6,9 +6,12 @@ for the time only: the dead node's pod is waited for at the end.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 
 from apiclient import PODS, POOLS, Obj
@@ -146,6 +149,51 @@ def uids(lab: Lab, pool: str) -> dict[str, str]:
     }
 
 
+def test_a_big_scale_up_does_not_hold_up_another_pool(lab: Lab) -> None:
+    """No pool's reaction waits for more than a second because another one gets 200 pods."""
+    lab.create(processless_pool("big", replicas=0), processless_pool("small"))
+    lab.await_condition("Ready", {"small"}, 60)
+    calm = [reaction(lab, "small") for _ in range(3)]
+    lab.patch("big", replicas=200)
+    busy: list[float] = []
+    floor: list[float] = []
+    while len(lab.pods("big")) < 200 or len(busy) < 3:
+        floor.append(round_trip(lab, "small"))
+        busy.append(reaction(lab, "small"))
+        assert len(busy) < 100, "the scale-up does not end"
+    # What the API server itself has become slower by is not the operator's doing.
+    slower = max(0.0, statistics.median(floor) - min(calm))
+    assert statistics.median(busy) <= statistics.median(calm) + slower + 1.0
+    for name in ("big", "small"):
+        lab.api.delete(f"{POOLS.format(NAMESPACE)}/{name}")
+
+
+def round_trip(lab: Lab, pool: str) -> float:
+    """Seconds of a write and a read, without an operator."""
+    began = time.monotonic()
+    path = f"{POOLS.format(NAMESPACE)}/{pool}"
+    lab.api.patch(path, {"metadata": {"annotations": {"example.org/mark": str(began)}}})
+    lab.api.get(path)
+    return time.monotonic() - began
+
+
+def reaction(lab: Lab, pool: str) -> float:
+    """Seconds from a change of state until the worker has done it; undone afterwards."""
+    address = lab.pods(pool)[0]["status"]["podIP"]
+
+    def lifecycle() -> Any:
+        url = f"http://{address}:8001/v1/state"
+        return httpx.get(url, timeout=10, trust_env=False).json()["lifecycle"]
+
+    began = time.monotonic()
+    lab.patch(pool, state="Paused")
+    eventually("it is paused", lambda: lifecycle() == "Paused", 30, every=0.01)
+    took = time.monotonic() - began
+    lab.patch(pool, state="Active")
+    eventually("it is active again", lambda: lifecycle() == "Active", 30, every=0.01)
+    return took
+
+
 def test_a_pod_that_outlives_its_grace_is_freed(lab: Lab, stuck: StuckPod) -> None:
     eventually("the pod is gone", lambda: stuck.uid not in uids_of(lab), 60)
     took = time.monotonic() - stuck.deleted_at
@@ -158,10 +206,10 @@ def uids_of(lab: Lab) -> set[str]:
 
 
 def test_what_is_deleted_while_the_operator_is_down_leaves_nothing(lab: Lab) -> None:
-    gone = ("big", "small")
+    gone = ("going-0", "going-1")
+    lab.create(*(processless_pool(name, replicas=20) for name in gone))
+    lab.await_condition("Ready", set(gone), 60)
     lab.stop_operator()
-    for name in gone:
-        lab.api.delete(f"{POOLS.format(NAMESPACE)}/{name}")
     services = f"/api/v1/namespaces/{NAMESPACE}/services"
 
     def left() -> list[Obj]:
@@ -172,6 +220,9 @@ def test_what_is_deleted_while_the_operator_is_down_leaves_nothing(lab: Lab) -> 
             for child in lab.api.items(path, f"rollout.dev/pool={name}")
         ]
 
+    assert len(left()) == 2 * (20 + 2)
+    for name in gone:
+        lab.api.delete(f"{POOLS.format(NAMESPACE)}/{name}")
     eventually("nothing is left", lambda: not left(), 60)
     lab.calls()
     lab.start_operator()
