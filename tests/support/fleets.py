@@ -23,12 +23,12 @@ from kubernetes import client, config, watch
 from localkube import Cluster
 from pools import PROMPT, Pool, eventually
 from replies import Identity, Reply, Traffic
+from steering import steering_token
 from versions import Volume
 
 GROUP, VERSION, PLURAL = "rollout.dev", "v1alpha1", "rolloutreplicas"
 GATE = "rollout.dev/serving"
 PAUSED = "rollout.dev/reconcile-paused"
-TRAINER = "w-trainer"
 WEIGHTS = {"volume": {"claim": {"name": "weights"}}}
 TUNABLES = {"strategy", "maxUnavailable", "inFlight", "deadlineSeconds"}
 NOT_PLAIN = dict.fromkeys(("state", "suspend", "sleep"))
@@ -322,42 +322,10 @@ class Fleet(Pool):
 
     # A trainer that goes around the operator.
 
-    def allow_trainer(self) -> None:
-        """Make the account `trainer`, which may steer workers itself; the chart's trainer may not."""
-        account = {
-            "apiVersion": "v1",
-            "kind": "ServiceAccount",
-            "metadata": {"name": TRAINER},
-        }
-        group = "rbac.authorization.k8s.io"
-        rules = [
-            {"apiGroups": [GROUP], "resources": [f"{PLURAL}/weights"], "verbs": ["create"]},
-            {"apiGroups": [GROUP], "resources": [f"{PLURAL}/control"], "verbs": ["get", "update"]},
-        ]
-        role = {
-            "apiVersion": f"{group}/v1",
-            "kind": "Role",
-            "metadata": {"name": TRAINER},
-            "rules": rules,
-        }
-        binding = {
-            "apiVersion": f"{group}/v1",
-            "kind": "RoleBinding",
-            "metadata": {"name": TRAINER},
-            "roleRef": {"apiGroup": group, "kind": "Role", "name": TRAINER},
-            "subjects": [{"kind": "ServiceAccount", "name": TRAINER, "namespace": self.namespace}],
-        }
-        documents = {"apiVersion": "v1", "kind": "List", "items": [account, role, binding]}
-        self.kubectl("apply", "-f", "-", input=json.dumps(documents))
-        audience = f"rollout.dev/{self.namespace}/{self.name}"
-        self._token = self.kubectl(
-            "create", "token", TRAINER, "--audience", audience, "--duration", "1h"
-        ).strip()
-
     def control(self, replica: int, verb: str, body: dict[str, Any] | None = None) -> Reply:
         """Call a worker's control port as the trainer; no body: GET."""
         if not self._token:
-            self.allow_trainer()
+            self._token = steering_token(self)
         url = f"http://{self.pod(replica)['status']['podIP']}:8001/v1/{verb}"
         headers = {"Authorization": f"Bearer {self._token}"}
         method = "GET" if body is None else "POST"
