@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .abilities import check_abilities
 from .engine import Engine, EngineInfo, EngineRequest, InvalidRequest
 from .holds import Want
 from .problems import ProblemError
@@ -130,6 +131,7 @@ def expand(
         for index in range(request.sampling.n)
     ]
     try:
+        check_abilities(requests[0], engine.capabilities)
         engine.validate(requests[0])
     except InvalidRequest as error:
         raise invalid(error) from error

@@ -146,6 +146,10 @@ class Engine(Protocol):
     """One inference engine inside one worker."""
 
     capabilities: Capabilities
+    """What it can do, true from `start` on. What is declared as lacking never reaches `validate`
+    or `generate` (`abilities.py`): sampling fields, kinds of logprobs, seeds, stop strings,
+    priorities, salts. One exception: where both kinds of logprobs are the same numbers (T = 1 or
+    0, untruncated, unpenalised) either may be asked for, whichever is declared."""
 
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
         """Load the model and begin stepping; once. Tokens are stamped (0, 0) until a commit.
@@ -160,7 +164,7 @@ class Engine(Protocol):
         ...
 
     def validate(self, request: EngineRequest) -> None:
-        """Refuse what this engine can't do before anything is queued.
+        """Refuse what its model can't do (ids, lengths) before anything is queued; quick.
 
         Raises:
             InvalidRequest: names the field and the fix.

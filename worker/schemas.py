@@ -273,10 +273,26 @@ class Problem(BaseModel):
     detail: str = Field(description="What happened and what to do.")
 
 
-class Capabilities(Wire):
-    """What the engine can do; what it can't is refused, never ignored."""
+SAMPLING_FIELDS = tuple(
+    sorted(SamplingParams.model_fields.keys() - {"max_tokens", "n", "seed", "stop"})
+)
+"""Fields of `sampling` that an engine has to know by itself."""
 
-    logprobs: tuple[LogprobsOf, ...]
+
+class Capabilities(Wire):
+    """What the engine can do; what it can't is refused (422, names the field), never ignored."""
+
+    logprobs: tuple[LogprobsOf, ...] = Field(
+        description="Kinds it records. Either kind is served where both are the same numbers."
+    )
+    sampling: tuple[str, ...] = Field(
+        default=SAMPLING_FIELDS, description="Fields of `sampling` that it applies."
+    )
+    sampling_logprobs: tuple[str, ...] = Field(
+        default=SAMPLING_FIELDS,
+        description="Fields of `sampling` that may differ from their defaults where logprobs of"
+        " kind `sampling` are asked for.",
+    )
     seed: bool
     priority: bool
     stop_strings: bool
