@@ -112,18 +112,21 @@ class MemberPlanner:
             if state.weights.staged is not None and state.lifecycle is not Lifecycle.ASLEEP:
                 return self._discard(head, state)
             return self._sleep(head)
-        if mine is not None and mine.state == "Asleep":
-            return self._wake(head)
-        if mine is not None and state.lifecycle is Lifecycle.PAUSED:
+        held = None if mine is None else mine.state
+        # Asleep under our Paused: somebody else's hold keeps it there.
+        if held == "Paused" and state.lifecycle in (Lifecycle.PAUSED, Lifecycle.ASLEEP):
             return None
-        if state.lifecycle is Lifecycle.ASLEEP and mine is not None:
-            return None  # somebody else's hold keeps it asleep
+        return self._pause(head, waking=held == "Asleep")
+
+    def _pause(self, head: Head, *, waking: bool) -> CallWorker:
+        """Hold generation; our own hold turns from Asleep to Paused without a moment between."""
         body = PauseRequest(
             mode="drain",
             deadline_seconds=self.spec.drain_seconds,
             generation=self.seen.generation,
         )
-        return self._call(head, Verb.PAUSE, body, self.spec.drain_seconds + SLACK_SECONDS)
+        extra = LOAD_SECONDS if waking else SLACK_SECONDS
+        return self._call(head, Verb.PAUSE, body, self.spec.drain_seconds + extra)
 
     def _sleep(self, head: Head) -> CallWorker:
         body = SleepRequest(

@@ -26,7 +26,7 @@ from localkube.node import Node
 
 
 def main() -> int:
-    arguments = parser().parse_args()
+    arguments = parser().parse_args(_with_separator(sys.argv[1:]))
     try:
         arguments.run(arguments)
     except ClusterError as error:
@@ -36,6 +36,17 @@ def main() -> int:
         say("interrupted")
         return 130
     return 0
+
+
+def _with_separator(words: list[str]) -> list[str]:
+    """Put `--` before what belongs to kubectl or helm, whose flags are none of ours."""
+    if not words or words[0] not in ("kubectl", "helm"):
+        return words
+    ours = 1
+    while ours < len(words) and words[ours].startswith("--name"):
+        ours += 1 if "=" in words[ours] else 2
+    asks_us = words[ours : ours + 1] in (["-h"], ["--help"], ["--"])
+    return words if asks_us else [*words[:ours], "--", *words[ours:]]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -248,8 +259,9 @@ def _give(arguments: argparse.Namespace, manifest: str) -> None:
 
 def _become(arguments: argparse.Namespace, program: str) -> None:
     environment = {**os.environ, **Cluster.attach(arguments.name).environment()}
+    words = arguments.arguments[1:] if arguments.arguments[:1] == ["--"] else arguments.arguments
     sys.stdout.flush()
-    os.execve(binaries() / program, [program, *arguments.arguments], environment)
+    os.execve(binaries() / program, [program, *words], environment)
 
 
 if __name__ == "__main__":

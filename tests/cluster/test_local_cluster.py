@@ -87,6 +87,13 @@ def test_two_control_planes_run_side_by_side_and_leave_no_trace(fake_nodes: Clus
     assert second.name not in Cluster.names()
 
 
+def test_kubectl_takes_its_flags_as_they_are(fake_nodes: Cluster) -> None:
+    words = ("-n", "kube-system", "get", "configmaps", "-o", "name")
+    status, said = run_cli("kubectl", "--name", fake_nodes.name, *words)
+    assert status == 0, said
+    assert "configmap/" in said
+
+
 def test_audit_log_tells_what_a_service_account_asked_for(fake_nodes: Cluster) -> None:
     fake_nodes.kubectl("create", "serviceaccount", "asker")
     config = fake_nodes.service_account_kubeconfig("default", "asker")

@@ -359,6 +359,17 @@ def test_target_rises_while_asleep(world: World) -> None:
     assert condition(world.status, "WeightsSynced")[0] == "True"
 
 
+def test_asleep_to_paused_is_never_active(world: World) -> None:
+    world.set(state="Asleep")
+    world.run()
+    world.log.clear()
+    world.set(state="Paused")
+    world.run()
+    assert world.status.phase == "Paused"
+    assert all(w.hold == "Paused" for w in world.workers.values())
+    assert not [line for line in world.log if "wake" in line or "resume" in line]
+
+
 def test_nobody_serving_commits_at_once() -> None:
     world = World(spec_of(weights=target(3, 7)))
     world.step()
