@@ -9,6 +9,7 @@ from . import names
 from .config import EngineDefaults
 from .revision import revision
 from .spec import RolloutReplicaSpec
+from .spec_engine import EngineType
 
 Doc = dict[str, Any]
 
@@ -222,9 +223,14 @@ class PodBuilder:
         holding = [m for m in mounts if path == m or path.startswith(m + "/")]
         return max(holding, key=len, default=path.rstrip("/").rpartition("/")[0] or path)
 
+    @property
+    def _shares_memory(self) -> bool:
+        """Engines of several processes hand tensors over in /dev/shm; a container's has 64 MB."""
+        return self.spec.engine.type is not EngineType.HF
+
     def _volumes(self) -> list[Doc]:
         out: list[Doc] = [{"name": "rollout-tmp", "emptyDir": {}}]
-        if self.spec.world > 1:
+        if self._shares_memory:
             out.append({"name": "rollout-shm", "emptyDir": {"medium": "Memory"}})
         for name, claim in self._claims().items():
             source = {"claimName": claim.name, "readOnly": True}
@@ -233,7 +239,7 @@ class PodBuilder:
 
     def _mounts(self) -> list[Doc]:
         out: list[Doc] = [{"name": "rollout-tmp", "mountPath": "/tmp"}]
-        if self.spec.world > 1:
+        if self._shares_memory:
             out.append({"name": "rollout-shm", "mountPath": "/dev/shm"})
         paths = {"rollout-model": names.MODEL_MOUNT, "rollout-weights": names.WEIGHTS_MOUNT}
         for name, claim in self._claims().items():

@@ -126,6 +126,7 @@ def _add_tool_commands(
         command.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     _add(commands, _env, named)
     command = _add(commands, _env_volume, named)
+    command.add_argument("engine", nargs="?", choices=volumes.ENVIRONMENTS, default="hf")
     command.add_argument("--namespace", required=True)
     command.add_argument("--apply", action="store_true", help="apply it instead of printing")
     command = _add(commands, _volume, named)
@@ -236,8 +237,8 @@ def _env(arguments: argparse.Namespace) -> None:
 
 
 def _env_volume(arguments: argparse.Namespace) -> None:
-    """Print the volume and claim of the development environment, for workers to mount."""
-    _give(arguments, volumes.environment_manifest(arguments.namespace))
+    """Print the volume and claim of an engine's environment, for workers to mount."""
+    _give(arguments, volumes.environment_manifest(arguments.namespace, arguments.engine))
 
 
 def _volume(arguments: argparse.Namespace) -> None:

@@ -23,33 +23,29 @@ SYSTEM = "rollout-system"
 RELEASE = "rollout-operator"
 CHART = REPOSITORY / "charts" / "rollout-operator"
 
+
+def _engine_values(engine: str) -> dict[str, Any]:
+    """Values of one engine: the light image, and the engine's environment from its claim.
+
+    The image holds our code alone, so it is the same for every engine.
+    """
+    name = "engine-env"
+    claim = {"claimName": volumes.environment_claim(engine), "readOnly": True}
+    mount = {"name": name, "mountPath": volumes.ENVIRONMENT_MOUNT, "readOnly": True}
+    return {
+        "image": "localhost/rollout-worker-hf:dev",
+        "imagePullPolicy": "Never",
+        "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
+        "podTemplate": {
+            "volumes": [{"name": name, "persistentVolumeClaim": claim}],
+            "volumeMounts": [mount],
+        },
+    }
+
+
 LOCAL_VALUES: dict[str, Any] = {
     "image": {"repository": "localhost/rollout-operator", "tag": "dev", "pullPolicy": "Never"},
-    "engines": {
-        "hf": {
-            "image": "localhost/rollout-worker-hf:dev",
-            "imagePullPolicy": "Never",
-            "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
-            "podTemplate": {
-                "volumes": [
-                    {
-                        "name": "engine-env",
-                        "persistentVolumeClaim": {
-                            "claimName": volumes.ENVIRONMENT_CLAIM,
-                            "readOnly": True,
-                        },
-                    }
-                ],
-                "volumeMounts": [
-                    {
-                        "name": "engine-env",
-                        "mountPath": volumes.ENVIRONMENT_MOUNT,
-                        "readOnly": True,
-                    }
-                ],
-            },
-        }
-    },
+    "engines": {engine: _engine_values(engine) for engine in volumes.ENVIRONMENTS},
 }
 
 
@@ -152,10 +148,15 @@ def make_models(folder: Path | None = None, *shape: str) -> Path:
 
 
 def claims(cluster: Cluster, name: str, folder: Path) -> None:
-    """Give a namespace its claims: the engine's environment, `models` and `weights`."""
-    for manifest in (
-        volumes.environment_manifest(name),
+    """Give a namespace its claims: `models`, `weights` and the environments that were made."""
+    manifests = [
+        volumes.environment_manifest(name, engine)
+        for engine, environment in volumes.ENVIRONMENTS.items()
+        if (cache() / environment).is_dir()
+    ]
+    manifests += [
         volumes.claim_manifest(name, "models", folder / "models"),
         volumes.claim_manifest(name, "weights", folder / "weights", writable=True),
-    ):
+    ]
+    for manifest in manifests:
         cluster.kubectl("apply", "-f", "-", input=manifest)

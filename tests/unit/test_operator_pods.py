@@ -89,6 +89,8 @@ def test_a_gang_knows_its_leader_and_shares_accelerators() -> None:
     assert "readinessGates" not in pod["spec"]
     assert "readinessProbe" not in container
     assert "rollout-shm" in {v["name"] for v in pod["spec"]["volumes"]}
+    # An engine inside the worker's own process shares nothing.
+    assert "rollout-shm" not in {v["name"] for v in build()["spec"]["volumes"]}
 
 
 def test_models_and_weights_are_mounted_read_only() -> None:

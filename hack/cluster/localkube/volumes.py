@@ -7,9 +7,16 @@ from pathlib import Path
 
 from .home import ClusterError, cache
 
-ENVIRONMENT_CLAIM = "rollout-env"
+ENVIRONMENTS = {"hf": "venv", "vllm": "env-vllm", "sglang": "env-sglang"}
+"""Folder of the cache with each engine's Python packages."""
+
 ENVIRONMENT_MOUNT = "/opt/rollout-env"
 """Where worker images built by `hack/images.py` look for the heavy Python packages."""
+
+
+def environment_claim(engine: str) -> str:
+    """Return the name of the claim of an engine's environment."""
+    return f"rollout-env-{engine}"
 
 
 def claim_manifest(namespace: str, claim: str, folder: Path, *, writable: bool = False) -> str:
@@ -54,13 +61,13 @@ def claim_manifest(namespace: str, claim: str, folder: Path, *, writable: bool =
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=1) + "\n"
 
 
-def environment_manifest(namespace: str) -> str:
-    """Return the volume and claim `rollout-env` of the development environment.
+def environment_manifest(namespace: str, engine: str = "hf") -> str:
+    """Return the volume and claim of an engine's environment.
 
     Raises:
-        ClusterError: there is no environment yet.
+        ClusterError: there is no such environment yet.
     """
-    folder = cache() / "venv"
+    folder = cache() / ENVIRONMENTS[engine]
     if not folder.is_dir():
-        raise ClusterError(f"{folder} does not exist: make the development environment first")
-    return claim_manifest(namespace, ENVIRONMENT_CLAIM, folder)
+        raise ClusterError(f"{folder} does not exist: make the environment of {engine} first")
+    return claim_manifest(namespace, environment_claim(engine), folder)
