@@ -5,7 +5,8 @@
 
 The same arguments give the same bytes. Seeds differ only in the weights, so seed 2 is what a
 trainer would publish after seed 1. Weights are drawn wide (N(0, 0.2)), else a random model's
-greedy output is one token for ever and two seeds could not be told apart.
+greedy output is one token for ever and two seeds could not be told apart. A model that is to be
+trained wants less (`--std 0.05`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Shape:
     max_length: int = 2048
     tied: bool = True
     dtype: str = "float32"
+    std: float = 0.2
 
 
 def make_model(out: Path, seed: int, shape: Shape | None = None) -> None:
@@ -79,7 +81,7 @@ def make_weights(out: Path, seed: int, shape: Shape | None = None) -> str:
     shape = shape or Shape()
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: _draw(name, size, generator).to(getattr(torch, shape.dtype))
+        name: _draw(name, size, shape.std, generator).to(getattr(torch, shape.dtype))
         for name, size in sorted(_sizes(shape).items())
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -135,10 +137,10 @@ def _config(shape: Shape) -> dict[str, object]:
     }
 
 
-def _draw(name: str, size: tuple[int, ...], generator: Any) -> Any:
+def _draw(name: str, size: tuple[int, ...], std: float, generator: Any) -> Any:
     import torch
 
-    noise = torch.empty(size).normal_(0, 0.2, generator=generator)
+    noise = torch.empty(size).normal_(0, std, generator=generator)
     return noise + 1 if "norm" in name else noise
 
 
@@ -182,6 +184,7 @@ def main() -> None:
     parser.add_argument("--weights-only", action="store_true", help="no tokenizer: a version")
     parser.add_argument("--untied", action="store_true", help="an output head of its own")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--std", type=float, default=Shape.std, help="width of the weights")
     for name in ("vocab", "hidden", "intermediate", "layers", "heads", "kv_heads", "max_length"):
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=int, default=getattr(Shape, name))
