@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -67,6 +68,10 @@ class Pod:
     def finished(self) -> bool:
         """Its process has ended and won't come back."""
         return self.phase in ("Failed", "Succeeded")
+
+
+LAST_WORDS = 300
+"""Most characters of a container's log in a sentence of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +216,25 @@ def _run_times(status: Obj) -> tuple[list[float], list[float]]:
     return ends, starts
 
 
+def _last_words(log: str) -> str:
+    """Return what the end of a container's log says of its end: one line, often none.
+
+    Our workers log JSON: the last line of level error counts. Of anything else, a traceback above
+    all, it is the last line; its other lines are in the log.
+    """
+    plain, told = "", ""
+    for line in log.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            plain = line.strip() or plain
+            continue
+        if isinstance(entry, dict) and entry.get("level") in ("error", "critical"):
+            told = str(entry.get("message", ""))
+    # The kubelet cuts the log at its beginning, which leaves a piece of a line of ours.
+    return (told or ("" if plain.endswith("}") else plain))[:LAST_WORDS]
+
+
 def _trouble(status: Obj, conditions: Mapping[str, Any]) -> str:
     """One sentence of what stands in the pod's way, empty if nothing does."""
     for container in _containers(status):
@@ -218,9 +242,8 @@ def _trouble(status: Obj, conditions: Mapping[str, Any]) -> str:
         ended = state.get("terminated")
         if ended and (ended.get("exitCode") or status.get("phase") == "Failed"):
             text = f"{ended.get('reason', 'Error')}, exit code {ended.get('exitCode')}"
-            return (
-                f"container {container['name']!r} ended: {text} {ended.get('message', '')}".strip()
-            )
+            why = _last_words(ended.get("message") or "")
+            return f"container {container['name']!r} ended: {text}{why and ': '}{why}"
         waiting = state.get("waiting") or {}
         if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             return (

@@ -233,9 +233,11 @@ def _members(view: View) -> tuple[Member, ...]:
 def _last_errors(
     finding: Finding | None, stored: RolloutReplicaStatus, now: float
 ) -> tuple[LastError, ...]:
-    if finding is None or any(e.message == finding.message[:1024] for e in stored.last_errors):
+    if finding is None:
         return stored.last_errors
     fresh = LastError(time=datetime.fromtimestamp(now, UTC), message=finding.message)
+    if any(each.message == fresh.message for each in stored.last_errors):
+        return stored.last_errors
     return (fresh, *stored.last_errors)[:MAX_ERRORS]
 
 
