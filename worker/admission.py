@@ -148,12 +148,12 @@ def _max_tokens(request: GenerateRequest, max_length: int) -> int:
     prompt = len(request.token_ids)
     wanted = request.sampling.max_tokens
     room = max_length - prompt
-    if room < (wanted or max(1, request.sampling.min_tokens)):
-        answer = "max_tokens" if wanted else "at least one token"
+    needed = wanted or max(1, request.sampling.min_tokens)
+    if room < needed:
         raise ProblemError(
             "too-long",
-            f"the prompt has {prompt} tokens and {answer} ({wanted or 1}) must follow, but the"
-            f" model's length is {max_length}: shorten the prompt or lower sampling.max_tokens",
+            f"the prompt has {prompt} tokens and {needed} must follow, but the maximum length is"
+            f" {max_length}: shorten the prompt, or lower sampling.max_tokens or min_tokens",
             errors=[{"field": "token_ids", "message": f"{prompt} of {max_length} tokens"}],
         )
     return wanted or room

@@ -120,7 +120,7 @@ class Commits:
         active = self._updates.active
         if active is None or active.identity != _identity(request):
             return None
-        _check_hash(request, active.root_hash)
+        self._check_hash(request, active.root_hash)
         last = self._last
         if last is not None and last.active == active:
             return last
@@ -139,6 +139,7 @@ class Commits:
         if runtime.shutting_down:
             raise conflict("shutting-down", "the worker shuts down: commit on another replica")
         updates.check_order(identity)
+        updates.check_resident()
         slot = updates.slot
         if slot is None or slot.identity != identity or not slot.staged:
             there = "nothing" if slot is None else f"{slot.identity} is {slot.view().phase}"
@@ -146,10 +147,20 @@ class Commits:
                 "not-staged",
                 f"weights {identity} are not staged (in the slot: {there}): POST /v1/weights/stage"
                 " and wait for phase Staged",
+                **updates.facts,
             )
-        _check_hash(request, slot.root_hash)
-        updates.check_resident()
+        self._check_hash(request, slot.root_hash)
         return slot
+
+    def _check_hash(self, request: CommitRequest, root_hash: str | None) -> None:
+        if request.root_hash not in (None, root_hash):
+            raise conflict(
+                "content-mismatch",
+                f"weights {_identity(request)} have root_hash {root_hash}, the call says"
+                f" {request.root_hash}: publish new bytes under a higher version",
+                root_hash=root_hash,
+                **self._updates.facts,
+            )
 
     async def _flip(self, request: CommitRequest, slot: Slot) -> CommitResponse:
         runtime, updates = self._runtime, self._updates
@@ -235,16 +246,6 @@ class Commits:
 
 def _identity(request: CommitRequest) -> WeightsId:
     return WeightsId(epoch=request.epoch, version=request.version)
-
-
-def _check_hash(request: CommitRequest, root_hash: str | None) -> None:
-    if request.root_hash not in (None, root_hash):
-        raise conflict(
-            "content-mismatch",
-            f"weights {_identity(request)} have root_hash {root_hash}, the call says"
-            f" {request.root_hash}: publish new bytes under a higher version",
-            root_hash=root_hash,
-        )
 
 
 def _kv(request: CommitRequest) -> KvPolicy:

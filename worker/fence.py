@@ -6,6 +6,7 @@ Both only rise. The epoch shuts out a dead trainer; the floor keeps old weights 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from .problems import conflict
 from .schemas import RequireRequest, WeightsId
@@ -46,8 +47,8 @@ class Fence:
             logger.info("weights below %s are not served", floor)
         self.floor = floor
 
-    def check(self, epoch: int) -> None:
-        """Refuse a fenced epoch.
+    def check(self, epoch: int, **facts: Any) -> None:
+        """Refuse a fenced epoch; `facts` go into the answer.
 
         Raises:
             ProblemError: 409 `stale-epoch`.
@@ -58,4 +59,5 @@ class Fence:
                 f"epoch {epoch} is fenced off, {self.epoch} was seen: a newer trainer owns this"
                 " worker",
                 fence_epoch=self.epoch,
+                **facts,
             )

@@ -115,7 +115,7 @@ class Holds:
             Hold(
                 holder=holder,
                 state="Asleep" if held.want is Want.ASLEEP else "Paused",
-                ttl_seconds=None if held.expires == inf else max(0.0, held.expires - now),
+                ttl=None if held.expires == inf else max(0.0, held.expires - now),
             )
             for holder, held in sorted(self._held.items())
             if held.expires > now

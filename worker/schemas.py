@@ -7,14 +7,18 @@ lexicographically. This module imports neither torch nor a web framework.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_IDENTITY = 2**53 - 1
 """Largest epoch or version: what a JSON number keeps exactly."""
+
+MAX_TOKEN_ID = 2**31 - 1
+"""Largest token id that engines can hold; each model's vocabulary is far smaller."""
 
 MAX_BATCH_N = 128
 """Largest `n` of one request."""
@@ -26,9 +30,29 @@ class Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-Identity = Annotated[int, Field(ge=0, le=MAX_IDENTITY)]
-TokenId = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# JSON has numbers, booleans and strings; a client that mixes them up has a mistake to find.
+Int = Annotated[int, Field(strict=True)]
+Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Bool = Annotated[bool, Field(strict=True)]
+
+Identity = Annotated[Int, Field(ge=0, le=MAX_IDENTITY)]
+TokenId = Annotated[Int, Field(ge=0, le=MAX_TOKEN_ID)]
+Seconds = Annotated[Float, Field(ge=0)]
+
+
+def _token_key(key: object) -> object:
+    """Keys of JSON objects are strings: take decimal digits, nothing that merely looks like them."""
+    if isinstance(key, str) and re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
+        return int(key)
+    return key
+
+
+TokenKey = Annotated[TokenId, BeforeValidator(_token_key)]
+
+
+def _absent(value: object) -> bool:
+    """Whether a field is left out of JSON: what was not given is not shown as null."""
+    return value is None
 
 
 class WeightsId(Wire):
@@ -71,9 +95,12 @@ class WeightsSource(Wire):
         default=None,
         min_length=1,
         max_length=1024,
+        exclude_if=_absent,
         description="Folder or file of safetensors below the model's or the weights' mount.",
     )
-    checkpoint: Checkpoint | None = Field(default=None, description="The model's own checkpoint.")
+    checkpoint: Checkpoint | None = Field(
+        default=None, exclude_if=_absent, description="The model's own checkpoint."
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -119,7 +146,6 @@ LogprobsOf = Literal["sampling", "raw"]
 InFlightPolicy = Literal["Drain", "Abort", "Keep", "Recompute", "Pin"]
 OnDeadline = Literal["Abort", "Keep"]
 MemoryTag = Literal["weights", "kv_cache"]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class SamplingParams(Wire):
@@ -129,24 +155,24 @@ class SamplingParams(Wire):
     stop ids masked), temperature, `min_p`, `top_k`, `top_p`.
     """
 
-    max_tokens: int | None = Field(default=None, ge=1, description="None: up to max length.")
-    min_tokens: int = Field(default=0, ge=0)
-    temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
-    top_k: int = Field(default=0, ge=0, description="0: all.")
-    min_p: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=10, allow_inf_nan=False)
-    presence_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
-    logit_bias: Mapping[TokenId, Finite] = Field(default_factory=dict)
+    max_tokens: Int | None = Field(default=None, ge=1, description="None: up to max length.")
+    min_tokens: Int = Field(default=0, ge=0)
+    temperature: Float = Field(default=1.0, ge=0, le=100)
+    top_p: Float = Field(default=1.0, gt=0, le=1)
+    top_k: Int = Field(default=0, ge=0, description="0: all.")
+    min_p: Float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: Float = Field(default=1.0, gt=0, le=10)
+    presence_penalty: Float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: Float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: Mapping[TokenKey, Float] = Field(default_factory=dict)
     allowed_token_ids: tuple[TokenId, ...] | None = Field(default=None, min_length=1)
     stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=256)
     stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
         default=(), max_length=16
     )
-    ignore_eos: bool = False
-    seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
-    n: int = Field(default=1, ge=1, le=MAX_BATCH_N)
+    ignore_eos: Bool = False
+    seed: Int | None = Field(default=None, ge=0, le=2**63 - 1)
+    n: Int = Field(default=1, ge=1, le=MAX_BATCH_N)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -173,16 +199,16 @@ class GenerateRequest(Wire):
     min_version: Identity | None = None
     exact_version: Identity | None = None
     cache_salt: str | None = Field(default=None, max_length=256)
-    priority: int = Field(default=0, description="Lower runs first.")
-    deadline_seconds: float = Field(default=600, gt=0, le=86400, allow_inf_nan=False)
-    stream: bool = False
+    priority: Int = Field(default=0, ge=-(2**31), le=2**31 - 1, description="Lower runs first.")
+    deadline_seconds: Float = Field(default=600, gt=0, le=86400)
+    stream: Bool = False
 
 
 class StopMatch(Wire):
-    """What completed a `stop`: an id (EOS or stop id) or a stop string."""
+    """What completed a `stop`: an id (EOS or stop id) or a stop string; the other is left out."""
 
-    token_id: TokenId | None = None
-    text: str | None = None
+    token_id: TokenId | None = Field(default=None, exclude_if=_absent)
+    text: str | None = Field(default=None, exclude_if=_absent)
 
 
 class WeightsSpan(Wire):
@@ -196,11 +222,14 @@ class WeightsSpan(Wire):
 
 
 class GenerateOutput(Wire):
-    """One sampled continuation: token_ids [T], logprobs [T] natural log, float32 precision."""
+    """One sampled continuation: token_ids [T], logprobs [T] natural log, float32 precision.
+
+    `logprobs` is left out if the request wants none.
+    """
 
     index: int = Field(ge=0)
     token_ids: tuple[TokenId, ...]
-    logprobs: tuple[Finite, ...] | None = None
+    logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_absent)
     stop_reason: StopReason
     stop_match: StopMatch | None = None
     abort_reason: AbortReason | None = None
@@ -239,7 +268,7 @@ class StreamDelta(Wire):
 
     index: int
     token_ids: tuple[TokenId, ...]
-    logprobs: tuple[Finite, ...] | None = None
+    logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_absent)
     weights: tuple[WeightsSpan, ...]
 
 
@@ -369,7 +398,7 @@ class Hold(Wire):
 
     holder: str
     state: Literal["Paused", "Asleep"]
-    ttl_seconds: Seconds | None = Field(default=None, description="Left; None: for ever.")
+    ttl: Seconds | None = Field(default=None, description="Seconds left; None: for ever.")
 
 
 class Progress(Wire):
@@ -406,39 +435,49 @@ class PauseRequest(Wire):
     """Body of `POST /v1/pause`."""
 
     mode: Literal["drain", "abort", "keep"] = "drain"
-    deadline_seconds: float = Field(default=30, ge=0, le=86400)
-    ttl_seconds: float | None = Field(default=None, gt=0, le=86400)
-    generation: int | None = Field(default=None, ge=0)
+    deadline_seconds: Float = Field(default=30, ge=0, le=86400)
+    ttl_seconds: Float | None = Field(default=None, gt=0, le=86400)
+    generation: Int | None = Field(default=None, ge=0)
 
 
 class ReleaseRequest(Wire):
     """Body of `POST /v1/resume`: drops the caller's hold."""
 
-    generation: int | None = Field(default=None, ge=0)
+    generation: Int | None = Field(default=None, ge=0)
+
+
+def _whole(level: object) -> object:
+    if type(level) is not int:  # True and 1.0 equal 1
+        raise ValueError("give 1 or 2")
+    return level
 
 
 class SleepRequest(Wire):
     """Body of `POST /v1/sleep`."""
 
-    level: Literal[1, 2] = 1
+    level: Annotated[Literal[1, 2], BeforeValidator(_whole)] = 1
     tags: tuple[MemoryTag, ...] = Field(default=("weights", "kv_cache"), min_length=1)
     mode: Literal["drain", "abort", "keep"] = "drain"
-    deadline_seconds: float = Field(default=30, ge=0, le=86400)
-    generation: int | None = Field(default=None, ge=0)
+    deadline_seconds: Float = Field(default=30, ge=0, le=86400)
+    generation: Int | None = Field(default=None, ge=0)
 
 
 class WakeRequest(Wire):
     """Body of `POST /v1/wake`: drops the caller's sleep hold for these tags."""
 
     tags: tuple[MemoryTag, ...] = Field(default=("weights", "kv_cache"), min_length=1)
-    generation: int | None = Field(default=None, ge=0)
+    generation: Int | None = Field(default=None, ge=0)
+
+
+class ResetRequest(Wire):
+    """Body of `POST /v1/cache/reset`: empty."""
 
 
 class AbortRequest(Wire):
     """Body of `POST /v1/abort`: some ids, or all."""
 
     request_ids: tuple[str, ...] | None = None
-    all: bool = False
+    all: Bool = False
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -464,7 +503,7 @@ class StageRequest(Wire):
     labels: Mapping[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=256)]] = (
         Field(default_factory=dict, max_length=32)
     )
-    deadline_seconds: float = Field(default=600, gt=0, le=86400)
+    deadline_seconds: Float = Field(default=600, gt=0, le=86400)
 
 
 class CommitRequest(Wire):
@@ -474,7 +513,7 @@ class CommitRequest(Wire):
     version: Identity
     root_hash: str | None = Field(default=None, max_length=128)
     in_flight: InFlightPolicy = "Drain"
-    deadline_seconds: float = Field(default=30, ge=0, le=86400)
+    deadline_seconds: Float = Field(default=30, ge=0, le=86400)
     on_deadline: OnDeadline = "Abort"
 
 

@@ -98,13 +98,14 @@ class Worker:
         active = self.updates.identity
         assert active is not None, "an engine has loaded weights"
         exact = check_version(request, active)
-        check_room(self.runtime, self.flights.waiting, request.sampling.n)
         request_id = request.request_id or uuid.uuid4().hex
+        # Before the queue's 429, after which the client would send its duplicate again.
         if request_id in self.flights:
             raise ProblemError(
                 "duplicate-request",
                 f"request_id {request_id!r} is in flight: use a new one, or abort it first",
             )
+        check_room(self.runtime, self.flights.waiting, request.sampling.n)
         requests = expand(request, request_id, engine, info, self.settings.logprobs)
         flight = Flight(request_id, requests, exact)
         flight.streamed = request.stream

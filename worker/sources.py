@@ -21,6 +21,8 @@ def resolve(source: WeightsSource, settings: Settings) -> WeightsSource:
     if source.path is None:
         return source
     roots = settings.weights_roots
+    if "\0" in source.path:
+        raise _refused(source.path, "no path holds a NUL character")
     path = Path(source.path)
     if not path.is_absolute():
         if not roots:

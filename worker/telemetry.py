@@ -23,6 +23,9 @@ _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
 _PAUSE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 30)
 _UPDATE_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
+PHASES = ("stage", "commit")
+TRANSITIONS = ("load", "quiesce", "resume", "sleep", "wake")
+
 
 class Telemetry:
     """All metrics of one worker, in a registry of its own."""
@@ -56,8 +59,13 @@ class Telemetry:
             registry=registry,
         )
         memory.set_function(resident_bytes)
+        # Shown from the start: a rate over a series that appears later misses its first event.
         for reason in StopReason:
             self.requests.labels(reason.value)
+        for phase in PHASES:
+            self.update_seconds.labels(phase)
+        for transition in TRANSITIONS:
+            self._transitions.labels(transition)
         self.lifecycle(Lifecycle.STARTING)
         self.weights(WeightsId(epoch=0, version=0))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import Any
 
 from .engine import EngineCrashed, EngineError, EngineInfo
 from .fence import Fence
@@ -57,6 +58,11 @@ class Updates:
         """Identity of the active weights."""
         return None if self.active is None else self.active.identity
 
+    @property
+    def facts(self) -> dict[str, dict[str, int] | None]:
+        """What every refusal says besides its reason: which weights are active."""
+        return {"active": None if self.identity is None else self.identity.model_dump()}
+
     def view(self) -> WeightsState:
         """The state as clients see it."""
         return WeightsState(
@@ -84,7 +90,7 @@ class Updates:
         Raises:
             ProblemError: 409 `stale-epoch` or `version-regressed`.
         """
-        self.fence.check(identity.epoch)
+        self.fence.check(identity.epoch, **self.facts)
         active = self.identity
         if active is not None and identity < active:
             raise _regressed(identity, active, "active")
@@ -120,7 +126,9 @@ class Updates:
         """
         if not self._runtime.stats().resident.weights:
             raise conflict(
-                "asleep", 'the weights\' memory is given back: POST /v1/wake {"tags": ["weights"]}'
+                "asleep",
+                'the weights\' memory is given back: POST /v1/wake {"tags": ["weights"]}',
+                **self.facts,
             )
 
     async def _begin(
@@ -132,7 +140,7 @@ class Updates:
             if identity == slot.identity:
                 return slot.repeated(request, resolved)
             if identity < slot.identity:
-                raise _regressed(identity, slot.identity, "staged")
+                raise _regressed(identity, slot.identity, "staged", **self.facts)
         await self.clear_slot()
         self._runtime.loaded()
         slot = self.slot = Slot(request, resolved)
@@ -267,11 +275,11 @@ class Updates:
         self._to_checkpoint(info)
 
 
-def _regressed(identity: WeightsId, than: WeightsId, what: str) -> ProblemError:
+def _regressed(identity: WeightsId, than: WeightsId, what: str, **facts: Any) -> ProblemError:
     slug = "stale-epoch" if identity.epoch < than.epoch else "version-regressed"
     return conflict(
         slug,
         f"weights {identity} are below the {what} {than}: raise the version, or the epoch to go"
         " back",
-        **{what: than.model_dump()},
+        **{**facts, what: than.model_dump()},
     )

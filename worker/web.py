@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -66,17 +66,45 @@ async def _on_problem(request: Request, error: Exception) -> Response:
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
+    found = [(_location(each), each) for each in error.errors()]
+    # A list that lost its bad items is too short as well: the item is what to mend.
+    inner = [(loc, each) for loc, each in found if not any(_below(o, loc) for o, _ in found)]
     errors = [
-        {"field": field_path(each["loc"]), "message": str(each["msg"])}
-        for each in error.errors()[:MAX_ERRORS]
+        {"field": field_path(loc), "message": _message(each)} for loc, each in inner[:MAX_ERRORS]
     ]
     said = "; ".join(f"{each['field'] or 'body'}: {each['message']}" for each in errors)
     return problem_response(ProblemError("invalid-request", said, errors=errors))
 
 
+def _location(error: Mapping[str, Any]) -> tuple[int | str, ...]:
+    # Of what is no JSON the location is a character's.
+    return () if error["type"] == "json_invalid" else tuple(error["loc"])
+
+
+def _below(location: tuple[int | str, ...], other: tuple[int | str, ...]) -> bool:
+    return len(location) > len(other) and location[: len(other)] == other
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    """What is wrong, in the words of JSON."""
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "json_invalid":
+            return f"not JSON at character {error['loc'][-1]}: {context['error']}"
+        case "tuple_type":
+            return "must be a list"
+        case "dict_type" | "model_type" | "model_attributes_type" | "mapping_type":
+            return "must be an object"
+        case "too_short":
+            return f"needs at least {context['min_length']} item(s)"
+        case "value_error":
+            return str(context["error"])
+    return str(error["msg"])
+
+
 def field_path(location: Sequence[int | str]) -> str:
     """`('body', 'sampling', 'top_p')` → `sampling.top_p`, as the client wrote it."""
-    parts = [part for part in location if part != "body"]
+    parts = location[1:] if location[:1] == ("body",) else location
     return ".".join(str(part) for part in parts)
 
 
@@ -92,9 +120,14 @@ async def _on_http(request: Request, error: Exception) -> Response:
         found = ProblemError("method-not-allowed", detail)
     elif error.status_code == 413:
         found = _too_large()
+    elif error.status_code == 400:
+        found = ProblemError("invalid-request", "body: not JSON in UTF-8, or one beyond all bounds")
     else:
         found = ProblemError("http-error", str(error.detail), status=error.status_code)
-    return problem_response(found)
+    answer = problem_response(found)
+    if "Allow" in (error.headers or {}):
+        answer.headers["Allow"] = (error.headers or {})["Allow"]
+    return answer
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:

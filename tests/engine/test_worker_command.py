@@ -123,11 +123,14 @@ def test_the_control_port_asks_for_the_token(
             *(("POST", f"/v1/weights/{v}") for v in ("stage", "commit", "discard")),
             ("POST", "/v1/require"),
             ("POST", "/v1/cache/reset"),
+            ("GET", "/openapi.json"),
+            ("GET", "/v1/nothing"),
         ]
         with httpx.Client(base_url=worker.control.base_url, trust_env=False) as stranger:
             for method, path in routes:
                 for headers in ({}, {"Authorization": "Bearer wrong"}):
-                    answer = stranger.request(method, path, json={}, headers=headers)
+                    # Before anything of the request is looked at, were it nonsense.
+                    answer = stranger.request(method, path, content=b"{", headers=headers)
                     assert (answer.status_code, slug(answer)) == (401, "unauthenticated"), path
                     assert answer.headers["www-authenticate"] == "Bearer"
         assert worker.state()["lifecycle"] == "Paused"

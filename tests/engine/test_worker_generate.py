@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rollout_worker.schemas import Lifecycle
 from tinymodels import TinyModels
 from waiting import until_sync
 from workers import PROMPT, InProcess, in_process, slug
@@ -58,7 +59,15 @@ def test_spans_cover_the_output(worker: InProcess) -> None:
 def test_kinds_of_logprobs(worker: InProcess, asked: str | None, of: str | None) -> None:
     body = worker.generate(logprobs=asked, sampling={"max_tokens": 3}).json()
     assert body["logprobs_of"] == of
-    assert (body["outputs"][0]["logprobs"] is None) is (of is None)
+    assert ("logprobs" in body["outputs"][0]) is (of is not None)
+
+
+def test_a_stop_names_what_completed_it(worker: InProcess) -> None:
+    greedy = worker.sample(3)["token_ids"]
+    sampling = {"temperature": 0, "max_tokens": 3, "stop_token_ids": greedy[1:2]}
+    [output] = worker.generate(sampling=sampling).json()["outputs"]
+    assert output["token_ids"] == greedy[:2]
+    assert (output["stop_reason"], output["stop_match"]) == ("stop", {"token_id": greedy[1]})
 
 
 def test_n_outputs_use_seed_plus_i(worker: InProcess) -> None:
@@ -101,6 +110,8 @@ def test_a_stream_says_the_same_in_pieces(worker: InProcess) -> None:
         ({"sampling": {"top_p": 2}}, 422, "invalid-request", "sampling.top_p"),
         ({"sampling": {"temprature": 1}}, 422, "invalid-request", "sampling.temprature"),
         ({"unknown": 1}, 422, "invalid-request", "unknown"),
+        ({"stream": 1}, 422, "invalid-request", "stream"),
+        ({"sampling": {"stop": "x"}}, 422, "invalid-request", "sampling.stop"),
         ({"deadline_seconds": 0}, 422, "invalid-request", "deadline_seconds"),
         ({"logprobs": "all"}, 422, "invalid-request", "logprobs"),
         ({"sampling": {"max_tokens": 2041}}, 413, "too-long", "token_ids"),
@@ -116,10 +127,20 @@ def test_bad_requests_name_the_field(
     assert answer.json()["errors"][0]["field"].startswith(field)
 
 
-def test_a_body_that_is_no_json(worker: InProcess) -> None:
-    headers = {"content-type": "application/json"}
-    answer = worker.data.post("/v1/generate", content=b"{", headers=headers)
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"null", b"[]", b'"\xff"', b"[" * 10**5, b'{"token_ids": [' + b"9" * 5000 + b"]}"],
+    ids=["empty", "half", "null", "list", "no utf-8", "too deep", "too many digits"],
+)
+def test_a_body_that_is_no_request(worker: InProcess, body: bytes) -> None:
+    answer = worker.data.post("/v1/generate", content=body)
     assert (answer.status_code, slug(answer)) == (422, "invalid-request")
+    assert answer.json()["detail"].startswith("body: ")
+
+
+def test_the_mistake_is_named_and_not_what_follows_from_it(worker: InProcess) -> None:
+    problem = worker.generate(token_ids=[True]).json()
+    assert [error["field"] for error in problem["errors"]] == ["token_ids.0"]
 
 
 def test_a_body_too_large(worker: InProcess) -> None:
@@ -138,6 +159,7 @@ def test_unknown_routes_and_methods(worker: InProcess) -> None:
     answer = worker.data.get("/v1/generate")
     assert slug(answer) == "method-not-allowed"
     assert "POST" in answer.json()["detail"]
+    assert answer.headers["allow"] == "POST"
 
 
 def test_max_tokens_none_goes_to_the_models_length(worker: InProcess) -> None:
@@ -205,6 +227,14 @@ def test_a_full_queue(worker: InProcess) -> None:
     assert worker.generate(sampling={**sampling, "n": 4}).status_code == 200
 
 
+def test_a_duplicate_is_told_so_even_by_a_full_queue(worker: InProcess) -> None:
+    running = worker.long("twice")
+    answer = worker.generate(request_id="twice", sampling={"n": 5})
+    assert (answer.status_code, slug(answer)) == (409, "duplicate-request")
+    worker.post("abort", request_ids=["twice"])
+    assert running.result(10).status_code == 200
+
+
 def test_version_bounds(worker: InProcess) -> None:
     assert worker.generate(min_version=0, sampling={"max_tokens": 1}).status_code == 200
     assert worker.generate(exact_version=0, sampling={"max_tokens": 1}).status_code == 200
@@ -261,6 +291,28 @@ def test_metrics_have_the_names_of_the_contract(worker: InProcess) -> None:
     assert _metric(worker, 'rollout_worker_requests_total{stop_reason="length"}') == before + 1
     assert _metric(worker, 'rollout_worker_lifecycle_state{state="Active"}') == 1
     assert _metric(worker, "rollout_worker_memory_resident_bytes") > 50e6
+
+
+@pytest.mark.parametrize(
+    ("metric", "label", "values"),
+    [
+        ("requests_total", "stop_reason", {"stop", "length", "aborted"}),
+        ("lifecycle_state", "state", {state.value for state in Lifecycle}),
+        ("weights_update_seconds_count", "phase", {"stage", "commit"}),
+        (
+            "transition_seconds_count",
+            "transition",
+            {"load", "quiesce", "resume", "sleep", "wake"},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_series_is_there_before_its_first_event(
+    worker: InProcess, metric: str, label: str, values: set[str]
+) -> None:
+    page = worker.data.get("/metrics").text
+    found = re.findall(rf'^rollout_worker_{metric}{{{label}="(\w+)"}} ', page, re.MULTILINE)
+    assert set(found) == values
 
 
 def _metric(worker: InProcess, name: str) -> float:

@@ -34,7 +34,7 @@ def test_pause_and_resume(worker: InProcess, mode: str) -> None:
     running = worker.long("r", sampling={"max_tokens": 150, "ignore_eos": True, "temperature": 0})
     state = worker.post("pause", mode=mode, deadline_seconds=60).json()
     assert state["lifecycle"] == "Paused"
-    assert state["holds"] == [{"holder": "anonymous", "state": "Paused", "ttl_seconds": None}]
+    assert state["holds"] == [{"holder": "anonymous", "state": "Paused", "ttl": None}]
     assert state["caller"] == "anonymous"
     assert not state["serving"]
     assert state["in_flight"] == (1 if mode == "keep" else 0)
@@ -86,7 +86,7 @@ def test_an_impatient_second_pause_shortens_the_drain(worker: InProcess) -> None
 
 def test_a_pause_with_a_ttl_falls_by_itself(worker: InProcess) -> None:
     state = worker.post("pause", ttl_seconds=1).json()
-    assert 0 < state["holds"][0]["ttl_seconds"] <= 1
+    assert 0 < state["holds"][0]["ttl"] <= 1
     until_sync(worker.ready, 10, what="the pause to expire")
     assert worker.state()["holds"] == []
     worker.post("pause", ttl_seconds=0.5)
@@ -104,6 +104,15 @@ def test_verbs_are_idempotent(worker: InProcess) -> None:
         assert worker.post("sleep").json()["lifecycle"] == "Asleep"
     for _ in range(2):
         assert worker.post("wake").json()["lifecycle"] == "Active"
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume", "sleep", "wake", "cache/reset"])
+def test_a_misspelt_field_changes_nothing(worker: InProcess, verb: str) -> None:
+    answer = worker.post(verb, deadline=5)
+    assert (answer.status_code, slug(answer)) == (422, "invalid-request")
+    assert answer.json()["errors"][0]["field"] == "deadline"
+    assert worker.control.post(f"/v1/{verb}", content=b"{").status_code == 422
+    assert lifecycle(worker) == "Active"
 
 
 def test_a_stale_generation_changes_nothing(worker: InProcess) -> None:
@@ -193,7 +202,8 @@ def test_staged_waking_updates_the_weights_in_between(
         body = {"source": source} if verb.endswith("stage") else {}
         answer = worker.post(verb, epoch=1, version=1, **body)
         assert answer.status_code == 409
-        assert slug(answer) == ("asleep" if verb.endswith("stage") else "not-staged")
+        assert slug(answer) == "asleep"
+        assert answer.json()["active"] == {"epoch": 0, "version": 0}
     state = worker.post("wake", tags=["weights"]).json()
     assert (state["lifecycle"], state["resident"]) == (
         "Asleep",
@@ -376,7 +386,8 @@ TABLE: dict[str, Expected] = {
         "Failed": (409, "failed"),
     },
     "commit": {
-        **dict.fromkeys(("Active", "Paused", "Asleep"), (409, "not-staged")),
+        **dict.fromkeys(("Active", "Paused"), (409, "not-staged")),
+        "Asleep": (409, "asleep"),
         "Failed": (409, "failed"),
     },
     "discard": dict.fromkeys(STATES, OK),

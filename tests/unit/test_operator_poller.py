@@ -103,14 +103,14 @@ async def test_the_first_answer_wakes_and_equal_ones_do_not(bench: Bench) -> Non
     "change",
     [
         {"in_flight": 5, "queued": 3},
-        {"holds": [{"holder": "trainer", "state": "Paused", "ttl_seconds": 3.5}]},
+        {"holds": [{"holder": "trainer", "state": "Paused", "ttl": 3.5}]},
     ],
     ids=["counters", "time left of a hold"],
 )
 async def test_what_changes_all_the_time_does_not_wake(
     bench: Bench, change: dict[str, Any]
 ) -> None:
-    hold = {"holder": "trainer", "state": "Paused", "ttl_seconds": 4.5}
+    hold = {"holder": "trainer", "state": "Paused", "ttl": 4.5}
     start = state(holds=[hold]) if "holds" in change else state()
     bench.worker.answer("GET", "/v1/state", start)
     bench.watch()

@@ -40,7 +40,7 @@ def test_release_drops_the_callers_hold_only() -> None:
 def test_a_pause_expires_by_itself() -> None:
     holds = Holds()
     holds.pause("trainer", expires=10)
-    assert holds.listing(4)[0].ttl_seconds == 6
+    assert holds.listing(4)[0].ttl == 6
     assert holds.next_expiry() == 10
     assert holds.target(9.9).want is Want.PAUSED
     assert holds.target(10).want is Want.ACTIVE

@@ -54,6 +54,8 @@ def test_alone_any_absolute_path_goes(roots: tuple[Path, Path, Path], tmp_path: 
     assert resolve(WeightsSource(path=str(tmp_path)), settings(roots[0])).path == str(tmp_path)
     with pytest.raises(ProblemError, match="absolute path"):
         resolve(WeightsSource(path="v1"), settings(roots[0]))
+    with pytest.raises(ProblemError, match="NUL"):
+        resolve(WeightsSource(path="/v\0"), settings(roots[0]))
 
 
 def test_the_checkpoint_needs_no_path(roots: tuple[Path, Path, Path]) -> None:
