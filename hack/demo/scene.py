@@ -16,6 +16,8 @@ from localkube.home import DEFAULT_NAME, cache
 from .stage import DemoError, Stage
 
 NAMESPACE = "demo"
+# Big enough (130 MB) that sleep shows in the memory.
+SHAPE = ("--hidden", "512", "--intermediate", "2048", "--layers", "8")
 MODEL_SCRIPT = Path(__file__).resolve().parents[1] / "tinymodel.py"
 
 
@@ -24,13 +26,21 @@ class Scene:
     """A cluster with the operator on it, and claims with models in the demo's namespace."""
 
     stage: Stage
+    models: Path | None = None
+    """Folder of this machine behind the claims, if it is one."""
+
     prometheus: Path | None = None
     hints: tuple[str, ...] = ()
 
 
-def local_scene() -> Scene:
-    """Make a cluster, the images and the models; what is there already is used again."""
-    stage = Stage({}, NAMESPACE)
+def local_scene(namespace: str = NAMESPACE, shape: tuple[str, ...] = SHAPE) -> Scene:
+    """Make a cluster, the images and the models; what is there already is used again.
+
+    Args:
+        namespace: of the pool; the models' folder in the cache bears its name, too.
+        shape: flags of tinymodel.py.
+    """
+    stage = Stage({}, namespace)
     with stage.step("A Kubernetes cluster of our own: etcd to kubelet, all real"):
         preflight.root("the demo's cluster")
         debian.ensure(debian.NODE_PACKAGES)
@@ -43,18 +53,17 @@ def local_scene() -> Scene:
         images.build()
         images.load(cluster)
     with stage.step("Tiny Qwen2 models from seeds: a checkpoint and versions of its weights"):
-        # Big enough (130 MB) that sleep shows in the memory.
-        shape = ("--hidden", "512", "--intermediate", "2048", "--layers", "8")
-        folder = rollout_local.make_models(cache() / "models" / "demo", *shape)
+        folder = rollout_local.make_models(cache() / "models" / namespace, *shape)
         stage.say("models/tiny (seed 1), weights/1 (seed 2), weights/2 (seed 3), …")
     with stage.step("helm install: CRD, operator, rights, admission policy"):
-        rollout_local.install(cluster, NAMESPACE)
-        rollout_local.claims(cluster, NAMESPACE, folder)
+        rollout_local.install(cluster, namespace)
+        rollout_local.claims(cluster, namespace, folder)
         stage.run("helm", "-n", rollout_local.SYSTEM, "list", show=True)
         stage.run("kubectl", "-n", rollout_local.SYSTEM, "get", "pods", show=True)
     program = cache() / "prometheus" / "usr" / "bin" / "prometheus"
     return Scene(
         stage,
+        models=folder,
         prometheus=program if program.exists() else None,
         hints=('eval "$(python3 hack/cluster/cluster.py env)"',),
     )

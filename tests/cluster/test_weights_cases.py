@@ -187,7 +187,7 @@ def test_staging_then_asleep(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("policy", ["Drain", "Abort", "Keep", "Recompute"])
 def test_generations_over_an_update(fleet: Fleet, policy: str) -> None:
-    old, tokens = fleet.identity, 250
+    old, tokens = fleet.identity, 1500  # seconds: they still run when the commit comes
     running = [fleet.long_request(r, tokens) for r in (0, 1)]
     running += [fleet.long_request(None, tokens) for _ in range(2)]
     new = fleet.raise_to(
