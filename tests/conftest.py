@@ -11,7 +11,9 @@ import pytest
 if TYPE_CHECKING:
     from localkube import Cluster
 
-TIERS = {"unit", "api", "chart", "engine", "cluster", "scale"}
+TIERS = ("unit", "api", "chart", "engine", "cluster", "scale")
+MARKERS = dict(zip(TIERS, TIERS, strict=True)) | {"contract": "engine"}
+"""Marker of the tests in each folder."""
 HERE = Path(__file__).parent
 
 
@@ -24,8 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tier = item.path.relative_to(HERE).parts[0]
-        if tier in TIERS:
-            item.add_marker(getattr(pytest.mark, tier))
+        if tier in MARKERS:
+            item.add_marker(getattr(pytest.mark, MARKERS[tier]))
 
 
 @pytest.fixture(scope="session")

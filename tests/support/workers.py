@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 PROMPT = [5, 6, 7, 8, 9, 100, 200, 300]
 LOOPBACK = ["--data-host", "127.0.0.1", "--control-host", "127.0.0.1"]
-COMMAND = [sys.executable, "-m", "rollout_worker", "serve"]
+SERVE = ["-m", "rollout_worker", "serve"]
+COMMAND = [sys.executable, *SERVE]
 FREE_PORTS = ["--data-port", "0", "--control-port", "0"]
 START_SECONDS = 120.0
 
@@ -40,7 +41,7 @@ class Client:
     """Both ports of a worker, with the calls that tests make most."""
 
     def __init__(self, data_port: int, control_port: int, token: str | None = None) -> None:
-        self._threads = ThreadPoolExecutor(32)
+        self._threads = ThreadPoolExecutor(80)
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self.data = httpx.Client(
             base_url=f"http://127.0.0.1:{data_port}", timeout=60, trust_env=False
@@ -227,20 +228,27 @@ class Command(Client):
     """`rollout-worker serve` as a process."""
 
     def __init__(
-        self, model: Path, log: Path, flags: Sequence[str], env: dict[str, str] | None
+        self,
+        model: Path,
+        log: Path,
+        flags: Sequence[str],
+        env: Mapping[str, str] | None,
+        *,
+        python: Path = Path(sys.executable),
+        token: str | None = None,
     ) -> None:
         auth = [] if "--auth" in flags else ["--auth", "none"]
         self._log = log
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [*COMMAND, "--model", str(model), *LOOPBACK, *FREE_PORTS, *auth, *flags],
+                [python, *SERVE, "--model", str(model), *LOOPBACK, *FREE_PORTS, *auth, *flags],
                 stderr=stderr,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
             )
         until_sync(lambda: self._line("serving"), START_SECONDS, what="the ports")
         line = self._line("serving")
         assert line is not None
-        super().__init__(line["data_port"], line["control_port"])
+        super().__init__(line["data_port"], line["control_port"], token)
 
     def _line(self, message: str) -> dict[str, Any] | None:
         if self.process.poll() is not None:

@@ -16,7 +16,10 @@ PACKAGES = {"rollout_operator": "operator", "rollout_worker": "worker", "rollout
 FOLDERS = (
     *("operator", "worker", "client", "src", "charts/rollout-operator", "hack/cluster", "bench"),
     *("examples", "docs/decisions", "requirements", ".ci"),
-    *(f"tests/{tier}" for tier in ("unit", "api", "chart", "engine", "cluster", "scale")),
+    *(
+        f"tests/{tier}"
+        for tier in ("unit", "api", "chart", "engine", "contract", "cluster", "scale")
+    ),
 )
 # In pieces, so that this file does not hold what it looks for.
 REGISTRIES = [

@@ -1,0 +1,69 @@
+"""Workers of every engine: one that records logprobs of sampling, one that records raw ones.
+
+Each is started once a session and engine, never both at a time; tests leave them idle and Active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from contracts import Fleet, Served
+from engine_kinds import EngineKind, kinds, left_out
+from reference import Reference
+from reviews import reviews
+from tinymodels import TinyModels
+from tinymodels import tiny_models as tiny_models
+from waiting import until_sync
+
+
+@pytest.fixture(scope="session", params=kinds(), ids=str)
+def kind(request: pytest.FixtureRequest) -> EngineKind:
+    kind: EngineKind = request.param
+    reason = left_out(kind)
+    if reason:
+        pytest.skip(reason)
+    assert kind.python.exists(), f"{kind} has no environment: make its target ({kind.python})"
+    return kind
+
+
+@pytest.fixture(scope="session")
+def fleet(
+    kind: EngineKind, tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    home = tmp_path_factory.mktemp(f"contract-{kind}")
+    with reviews() as api:
+        fleet = Fleet(kind, tiny_models, home, api)
+        try:
+            yield fleet
+        finally:
+            fleet.stop()
+
+
+@pytest.fixture
+def worker(fleet: Fleet) -> Iterator[Served]:
+    """Records logprobs of the sampling distribution; serves the weights of seed 1."""
+    worker = fleet.worker()
+    worker.heal()
+    restarts = worker.state()["restarts"]
+    yield worker
+    until_sync(worker.idle, 30, what="requests to end")
+    state = worker.state()
+    assert state["restarts"] == restarts, f"the engine died: {state['last_error']}"
+    assert state["holds"] == []
+
+
+@pytest.fixture
+def raw_worker(fleet: Fleet, kind: EngineKind) -> Served:
+    """Records raw logprobs, runs few requests at once, and may be killed."""
+    flags = ("--logprobs", "raw", "--max-queue", "8", *kind.narrow, *kind.impatient)
+    worker = fleet.worker(*flags)
+    worker.heal()
+    return worker
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_models: TinyModels) -> dict[int, Reference]:
+    """Plain transformers with the weights of each seed."""
+    return {seed: Reference(tiny_models.weights(seed)) for seed in (1, 2, 3)}

@@ -1,0 +1,225 @@
+"""Pause, sleep and wake, two callers at once, and nothing served in a state that can't serve."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from contracts import Served, made_by, sound
+from judging import greedy as is_greedy
+from reference import Reference
+from waiting import until_sync
+from workers import PROMPT, slug
+
+LONG = {"max_tokens": 500, "ignore_eos": True, "temperature": 0}
+
+
+def greedy(worker: Served, count: int = 8) -> list[int]:
+    [output] = worker.outputs({"temperature": 0, "max_tokens": count, "ignore_eos": True})
+    return list(output["token_ids"])
+
+
+def refused(worker: Served, kind: str) -> None:
+    answer = worker.generate()
+    assert (answer.status_code, slug(answer)) == (503, kind)
+    assert int(answer.headers["retry-after"]) >= 1
+    assert slug(worker.data.get("/ready")) == kind
+    assert worker.data.get("/health").status_code == 200
+
+
+def level_of(worker: Served, level: int) -> int:
+    if level not in worker.able["sleep_levels"]:
+        pytest.skip(f"{worker.kind} declares no sleep level {level}")
+    return level
+
+
+@pytest.mark.parametrize("mode", ["drain", "abort", "keep"])
+def test_pause_and_resume(worker: Served, reference: dict[int, Reference], mode: str) -> None:
+    running = [worker.long(f"r{n}", sampling=LONG) for n in range(3)]
+    time.sleep(0.3)
+    state = worker.post("pause", mode=mode, deadline_seconds=60).json()
+    assert (state["lifecycle"], state["serving"]) == ("Paused", False)
+    refused(worker, "paused")
+    if mode == "keep":
+        before = _made(worker)
+        time.sleep(0.5)
+        assert _made(worker) == before, "no token is made while paused"
+        assert not any(each.done() for each in running)
+    else:
+        assert state["in_flight"] == 0
+        assert all(each.result(5).status_code == 200 for each in running)
+    assert worker.post("resume").json()["lifecycle"] == "Active"
+    for each in running:
+        [output] = each.result(60).json()["outputs"]
+        sound(output)
+        if mode == "abort":
+            assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "control")
+        else:
+            assert (output["stop_reason"], len(output["token_ids"])) == ("length", 500)
+        assert is_greedy(reference[1], PROMPT, output["token_ids"])
+        assert {stale for _, stale in made_by(output)} <= {False}
+
+
+def _made(worker: Served) -> float:
+    for line in worker.data.get("/metrics").text.splitlines():
+        if line.startswith("rollout_worker_generated_tokens_total "):
+            return float(line.rpartition(" ")[2])
+    raise AssertionError("no such metric")
+
+
+def test_an_abort_reaches_what_a_pause_froze(worker: Served) -> None:
+    running = worker.long("frozen", sampling=LONG)
+    worker.post("pause", mode="keep")
+    assert worker.post("abort", request_ids=["frozen"]).json()["aborted"] == ["frozen"]
+    [output] = running.result(10).json()["outputs"]
+    assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "control")
+    assert worker.state()["lifecycle"] == "Paused"
+    worker.post("resume")
+    assert len(greedy(worker)) == 8
+
+
+def test_nobody_opens_what_another_holds(worker: Served) -> None:
+    before = greedy(worker)
+    assert worker.post("pause").json()["lifecycle"] == "Paused"
+    slept = worker.trainer.post("/v1/sleep", json={"level": 1})
+    assert (slept.status_code, slept.json()["lifecycle"]) == (200, "Asleep")
+    assert {h["holder"]: h["state"] for h in slept.json()["holds"]} == {
+        "operator": "Paused",
+        "trainer": "Asleep",
+    }
+    answer = worker.post("resume")
+    assert (answer.status_code, slug(answer)) == (409, "held")
+    assert answer.json()["holders"] == ["trainer"]
+    refused(worker, "asleep")
+    worker.post("pause")
+    woken = worker.trainer.post("/v1/wake", json={})
+    assert (woken.status_code, slug(woken)) == (409, "held")
+    assert woken.json()["holders"] == ["operator"]
+    refused(worker, "paused")
+    assert worker.post("resume").json()["lifecycle"] == "Active"
+    assert greedy(worker) == before
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake(worker: Served, level: int) -> None:
+    level = level_of(worker, level)
+    worker.load(2)
+    before = greedy(worker)
+    running = worker.long("r", sampling=LONG)
+    state = worker.post("sleep", level=level, mode="abort").json()
+    assert state["lifecycle"] == "Asleep"
+    assert state["resident"] == {"weights": False, "kv_cache": False}
+    [output] = running.result(10).json()["outputs"]
+    assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "sleep")
+    refused(worker, "asleep")
+    state = worker.post("wake").json()
+    assert state["lifecycle"] == "Active"
+    assert state["resident"] == {"weights": True, "kv_cache": True}
+    assert greedy(worker) == before
+    assert worker.state()["weights"]["active"]["labels"] == {"seed": "2"}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_sleep_keeps_goes_on_after_waking(
+    worker: Served, reference: dict[int, Reference], level: int
+) -> None:
+    level = level_of(worker, level)
+    running = worker.long("r", sampling=LONG)
+    time.sleep(0.3)
+    answer = worker.post("sleep", level=level, mode="keep", deadline_seconds=1)
+    assert answer.status_code == 200, answer.text
+    assert worker.post("wake").json()["lifecycle"] == "Active"
+    [output] = running.result(60).json()["outputs"]
+    sound(output)
+    assert output["stop_reason"] == "length"
+    assert len(output["token_ids"]) == 500
+    assert is_greedy(reference[1], PROMPT, output["token_ids"])
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_staged_waking(worker: Served, reference: dict[int, Reference], level: int) -> None:
+    """Weights, update, KV: each step refuses what would need the next one."""
+    level = level_of(worker, level)
+    identity = worker.next_version()
+    body: dict[str, Any] = dict(zip(("epoch", "version"), identity, strict=True))
+    source = {"path": str(worker.models.weights(2))}
+    worker.post("sleep", level=level)
+    stage = worker.post("weights/stage", **body, source=source)
+    assert (stage.status_code, slug(stage)) == (409, "asleep")
+    assert worker.post("weights/commit", **body).status_code == 409
+    refused(worker, "asleep")
+    state = worker.post("wake", tags=["weights"]).json()
+    assert (state["lifecycle"], state["resident"]) == (
+        "Asleep",
+        {"weights": True, "kv_cache": False},
+    )
+    worker.load(2)
+    refused(worker, "asleep")
+    assert worker.post("wake", tags=["kv_cache"]).json()["lifecycle"] == "Active"
+    [output] = worker.outputs({"temperature": 0, "max_tokens": 8, "ignore_eos": True})
+    assert made_by(output) == [(identity[1], False)]
+    assert is_greedy(reference[2], PROMPT, output["token_ids"])
+
+
+def test_staged_weights_wait_for_the_waking(
+    worker: Served, reference: dict[int, Reference]
+) -> None:
+    identity = worker.stage_next(3)
+    worker.post("sleep")
+    answer = worker.post("weights/commit", epoch=identity[0], version=identity[1])
+    assert (answer.status_code, slug(answer)) == (409, "asleep")
+    worker.post("wake")
+    worker.commit(*identity)
+    assert is_greedy(reference[3], PROMPT, greedy(worker))
+
+
+def test_kv_alone_may_be_given_back(worker: Served) -> None:
+    before = greedy(worker)
+    state = worker.post("sleep", tags=["kv_cache"]).json()
+    assert state["resident"] == {"weights": True, "kv_cache": False}
+    refused(worker, "asleep")
+    assert worker.post("sleep", tags=["weights"]).json()["resident"]["weights"] is False
+    assert worker.post("wake").json()["lifecycle"] == "Active"
+    assert greedy(worker) == before
+
+
+def test_verbs_repeat_and_come_in_any_order(worker: Served) -> None:
+    """None of these may end an engine, whatever state it is in."""
+    before = greedy(worker)
+    calls: list[tuple[str, dict[str, Any], str]] = [
+        ("resume", {}, "Active"),
+        ("wake", {}, "Active"),
+        ("wake", {"tags": ["kv_cache"]}, "Active"),
+        ("pause", {}, "Paused"),
+        ("pause", {"mode": "keep"}, "Paused"),
+        ("cache/reset", {}, "Paused"),
+        ("sleep", {}, "Asleep"),
+        ("sleep", {"tags": ["kv_cache"]}, "Asleep"),
+        ("cache/reset", {}, "Asleep"),
+        ("abort", {"all": True}, "Asleep"),
+        ("pause", {}, "Paused"),
+        ("sleep", {}, "Asleep"),
+        ("wake", {}, "Active"),
+        ("cache/reset", {}, "Active"),
+    ]
+    for verb, body, expected in calls:
+        answer = worker.post(verb, **body)
+        assert answer.status_code == 200, (verb, body, answer.text)
+        assert worker.state()["lifecycle"] == expected, (verb, body)
+    assert greedy(worker) == before
+
+
+def test_sleep_under_load_ends_every_request_by_name(worker: Served) -> None:
+    """Releasing memory below running requests must not be what an engine ever sees."""
+    for mode in ("drain", "abort"):
+        answers = worker.busy(16, 500)
+        state = worker.post("sleep", mode=mode, deadline_seconds=0.2).json()
+        assert state["lifecycle"] == "Asleep"
+        for answer in answers():
+            [output] = answer.json()["outputs"]
+            sound(output)
+            assert output["abort_reason"] in (None, "sleep")
+        worker.post("wake")
+        until_sync(worker.ready, 10, what="the waking")

@@ -1,0 +1,127 @@
+"""`GET /v1/info` tells the truth: what is declared works, what is not is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from contracts import Served
+from judging import greedy
+from reference import Reference
+from rollout_worker.schemas import SAMPLING_FIELDS, Capabilities, InFlightPolicy, WorkerInfo
+from workers import PROMPT, slug
+
+# A value of each sampling field; `FIRST` stands for the greedy first token.
+FIRST = "first"
+PROOFS: dict[str, Any] = {
+    "min_tokens": 3,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 1,
+    "min_p": 1.0,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 2.0,
+    "frequency_penalty": 2.0,
+    "logit_bias": {FIRST: -100.0},
+    "allowed_token_ids": [60, 61],
+    "stop_token_ids": [FIRST],
+    "ignore_eos": True,
+}
+
+
+def test_the_page_is_complete(worker: Served) -> None:
+    info = WorkerInfo.model_validate_json(worker.data.get("/v1/info").content)
+    assert (info.api, info.engine, info.model) == ("v1", worker.kind.name, "tiny")
+    assert info.engine_version[0].isdigit()
+    assert info.max_length == 2048
+    assert set(PROOFS) == set(SAMPLING_FIELDS)
+    assert info.capabilities.logprobs
+    assert "Drain" in info.capabilities.in_flight
+    assert "Abort" in info.capabilities.in_flight
+
+
+@pytest.mark.parametrize("field", SAMPLING_FIELDS)
+def test_each_sampling_field(worker: Served, reference: dict[int, Reference], field: str) -> None:
+    [first] = reference[1].greedy(PROMPT, 1)
+    value = PROOFS[field]
+    if field == "logit_bias":
+        value = {str(first): value[FIRST]}
+    if field == "stop_token_ids":
+        value = [first]
+    sampling = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, field: value}
+    if field in ("top_k", "min_p"):
+        sampling["temperature"] = 2.0  # both leave nothing but the likeliest token
+    answer = worker.generate(sampling=sampling, logprobs="none")
+    if field not in worker.able["sampling"]:
+        assert (answer.status_code, slug(answer)) == (422, "unsupported")
+        assert answer.json()["errors"][0]["field"] == f"sampling.{field}"
+        return
+    assert answer.status_code == 200, answer.text
+    tokens = answer.json()["outputs"][0]["token_ids"]
+    match field:
+        case "logit_bias":
+            assert tokens[0] != first
+        case "allowed_token_ids":
+            assert set(tokens) <= {60, 61}
+        case "stop_token_ids":
+            assert tokens == [first]
+        case "presence_penalty" | "frequency_penalty" | "repetition_penalty":
+            assert tokens[0] == first or field == "repetition_penalty"
+        case _:
+            assert len(tokens) == 8
+    if field in ("top_k", "min_p", "ignore_eos", "min_tokens", "top_p"):
+        assert tokens[0] == first
+
+
+def test_each_remaining_ability_of_requests(worker: Served) -> None:
+    tries: dict[str, tuple[dict[str, Any], str]] = {
+        "seed": ({"sampling": {"seed": 5, "max_tokens": 2}}, "sampling.seed"),
+        "priority": ({"priority": 3, "sampling": {"max_tokens": 2}}, "priority"),
+        "stop_strings": ({"sampling": {"stop": ["zz"], "max_tokens": 2}}, "sampling.stop"),
+        "cache_salt": ({"cache_salt": "x", "sampling": {"max_tokens": 2}}, "cache_salt"),
+    }
+    for ability, (fields, path) in tries.items():
+        answer = worker.generate(**fields)
+        if worker.able[ability]:
+            assert answer.status_code == 200, (ability, answer.text)
+        else:
+            assert (answer.status_code, slug(answer)) == (422, "unsupported"), ability
+            assert answer.json()["errors"][0]["field"] == path
+
+
+def test_each_kind_of_logprobs(worker: Served) -> None:
+    for kind in ("sampling", "raw"):
+        answer = worker.generate(logprobs=kind, sampling={"temperature": 2, "max_tokens": 2})
+        able = kind in worker.able["logprobs"]
+        able = able and (kind == "raw" or "temperature" in worker.able["sampling_logprobs"])
+        assert answer.status_code == (200 if able else 422), (kind, answer.text)
+
+
+def test_each_policy_and_sleep_level(worker: Served, reference: dict[int, Reference]) -> None:
+    """Idle here; under load in the tests of updates and holds."""
+    for policy in get_args(InFlightPolicy):
+        epoch, version = worker.stage_next(2)
+        answer = worker.post("weights/commit", epoch=epoch, version=version, in_flight=policy)
+        able = policy in worker.able["in_flight"]
+        assert answer.status_code == (200 if able else 422), (policy, answer.text)
+        if not able:
+            assert answer.json()["errors"][0]["field"] == "in_flight"
+    for level in (1, 2):
+        answer = worker.post("sleep", level=level)
+        able = level in worker.able["sleep_levels"]
+        assert answer.status_code == (200 if able else 422), (level, answer.text)
+        if not able:
+            assert answer.json()["errors"][0]["field"] == "level"
+        worker.post("wake")
+    sampling = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    [output] = worker.outputs(sampling)
+    assert greedy(reference[2], PROMPT, output["token_ids"])
+
+
+def test_every_capability_is_tried_somewhere() -> None:
+    """A new capability needs a test of its own in this suite."""
+    assert set(Capabilities.model_fields) == {
+        *("logprobs", "sampling", "sampling_logprobs", "seed", "priority", "stop_strings"),
+        *("in_flight", "sleep_levels", "memory_release", "prefix_cache", "cache_salt"),
+    }

@@ -1,0 +1,250 @@
+"""New weights under load: every in-flight policy, spans, exact versions, the prefix cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from contracts import Output, Served, made_by, sound
+from reference import Reference
+from waiting import until_sync
+from workers import PROMPT, slug
+
+LOAD = 32
+TOKENS = 250
+POLICIES = ("Drain", "Abort", "Keep", "Recompute", "Pin")
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+def true_to(output: Output, judges: dict[int, Reference], prompt: list[int] = PROMPT) -> None:
+    """Every fresh token has the logprob that the weights of its span give it (T = 1)."""
+    for span in output["weights"]:
+        if span["stale_kv"]:
+            continue
+        upto = output["token_ids"][: span["end"]]
+        expected = judges[span["version"]].raw_logprobs(prompt, upto)[span["start"] :]
+        got = output["logprobs"][span["start"] : span["end"]]
+        assert got == pytest.approx(expected, abs=2e-4), span
+
+
+def answers(responses: list[Any]) -> list[Output]:
+    found = []
+    for response in responses:
+        assert response.status_code == 200, response.text
+        [output] = response.json()["outputs"]
+        sound(output)
+        found.append(output)
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_update_below_32_running_requests(
+    worker: Served, reference: dict[int, Reference], policy: str
+) -> None:
+    old = worker.state()["weights"]["active"]["version"]
+    epoch, new = worker.stage_next(2)
+    if policy not in worker.able["in_flight"]:
+        answer = worker.post("weights/commit", epoch=epoch, version=new, in_flight=policy)
+        assert (answer.status_code, slug(answer)) == (422, "unsupported")
+        assert answer.json()["errors"][0]["field"] == "in_flight"
+        worker.post("weights/discard", epoch=epoch, version=new)
+        return
+    judges = {old: reference[1], new: reference[2]}
+    running = worker.busy(LOAD, TOKENS)
+    done = worker.commit(epoch, new, in_flight=policy, deadline_seconds=60)
+    [after] = worker.outputs(GREEDY)
+    assert made_by(after) == [(new, False)]
+    assert after["token_ids"] == reference[2].greedy(PROMPT, 8)
+    outputs = answers(running())
+    for output in outputs:
+        true_to(output, judges)
+        assert (output["abort_reason"] == "weights") is (output["stop_reason"] == "aborted")
+        if output["stop_reason"] == "length":
+            assert len(output["token_ids"]) == TOKENS
+    kinds = [made_by(output) for output in outputs]
+    spanning = {"Keep": [(old, False), (new, True)], "Recompute": [(old, False), (new, False)]}
+    allowed = [[(old, False)], *([spanning[policy]] if policy in spanning else [])]
+    assert all(kind in allowed for kind in kinds), kinds
+    hit = {
+        "Drain": done["finished"],
+        "Abort": sum(output["stop_reason"] == "aborted" for output in outputs),
+        "Pin": done["kept"],
+    }.get(policy, sum(len(kind) == 2 for kind in kinds))
+    assert hit >= LOAD // 2, f"only {hit} requests met the commit: {done}"
+    counted = {"Drain": "finished", "Abort": "aborted"}.get(policy, "kept")
+    assert done[counted] >= hit
+    assert done["pause_seconds"] < 5
+
+
+@pytest.mark.parametrize("policy", ["Keep", "Recompute", "Pin"])
+def test_an_exact_version_never_spans(
+    worker: Served, reference: dict[int, Reference], policy: str
+) -> None:
+    if policy not in worker.able["in_flight"]:
+        pytest.skip(f"{worker.kind} declares no {policy}")
+    old = worker.state()["weights"]["active"]["version"]
+    epoch, new = worker.stage_next(2)
+    long = {"max_tokens": 600, "ignore_eos": True}
+    exact = worker.long("exact", sampling=long, epoch=epoch if old else 0, exact_version=old)
+    free = worker.long("free", sampling=long)
+    worker.commit(epoch, new, in_flight=policy)
+    [pinned], [spanning] = (answers([each.result(60)]) for each in (exact, free))
+    assert made_by(pinned) == [(old, False)]
+    true_to(pinned, {old: reference[1]})
+    if policy != "Pin":
+        assert (pinned["stop_reason"], pinned["abort_reason"]) == ("aborted", "weights")
+        assert len(made_by(spanning)) == 2
+
+
+def test_bounds_that_are_not_met_are_409(worker: Served) -> None:
+    worker.load(1)
+    active = worker.state()["weights"]["active"]
+    version = active["version"]
+    for bounds in (
+        {"min_version": version + 1},
+        {"exact_version": version + 1},
+        {"exact_version": version - 1},
+        {"epoch": active["epoch"] + 1},
+    ):
+        answer = worker.generate(**bounds)
+        assert (answer.status_code, slug(answer)) == (409, "version-not-met"), bounds
+        assert answer.json()["active"] == {k: active[k] for k in ("epoch", "version")}
+        assert int(answer.headers["retry-after"]) >= 1
+    for bounds in ({"min_version": version}, {"exact_version": version}):
+        [output] = worker.outputs(GREEDY, **bounds)
+        assert made_by(output) == [(version, False)]
+
+
+@pytest.mark.parametrize("policy", ["Drain", "Keep"])
+def test_the_prefix_cache_never_mixes_versions(
+    worker: Served, reference: dict[int, Reference], policy: str
+) -> None:
+    if policy not in worker.able["in_flight"]:
+        pytest.skip(f"{worker.kind} declares no {policy}")
+    prompt = [20 + n % 700 for n in range(800)]
+    sampling = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    seeds = {}
+    for seed in (1, 2, 1, 3):
+        if seed != worker.seed():
+            worker.load(seed, in_flight=policy)
+        version = worker.state()["weights"]["active"]["version"]
+        seeds[version] = reference[seed]
+        for turn in ("first", "again"):
+            answer = worker.generate(token_ids=prompt, sampling=sampling).json()
+            [output] = answer["outputs"]
+            sound(output)
+            assert made_by(output) == [(version, False)]
+            assert output["token_ids"] == reference[seed].greedy(prompt, 12), (seed, turn)
+            true_to(output, seeds, prompt)
+            cached = answer["usage"]["cached_tokens"]
+            if turn == "first" or not worker.able["prefix_cache"]:
+                assert cached == 0, f"seed {seed} found KV of other weights"
+            else:
+                assert cached > 0
+
+
+def test_salts_keep_prefixes_apart(worker: Served, reference: dict[int, Reference]) -> None:
+    prompt = [1000 + n % 300 for n in range(600)]
+
+    def ask(salt: str) -> tuple[int, Output]:
+        answer = worker.generate(token_ids=prompt, sampling=GREEDY, cache_salt=salt)
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        return body["usage"]["cached_tokens"], body["outputs"][0]
+
+    if not worker.able["cache_salt"]:
+        answer = worker.generate(cache_salt="a")
+        assert (answer.status_code, slug(answer)) == (422, "unsupported")
+        assert answer.json()["errors"][0]["field"] == "cache_salt"
+        return
+    assert [ask("a")[0], ask("b")[0]] == [0, 0]
+    assert ask("a")[0] > 0
+    # Who salts alone may reuse KV of other weights over a commit, and then says so.
+    worker.load(2)
+    cached, output = ask("a")
+    assert (cached > 0) is output["weights"][0]["stale_kv"]
+    if not cached:
+        assert output["token_ids"] == reference[2].greedy(prompt, 8)
+
+
+def test_many_updates_below_a_steady_load(worker: Served, reference: dict[int, Reference]) -> None:
+    """Commits in a row with whatever runs: nothing lost, every token as its span says."""
+    judges, seed = {worker.state()["weights"]["active"]["version"]: reference[1]}, 1
+    policies = [p for p in POLICIES if p in worker.able["in_flight"]]
+    loads = []
+    for policy in policies:
+        seed = 3 - seed
+        identity = worker.stage_next(seed)
+        loads.append(worker.busy(8, 200))
+        worker.commit(*identity, in_flight=policy, deadline_seconds=30)
+        judges[identity[1]] = reference[seed]
+    outputs = answers([response for load in loads for response in load()])
+    assert len(outputs) == 8 * len(policies)
+    for output in outputs:
+        true_to(output, judges)
+        assert output["stop_reason"] == "length" or output["abort_reason"] == "weights"
+
+
+@pytest.mark.parametrize("damage", ["missing", "unexpected", "ill-shaped", "cut off"])
+def test_bytes_that_are_no_weights_of_this_model(
+    worker: Served, tmp_path: Path, damage: str
+) -> None:
+    """Refused by name while the old weights serve; nothing is left staged."""
+    before = worker.outputs(GREEDY)[0]["token_ids"]
+    folder = worker.folder / f"{tmp_path.name}"
+    shutil.copytree(worker.models.weights(2), folder)
+    (folder / "manifest.json").unlink(missing_ok=True)
+    file, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    match damage:
+        case "missing":
+            del tensors[name]
+        case "unexpected":
+            tensors[name + "_2"] = tensors[name].clone()
+            name += "_2"
+        case "ill-shaped":
+            tensors[name] = tensors[name].T.contiguous()
+    save_file(tensors, file)
+    if damage == "cut off":
+        file.write_bytes(file.read_bytes()[:-1000])
+        name = "model.safetensors"
+    epoch, version = worker.next_version()
+    slot = worker.stage(epoch, version, folder)
+    assert slot["phase"] == "Failed"
+    assert name in slot["error"]
+    assert worker.post("weights/commit", epoch=epoch, version=version).status_code == 409
+    assert worker.outputs(GREEDY)[0]["token_ids"] == before
+    worker.load(2)
+    assert worker.outputs(GREEDY)[0]["token_ids"] != before
+
+
+def test_root_hashes_are_those_of_the_bytes(worker: Served) -> None:
+    """An identity is bound to content by the same hash whatever the engine."""
+    identity = worker.stage_next(2)
+    manifest = json.loads((worker.models.weights(2) / "manifest.json").read_text())
+    staged = worker.data.get("/v1/weights").json()["staged"]
+    assert staged["root_hash"] == manifest["root_hash"]
+    worker.commit(*identity, root_hash=manifest["root_hash"])
+    model = json.loads((worker.models.weights(1) / "manifest.json").read_text())
+    worker.load(1)
+    assert worker.state()["weights"]["active"]["root_hash"] == model["root_hash"]
+
+
+def test_going_back_to_the_checkpoint(worker: Served, reference: dict[int, Reference]) -> None:
+    worker.load(2)
+    epoch = worker.state()["weights"]["active"]["epoch"] + 1
+    body = {"epoch": epoch, "version": 0}
+    worker.post("weights/stage", **body, source={"checkpoint": {}})
+
+    def staged() -> bool:
+        return bool(worker.data.get("/v1/weights").json()["staged"]["phase"] == "Staged")
+
+    until_sync(staged, 30, what="the checkpoint to be staged")
+    worker.commit(epoch, 0)
+    [output] = worker.outputs(GREEDY)
+    assert output["token_ids"] == reference[1].greedy(PROMPT, 8)

@@ -1,0 +1,275 @@
+"""Workers for the contract suite: a real process of each engine, in a pool, with two callers.
+
+The suite is a black box: it sees two ports, the log and the process table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import certifi
+import httpx
+
+from engine_kinds import ROOT, EngineKind
+from processes import Process, descendants
+from tinymodels import TinyModels
+from waiting import until_sync
+from workers import PROMPT, Command
+
+VOCAB = 4096
+EOS = (2, 0)
+"""Ids of the tiny model's generation_config."""
+
+Output = dict[str, Any]
+
+
+class Served(Command):
+    """A worker of one engine; its own calls are the operator's, `trainer` is the other caller."""
+
+    def __init__(
+        self, kind: EngineKind, models: TinyModels, folder: Path, api: str, flags: Sequence[str]
+    ) -> None:
+        self.kind = kind
+        self.models = models
+        self.folder = folder
+        token_file = folder / "token"
+        token_file.write_text("worker")
+        pool = ["--pool", "contract", "--namespace", "tests", "--auth", "kubernetes"]
+        kube = ["--kube-api-url", api, "--kube-ca", certifi.where()]
+        roots = ["--weights-roots", f"{folder}:{models.home}"]
+        began = time.monotonic()
+        super().__init__(
+            models.model(1),
+            folder / "worker.log",
+            [
+                *("--engine", kind.name, "--shutdown-grace", "0", "--served-name", "tiny"),
+                *(*pool, *kube, "--kube-token-file", str(token_file), *roots),
+                *(*kind.flags, *flags),
+            ],
+            {"PYTHONPATH": str(ROOT / "src"), **kind.env},
+            python=kind.python,
+            token="operator",
+        )
+        headers = {"Authorization": "Bearer trainer"}
+        self.trainer = httpx.Client(
+            base_url=self.control.base_url, timeout=60, headers=headers, trust_env=False
+        )
+        self.said: list[str] = []
+        """Distinct messages of progress while it started."""
+        try:
+            until_sync(self._up, kind.start_seconds, what=f"{kind.name} to start")
+        except BaseException:
+            self.kill()
+            raise
+        self.start_seconds = time.monotonic() - began
+        self.require()
+        self.able: dict[str, Any] = self.data.get("/v1/info").json()["capabilities"]
+
+    def _up(self) -> bool:
+        self._line("serving")  # fails if the process has ended
+        state = self.state()
+        progress = (state["progress"] or {}).get("message")
+        if progress and progress not in self.said:
+            self.said.append(progress)
+        # A first start that fails is tried again, but never silently here.
+        assert not state["last_error"], f"{state['last_error']}\n{self._log.read_text()[-4000:]}"
+        return bool(state["lifecycle"] == "Active")
+
+    def require(self) -> None:
+        """Lift the fence, as an operator does."""
+        answer = self.post("require", epoch=0, min_version=0)
+        assert answer.status_code in (200, 409), answer.text
+
+    def close(self) -> None:
+        self.trainer.close()
+        super().close()
+
+    def kill(self) -> None:
+        """End it and all its processes by force."""
+        family = self.children()
+        self.close()
+        self.process.kill()
+        self.process.wait(30)
+        for process in family:
+            if process.alive:
+                os.kill(process.pid, signal.SIGKILL)
+
+    def children(self) -> list[Process]:
+        """Processes below the worker."""
+        return descendants(self.process.pid)
+
+    # Weights.
+
+    def seed(self) -> int:
+        """Which seed's weights serve."""
+        return int(self.state()["weights"]["active"]["labels"].get("seed", 1))
+
+    def next_version(self) -> tuple[int, int]:
+        """The identity after the active and the staged one."""
+        weights = self.state()["weights"]
+        known = [(w["epoch"], w["version"]) for w in (weights["active"], weights["staged"]) if w]
+        epoch, version = max(known)
+        return max(1, epoch), version + 1
+
+    def stage_next(self, seed: int) -> tuple[int, int]:
+        """Stage the weights of a seed under the next identity."""
+        identity = self.next_version()
+        slot = self.stage(*identity, self.models.weights(seed), labels={"seed": str(seed)})
+        assert slot["phase"] == "Staged", slot
+        return identity
+
+    def load(self, seed: int, **commit: Any) -> dict[str, Any]:
+        """Make the weights of a seed the active ones, under the next identity."""
+        return self.commit(*self.stage_next(seed), **commit)
+
+    # Requests.
+
+    def outputs(self, sampling: Mapping[str, Any] | None = None, **fields: Any) -> list[Output]:
+        """The outputs of one request, which must come."""
+        body = {"token_ids": PROMPT, **fields}
+        answer = self.generate(sampling=dict(sampling or {}), **body)
+        assert answer.status_code == 200, answer.text
+        outputs: list[Output] = answer.json()["outputs"]
+        for output in outputs:
+            sound(output)
+        return outputs
+
+    def busy(
+        self, count: int, max_tokens: int = 400, **fields: Any
+    ) -> Callable[[], list[httpx.Response]]:
+        """Begin many sampled requests; returns once all run. Call the result for the answers."""
+        sampling = {"max_tokens": max_tokens, "ignore_eos": True, **fields.pop("sampling", {})}
+        started = [
+            self.in_background(lambda: self.generate(sampling=sampling, **fields))
+            for _ in range(count)
+        ]
+        until_sync(
+            lambda: self.state()["in_flight"] >= count or all(f.done() for f in started),
+            30,
+            what=f"{count} requests to run",
+        )
+        return lambda: [future.result(120) for future in started]
+
+    # Between tests.
+
+    def heal(self) -> None:
+        """Bring it back to Active, idle, and the weights of seed 1, whatever a test left."""
+        until_sync(self._loaded, self.kind.start_seconds, what="the engine to be back")
+        state = self.state()
+        quiet = state["serving"] and not (state["holds"] or state["in_flight"] or state["queued"])
+        if quiet and int(state["weights"]["active"]["labels"].get("seed", 1)) == 1:
+            return
+        if self.seed_unknown():
+            self.require()
+        for client in (self.control, self.trainer):
+            client.post("/v1/abort", json={"all": True})
+            for verb in ("wake", "resume"):
+                client.post(f"/v1/{verb}", json={})
+        until_sync(self.ready, 60, what="the worker to serve")
+        until_sync(self.idle, 30, what="requests to end")
+        if self.seed() != 1:
+            self.load(1, in_flight="Abort")
+
+    def seed_unknown(self) -> bool:
+        """Whether the worker is fenced."""
+        return bool(self.state()["weights"]["required"] is None)
+
+    def _loaded(self) -> bool:
+        assert self.process.poll() is None, f"the worker ended: {self.process.returncode}"
+        return self.state()["lifecycle"] not in ("Starting", "Loading", "Failed")
+
+    def idle(self) -> bool:
+        state = self.state()
+        return bool(state["in_flight"] == state["queued"] == 0)
+
+
+def sound(output: Output) -> None:
+    """Check what every output promises: spans cover it in order, every token has its logprob."""
+    count, spans = len(output["token_ids"]), output["weights"]
+    assert [s["start"] for s in spans] == [0, *(s["end"] for s in spans)][: len(spans)]
+    assert (spans[-1]["end"] if spans else 0) == count
+    assert all(s["start"] < s["end"] for s in spans)
+    if output["logprobs"] is not None:
+        assert len(output["logprobs"]) == count
+        assert all(-1e4 < p <= 1e-6 for p in output["logprobs"]), output["logprobs"]
+    assert (output["stop_reason"] == "aborted") is (output["abort_reason"] is not None)
+    assert (output["stop_match"] is not None) is (output["stop_reason"] == "stop")
+
+
+def made_by(output: Output) -> list[tuple[int, bool]]:
+    """Versions and staleness of the spans."""
+    return [(s["version"], s["stale_kv"]) for s in output["weights"]]
+
+
+def pieces(events: list[tuple[str, dict[str, Any]]], index: int) -> Output:
+    """Put an output of a stream together again."""
+    *deltas, (name, done) = events
+    assert name == "done"
+    assert {n for n, _ in deltas} <= {"delta"}
+    mine = [delta for _, delta in deltas if delta["index"] == index]
+    [end] = [output for output in done["outputs"] if output["index"] == index]
+    kept = mine and mine[0]["logprobs"] is not None
+    return {
+        **end,
+        "token_ids": [token for delta in mine for token in delta["token_ids"]],
+        "logprobs": [p for delta in mine for p in delta["logprobs"]] if kept else None,
+        "weights": _merged(span for delta in mine for span in delta["weights"]),
+    }
+
+
+def _merged(spans: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    merged: list[dict[str, Any]] = []
+    keys = ("epoch", "version", "stale_kv")
+    for span in spans:
+        if merged and all(merged[-1][k] == span[k] for k in keys):
+            assert merged[-1]["end"] == span["start"]
+            merged[-1] = {**merged[-1], "end": span["end"]}
+        else:
+            merged.append(span)
+    return merged
+
+
+class Fleet:
+    """At most one worker of one engine at a time: two would not fit a small machine."""
+
+    def __init__(self, kind: EngineKind, models: TinyModels, home: Path, api: str) -> None:
+        self._kind, self._models, self._home, self._api = kind, models, home, api
+        self._flags: tuple[str, ...] = ()
+        self._failed: dict[tuple[str, ...], str] = {}
+        self._worker: Served | None = None
+        self._numbers = itertools.count()
+
+    def worker(self, *flags: str) -> Served:
+        """The worker with these flags; another one is stopped first."""
+        assert flags not in self._failed, f"it did not start before: {self._failed[flags]}"
+        if self._worker is None or self._flags != flags or self._worker.process.poll() is not None:
+            self.stop()
+            folder = self._home / f"{self._kind}-{next(self._numbers)}"
+            folder.mkdir()
+            try:
+                self._worker = Served(self._kind, self._models, folder, self._api, flags)
+            except AssertionError as error:
+                self._failed[flags] = str(error)
+                raise
+            self._flags = flags
+        return self._worker
+
+    def stop(self) -> None:
+        """End the present worker, by force if need be, with all its processes."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        family = worker.children()
+        try:
+            worker.terminate()
+            worker.process.wait(60)
+            gone = "the engine's processes to end"
+            until_sync(lambda: not any(p.alive for p in family), 20, what=gone)
+        finally:
+            worker.kill()

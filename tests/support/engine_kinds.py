@@ -1,0 +1,89 @@
+"""The engines that the contract suite runs, and how each is started here: small, on CPU.
+
+`make` gives an engine that the development environment can't hold an environment of its own. An
+engine is tried as soon as the worker can create it (`rollout_worker.engines.ENGINES`).
+ROLLOUT_ENGINES=hf,vllm restricts the list; otherwise a missing environment is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollout_worker.engines import ENGINES
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"))
+
+HANG_SECONDS = 4
+"""Step deadline of the workers whose engine is stopped on purpose."""
+ROWS = 8
+"""Most outputs in one step where a test fills the queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """How to run one engine.
+
+    `flags` of every worker, `narrow` lets at most `ROWS` outputs run at once, `impatient` makes a
+    step of `HANG_SECONDS` count as hung. `in_process`: it has no process that could die alone.
+    """
+
+    name: str
+    python: Path
+    flags: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
+    impatient: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    in_process: bool = False
+    start_seconds: float = 240.0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def engine_args(*words: str) -> tuple[str, ...]:
+    """The engine's own flags as flags of the worker."""
+    return tuple(f"--engine-arg={word}" for word in words)
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        EngineKind(
+            "hf",
+            Path(sys.executable),
+            narrow=engine_args(f"--max-batch-size={ROWS}"),
+            impatient=engine_args(f"--step-deadline-seconds={HANG_SECONDS}"),
+            in_process=True,
+        ),
+        EngineKind(
+            "vllm",
+            CACHE / "env-vllm" / "bin" / "python",
+            narrow=engine_args(f"--max-num-seqs={ROWS}"),
+            impatient=engine_args(f"--step-deadline-seconds={HANG_SECONDS}"),
+        ),
+        EngineKind(
+            "sglang",
+            CACHE / "env-sglang" / "bin" / "python",
+            narrow=engine_args(f"--max-running-requests={ROWS}"),
+            impatient=engine_args(f"--step-deadline-seconds={HANG_SECONDS}"),
+        ),
+    )
+}
+
+
+def kinds() -> list[EngineKind]:
+    """Every engine of the worker, in its order."""
+    return [KINDS[name] for name in ENGINES]
+
+
+def left_out(kind: EngineKind) -> str | None:
+    """Why this run leaves an engine out on purpose, or None."""
+    chosen = os.environ.get("ROLLOUT_ENGINES", "")
+    if not chosen or kind.name in chosen.replace(",", " ").split():
+        return None
+    return f"ROLLOUT_ENGINES={chosen} leaves {kind.name} out"

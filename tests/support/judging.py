@@ -1,0 +1,117 @@
+"""Logprobs of an engine against plain transformers, or the refusal that it declares."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from contracts import Served, sound
+from reference import Reference, distribution
+from rollout_worker.schemas import LogprobsOf, SamplingParams
+from workers import PROMPT, slug
+
+TOKENS = 24
+CLOSE = 1e-4
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "top_p": {"top_p": 0.7},
+    "top_k": {"top_k": 12},
+    "min_p": {"min_p": 0.1},
+    "repetition": {"repetition_penalty": 1.3},
+    "presence and frequency": {"presence_penalty": 0.6, "frequency_penalty": 0.4},
+    "bias": {"logit_bias": {7: 3.0, 3918: -2.0}},
+    "allowed": {"allowed_token_ids": [5, 60, 700, 800, 1000, 1262, 3918]},
+    "all": {
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+    },
+}
+TEMPERATURES = (0.0, 0.5, 1.0, 2.0)
+
+
+def undeclared(worker: Served, kind: LogprobsOf, fields: dict[str, Any]) -> str | None:
+    """What the engine says it can't do of this, as the path that a 422 must name."""
+    able = worker.able
+    default = SamplingParams()
+    changed = {field for field, value in fields.items() if value != getattr(default, field)}
+    for field in sorted(changed):
+        if field not in able["sampling"]:
+            return f"sampling.{field}"
+    if fields["temperature"] == 0:  # counts as T = 1, untruncated
+        changed -= {"temperature", "top_p", "top_k", "min_p"}
+    if changed and kind not in able["logprobs"]:
+        return "logprobs"
+    if kind == "sampling" and not changed <= set(able["sampling_logprobs"]):
+        return "logprobs"
+    return None
+
+
+def _compare(
+    answer: httpx.Response, kind: LogprobsOf, fields: dict[str, Any], judge: Reference
+) -> None:
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    [output] = body["outputs"]
+    sound(output)
+    assert body["logprobs_of"] == kind
+    tokens = output["token_ids"]
+    assert len(tokens) == TOKENS
+    sampling = SamplingParams.model_validate(fields)
+    expected = (
+        judge.raw_logprobs(PROMPT, tokens)
+        if kind == "raw"
+        else judge.sampling_logprobs(PROMPT, tokens, sampling)
+    )
+    assert output["logprobs"] == pytest.approx(expected, abs=CLOSE)
+    # Whatever is recorded, it was drawn from the distribution that was asked for.
+    logits = judge.logits(PROMPT, tokens)
+    for index, token in enumerate(tokens):
+        row = distribution(logits[index], PROMPT, tokens[:index], sampling)
+        chosen = float(row[token])
+        assert chosen > -30, f"token {index} is outside of what may be sampled"
+        if sampling.temperature == 0:
+            assert chosen >= float(row.max()) - CLOSE
+
+
+def check(
+    worker: Served,
+    kind: LogprobsOf,
+    temperature: float,
+    judge: Reference,
+    shapes: Collection[str] = tuple(SHAPES),
+) -> None:
+    """Ask for every shape at once; each is right, or it is refused as declared."""
+    fields = {name: {"temperature": temperature, **SHAPES[name]} for name in shapes}
+    calls = {
+        name: worker.in_background(
+            partial(
+                worker.generate,
+                sampling={**fields[name], "max_tokens": TOKENS, "ignore_eos": True},
+                logprobs=kind,
+            )
+        )
+        for name in shapes
+    }
+    for name, call in calls.items():
+        answer, lack = call.result(60), undeclared(worker, kind, fields[name])
+        if lack is None:
+            _compare(answer, kind, fields[name], judge)
+        else:
+            assert (answer.status_code, slug(answer)) == (422, "unsupported"), (name, answer.text)
+            assert answer.json()["errors"][0]["field"] == lack, name
+
+
+def greedy(judge: Reference, prompt: Sequence[int], output: Sequence[int]) -> bool:
+    """Whether every token of an output is the likeliest one, up to rounding."""
+    logits = judge.logits(prompt, output)
+    chosen = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
+    return bool((chosen >= logits.max(-1).values - CLOSE).all())
