@@ -1,0 +1,75 @@
+"""Where measurements go: a hook of five calls, and one that feeds Prometheus.
+
+Hooks are called in the pool's loop: they must be quick and must not raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .results import AttemptReport, GenerateResult
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+
+class Hook:
+    """Does nothing; override what is of interest."""
+
+    def attempt(self, report: AttemptReport) -> None:
+        """An attempt ended."""
+
+    def request(self, outcome: str, seconds: float, result: GenerateResult | None) -> None:
+        """A call of `generate` ended: outcome `ok` or the name of the error."""
+
+    def members(self, present: int, serving: int) -> None:
+        """The set of members, or how many of them may get requests, changed."""
+
+    def published(self, outcome: str, seconds: float) -> None:
+        """A call of `publish_weights` ended: outcome `ok` or the name of the error."""
+
+
+class PrometheusHook(Hook):
+    """Metrics `rollout_client_*` of one pool; needs the package prometheus-client.
+
+    Args:
+        pool: Label of every series.
+        registry: Default: the process's own.
+    """
+
+    def __init__(self, pool: str, registry: CollectorRegistry | None = None) -> None:
+        import prometheus_client as prometheus
+
+        where = prometheus.REGISTRY if registry is None else registry
+
+        def made(kind: Callable[..., Any], name: str, text: str, *labels: str) -> Any:
+            return kind(f"rollout_client_{name}", text, ("pool", *labels), registry=where)
+
+        counter, histogram = prometheus.Counter, prometheus.Histogram
+        self._pool = pool
+        self._requests = made(counter, "requests_total", "Calls of generate", "outcome")
+        self._attempts = made(counter, "attempts_total", "Requests to workers", "outcome")
+        self._tokens = made(counter, "tokens_total", "Sampled tokens received")
+        self._seconds = made(histogram, "request_duration_seconds", "Duration of generate")
+        self._members = made(prometheus.Gauge, "members", "Members by state", "state")
+        self._publishes = made(histogram, "publish_seconds", "Duration of a publish", "outcome")
+
+    def attempt(self, report: AttemptReport) -> None:
+        """Count it."""
+        self._attempts.labels(self._pool, report.outcome).inc()
+        self._tokens.labels(self._pool).inc(report.tokens)
+
+    def request(self, outcome: str, seconds: float, result: GenerateResult | None) -> None:
+        """Count it."""
+        self._requests.labels(self._pool, outcome).inc()
+        self._seconds.labels(self._pool).observe(seconds)
+
+    def members(self, present: int, serving: int) -> None:
+        """Set both gauges."""
+        self._members.labels(self._pool, "present").set(present)
+        self._members.labels(self._pool, "serving").set(serving)
+
+    def published(self, outcome: str, seconds: float) -> None:
+        """Observe it."""
+        self._publishes.labels(self._pool, outcome).observe(seconds)

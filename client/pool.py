@@ -1,0 +1,331 @@
+"""A pool of replicas, asynchronously: `AsyncRolloutPool`. `RolloutPool` is the same for others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Self
+
+from rollout_worker.schemas import GenerateRequest, WeightsId, WorkerInfo
+
+from .balancer import MAX_IMBALANCE, Balancer
+from .calls import Call, Options
+from .connections import Connections
+from .errors import (
+    ClusterError,
+    ManyFailed,
+    NoReplica,
+    PoolClosed,
+    RolloutError,
+)
+from .generation import MAX_FAILURES, OnVersionChange, Shared
+from .health import SILENT_SECONDS, Health
+from .hooks import Hook
+from .members import Discovery, Member, StaticDiscovery, static_members
+from .results import GenerateResult
+from .routing import Router
+from .streams import GenerationStream
+
+logger = logging.getLogger(__name__)
+
+CONCURRENCY = 512
+"""Requests in flight of one `generate_many` unless said otherwise."""
+
+MAX_ID = 200
+"""Characters of a request id of the caller: attempts append to it."""
+
+Prompt = GenerateRequest | Sequence[int]
+Progress = Callable[[int, int], None]
+
+
+class AsyncRolloutPool:
+    """Generates on all replicas of a pool; members come and go without anybody's help.
+
+    Make it with `from_urls`, `from_dns` or `from_cluster`, use it as an async context manager (or
+    `close` it), in one event loop.
+
+    Args:
+        discovery: Finds the members.
+        name: For logs and metrics.
+        max_imbalance: Requests that a conversation's own replica may have above the least loaded
+            one before the conversation moves.
+        deterministic: Choose replicas by a stable hash instead of by load.
+        max_failures: Broken attempts that one output survives.
+        silent_seconds: How long a worker may say nothing before it is asked whether it lives.
+        hook: Gets measurements.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        *,
+        name: str = "pool",
+        max_imbalance: int = MAX_IMBALANCE,
+        deterministic: bool = False,
+        max_failures: int = MAX_FAILURES,
+        silent_seconds: float = SILENT_SECONDS,
+        hook: Hook | None = None,
+    ) -> None:
+        self.name = name
+        self.floor: WeightsId | None = None
+        """Requests without bounds of their own are served by these weights or newer ones."""
+        self._discovery = discovery
+        self._deterministic = deterministic
+        self._max_failures = max_failures
+        self._hook = hook or Hook()
+        self._connections = Connections()
+        self._router = Router(Balancer(max_imbalance=max_imbalance, deterministic=deterministic))
+        self._health = Health(self._router, self._connections, silent_seconds=silent_seconds)
+        self._shared = Shared(self._router, self._connections, self._hook)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._found = asyncio.Event()
+
+    @classmethod
+    def from_urls(
+        cls,
+        urls: Sequence[str],
+        *,
+        control_urls: Sequence[str | None] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Return a pool of workers at fixed data URLs, without an operator.
+
+        Args:
+            urls: Such as `http://10.0.0.7:8000`.
+            control_urls: Of the control ports; default: port 8001 beside data port 8000.
+            **options: See the class.
+        """
+        return cls(StaticDiscovery(static_members(urls, control_urls)), **options)
+
+    # Life.
+
+    async def __aenter__(self) -> Self:
+        self._start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _start(self) -> None:
+        if self._router.closed:
+            raise PoolClosed("the pool was closed")
+        if not self._tasks:
+            self._tasks = [
+                asyncio.create_task(self._discover(), name=f"{self.name}: discovery"),
+                asyncio.create_task(self._health.run(), name=f"{self.name}: health"),
+            ]
+
+    async def _discover(self) -> None:
+        try:
+            await self._discovery.run(self._take_members)
+        except ClusterError as error:
+            logger.error("discovery of %s ended: %s", self.name, error)  # noqa: TRY400
+            raise
+
+    def _take_members(self, members: Sequence[Member]) -> None:
+        balancer = self._router.balancer
+        before = {member.url for member in balancer.members()}
+        balancer.set_members(members, time.monotonic())
+        after = {member.url for member in balancer.members()}
+        if before != after:
+            logger.info(
+                "%s has %d members", self.name, len(after), extra={"gone": len(before - after)}
+            )
+        for url in before - after:
+            if url not in balancer.seats:
+                self._connections.drop(url)
+        self._hook.members(len(after), len([m for m in balancer.members() if m.ready]))
+        self._found.set()
+        self._router.changed()
+
+    async def close(self) -> None:
+        """End everything; requests under way raise `PoolClosed`."""
+        self._router.closed = True
+        self._router.changed()
+        for lease in list(self._router.leases):
+            lease.cut_off("the pool was closed")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._connections.close()
+
+    # Who is there.
+
+    @property
+    def members(self) -> list[Member]:
+        """Members that discovery knows now."""
+        return self._router.balancer.members()
+
+    def serving(self) -> list[Member]:
+        """Members that may get requests now."""
+        now = time.monotonic()
+        seats = self._router.balancer.seats.values()
+        return [seat.member for seat in seats if seat.usable(now)]
+
+    async def wait_serving(self, count: int = 1, *, seconds: float = 600) -> list[Member]:
+        """Wait until so many members answer that they serve.
+
+        Raises:
+            NoReplica: They did not within these seconds.
+        """
+        self._start()
+        until = time.monotonic() + seconds
+        while len(found := self.serving()) < count:
+            now = time.monotonic()
+            if now >= until:
+                why = self._router.balancer.reasons(now) or "discovery found no members"
+                raise NoReplica(f"{len(found)} of {count} replicas serve ({why})")
+            await asyncio.sleep(min(0.05, until - now))
+        return found
+
+    async def info(self, *, seconds: float = 30) -> WorkerInfo:
+        """Return what a replica says of model, length and capabilities.
+
+        Raises:
+            NoReplica: None serves within these seconds.
+        """
+        member = (await self.wait_serving(seconds=seconds))[0]
+        answer = await self._connections.to(member.url).get("/v1/info", timeout=seconds)
+        answer.raise_for_status()
+        return WorkerInfo.model_validate_json(answer.content, extra="ignore")
+
+    # Generate.
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        group_id: str | None = None,
+        on_version_change: OnVersionChange = "continue",
+        **fields: Any,
+    ) -> GenerateResult:
+        """Sample from one prompt until every output has ended, whatever happens to replicas.
+
+        Args:
+            prompt: token_ids: [P], or a whole `GenerateRequest`.
+            group_id: Requests of one group go to one replica as conversations do (`session_id`);
+                without it the samples of a group spread.
+            on_version_change: What to do when other weights serve the rest of an output: continue
+                (spans tell which token came from which), restart from the prompt, or fail.
+            **fields: Of `GenerateRequest` (API.md §3): `sampling`, `session_id`, `min_version`,
+                `deadline_seconds`, …
+
+        Raises:
+            RequestError: With `kept`: what had been received.
+        """
+        return await self._call(prompt, fields, group_id, on_version_change).run()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        group_id: str | None = None,
+        on_version_change: OnVersionChange = "continue",
+        **fields: Any,
+    ) -> GenerationStream:
+        """Return a stream of deltas, joined over all attempts; arguments as of `generate`.
+
+        `async with pool.stream(…) as stream: async for delta in stream: …`, then `stream.result`.
+        Tokens that might have to be taken back come late: the last few with `stop` strings, all of
+        them with `on_version_change="restart"`, or with presence or frequency penalties.
+        """
+        return GenerationStream(
+            lambda on_tokens: self._call(prompt, fields, group_id, on_version_change, on_tokens)
+        )
+
+    async def as_completed(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        concurrency: int = CONCURRENCY,
+        **options: Any,
+    ) -> AsyncGenerator[tuple[int, GenerateResult | RolloutError]]:
+        """Yield (index, result or error) as requests end; at most `concurrency` run at once.
+
+        Prompts are taken from the iterable only when there is room for them. Leaving the loop
+        early ends what runs.
+        """
+        if concurrency < 1:
+            raise ValueError("concurrency must be 1 or more")
+        waiting = enumerate(prompts)
+        running: dict[asyncio.Task[GenerateResult], int] = {}
+        try:
+            while True:
+                while len(running) < concurrency and (following := next(waiting, None)):
+                    index, prompt = following
+                    running[asyncio.create_task(self.generate(prompt, **options))] = index
+                if not running:
+                    return
+                ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    index = running.pop(task)
+                    error = task.exception()
+                    if error is not None and not isinstance(error, RolloutError):
+                        raise error
+                    yield index, error if error is not None else task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        concurrency: int = CONCURRENCY,
+        progress: Progress | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        **options: Any,
+    ) -> list[Any]:
+        """Sample from many prompts; the results are in the order of the prompts.
+
+        Args:
+            prompts: As `generate` takes them.
+            concurrency: How many run at once.
+            progress: Called with (ended, all) after each.
+            on_error: A failed request never stops the others. Afterwards `raise` raises
+                `ManyFailed` with all results, `return` leaves the errors in their places.
+            **options: Further arguments of `generate`, the same for all.
+
+        Raises:
+            ManyFailed: See `on_error`.
+        """
+        results: list[Any] = [None] * len(prompts)
+        ended = 0
+        async for index, result in self.as_completed(prompts, concurrency=concurrency, **options):
+            results[index] = result
+            ended += 1
+            if progress is not None:
+                progress(ended, len(prompts))
+        if on_error == "raise" and any(isinstance(each, RolloutError) for each in results):
+            raise ManyFailed(results)
+        return results
+
+    def _call(
+        self,
+        prompt: Prompt,
+        fields: Mapping[str, Any],
+        group_id: str | None,
+        on_version_change: OnVersionChange,
+        on_tokens: Callable[[int], None] = lambda index: None,
+    ) -> Call:
+        self._start()
+        if isinstance(prompt, GenerateRequest):
+            given = {name: getattr(prompt, name) for name in prompt.model_fields_set}
+        else:
+            given = {"token_ids": tuple(prompt)}
+        request = GenerateRequest.model_validate({**given, **fields})
+        if request.request_id is not None and len(request.request_id) > MAX_ID:
+            raise ValueError(f"request_id is longer than {MAX_ID} characters")
+        options = Options(on_version_change, self._max_failures, group_id, self._deterministic)
+        return Call(self._shared, self._bounded(request), options, on_tokens)
+
+    def _bounded(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with the pool's own floor, unless it has bounds of its own."""
+        free = request.epoch is request.min_version is request.exact_version is None
+        if self.floor is None or not free:
+            return request
+        floor = {"epoch": self.floor.epoch, "min_version": self.floor.version}
+        return request.model_copy(update=floor)

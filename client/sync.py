@@ -1,0 +1,241 @@
+"""`RolloutPool`: `AsyncRolloutPool` for programs without an event loop.
+
+The asynchronous pool runs in a thread with a loop of its own; every method here hands its call to
+it and waits. Threads may share a pool. It does not survive a fork: make it after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any, Literal, Self, TypeVar
+
+from rollout_worker.schemas import StreamDelta, WeightsId, WorkerInfo
+
+from .errors import PoolClosed, RolloutError
+from .generation import OnVersionChange
+from .members import Member
+from .pool import CONCURRENCY, AsyncRolloutPool, Progress, Prompt
+from .results import GenerateResult
+from .streams import GenerationStream
+
+T = TypeVar("T")
+
+CLOSE_SECONDS = 30.0
+
+
+class LoopThread:
+    """A thread with an event loop, for as long as `close` is not called."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and return its result; interrupted, it is cancelled.
+
+        Raises:
+            PoolClosed: The loop has ended.
+        """
+        if self._loop.is_closed() or not self._thread.is_alive():
+            work.close()
+            raise PoolClosed("the pool was closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise PoolClosed("the pool was closed while this ran") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the loop and the thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_SECONDS)
+
+
+class RolloutPool:
+    """See `AsyncRolloutPool`: the same methods and arguments, each waits for its end.
+
+    Use it as a context manager, or `close` it. `asynchronous` is the pool behind, to be used in its
+    own loop only.
+    """
+
+    def __init__(self, make: Callable[[], AsyncRolloutPool]) -> None:
+        self._thread = LoopThread("rollout-pool")
+        try:
+            self.asynchronous = self._thread.call(self._made(make))
+        except BaseException:
+            self._thread.close()
+            raise
+
+    @staticmethod
+    async def _made(make: Callable[[], AsyncRolloutPool]) -> AsyncRolloutPool:
+        return await make().__aenter__()
+
+    @classmethod
+    def from_urls(
+        cls,
+        urls: Sequence[str],
+        *,
+        control_urls: Sequence[str | None] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Return a pool of workers at fixed data URLs, without an operator."""
+        return cls(lambda: AsyncRolloutPool.from_urls(urls, control_urls=control_urls, **options))
+
+    # Life.
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything; requests under way raise `PoolClosed`."""
+        try:
+            self._thread.call(self.asynchronous.close())
+        except PoolClosed:
+            return
+        self._thread.close()
+
+    # Who is there.
+
+    @property
+    def floor(self) -> WeightsId | None:
+        """Requests without bounds of their own are served by these weights or newer ones."""
+        return self.asynchronous.floor
+
+    @floor.setter
+    def floor(self, floor: WeightsId | None) -> None:
+        self.asynchronous.floor = floor
+
+    @property
+    def members(self) -> list[Member]:
+        """Members that discovery knows now."""
+        return self._thread.call(_of(lambda: self.asynchronous.members))
+
+    def serving(self) -> list[Member]:
+        """Members that may get requests now."""
+        return self._thread.call(_of(self.asynchronous.serving))
+
+    def wait_serving(self, count: int = 1, *, seconds: float = 600) -> list[Member]:
+        """Wait until so many members answer that they serve."""
+        return self._thread.call(self.asynchronous.wait_serving(count, seconds=seconds))
+
+    def info(self, *, seconds: float = 30) -> WorkerInfo:
+        """Return what a replica says of model, length and capabilities."""
+        return self._thread.call(self.asynchronous.info(seconds=seconds))
+
+    # Generate.
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        group_id: str | None = None,
+        on_version_change: OnVersionChange = "continue",
+        **fields: Any,
+    ) -> GenerateResult:
+        """Sample from one prompt until every output has ended."""
+        return self._thread.call(
+            self.asynchronous.generate(
+                prompt, group_id=group_id, on_version_change=on_version_change, **fields
+            )
+        )
+
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        concurrency: int = CONCURRENCY,
+        progress: Progress | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        **options: Any,
+    ) -> list[Any]:
+        """Sample from many prompts; `progress` is called in the pool's thread."""
+        return self._thread.call(
+            self.asynchronous.generate_many(
+                prompts,
+                concurrency=concurrency,
+                progress=progress,
+                on_error=on_error,
+                **options,
+            )
+        )
+
+    def as_completed(
+        self, prompts: Iterable[Prompt], *, concurrency: int = CONCURRENCY, **options: Any
+    ) -> Iterator[tuple[int, GenerateResult | RolloutError]]:
+        """Yield (index, result or error) as requests end."""
+        found = self.asynchronous.as_completed(prompts, concurrency=concurrency, **options)
+        try:
+            while (following := self._thread.call(_next(found))) is not None:
+                yield following
+        finally:
+            self._thread.call(found.aclose())
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        group_id: str | None = None,
+        on_version_change: OnVersionChange = "continue",
+        **fields: Any,
+    ) -> SyncStream:
+        """Return a stream of deltas, joined over all attempts; use it with `with`."""
+        stream = self._thread.call(
+            _of(
+                lambda: self.asynchronous.stream(
+                    prompt, group_id=group_id, on_version_change=on_version_change, **fields
+                )
+            )
+        )
+        return SyncStream(self._thread, stream)
+
+
+class SyncStream:
+    """A `GenerationStream` for programs without an event loop."""
+
+    def __init__(self, thread: LoopThread, stream: GenerationStream) -> None:
+        self._thread = thread
+        self._stream = stream
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.call(self._stream.close())
+
+    def __iter__(self) -> Iterator[StreamDelta]:
+        """Yield deltas; their spans count from the output's first token."""
+        deltas = self._stream.__aiter__()
+        try:
+            while (delta := self._thread.call(_next(deltas))) is not None:
+                yield delta
+        finally:
+            self._thread.call(deltas.aclose())
+
+    @property
+    def result(self) -> GenerateResult:
+        """The result: final once the iteration has ended, else what there is so far."""
+        return self._thread.call(_of(lambda: self._stream.result))
+
+
+async def _of(function: Callable[[], T]) -> T:
+    return function()
+
+
+async def _next(iterator: Any) -> Any:
+    return await anext(iterator, None)

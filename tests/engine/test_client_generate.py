@@ -1,0 +1,365 @@
+"""The client over several real workers: continuation, versions, deaths, members that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from rollout_client import (
+    AsyncRolloutPool,
+    DeadlineExceeded,
+    GenerateResult,
+    ManyFailed,
+    NoReplica,
+    PoolClosed,
+    RequestRefused,
+    RolloutPool,
+    VersionChanged,
+)
+from tinymodels import TinyModels
+from waiting import until, until_sync
+from workers import PROMPT, Command, InProcess, command, in_process
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_models: TinyModels) -> Iterator[list[InProcess]]:
+    """Two workers for all tests; their weights only rise."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(in_process(tiny_models.model(1))) for _ in range(2)]
+
+
+def url(worker: InProcess | Command) -> str:
+    return str(worker.data.base_url).rstrip("/")
+
+
+def control_url(worker: InProcess | Command) -> str:
+    return str(worker.control.base_url).rstrip("/")
+
+
+@pytest.fixture
+async def pool(workers: list[InProcess]) -> AsyncIterator[AsyncRolloutPool]:
+    async with AsyncRolloutPool.from_urls([url(w) for w in workers]) as pool:
+        yield pool
+
+
+def whole(result: GenerateResult, tokens: int, prompt: int = len(PROMPT)) -> None:
+    """Tokens, logprobs and spans of an output cover each other."""
+    output = result.output
+    assert len(output.token_ids) == tokens
+    assert output.logprobs is not None
+    assert len(output.logprobs) == tokens
+    spans = [(0, 0), *((s.start, s.end) for s in output.weights)]
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+    assert spans[-1][1] == tokens
+    assert result.usage.prompt_tokens == prompt
+    assert result.usage.completion_tokens == tokens
+
+
+async def test_the_answer_is_the_workers(pool: AsyncRolloutPool, workers: list[InProcess]) -> None:
+    direct = workers[0].sample(max_tokens=12)
+    result = await pool.generate(PROMPT, sampling={**GREEDY, "max_tokens": 12})
+    whole(result, 12)
+    assert list(result.token_ids) == direct["token_ids"]
+    assert result.logprobs == pytest.approx(direct["logprobs"], abs=1e-5)
+    assert result.output.stop_reason == "length"
+    assert result.logprobs_of == "sampling"
+    assert [a.outcome for a in result.attempts] == ["finished"]
+    assert result.timing.first_token_seconds is not None
+
+
+async def test_n_spreads_and_keeps_the_seeds_of_one_worker(
+    pool: AsyncRolloutPool, workers: list[InProcess]
+) -> None:
+    sampling = {"max_tokens": 6, "seed": 11, "n": 4, "ignore_eos": True}
+    direct = workers[0].generate(sampling=sampling).json()["outputs"]
+    result = await pool.generate(PROMPT, sampling=sampling)
+    assert [list(o.token_ids) for o in result.outputs] == [o["token_ids"] for o in direct]
+    assert [o.index for o in result.outputs] == [0, 1, 2, 3]
+    assert len({a.replica for a in result.attempts}) == 2
+    assert result.usage.prompt_tokens == len(PROMPT)
+    assert result.usage.completion_tokens == 24
+
+
+async def test_a_conversation_stays_and_a_crowd_does_not(pool: AsyncRolloutPool) -> None:
+    sampling = {"max_tokens": 2}
+    turns = [await pool.generate(PROMPT, session_id="c1", sampling=sampling) for _ in range(4)]
+    assert len({turn.attempts[0].replica for turn in turns}) == 1
+    assert {turn.session_id for turn in turns} == {"c1"}
+    assert len({turn.attempts[0].request_id for turn in turns}) == 4
+    crowd = await asyncio.gather(
+        *(pool.generate(PROMPT, session_id="c1", sampling=sampling) for _ in range(40))
+    )
+    assert len({turn.attempts[0].replica for turn in crowd}) == 2, "bounded imbalance"
+
+
+async def test_a_stream_gives_what_generate_gives(pool: AsyncRolloutPool) -> None:
+    sampling = {**GREEDY, "max_tokens": 10}
+    expected = await pool.generate(PROMPT, sampling=sampling)
+    tokens: list[int] = []
+    async with pool.stream(PROMPT, sampling=sampling) as stream:
+        async for delta in stream:
+            assert delta.weights[0].start == len(tokens)
+            tokens += delta.token_ids
+        assert stream.result.token_ids == tuple(tokens)
+    assert stream.result.token_ids == expected.token_ids
+
+
+async def test_leaving_a_stream_ends_it_on_the_worker(
+    pool: AsyncRolloutPool, workers: list[InProcess]
+) -> None:
+    async with pool.stream(PROMPT, sampling={**GREEDY, "max_tokens": 1800}) as stream:
+        async for _ in stream:
+            break
+    await until(lambda: sum(w.state()["in_flight"] for w in workers) == 0, what="the abort")
+    assert 0 < len(stream.result.token_ids) < 1800
+    assert stream.result.output.stop_reason == "aborted"
+
+
+async def test_many_keep_their_order_and_report_progress(pool: AsyncRolloutPool) -> None:
+    prompts = [[*PROMPT, i] for i in range(30)]
+    seen: list[tuple[int, int]] = []
+    results = await pool.generate_many(
+        prompts,
+        concurrency=7,
+        sampling={**GREEDY, "max_tokens": 3},
+        progress=lambda ended, of: seen.append((ended, of)),
+    )
+    alone = await pool.generate(prompts[17], sampling={**GREEDY, "max_tokens": 3})
+    assert results[17].token_ids == alone.token_ids
+    assert seen == [(i + 1, 30) for i in range(30)]
+
+
+async def test_one_bad_request_of_many_costs_no_other(pool: AsyncRolloutPool) -> None:
+    prompts = [PROMPT, list(range(3000)), PROMPT]
+    with pytest.raises(ManyFailed, match="1 of 3") as error:
+        await pool.generate_many(prompts, sampling={"max_tokens": 2})
+    good, bad, other = error.value.results
+    assert isinstance(bad, RequestRefused)
+    assert (bad.status, bad.slug) == (413, "too-long")
+    assert bad.replica is not None
+    assert isinstance(good, GenerateResult)
+    assert isinstance(other, GenerateResult)
+
+
+async def test_the_deadline_keeps_what_there_is(pool: AsyncRolloutPool) -> None:
+    with pytest.raises(DeadlineExceeded) as error:
+        await pool.generate(PROMPT, sampling={**GREEDY, "max_tokens": 1800}, deadline_seconds=0.4)
+    kept = error.value.kept
+    assert kept is not None
+    assert 0 < len(kept.token_ids) < 1800
+    whole(kept, len(kept.token_ids))
+
+
+async def test_nobody_there_is_said_with_the_reason() -> None:
+    async with AsyncRolloutPool.from_urls(["http://127.0.0.1:9"]) as pool:
+        with pytest.raises(NoReplica, match=r"127\.0\.0\.1:9: ConnectError"):
+            await pool.generate(PROMPT, deadline_seconds=1)
+
+
+def test_the_synchronous_pool_does_the_same(workers: list[InProcess]) -> None:
+    sampling = {**GREEDY, "max_tokens": 5}
+    with RolloutPool.from_urls([url(w) for w in workers]) as pool:
+        assert len(pool.wait_serving(2, seconds=10)) == 2
+        assert pool.info().engine == "hf"
+        result = pool.generate(PROMPT, sampling=sampling)
+        with pool.stream(PROMPT, sampling=sampling) as stream:
+            streamed = [token for delta in stream for token in delta.token_ids]
+        assert tuple(streamed) == result.token_ids == stream.result.token_ids
+        assert len(pool.generate_many([PROMPT] * 3, sampling=sampling)) == 3
+        assert {index for index, _ in pool.as_completed([PROMPT] * 3, sampling=sampling)} == {
+            *range(3)
+        }
+
+
+# Weights that change, sleep, death. Who runs last leaves both workers serving.
+
+VERSIONS = itertools.count(1)
+
+
+async def started(pool: AsyncRolloutPool, workers: list[InProcess]) -> None:
+    await until(lambda: sum(w.state()["in_flight"] for w in workers) > 0, what="a request to run")
+    await asyncio.sleep(0.1)
+
+
+class Publisher:
+    """Brings the next version to both workers as an operator would."""
+
+    def __init__(self, workers: list[InProcess], models: TinyModels) -> None:
+        self.workers = workers
+        self.version = next(VERSIONS)
+        self.path = models.weights(2 + self.version % 2)
+
+    async def stage(self) -> None:
+        for worker in self.workers:
+            await asyncio.to_thread(worker.stage, 1, self.version, self.path)
+
+    async def commit(self, *workers: InProcess) -> None:
+        await asyncio.gather(
+            *(
+                asyncio.to_thread(worker.commit, 1, self.version, in_flight="Abort")
+                for worker in workers or self.workers
+            )
+        )
+
+
+@pytest.fixture
+def publisher(workers: list[InProcess], tiny_models: TinyModels) -> Publisher:
+    return Publisher(workers, tiny_models)
+
+
+async def test_an_output_continues_under_new_weights_with_one_budget(
+    pool: AsyncRolloutPool, workers: list[InProcess], publisher: Publisher
+) -> None:
+    await publisher.stage()
+    sampling = {**GREEDY, "max_tokens": 500}
+    running = asyncio.create_task(pool.generate(PROMPT, sampling=sampling))
+    await started(pool, workers)
+    await publisher.commit()
+    result = await running
+    whole(result, 500)
+    assert len(result.output.weights) == 2
+    assert result.output.weights[1].version == publisher.version
+    *aborted, last = result.attempts
+    assert {(a.outcome, a.cause) for a in aborted} == {("aborted", "weights")}
+    assert last.outcome == "finished"
+    assert sum(a.tokens for a in result.attempts) == 500
+    # What follows the break is what the new weights say after all tokens before it.
+    break_at = result.output.weights[0].end
+    again = workers[0].generate(
+        token_ids=[*PROMPT, *result.token_ids[:break_at]],
+        sampling={**GREEDY, "max_tokens": 20},
+    )
+    rest = list(result.token_ids[break_at : break_at + 20])
+    assert again.json()["outputs"][0]["token_ids"] == rest
+
+
+@pytest.mark.parametrize("policy", ["restart", "fail"])
+async def test_who_minds_other_weights_restarts_or_fails(
+    pool: AsyncRolloutPool,
+    workers: list[InProcess],
+    publisher: Publisher,
+    policy: Literal["restart", "fail"],
+) -> None:
+    await publisher.stage()
+    request = pool.generate(
+        PROMPT, sampling={**GREEDY, "max_tokens": 400}, on_version_change=policy
+    )
+    running = asyncio.create_task(request)
+    await started(pool, workers)
+    await publisher.commit()
+    if policy == "restart":
+        result = await running
+        whole(result, 400)
+        assert [s.version for s in result.output.weights] == [publisher.version]
+        assert len(result.attempts) > 1
+    else:
+        with pytest.raises(VersionChanged, match="the weights changed") as error:
+            await running
+        assert error.value.kept is not None
+        assert len(error.value.kept.output.weights) == 1
+        assert error.value.kept.output.weights[0].version < publisher.version
+
+
+async def test_min_version_waits_for_a_replica_that_has_it(
+    pool: AsyncRolloutPool, workers: list[InProcess], publisher: Publisher
+) -> None:
+    wanted: dict[str, Any] = {"epoch": 1, "sampling": {"max_tokens": 2}}
+    floor = {**wanted, "min_version": publisher.version}
+    running = [asyncio.create_task(pool.generate(PROMPT, **floor)) for _ in range(6)]
+    await publisher.stage()
+    await asyncio.sleep(0.2)
+    assert not any(task.done() for task in running)
+    await publisher.commit(workers[1])
+    results = await asyncio.wait_for(asyncio.gather(*running), 20)
+    new = url(workers[1]).removeprefix("http://")
+    assert {r.attempts[-1].replica for r in results} == {new}
+    assert {r.output.weights[0].version for r in results} == {publisher.version}
+    # Nothing more is asked of the one that is known to be behind.
+    assert len((await pool.generate(PROMPT, **floor)).attempts) == 1
+    await publisher.commit(workers[0])
+    with pytest.raises(RequestRefused, match="beyond the exact version"):
+        await pool.generate(PROMPT, **wanted, exact_version=publisher.version - 1)
+
+
+async def test_a_sleeper_gets_nothing_until_it_wakes(
+    pool: AsyncRolloutPool, workers: list[InProcess]
+) -> None:
+    sampling = {**GREEDY, "max_tokens": 400}
+    running = [asyncio.create_task(pool.generate(PROMPT, sampling=sampling)) for _ in range(2)]
+    await started(pool, workers)
+    await asyncio.to_thread(workers[0].post, "sleep", mode="abort")
+    first, second = await asyncio.gather(*running)
+    moved = first if len(first.attempts) > 1 else second
+    assert moved.attempts[0].cause == "sleep"
+    assert len(first.token_ids) == 400
+    assert first.token_ids == second.token_ids
+    assert [m.name for m in pool.serving()] == [url(workers[1]).removeprefix("http://")]
+    await asyncio.to_thread(workers[0].post, "wake")
+    await pool.wait_serving(2, seconds=20)
+
+
+async def test_a_dead_engine_costs_no_token(
+    pool: AsyncRolloutPool, workers: list[InProcess]
+) -> None:
+    sampling = {**GREEDY, "max_tokens": 400}
+    running = [asyncio.create_task(pool.generate(PROMPT, sampling=sampling)) for _ in range(2)]
+    await started(pool, workers)
+    await asyncio.to_thread(workers[0].crash)
+    first, second = await asyncio.gather(*running)
+    assert len(first.token_ids) == 400
+    assert first.token_ids == second.token_ids
+    assert {len(first.attempts), len(second.attempts)} == {1, 2}
+    await pool.wait_serving(2, seconds=60)
+
+
+async def test_kill_minus_9_costs_no_received_token(
+    workers: list[InProcess], tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    """A worker is killed while a stream and a batch run on it and another one."""
+    sampling = {**GREEDY, "max_tokens": 300}
+    prompts = [[*PROMPT, 10 + i] for i in range(8)]
+    with command(tiny_models.model(1), tmp_path, wait=False) as victim:
+        async with AsyncRolloutPool.from_urls([url(victim)]) as alone:
+            await alone.wait_serving(seconds=120)
+            await alone.generate(PROMPT, sampling={"max_tokens": 1})
+        async with AsyncRolloutPool.from_urls([url(victim), url(workers[0])]) as pool:
+            batch = asyncio.create_task(pool.generate_many(prompts, sampling=sampling))
+            received: list[int] = []
+            async with pool.stream(prompts[0], sampling=sampling) as stream:
+                async for delta in stream:
+                    assert delta.weights[0].start == len(received)
+                    received += delta.token_ids
+                    if len(received) > 30 and victim.process.poll() is None:
+                        victim.process.kill()
+                        victim.process.wait(10)
+            results = await asyncio.wait_for(batch, 120)
+    assert tuple(received) == stream.result.token_ids
+    assert len(received) == 300
+    broken = [r for r in [*results, stream.result] if len(r.attempts) > 1]
+    assert broken, "somebody ran on the worker that was killed"
+    assert sum(r.attempts[0].tokens for r in broken) > 0, "and what it had sent was kept"
+    for result in results:
+        whole(result, 300, prompt=len(PROMPT) + 1)
+        assert sum(attempt.tokens for attempt in result.attempts) == 300
+
+
+def test_a_pool_closed_amid_a_call_says_so(workers: list[InProcess]) -> None:
+    pool = RolloutPool.from_urls([url(w) for w in workers])
+    with ThreadPoolExecutor(1) as threads:
+        sampling = {**GREEDY, "max_tokens": 1800}
+        running = threads.submit(pool.generate, PROMPT, sampling=sampling)
+        until_sync(lambda: sum(w.state()["in_flight"] for w in workers) > 0, what="a request")
+        pool.close()
+        with pytest.raises(PoolClosed):
+            running.result(20)
+    with pytest.raises(PoolClosed):
+        pool.generate(PROMPT)

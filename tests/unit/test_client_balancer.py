@@ -1,0 +1,195 @@
+"""Who gets a request: sticky within bounds, least in-flight, out after failures. Pure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_client.balancer import SCAN, Balancer, Bounds
+from rollout_client.members import Member, static_members
+from rollout_worker.schemas import WeightsId
+
+
+def members(count: int) -> list[Member]:
+    return [Member(f"http://w{i}:8000", f"w{i}") for i in range(count)]
+
+
+def balancer(count: int, **options: object) -> Balancer:
+    found = Balancer(**options)  # type: ignore[arg-type]
+    found.set_members(members(count), 0.0)
+    return found
+
+
+def chosen(found: Balancer, key: str | None = None, now: float = 0.0, **more: object) -> str:
+    member = found.choose(key, now, **more)  # type: ignore[arg-type]
+    assert member is not None
+    return member.name
+
+
+def weights(epoch: int, version: int) -> WeightsId:
+    return WeightsId(epoch=epoch, version=version)
+
+
+def test_the_least_loaded_gets_it_and_equals_take_turns() -> None:
+    found = balancer(3)
+    assert sorted(chosen(found) for _ in range(3)) == ["w0", "w1", "w2"]
+    found.release("http://w1:8000")
+    assert chosen(found) == "w1"
+    # One request at a time visits all of them instead of the first for ever.
+    idle = balancer(3)
+    visited = []
+    for _ in range(3):
+        visited.append(chosen(idle))
+        idle.release(f"http://{visited[-1]}:8000")
+    assert sorted(visited) == ["w0", "w1", "w2"]
+
+
+def test_a_conversation_stays_until_the_imbalance_is_too_much() -> None:
+    found = balancer(2, max_imbalance=3)
+    home = chosen(found, "c")
+    assert [chosen(found, "c") for _ in range(3)] == [home] * 3
+    other = chosen(found, "c")
+    assert other != home, "4 above the least loaded is more than 3"
+    for _ in range(5):
+        found.release(f"http://{home}:8000")
+    assert chosen(found, "c") == other, "it moved: the other one has its prefix now"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200), st.integers(0, 6))
+def test_no_choice_is_ever_beyond_the_bound(steps: list[tuple[str, bool]], bound: int) -> None:
+    found = balancer(4, max_imbalance=bound)
+    for key, release in steps:
+        least = min(seat.in_flight for seat in found.seats.values())
+        member = found.choose(key, 0.0)
+        assert member is not None
+        assert found.seats[member.url].in_flight - 1 <= least + bound
+        if release:
+            found.release(member.url)
+
+
+def test_beyond_some_members_two_are_compared() -> None:
+    found = balancer(4 * SCAN, seed=1)
+    load = Counter(chosen(found) for _ in range(4 * SCAN * 10))
+    assert max(load.values()) <= 14, "power of two: near the mean of 10"
+
+
+def test_the_stable_hash_is_the_same_in_every_process() -> None:
+    program = (
+        "from rollout_client.balancer import Balancer; from rollout_client.members import Member\n"
+        "b = Balancer(deterministic=True)\n"
+        "b.set_members([Member(f'http://w{i}:8000', f'w{i}') for i in range(5)], 0.0)\n"
+        "print([b.choose(str(k), 0.0).name for k in range(50)])"
+    )
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(runs) == 1
+    # Only the keys of a member that leaves move.
+    five, four = balancer(5, deterministic=True), balancer(5, deterministic=True)
+    four.set_members(members(4), 1.0)
+    for key in map(str, range(200)):
+        before, after = chosen(five, key), chosen(four, key)
+        assert before in ("w4", after)
+
+
+def test_counts_survive_a_member_that_goes_and_comes_back() -> None:
+    found = balancer(2)
+    for _ in range(6):
+        found.choose(None, 0.0)
+    found.set_members(members(1), 1.0)
+    assert found.seats["http://w1:8000"].in_flight == 3
+    found.release("http://w1:8000")
+    found.set_members(members(2), 2.0)
+    assert found.seats["http://w1:8000"].in_flight == 2
+    found.set_members(members(1), 3.0)
+    for _ in range(2):
+        found.release("http://w1:8000")
+    assert list(found.seats) == ["http://w0:8000"], "nothing is left of it"
+    found.release("http://w1:8000")  # late, unknown: no harm
+
+
+def test_who_is_out_gets_nothing_until_then_or_until_it_proves_itself() -> None:
+    found = balancer(2)
+    found.take_out("http://w0:8000", "its queue is full", 0.0, until=5.0)
+    found.take_out("http://w1:8000", "asleep", 0.0)
+    assert found.choose(None, 1.0) is None
+    assert found.reasons(1.0) == "w0: its queue is full; w1: asleep"
+    assert chosen(found, now=5.0) == "w0"
+    found.bring_back("http://w1:8000")
+    assert chosen(found, now=5.0) == "w1"
+
+
+def test_not_ready_means_nothing_new_and_avoided_means_last() -> None:
+    found = balancer(2)
+    found.set_members([members(2)[0], Member("http://w1:8000", "w1", ready=False)], 0.0)
+    assert [chosen(found) for _ in range(3)] == ["w0"] * 3
+    assert found.reasons(0.0) == "w0: serves; w1: not ready"
+    assert chosen(found, avoid=["http://w0:8000"]) == "w0", "rather that one than none"
+    found.set_members(members(2), 0.0)
+    assert chosen(found, avoid=["http://w1:8000"]) == "w0"
+
+
+@pytest.mark.parametrize(
+    ("bounds", "active", "admitted"),
+    [
+        (Bounds(), (0, 0), True),
+        (Bounds(min_version=3), (2, 3), True),
+        (Bounds(min_version=3), (2, 2), False),
+        (Bounds(epoch=2, min_version=3), (3, 0), True),
+        (Bounds(epoch=2, min_version=3), (1, 9), False),
+        (Bounds(epoch=2), (1, 9), False),
+        (Bounds(exact_version=3), (2, 3), True),
+        (Bounds(exact_version=3), (2, 4), False),
+        (Bounds(epoch=1, exact_version=3), (2, 3), False),
+    ],
+)
+def test_bounds_read_as_the_workers_admission_reads_them(
+    bounds: Bounds, active: tuple[int, int], admitted: bool
+) -> None:
+    assert bounds.admits(weights(*active)) is admitted
+    assert bounds.admits(None)
+    found = balancer(1)
+    found.saw_weights("http://w0:8000", weights(*active))
+    assert (found.choose(None, 0.0, bounds) is not None) is admitted
+
+
+def test_an_exact_version_that_all_have_passed_is_out_of_reach() -> None:
+    found = balancer(2)
+    exact = Bounds(epoch=1, exact_version=3)
+    found.saw_weights("http://w0:8000", weights(1, 4))
+    assert not found.out_of_reach(exact), "the other one may have it"
+    found.saw_weights("http://w1:8000", weights(2, 0))
+    assert found.out_of_reach(exact)
+    assert not found.out_of_reach(Bounds(epoch=1, min_version=9))
+
+
+def test_unproven_members_wait_for_their_probe() -> None:
+    found = Balancer()
+    found.set_members([Member("http://w0:8000", "w0", proven=False)], 0.0)
+    assert found.choose(None, 0.0) is None
+    found.bring_back("http://w0:8000")
+    assert chosen(found) == "w0"
+
+
+def test_urls_become_members_with_their_control_ports() -> None:
+    first, second = static_members(["http://10.0.0.1:8000/", "http://[fd00::1]:9000"])
+    assert (first.url, first.control_url) == ("http://10.0.0.1:8000", "http://10.0.0.1:8001")
+    assert (second.url, second.control_url) == ("http://[fd00::1]:9000", None)
+    assert len(static_members(["http://a:8000", "http://a:8000/"])) == 1
+    with pytest.raises(ValueError, match="no URL"):
+        static_members(["10.0.0.1:8000"])
+    with pytest.raises(ValueError, match="1 urls but 2"):
+        static_members(["http://a:1"], ["http://a:2", None])

@@ -1,0 +1,362 @@
+"""Answers of one worker that is odd on purpose: what is tried again, what is not, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from loopback import Loopback, loopback
+from rollout_client import (
+    AsyncRolloutPool,
+    AttemptReport,
+    DeadlineExceeded,
+    GenerateResult,
+    Hook,
+    NoReplica,
+    PrometheusHook,
+    RequestFailed,
+    RequestRefused,
+)
+
+Step = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+PROMPT = [1, 2, 3]
+END = {"max_tokens": 6, "ignore_eos": True}
+
+
+class Script:
+    """A worker that does one step after the other; the last one again and again."""
+
+    def __init__(self, server: Loopback) -> None:
+        self.server = server
+        self.steps: list[Step] = []
+        self.bodies: list[dict[str, Any]] = []
+        server.answers["POST", "/v1/generate"] = self._generate
+        self.ready()
+
+    def ready(self, status: int = 200) -> None:
+        body: dict[str, Any] = {"status": "ready"} if status == 200 else {"detail": "asleep"}
+        self.server.answer("GET", "/ready", body, status)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        return await self.steps[min(len(self.bodies), len(self.steps)) - 1](request, body)
+
+
+def problem(status: int, slug: str, **more: Any) -> Step:
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        text = {"type": f"urn:rollout:problem:{slug}", "title": "t", "detail": "why", **more}
+        headers = {"Retry-After": str(more["retry"])} if "retry" in more else {}
+        kind = "application/problem+json"
+        return web.json_response(text, status=status, headers=headers, content_type=kind)
+
+    return answer
+
+
+def event(name: str, data: dict[str, Any]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
+
+
+def tokens(
+    ids: list[int],
+    stop: str | None = "length",
+    version: int = 0,
+    abort: str | None = None,
+    tail: bytes = b"",
+    match: int | None = None,
+) -> Step:
+    """A stream of single tokens, then `done`; stop None: cut off instead."""
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for at, token in enumerate(ids):
+            span = {"epoch": 0, "version": version, "start": at, "end": at + 1}
+            delta = {"index": 0, "token_ids": [token], "logprobs": [-0.1], "weights": [span]}
+            await response.write(event("delta", {**delta, "new_field": 1}))
+        await response.write(tail)
+        if stop is None:
+            await asyncio.sleep(0.02)
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        ended: dict[str, Any] = {"index": 0, "stop_reason": stop, "abort_reason": abort}
+        if match is not None:
+            ended["stop_match"] = {"token_id": match}
+        usage = {"prompt_tokens": 3, "completion_tokens": len(ids), "cached_tokens": 1}
+        timing = {"queued_seconds": 0.1, "total_seconds": 0.2, "preemptions": 1}
+        done = {"request_id": body["request_id"], "logprobs_of": "sampling", "outputs": [ended]}
+        await response.write(event("done", {**done, "usage": usage, "timing": timing}))
+        return response
+
+    return answer
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[Script]:
+    async with loopback() as server:
+        yield Script(server)
+
+
+@pytest.fixture
+async def pool(worker: Script) -> AsyncIterator[AsyncRolloutPool]:
+    async with AsyncRolloutPool.from_urls([worker.server.url]) as pool:
+        yield pool
+
+
+async def test_a_cut_stream_goes_on_where_it_stopped(
+    pool: AsyncRolloutPool, worker: Script
+) -> None:
+    worker.steps = [tokens([5, 6], None), tokens([7], None, version=1), tokens([8, 9, 10])]
+    sampling = {**END, "seed": 3, "min_tokens": 3}
+    result = await pool.generate(PROMPT, sampling=sampling, session_id="s")
+    assert result.token_ids == (5, 6, 7, 8, 9, 10)
+    assert [(s.version, s.start, s.end) for s in result.output.weights] == [
+        (0, 0, 2),
+        (1, 2, 3),
+        (0, 3, 6),
+    ]
+    first, second, third = worker.bodies
+    assert second["token_ids"] == [*PROMPT, 5, 6]
+    assert third["token_ids"] == [*PROMPT, 5, 6, 7]
+    assert [b["sampling"]["max_tokens"] for b in worker.bodies] == [6, 4, 3]
+    assert [b["sampling"].get("min_tokens", 0) for b in worker.bodies] == [3, 1, 0]
+    assert len({b["request_id"] for b in worker.bodies}) == 3
+    assert {b["session_id"] for b in worker.bodies} == {"s"}
+    assert len({b["sampling"]["seed"] for b in worker.bodies}) == 3
+    assert [a.outcome for a in result.attempts] == ["broken", "broken", "finished"]
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (3, 6)
+    assert result.timing.preemptions == 1
+    assert first["deadline_seconds"] > third["deadline_seconds"] > 590
+
+
+async def test_an_eos_before_the_cut_is_the_end(pool: AsyncRolloutPool, worker: Script) -> None:
+    """Nobody told yet which id ends outputs: the last token is sampled again. Then it is known."""
+    worker.steps = [tokens([5, 2], None), tokens([2], "stop", match=2), tokens([4, 2], None)]
+    result = await pool.generate(PROMPT, sampling={"max_tokens": 6})
+    assert worker.bodies[1]["token_ids"] == [*PROMPT, 5]
+    assert result.token_ids == (5, 2)
+    again = await pool.generate(PROMPT, sampling={"max_tokens": 6})
+    assert again.token_ids == (4, 2)
+    assert again.output.stop_reason == "stop"
+    assert again.output.stop_match is not None
+    assert again.output.stop_match.token_id == 2
+    assert len(worker.bodies) == 3
+
+
+async def test_a_spent_budget_before_the_cut_is_the_end(
+    pool: AsyncRolloutPool, worker: Script
+) -> None:
+    worker.steps = [tokens([1, 2, 3, 4, 5, 6], None)]
+    result = await pool.generate(PROMPT, sampling=END)
+    assert result.output.stop_reason == "length"
+    assert len(worker.bodies) == 1
+
+
+async def test_a_stop_string_across_the_cut_is_not_missed(
+    pool: AsyncRolloutPool, worker: Script
+) -> None:
+    worker.steps = [tokens([1, 2, 3, 4], None), tokens([3, 4, 5], "stop")]
+    sampling = {**END, "stop": ["abc"]}
+    seen: list[int] = []
+    async with pool.stream(PROMPT, sampling=sampling) as stream:
+        async for delta in stream:
+            seen += delta.token_ids
+    assert worker.bodies[1]["token_ids"] == [*PROMPT, 1, 2]
+    assert tuple(seen) == stream.result.token_ids == (1, 2, 3, 4, 5)
+
+
+async def test_penalties_of_sampled_tokens_start_anew(
+    pool: AsyncRolloutPool, worker: Script
+) -> None:
+    worker.steps = [tokens([1, 2], None), tokens([3, 4], "stop")]
+    result = await pool.generate(PROMPT, sampling={**END, "presence_penalty": 0.5})
+    assert worker.bodies[1]["token_ids"] == PROMPT
+    assert worker.bodies[1]["sampling"]["max_tokens"] == 6
+    assert result.token_ids == (3, 4)
+
+
+@pytest.mark.parametrize("reason", ["weights", "sleep", "engine", "control", "client"])
+async def test_every_abort_but_our_own_continues(
+    pool: AsyncRolloutPool, worker: Script, reason: str
+) -> None:
+    worker.steps = [tokens([1, 2], "aborted", abort=reason), tokens([3], "stop")]
+    result = await pool.generate(PROMPT, sampling=END)
+    assert result.token_ids == (1, 2, 3)
+    assert reason in result.attempts[0].cause or "asleep" in result.attempts[0].cause
+
+
+async def test_an_abort_at_the_deadline_is_an_error_with_the_tokens(
+    pool: AsyncRolloutPool, worker: Script
+) -> None:
+    worker.steps = [tokens([1, 2], "aborted", abort="deadline")]
+    with pytest.raises(DeadlineExceeded) as error:
+        await pool.generate(PROMPT, sampling=END)
+    assert error.value.kept is not None
+    assert error.value.kept.token_ids == (1, 2)
+    assert error.value.replica == worker.server.address
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        tokens([1], tail=event("error", {"detail": "the stream broke"})),
+        tokens([1], tail=b"event: delta\ndata: {nonsense\n\n"),
+        tokens([1], tail=event("delta", {"index": 0, "token_ids": [1], "weights": []})),
+        problem(500, "internal-error"),
+        problem(502, ""),
+    ],
+    ids=["error event", "no JSON", "no span", "500", "a gateway"],
+)
+async def test_what_breaks_is_tried_again(
+    pool: AsyncRolloutPool, worker: Script, bad: Step
+) -> None:
+    worker.steps = [bad, tokens([1], "stop")]
+    result = await pool.generate(PROMPT, sampling=END)
+    assert len(result.attempts) == 2
+    assert result.attempts[0].cause
+
+
+async def test_a_request_that_breaks_workers_ends_in_an_error(worker: Script) -> None:
+    worker.steps = [tokens([1], None)]
+    async with AsyncRolloutPool.from_urls([worker.server.url], max_failures=2) as pool:
+        with pytest.raises(RequestFailed, match="3 attempts broke, the last one") as error:
+            await pool.generate(PROMPT, sampling=END)
+    assert error.value.kept is not None
+    assert len(error.value.kept.token_ids) == 3
+    assert len(error.value.kept.attempts) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "slug"), [(422, "invalid-request"), (413, "too-long"), (401, "x")]
+)
+async def test_a_wrong_request_is_not_tried_again(
+    pool: AsyncRolloutPool, worker: Script, status: int, slug: str
+) -> None:
+    worker.steps = [problem(status, slug)]
+    with pytest.raises(RequestRefused, match="why") as error:
+        await pool.generate(PROMPT)
+    assert (error.value.status, error.value.slug, error.value.kept) == (status, slug, None)
+    assert len(worker.bodies) == 1
+
+
+async def test_a_full_queue_is_asked_again_when_it_said(
+    pool: AsyncRolloutPool, worker: Script
+) -> None:
+    worker.steps = [problem(429, "queue-full", retry=1), tokens([1], "stop")]
+    began = time.monotonic()
+    await pool.generate(PROMPT)
+    assert 1.0 <= time.monotonic() - began < 5
+
+
+async def test_who_sleeps_is_asked_only_whether_it_is_ready(
+    pool: AsyncRolloutPool, worker: Script
+) -> None:
+    worker.ready(503)
+    worker.steps = [problem(503, "asleep", retry=5), tokens([1], "stop")]
+    running = asyncio.create_task(pool.generate(PROMPT))
+    await asyncio.sleep(0.6)
+    assert len(worker.bodies) == 1
+    assert pool.serving() == []
+    worker.ready()
+    await asyncio.wait_for(running, 5)
+    assert len(worker.bodies) == 2
+
+
+async def test_nobody_serves_until_the_deadline(pool: AsyncRolloutPool, worker: Script) -> None:
+    worker.ready(503)
+    worker.steps = [problem(503, "asleep")]
+    with pytest.raises(NoReplica, match="asleep"):
+        await pool.generate(PROMPT, deadline_seconds=0.5)
+
+
+async def test_a_silent_worker_that_lives_is_waited_for(worker: Script) -> None:
+    """Queued for long: nothing comes, but /health answers."""
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(0.8)
+        return await tokens([1], "stop")(request, body)
+
+    worker.steps = [slow]
+    worker.server.answer("GET", "/health", {"status": "ok"})
+    url = worker.server.url
+    async with AsyncRolloutPool.from_urls([url], silent_seconds=0.2) as pool:
+        result = await pool.generate(PROMPT)
+    assert len(result.attempts) == 1
+
+
+async def test_a_silent_worker_that_is_dead_is_left(worker: Script) -> None:
+    async def hung(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    worker.steps = [hung, tokens([1], "stop")]
+    worker.server.answer("GET", "/health", {"status": "bad"}, 503)
+    url = worker.server.url
+    async with AsyncRolloutPool.from_urls([url], silent_seconds=0.2) as pool:
+        result = await asyncio.wait_for(pool.generate(PROMPT), 10)
+    assert "silent" in result.attempts[0].cause
+
+
+async def test_the_pools_floor_is_sent_unless_the_request_has_bounds(
+    pool: AsyncRolloutPool, worker: Script
+) -> None:
+    from rollout_client import WeightsId
+
+    worker.steps = [tokens([1], "stop", version=9)]
+    pool.floor = WeightsId(epoch=0, version=4)
+    await pool.generate(PROMPT)
+    await pool.generate(PROMPT, min_version=2)
+    sent = [(b.get("epoch"), b.get("min_version")) for b in worker.bodies]
+    assert sent == [(0, 4), (None, 2)]
+
+
+async def test_bad_arguments_never_leave(pool: AsyncRolloutPool, worker: Script) -> None:
+    with pytest.raises(ValueError, match="top_p"):
+        await pool.generate(PROMPT, sampling={"top_p": 2})
+    with pytest.raises(ValueError, match="no_such"):
+        await pool.generate(PROMPT, no_such=1)
+    with pytest.raises(ValueError, match="request_id"):
+        await pool.generate(PROMPT, request_id="x" * 201)
+    assert worker.bodies == []
+
+
+async def test_hooks_see_attempts_and_requests(worker: Script) -> None:
+    class Seen(Hook):
+        def __init__(self) -> None:
+            self.told: list[str] = []
+
+        def attempt(self, report: AttemptReport) -> None:
+            self.told.append(f"{report.outcome} {report.tokens}")
+
+        def request(self, outcome: str, seconds: float, result: GenerateResult | None) -> None:
+            self.told.append(f"{outcome} {result is not None}")
+
+    seen = Seen()
+    worker.steps = [tokens([1], None), tokens([2], "stop"), problem(422, "unsupported")]
+    async with AsyncRolloutPool.from_urls([worker.server.url], hook=seen) as pool:
+        await pool.generate(PROMPT, sampling=END)
+        with pytest.raises(RequestRefused):
+            await pool.generate(PROMPT)
+    assert seen.told == ["broken 1", "finished 1", "ok True", "refused 0", "RequestRefused False"]
+
+
+async def test_prometheus_gets_the_same(worker: Script) -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    worker.steps = [tokens([1], None), tokens([2], "stop")]
+    hook = PrometheusHook("math", registry)
+    async with AsyncRolloutPool.from_urls([worker.server.url], hook=hook) as pool:
+        await pool.generate(PROMPT, sampling=END)
+    page = generate_latest(registry).decode()
+    assert 'rollout_client_attempts_total{outcome="broken",pool="math"} 1.0' in page
+    assert 'rollout_client_requests_total{outcome="ok",pool="math"} 1.0' in page
+    assert 'rollout_client_tokens_total{pool="math"} 2.0' in page
+    assert 'rollout_client_members{pool="math",state="present"} 1.0' in page
