@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from rollout_client import (
     PrometheusHook,
     RequestFailed,
     RequestRefused,
+    WeightsId,
 )
+from waiting import until
 
 Step = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 PROMPT = [1, 2, 3]
@@ -261,7 +264,8 @@ async def test_who_sleeps_is_asked_only_whether_it_is_ready(
     worker.ready(503)
     worker.steps = [problem(503, "asleep", retry=5), tokens([1], "stop")]
     running = asyncio.create_task(pool.generate(PROMPT))
-    await asyncio.sleep(0.6)
+    probes = partial(worker.server.requests.count, ("GET", "/ready", ""))
+    await until(lambda: probes() >= 3, what="probes")
     assert len(worker.bodies) == 1
     assert pool.serving() == []
     worker.ready()
@@ -273,7 +277,7 @@ async def test_nobody_serves_until_the_deadline(pool: AsyncRolloutPool, worker: 
     worker.ready(503)
     worker.steps = [problem(503, "asleep")]
     with pytest.raises(NoReplica, match="asleep"):
-        await pool.generate(PROMPT, deadline_seconds=0.5)
+        await pool.generate(PROMPT, deadline_seconds=3)
 
 
 async def test_a_silent_worker_that_lives_is_waited_for(worker: Script) -> None:
@@ -307,8 +311,6 @@ async def test_a_silent_worker_that_is_dead_is_left(worker: Script) -> None:
 async def test_the_pools_floor_is_sent_unless_the_request_has_bounds(
     pool: AsyncRolloutPool, worker: Script
 ) -> None:
-    from rollout_client import WeightsId
-
     worker.steps = [tokens([1], "stop", version=9)]
     pool.floor = WeightsId(epoch=0, version=4)
     await pool.generate(PROMPT)
