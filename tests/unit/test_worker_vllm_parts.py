@@ -1,0 +1,155 @@
+"""The parts of the vLLM adapter that need no vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout_worker.checkpoints import Entry, TensorSpec
+from rollout_worker.engine import EngineRequest, InvalidRequest
+from rollout_worker.engines.vllm.blobs import ALIGN, Blob
+from rollout_worker.engines.vllm.gate import Gate
+from rollout_worker.engines.vllm.intake import Model, check
+from rollout_worker.engines.vllm.labels import Labels
+from rollout_worker.engines.vllm.processes import descendants, end
+from rollout_worker.schemas import SamplingParams, WeightsId
+from waiting import until_sync
+
+FILE = Path("model.safetensors")
+
+
+def commit(labels: Labels, version: int, *, kept: bool) -> None:
+    labels.adopt(labels.next(WeightsId(epoch=1, version=version), kept=kept))
+
+
+def test_spans_follow_the_labels() -> None:
+    labels = Labels()
+    commit(labels, 1, kept=True)
+    commit(labels, 2, kept=False)
+    starts = [("0", 0), ("1", 4), ("2", 6)]
+    spans = [(s.epoch, s.version, s.start, s.end, s.stale_kv) for s in labels.spans(starts, 2, 9)]
+    assert spans == [(0, 0, 2, 4, False), (1, 1, 4, 6, True), (1, 2, 6, 9, False)]
+    assert labels.spans(starts, 4, 4) == ()
+    assert labels.identity == WeightsId(epoch=1, version=2)
+
+
+def test_an_output_that_began_after_a_commit_has_no_stale_kv() -> None:
+    labels = Labels()
+    commit(labels, 1, kept=True)
+    assert [span.stale_kv for span in labels.spans([("1", 0)], 0, 3)] == [False]
+
+
+def test_a_label_that_was_never_adopted_means_nothing() -> None:
+    labels = Labels()
+    lost = labels.next(WeightsId(epoch=1, version=1), kept=True)
+    assert labels.next(WeightsId(epoch=1, version=2), kept=True) == lost
+    assert labels.identity == WeightsId(epoch=0, version=0)
+
+
+async def test_the_gate_lets_in_by_priority_then_arrival() -> None:
+    gate, order = Gate(1), []
+
+    async def pass_through(name: str, priority: int, arrival: int) -> None:
+        await gate.enter(name, priority, arrival)
+        order.append(name)
+
+    await gate.enter("first", 0, 0)
+    waiting = [
+        asyncio.create_task(pass_through(name, priority, arrival))
+        for arrival, (name, priority) in enumerate([("c", 5), ("a", -1), ("b", -1)], 1)
+    ]
+    await asyncio.sleep(0)
+    assert gate.inside == {"first"}
+    for leaver in ("first", "a", "b"):
+        gate.leave([leaver])
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    await asyncio.gather(*waiting)
+    assert order == ["a", "b", "c"]
+
+
+async def test_a_shut_gate_and_those_who_give_up() -> None:
+    gate = Gate(2)
+    gate.shut()
+    tasks = {n: asyncio.create_task(gate.enter(n, 0, i)) for i, n in enumerate("abcd")}
+    await asyncio.sleep(0)
+    assert gate.inside == frozenset()
+    gate.dismiss("a")
+    tasks["b"].cancel()
+    await asyncio.wait([tasks["a"], tasks["b"]], timeout=1)
+    assert tasks["a"].done()
+    gate.open()
+    await asyncio.gather(tasks["c"], tasks["d"])
+    assert gate.inside == {"c", "d"}
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_blob_holds_tensors_and_leaves_nothing_behind(tmp_path: Path, *, on_disk: bool) -> None:
+    entries = [
+        Entry("a", TensorSpec("U8", (3,)), FILE, 0),
+        Entry("empty", TensorSpec("F32", (0, 4)), FILE, 3),
+        Entry("b", TensorSpec("F32", (2, 2)), FILE, 3),
+    ]
+    before = set(os.listdir("/proc/self/fd"))
+    blob = Blob(entries, tmp_path if on_disk else None)
+    blob.buffer(entries[0])[:] = b"abc"
+    blob.buffer(entries[2])[:] = bytes(range(16))
+    blob.seal()
+    ticket = json.loads(blob.ticket())
+    places = {name: (dtype, shape, start) for name, dtype, shape, start in ticket["tensors"]}
+    assert places["b"][:2] == ("F32", [2, 2])
+    assert all(start % ALIGN == 0 for _, _, start in places.values())
+    handle = os.open(ticket["path"], os.O_RDONLY)
+    try:
+        with mmap.mmap(handle, ticket["size"], prot=mmap.PROT_READ) as seen:
+            assert seen[:3] == b"abc"
+            start = places["b"][2]
+            assert seen[start : start + 16] == bytes(range(16))
+    finally:
+        os.close(handle)
+    blob.close()
+    blob.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_descendants_are_found_and_ended() -> None:
+    nest = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    before = descendants(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", nest]) as child:
+        until_sync(lambda: len(descendants(os.getpid()) - before) == 2, 20, what="both processes")
+        found = descendants(os.getpid()) - before
+        assert child.pid in {process.pid for process in found}
+        assert end(found, 10) == set()
+    assert not any(process.alive() for process in found)
+    assert descendants(os.getpid()) - before == set()
+
+
+MODEL = Model(max_length=64, vocab_size=100, eos=frozenset({2}), tokenizer=None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "field", "status"),
+    [
+        ((5, 100), {}, "token_ids", 422),
+        ((5,), {"temperature": 0.005}, "sampling.temperature", 422),
+        ((5,), {"logit_bias": {100: 1.0}}, "sampling.logit_bias", 422),
+        ((5,), {"max_tokens": 64}, "sampling.max_tokens", 413),
+        ((5,), {"min_tokens": 1, "allowed_token_ids": (2,)}, "sampling.allowed_token_ids", 422),
+    ],
+    ids=["id", "cold", "bias", "long", "nothing allowed"],
+)
+def test_what_the_model_can_not_do_is_refused(
+    prompt: tuple[int, ...], sampling: dict[str, object], field: str, status: int
+) -> None:
+    request = EngineRequest("r", prompt, SamplingParams.model_validate(sampling), "sampling")
+    with pytest.raises(InvalidRequest) as refused:
+        check(request, MODEL)
+    assert (refused.value.field, refused.value.status) == (field, status)

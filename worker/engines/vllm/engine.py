@@ -1,0 +1,291 @@
+"""The adapter: `Engine` of the worker's contract on top of vLLM's `AsyncLLM`.
+
+Everything here runs in the worker's asyncio loop; starting, stopping and reading weights run in
+threads, so that neither the loop nor an abort ever waits for a disk or a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollout_worker.engine import (
+    EngineCrashed,
+    EngineDelta,
+    EngineError,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    KvPolicy,
+    StagedInfo,
+    StageProgress,
+)
+from rollout_worker.engines import EngineOptions
+from rollout_worker.schemas import (
+    AbortReason,
+    Capabilities,
+    LogprobsOf,
+    MemoryTag,
+    Progress,
+    Resident,
+    WeightsId,
+    WeightsSource,
+)
+from rollout_worker.weights import ReadCancelled
+
+from . import launch, processes, settings
+from .gate import Gate
+from .intake import check
+from .labels import Labels
+from .model import decode
+from .steering import Steering
+from .traffic import Traffic
+from .versions import Versions, in_thread
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_SECONDS = 600.0
+STOP_SECONDS = 5
+"""What vLLM's processes get to end by themselves."""
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What exists once vLLM runs."""
+
+    launched: launch.Launched
+    gate: Gate
+    steering: Steering
+    versions: Versions
+    traffic: Traffic
+
+
+class VllmEngine:
+    """Serves one model with vLLM."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        launch.prepare_environment()
+        self._options = options
+        self._settings = settings.parse(options.args)
+        self._parts: _Parts | None = None
+        self._ended: str | None = None
+        self._give_up = threading.Event()
+        self._before = processes.descendants(os.getpid())
+        self.capabilities = _capabilities(options.logprobs, seed=True, strings=True, cache=True)
+
+    async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
+        """See `Engine.start`."""
+        loop = asyncio.get_running_loop()
+
+        def relay(progress: Progress) -> None:
+            loop.call_soon_threadsafe(report, progress)
+
+        def work(cancelled: Callable[[], bool]) -> launch.Launched:
+            return launch.launch(self._options, self._settings, relay, cancelled)
+
+        try:
+            launched = await in_thread(work, self._give_up)
+        except ReadCancelled:
+            raise EngineError("the engine was stopped while it loaded") from None
+        report(Progress(message="warming up"))
+        parts = await self._assemble(launched)
+        try:
+            async with asyncio.timeout(WARM_UP_SECONDS):
+                await parts.traffic.warm_up()
+        except (EngineCrashed, TimeoutError) as error:
+            await asyncio.to_thread(_shut_down, launched.llm, launched.processes)
+            raise EngineError(f"vLLM started, but can't generate: {error}") from error
+        self._parts = parts
+        model = launched.model
+        chunked = launched.config.scheduler_config.enable_chunked_prefill
+        self.capabilities = _capabilities(
+            self._options.logprobs,
+            # A seed and a prompt taken in parts end vLLM's core on a CPU.
+            seed=not (launched.cpu and chunked),
+            strings=model.tokenizer is not None,
+            cache=bool(launched.config.cache_config.enable_prefix_caching),
+        )
+        logger.info("serving %s, weights %s", self._options.model, launched.root_hash)
+        return EngineInfo(
+            engine="vllm",
+            engine_version=launched.version,
+            model=str(self._options.model),
+            max_length=model.max_length,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos,
+            root_hash=launched.root_hash,
+        )
+
+    async def _assemble(self, launched: launch.Launched) -> _Parts:
+        labels, llm = Labels(), launched.llm
+        await llm.engine_core.set_weight_version_async(labels.current)
+        kv_bytes = sum(await llm.collective_rpc("rollout_kv_bytes"))
+        gate = Gate(int(launched.config.scheduler_config.max_num_seqs))
+        steering = Steering(launched, gate, labels)
+        versions = Versions(
+            launched,
+            steering,
+            labels,
+            checkpoint=self._options.model,
+            roots=self._options.weights_roots,
+            spill_dir=self._options.spill_dir,
+            kv_bytes=kv_bytes,
+        )
+        traffic = Traffic(launched, gate, steering, labels)
+        return _Parts(launched, gate, steering, versions, traffic)
+
+    async def stop(self) -> None:
+        """See `Engine.stop`."""
+        self._give_up.set()
+        self._end("the engine was stopped")
+        parts, self._parts = self._parts, None
+        if parts is None:  # perhaps still starting: without its processes that fails at once
+            began = processes.descendants(os.getpid()) - self._before
+            await asyncio.to_thread(processes.end, began, float(STOP_SECONDS))
+            return
+        parts.traffic.end()
+        await parts.versions.close()
+        mine = parts.launched.processes
+        mine |= {p for known in mine for p in processes.descendants(known.pid)}
+        await asyncio.to_thread(_shut_down, parts.launched.llm, mine)
+
+    def validate(self, request: EngineRequest) -> None:
+        """See `Engine.validate`."""
+        check(request, self._live().launched.model)
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        """See `Engine.generate`."""
+        self.validate(request)
+        async for delta in self._live().traffic.generate(request):
+            yield delta
+
+    async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
+        """See `Engine.abort`."""
+        return await self._live().steering.abort(request_ids, reason)
+
+    async def hold_admission(self) -> None:
+        """See `Engine.hold_admission`."""
+        steering = self._live().steering
+        steering.held = True
+        await steering.settle()
+        await steering.take_back()
+
+    async def pause(self) -> None:
+        """See `Engine.pause`."""
+        steering = self._live().steering
+        steering.paused = True
+        await steering.settle()
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        steering = self._live().steering
+        steering.paused = steering.held = False
+        await steering.settle()
+
+    async def stage(
+        self, identity: WeightsId, source: WeightsSource, progress: StageProgress
+    ) -> StagedInfo:
+        """See `Engine.stage`."""
+        return await self._live().versions.stage(identity, source, progress)
+
+    async def commit(self, identity: WeightsId, kv: KvPolicy) -> None:
+        """See `Engine.commit`."""
+        await self._live().versions.commit(identity, kv)
+
+    async def discard(self) -> None:
+        """See `Engine.discard`."""
+        await self._live().versions.discard()
+
+    async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
+        """See `Engine.sleep`."""
+        await self._live().versions.sleep(level, tags)
+
+    async def wake(self, tags: Collection[MemoryTag], source: WeightsSource) -> None:
+        """See `Engine.wake`."""
+        await self._live().versions.wake(tags, source)
+
+    async def reset_cache(self) -> None:
+        """See `Engine.reset_cache`."""
+        await self._live().steering.reset_cache()
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+        parts = self._parts
+        if parts is None:
+            return EngineStats(0, 0, Resident(weights=False, kv_cache=False))
+        running = parts.gate.inside
+        return EngineStats(
+            running=len(running),
+            queued=len(parts.steering.streams) - len(running),
+            resident=parts.versions.resident(),
+            resident_bytes=parts.versions.resident_bytes(),
+            running_ids=running,
+        )
+
+    def alive(self) -> str | None:
+        """See `Engine.alive`."""
+        parts = self._parts
+        if self._ended is not None or parts is None:
+            return self._ended
+        if parts.launched.llm.errored or not all(p.alive() for p in parts.launched.processes):
+            self._ended = "vLLM's engine core or one of its workers died"
+            return self._ended
+        deadline = self._settings.step_deadline_seconds
+        age = time.monotonic() - parts.launched.steps.last
+        if parts.gate.inside and parts.steering.may_step and age > deadline:
+            return f"vLLM made no step for {age:.0f} s, the deadline is {deadline:g} s"
+        return None
+
+    def metrics(self) -> str:
+        """Return vLLM's own families."""
+        from .metrics import render
+
+        return render() if self._parts is not None else ""
+
+    def decode(self, token_ids: Collection[int]) -> str:
+        """Return the text of token ids without special tokens."""
+        tokenizer = self._live().launched.model.tokenizer
+        if tokenizer is None:
+            raise EngineError("the model's folder holds no tokenizer: token ids only")
+        return decode(tokenizer, list(token_ids), skip_special=True)
+
+    def _live(self) -> _Parts:
+        if self._ended is not None:
+            raise EngineCrashed(self._ended)
+        if self._parts is None:
+            raise EngineError("the engine is not started")
+        return self._parts
+
+    def _end(self, why: str) -> None:
+        self._ended = self._ended or why
+
+
+def _shut_down(llm: Any, mine: set[processes.Process]) -> None:
+    """End vLLM and whatever it left; blocks."""
+    try:
+        llm.shutdown(timeout=STOP_SECONDS)
+    except Exception:  # whatever it was, its processes are ended below
+        logger.exception("vLLM did not shut down in order")
+    left = processes.end(mine, float(STOP_SECONDS))
+    if left:
+        logger.error("processes of vLLM do not end: %s", sorted(p.pid for p in left))
+
+
+def _capabilities(kind: LogprobsOf, *, seed: bool, strings: bool, cache: bool) -> Capabilities:
+    return Capabilities(
+        logprobs=(kind,),
+        seed=seed,
+        priority=True,
+        stop_strings=strings,
+        in_flight=("Drain", "Abort", "Keep", "Recompute"),
+        sleep_levels=(1, 2),
+        memory_release=True,
+        prefix_cache=cache,
+        cache_salt=cache,
+    )

@@ -1,0 +1,154 @@
+"""The part of the adapter that runs inside vLLM's worker processes.
+
+vLLM mixes `Extension` into its worker class; the methods are called by `collective_rpc`, between
+steps. A blob's tensors come as the checkpoint has them; vLLM takes the parts that are its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import math
+import mmap
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+PR_SET_PDEATHSIG = 1
+MADV_DONTNEED = 4
+PAGE = mmap.PAGESIZE
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+# No worker outlives the engine core that started it, however that one died.
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Extension:
+    """Methods that vLLM's worker gets from us; their names must not meet its own."""
+
+    device: Any
+    model_runner: Any
+    vllm_config: Any
+
+    def rollout_load(self, ticket: str) -> None:
+        """Make the weights of a blob the model's; a failure leaves the model unusable."""
+        from vllm.config import set_current_vllm_config
+
+        blob = json.loads(ticket)
+        memory = _mapped(blob["path"], blob["size"])
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.reload_weights(weights_iterator=_tensors(blob["tensors"], memory))
+            if self.device.type == "cpu":
+                _repack_heads(self.model_runner.get_model())
+
+    def rollout_release(self, level: int, tags: list[str]) -> None:
+        """Give memory back: all of it, or the KV cache."""
+        if self.device.type == "cpu":
+            if "kv_cache" in tags:
+                _forget(_kv_tensors(self.model_runner))
+            if "weights" in tags:
+                _drop_weights(self.model_runner.get_model())
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            return
+        worker: Any = self
+        if "weights" in tags:
+            worker.sleep(level)
+        else:
+            worker.discard(("kv_cache",))
+
+    def rollout_wake(self, tags: list[str]) -> None:
+        """Take memory back; on a CPU pages come back by themselves, as zeros."""
+        if self.device.type != "cpu":
+            worker: Any = self
+            worker.wake_up(tags)
+
+    def rollout_kv_bytes(self) -> int:
+        """Return the size of this worker's KV cache."""
+        storages = {t.untyped_storage().data_ptr(): t for t in _kv_tensors(self.model_runner)}
+        return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+def _mapped(path: str, size: int) -> torch.Tensor:
+    """Return a blob as one tensor of bytes; the mapping lives as long as any view of it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        memory = mmap.mmap(handle, size, flags=mmap.MAP_PRIVATE)
+    finally:
+        os.close(handle)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _tensors(places: list[Any], memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, dtype, shape, start in places:
+        kind = DTYPES[dtype]
+        size = math.prod(shape) * kind.itemsize
+        yield name, memory[start : start + size].view(kind).reshape(shape)
+
+
+def _repack_heads(model: Any) -> None:
+    """Pack output heads anew that are tied to the embedding.
+
+    vLLM packs a linear layer's weights when that layer's own tensors were loaded. A tied head has
+    none: its packed copy stays the old one, and every logit would be wrong (vLLM 0.32).
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _kv_tensors(runner: Any) -> list[torch.Tensor]:
+    """Return the tensors of the KV cache, also of layers that keep a list of them."""
+    found: list[torch.Tensor] = []
+    for cache in runner.kv_caches:
+        found += [cache] if isinstance(cache, torch.Tensor) else list(cache)
+    return found
+
+
+def _drop_weights(model: Any) -> None:
+    """Give a CPU model's weights back; only a load makes it usable again."""
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = _asleep  # the packed copy goes with the old function
+    _forget([parameter.data for parameter in model.parameters()])
+
+
+def _asleep(*_: object) -> torch.Tensor:
+    raise RuntimeError("the weights are asleep")
+
+
+def _forget(tensors: list[torch.Tensor]) -> None:
+    """Let the system take the pages of tensors; they are zero when they are touched again."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for start, size in {(s.data_ptr(), s.nbytes()) for s in map(_storage, tensors)}:
+        first = -(-start // PAGE) * PAGE
+        last = (start + size) // PAGE * PAGE
+        if last > first and libc.madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED
+        ):
+            raise OSError(ctypes.get_errno(), "madvise failed")
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()

@@ -1,0 +1,242 @@
+"""From a model folder to a running vLLM: its configuration, what is refused, its processes.
+
+Everything here blocks for seconds and runs in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.resource_tracker
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_worker import weights
+from rollout_worker.engine import EngineError
+from rollout_worker.engines import EngineOptions
+from rollout_worker.schemas import Progress
+
+from . import model as models
+from .intake import Model
+from .processes import Process, descendants
+from .settings import Settings
+
+logger = logging.getLogger(__name__)
+
+EXTENSION = "rollout_worker.engines.vllm.extension.Extension"
+LOGPROBS_MODES = {"sampling": "processed_logprobs", "raw": "raw_logprobs"}
+DEFAULT_BATCH_TOKENS = 32768
+"""KV cache of some hundred MB for a model that a CPU can serve."""
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(slots=True)
+class Steps:
+    """How many steps vLLM has reported, and when it did last."""
+
+    count: int = 0
+    last: float = field(default_factory=time.monotonic)
+
+    def note(self) -> None:
+        """Count one."""
+        self.count += 1
+        self.last = time.monotonic()
+
+
+@dataclass(slots=True)
+class Launched:
+    """A running vLLM and what it serves."""
+
+    llm: Any
+    config: Any
+    steps: Steps
+    model: Model
+    layout: weights.Layout
+    root_hash: str
+    version: str
+    cpu: bool
+    processes: set[Process]
+
+
+def prepare_environment() -> None:
+    """Set what vLLM reads of the environment, unless somebody did."""
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if "OMP_NUM_THREADS" in os.environ:
+        # Else vLLM binds its workers to cores of its own choice, those of other workers included.
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def launch(
+    options: EngineOptions, settings: Settings, report: Report, cancelled: Callable[[], bool]
+) -> Launched:
+    """Start vLLM; its processes are gone again if this raises.
+
+    Raises:
+        EngineError: not a model that vLLM can serve here; the text says what to change.
+        ReadCancelled: `cancelled` said so.
+    """
+    report(Progress(message="reading the model's configuration"))
+    config, cpu = _configure(options, settings)
+    hf_config = config.model_config.hf_text_config
+    tied = bool(getattr(hf_config, "tie_word_embeddings", False))
+    layout = models.layout_of(options.model, tied=tied)
+
+    def advance(done: int, total: int) -> None:
+        if done < total:
+            report(Progress(message=f"checking weights {done / total:.0%}", fraction=done / total))
+        else:
+            report(Progress(message="starting vLLM's processes"))
+
+    before = descendants(os.getpid())
+    steps = Steps()
+    with ThreadPoolExecutor(1) as pool:
+        hashing = pool.submit(models.hash_of, options.model, advance, cancelled)
+        llm = _construct(config, steps)
+        try:
+            root_hash = hashing.result()
+            tokenizer = models.tokenizer_of(options.model)
+        except BaseException:
+            llm.shutdown()
+            raise
+    model = Model(
+        max_length=int(config.model_config.max_model_len),
+        vocab_size=int(config.model_config.get_vocab_size()),
+        eos=models.eos_ids(options.model, hf_config),
+        tokenizer=tokenizer,
+    )
+    import vllm
+
+    return Launched(
+        llm=llm,
+        config=config,
+        steps=steps,
+        model=model,
+        layout=layout,
+        root_hash=root_hash,
+        version=str(vllm.__version__),
+        cpu=cpu,
+        processes=_ours(before),
+    )
+
+
+def _ours(before: set[Process]) -> set[Process]:
+    """Return the processes that came since, without Python's own helper of this one."""
+    helper = getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)
+    return {p for p in descendants(os.getpid()) - before if p.pid != helper}
+
+
+def _configure(options: EngineOptions, settings: Settings) -> tuple[Any, bool]:
+    """Return vLLM's configuration and whether it runs on the CPU."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+
+    cpu = bool(current_platform.is_cpu())
+    if options.device not in ("auto", "cpu" if cpu else "cuda"):
+        raise EngineError(
+            f"device {options.device!r} is asked for, but this vLLM runs on "
+            f"{current_platform.device_name}: install the vLLM of the device"
+        )
+    if not (options.model / "config.json").is_file():
+        raise EngineError(f"{str(options.model)!r} holds no config.json: point to a model folder")
+    args = AsyncEngineArgs.from_cli_args(settings.vllm)
+    for name, value in _arguments(options, settings, cpu=cpu).items():
+        setattr(args, name, value)
+    try:
+        config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    except (ValueError, NotImplementedError, OSError) as error:
+        raise EngineError(f"vLLM can't serve this model so: {error}") from error
+    if cpu:
+        _check_heads(config)
+        _size_cache(config, options, settings)
+    return config, cpu
+
+
+def _arguments(options: EngineOptions, settings: Settings, *, cpu: bool) -> dict[str, Any]:
+    """Return what this adapter sets, whatever the flags say."""
+    ours: dict[str, Any] = {
+        "model": str(options.model),
+        "tokenizer": str(options.model),
+        "skip_tokenizer_init": True,
+        "dtype": options.dtype if options.dtype != "auto" else models.dtype_of(options.model),
+        "max_model_len": options.max_length,
+        "logprobs_mode": LOGPROBS_MODES[options.logprobs],
+        "generation_config": "vllm",
+        "worker_extension_cls": EXTENSION,
+        "enable_sleep_mode": not cpu,
+        "disable_log_stats": False,
+    }
+    if cpu:
+        # Compiled code holds on to the packed weights that it was traced with.
+        ours["enforce_eager"] = True
+        if "enable_chunked_prefill" not in settings.given:
+            ours["enable_chunked_prefill"] = False  # for the sake of seeds
+    return ours
+
+
+def _check_heads(config: Any) -> None:
+    """Refuse what would start healthy and die at the first request."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if config.model_config.use_mla:
+        return
+    size = int(config.model_config.get_head_size())
+    able = [int(each) for each in CPUAttentionBackend.get_supported_head_sizes()]
+    if size not in able:
+        raise EngineError(
+            f"vLLM has no attention for head_dim {size} on a CPU, only for "
+            f"{', '.join(map(str, able))}: use the hf engine, or a GPU"
+        )
+
+
+def _size_cache(config: Any, options: EngineOptions, settings: Settings) -> None:
+    """Bound the KV cache: on a CPU vLLM would take nearly all memory."""
+    model, cache = config.model_config, config.cache_config
+    tokens = options.max_batch_tokens or max(DEFAULT_BATCH_TOKENS, model.max_model_len)
+    if tokens < model.max_model_len:
+        raise EngineError(
+            f"max_batch_tokens {tokens} is below the maximum length {model.max_model_len}: raise "
+            "it or lower max_length, else the longest request could never run"
+        )
+    if cache.kv_cache_memory_bytes is not None and options.max_batch_tokens is None:
+        return
+    heads = model.get_num_kv_heads(config.parallel_config) * model.get_head_size()
+    layers = model.get_num_layers(config.parallel_config)
+    token_bytes = 2 * layers * heads * model.dtype.itemsize
+    blocks = -(-tokens // cache.block_size) + 1  # one is vLLM's own
+    cache.kv_cache_memory_bytes = blocks * cache.block_size * token_bytes
+
+
+def _construct(config: Any, steps: Steps) -> Any:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Watch(StatLoggerBase):  # type: ignore[misc,unused-ignore]
+        """Notes every step."""
+
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, *_: Any, **__: Any) -> None:
+            steps.note()
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+        def log(self) -> None:
+            pass
+
+    try:
+        return AsyncLLM.from_vllm_config(config, stat_loggers=[Watch])
+    except (RuntimeError, ValueError, OSError) as error:
+        raise EngineError(f"vLLM did not start: {error}; its own log says why") from error

@@ -1,0 +1,87 @@
+"""The engine's flags (`engine.args`): vLLM's own, and one of ours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from rollout_worker.engine import EngineError
+
+OURS = {
+    "--model": "set model.source (--model of the worker)",
+    "--tokenizer": "the tokenizer is the model's own",
+    "--skip-tokenizer-init": "it is always set: the engine takes and gives token ids",
+    "--dtype": "set model.dtype (--dtype of the worker)",
+    "--max-model-len": "set model.maxLength (--max-length of the worker)",
+    "--served-model-name": "set model.servedName (--served-name of the worker)",
+    "--logprobs-mode": "set engine.logprobs (--logprobs of the worker)",
+    "--generation-config": "only EOS ids are taken from generation_config.json",
+    "--override-generation-config": "send sampling parameters with each request",
+    "--worker-extension-cls": "weights come through it",
+    "--weight-transfer-config": "weights come through POST /v1/weights/stage",
+    "--enable-sleep-mode": "it is set where the device can",
+}
+"""Flags of vLLM that this adapter sets itself, and what to use instead."""
+
+WORLD = {
+    "tensor_parallel_size": "ROLLOUT_TENSOR",
+    "pipeline_parallel_size": "ROLLOUT_PIPELINE",
+    "data_parallel_size": "ROLLOUT_DATA",
+}
+"""What the operator says of `spec.parallelism`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the flags say.
+
+    `step_deadline_seconds`: with requests running, longer without a step counts as hung.
+    `vllm`: the parsed flags of vLLM, all of them. `given`: the names of those that were given.
+    """
+
+    step_deadline_seconds: float
+    vllm: argparse.Namespace
+    given: frozenset[str]
+
+
+class _Refusal(Exception):
+    """What argparse would have printed before it ended the process."""
+
+
+def parse(args: Sequence[str]) -> Settings:
+    """Parse the flags; imports vLLM, which takes seconds.
+
+    Raises:
+        EngineError: an unknown or forbidden flag, or a bad value.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    for flag in (arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("--")):
+        if flag in OURS:
+            raise EngineError(f"engine.args: {flag} can't be given: {OURS[flag]}")
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc,unused-ignore]
+        def error(self, message: str) -> NoReturn:
+            raise _Refusal(message)
+
+    parser: Any = Parser(add_help=False)
+    parser.add_argument("--step-deadline-seconds", type=float, default=120.0)
+    AsyncEngineArgs.add_cli_args(parser)
+    try:
+        parsed = parser.parse_args(list(args))
+    except (_Refusal, ValueError) as error:
+        raise EngineError(
+            f"engine.args of the vllm engine: {error}; its flags are those of `vllm serve --help`"
+            " and --step-deadline-seconds"
+        ) from error
+    given = {arg.partition("=")[0].lstrip("-").replace("-", "_") for arg in args}
+    if int(os.environ.get("ROLLOUT_NODES", "1")) > 1:
+        raise EngineError("the vllm engine runs on one node: set parallelism.nodes to 1")
+    for field, variable in WORLD.items():
+        if field not in given and variable in os.environ:
+            setattr(parsed, field, int(os.environ[variable]))
+    return Settings(parsed.step_deadline_seconds, parsed, frozenset(given))

@@ -1,0 +1,130 @@
+"""One output on its way through vLLM, and what becomes of vLLM's outputs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_worker.engine import EngineDelta, EngineRequest
+from rollout_worker.engines.hf.stopping import StopChecker
+from rollout_worker.schemas import AbortReason, StopMatch, StopReason
+
+from .labels import Labels
+
+Ending = tuple[StopReason, StopMatch | None, AbortReason | None]
+BROKEN: Ending = (StopReason.ABORTED, None, AbortReason.ENGINE)
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """The reader's end of one output.
+
+    `inside`: vLLM's id of it and its state there, while it has it. `returned`: it was taken back
+    from vLLM before its first token, to wait for its turn again.
+    """
+
+    request: EngineRequest
+    arrival: int
+    stops: StopChecker | None
+    produced: int = 0
+    inside: str | None = None
+    state: Any = None
+    returned: bool = False
+    aborting: AbortReason | None = None
+    ended: bool = False
+    entered: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its request id."""
+        return self.request.request_id
+
+    def take(self, output: Any, labels: Labels) -> EngineDelta:
+        """Turn what vLLM gave into a delta; the last one sets `ended`."""
+        completion = output.outputs[0]
+        tokens: Sequence[int] = completion.token_ids
+        logprobs = None if self.request.logprobs is None else _logprobs(completion, len(tokens))
+        count, ending = self._cut(tokens, logprobs)
+        if ending is None:
+            ending = self._ending(completion)
+        if self.state is not None and self.state.stats is not None:
+            self.preemptions = self.state.stats.num_preemptions
+        self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
+        begin, self.produced = self.produced, self.produced + count
+        self.ended = ending is not None
+        reason, match, abort = ending or (None, None, None)
+        return EngineDelta(
+            token_ids=tuple(tokens[:count]),
+            logprobs=None if logprobs is None else tuple(logprobs[:count]),
+            spans=labels.spans(self._starts(completion), begin, self.produced),
+            stop_reason=reason,
+            stop_match=match,
+            abort_reason=abort,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+            queued_seconds=self._queued(),
+        )
+
+    def _starts(self, completion: Any) -> list[tuple[str, int]]:
+        """Return where each label of weights began; a state is gone only with the last output."""
+        if self.state is not None:
+            starts: list[tuple[str, int]] = self.state.weight_version_starts
+            return starts
+        return [(span.version, span.start) for span in completion.weight_versions or ()]
+
+    def _cut(
+        self, tokens: Sequence[int], logprobs: Sequence[float] | None
+    ) -> tuple[int, Ending | None]:
+        """Return how many tokens count, and why it ends with the last of them, if we say so."""
+        for index, token in enumerate(tokens):
+            if logprobs is not None and not math.isfinite(logprobs[index]):
+                return index, BROKEN
+            if self.stops is None:
+                continue
+            verdict = self.stops.check(token, self.produced + index + 1)
+            if verdict is not None:
+                return index + 1, (*verdict, None)
+        return len(tokens), None
+
+    def _ending(self, completion: Any) -> Ending | None:
+        """Return why vLLM ended it."""
+        match completion.finish_reason:
+            case None:
+                return None
+            case "stop":
+                return StopReason.STOP, StopMatch(token_id=completion.stop_reason), None
+            case "length":
+                return StopReason.LENGTH, None, None
+            case _:
+                return StopReason.ABORTED, None, self.aborting or AbortReason.ENGINE
+
+    def _queued(self) -> float:
+        return (self.started or time.monotonic()) - self.entered
+
+    def aborted(self, reason: AbortReason) -> EngineDelta:
+        """Return the last delta of an output that vLLM does not have."""
+        self.ended = True
+        return EngineDelta(
+            token_ids=(),
+            logprobs=None if self.request.logprobs is None else (),
+            spans=(),
+            stop_reason=StopReason.ABORTED,
+            abort_reason=reason,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+            queued_seconds=self._queued(),
+        )
+
+
+def _logprobs(completion: Any, count: int) -> list[float]:
+    """Return the log-probabilities of the sampled tokens; each position holds just that one."""
+    if not count:
+        return []
+    values: list[float] = completion.logprobs.logprobs
+    return values

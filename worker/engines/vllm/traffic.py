@@ -1,0 +1,140 @@
+"""Requests into vLLM, and their outputs back to who reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
+from rollout_worker.engines.hf.stopping import StopChecker
+from rollout_worker.schemas import AbortReason, SamplingParams
+
+from .gate import Gate
+from .intake import translate
+from .labels import Labels
+from .launch import Launched
+from .model import decode
+from .steering import Steering
+from .streams import Stream
+
+
+class Traffic:
+    """All requests of one vLLM."""
+
+    def __init__(self, launched: Launched, gate: Gate, steering: Steering, labels: Labels) -> None:
+        self._launched = launched
+        self._gate = gate
+        self._steering = steering
+        self._labels = labels
+        self._arrivals = 0
+        self._over = False
+        self._cleaning: set[asyncio.Task[None]] = set()
+
+    def end(self) -> None:
+        """Let nobody wait for a turn any more: vLLM is about to be stopped."""
+        self._over = True
+        for name in self._steering.streams:
+            self._gate.dismiss(name)
+
+    async def warm_up(self) -> None:
+        """Make a few tokens, so that no request waits for what vLLM compiles lazily."""
+        sampling = SamplingParams(max_tokens=2, top_p=0.9, ignore_eos=True)
+        async for _ in self.generate(EngineRequest("warm-up", (0,), sampling, "sampling")):
+            pass
+        await self._steering.reset_cache()
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        """See `Engine.generate`."""
+        name, streams = request.request_id, self._steering.streams
+        if name in streams:
+            raise InvalidRequest("request_id", f"request {name!r} runs already: use another id")
+        self._arrivals += 1
+        stream = streams[name] = Stream(request, self._arrivals, self._stops(request))
+        try:
+            async for delta in self._follow(stream):
+                yield delta
+        finally:
+            del streams[name]
+            self._gate.leave([name])
+            if stream.inside is not None:
+                self._forget(stream.inside)
+
+    def _stops(self, request: EngineRequest) -> StopChecker | None:
+        model = self._launched.model
+        if not request.sampling.stop:
+            return None
+        return StopChecker(
+            request.sampling,
+            model.eos,
+            lambda tokens: decode(model.tokenizer, list(tokens), skip_special=False),
+        )
+
+    async def _follow(self, stream: Stream) -> AsyncIterator[EngineDelta]:
+        """Let an output take its turns until one of them ends it."""
+        while not stream.ended:
+            stream.returned = False
+            if stream.aborting is None and not self._over:
+                await self._gate.enter(stream.name, stream.request.priority, stream.arrival)
+            if stream.aborting is not None or self._over:
+                yield stream.aborted(stream.aborting or AbortReason.ENGINE)
+                return
+            collector = await self._submit(stream)
+            while not (stream.ended or stream.returned):
+                try:
+                    output = collector.get_nowait() or await collector.get()
+                except Exception as error:
+                    stream.inside = None
+                    raise _died(error) from error
+                if output.finished:
+                    stream.inside = None
+                # A token that arrives after its output was taken back was never made.
+                if not stream.returned:
+                    yield stream.take(output, self._labels)
+
+    async def _submit(self, stream: Stream) -> Any:
+        """Hand an output over to vLLM; returns where its own outputs arrive."""
+        from vllm.inputs.engine import tokens_input
+
+        launched, request = self._launched, stream.request
+        llm, config = launched.llm, launched.config
+        if len(self._gate.inside) == 1:  # until now there was nothing to step for
+            launched.steps.last = time.monotonic()
+        stream.started = stream.started or time.monotonic()
+        salt = self._steering.salt(request.cache_salt)
+        ranks, rank = config.parallel_config.data_parallel_size, None
+        if ranks > 1 and request.session_id is not None:
+            rank = hash(request.session_id) % ranks
+        ordered = config.scheduler_config.policy == "priority"
+        try:
+            collector = await llm.add_request(
+                stream.name,
+                tokens_input(list(request.token_ids), cache_salt=salt),
+                translate(request, launched.model),
+                priority=request.priority if ordered else 0,
+                data_parallel_rank=rank,
+            )
+            stream.inside = collector.request_id
+            stream.state = llm.output_processor.request_states.get(collector.request_id)
+            if stream.aborting is not None or stream.returned:
+                await llm.abort(stream.inside, internal=True)
+        except Exception as error:
+            raise _died(error) from error
+        return collector
+
+    def _forget(self, inside: str) -> None:
+        """Make vLLM forget an output that nobody reads any more."""
+
+        async def forget() -> None:
+            with contextlib.suppress(Exception):  # a dead vLLM has forgotten it
+                await self._launched.llm.abort(inside, internal=True)
+
+        task = asyncio.get_running_loop().create_task(forget())
+        self._cleaning.add(task)
+        task.add_done_callback(self._cleaning.discard)
+
+
+def _died(error: Exception) -> EngineCrashed:
+    return EngineCrashed(f"vLLM failed: {type(error).__name__}: {error}")
