@@ -58,12 +58,20 @@ class Slot:
             ProblemError: 409, it means other content.
         """
         known = self.root_hash or self.expected
-        if resolved != self.resolved or (
-            request.root_hash is not None and known is not None and request.root_hash != known
-        ):
+        if not same_content(request, known, same_source=resolved == self.resolved):
             raise mismatch(self.identity, known)
         self.expected = self.expected or request.root_hash
         return self.view()
+
+
+def same_content(request: StageRequest, known: str | None, *, same_source: bool) -> bool:
+    """Whether a request for a known identity means its content: the hash decides, then the source.
+
+    `known`: the content's hash, None while nobody knows it.
+    """
+    if request.root_hash is not None and known is not None:
+        return request.root_hash == known
+    return same_source
 
 
 def mismatch(identity: WeightsId, root_hash: str | None) -> ProblemError:

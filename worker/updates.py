@@ -28,7 +28,7 @@ from .schemas import (
     WeightsSource,
     WeightsState,
 )
-from .slot import Slot, mismatch
+from .slot import Slot, mismatch, same_content
 from .sources import resolve
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class Updates:
     def _already_active(
         self, request: StageRequest, active: ActiveWeights, resolved: WeightsSource
     ) -> StagedWeights:
-        if request.root_hash not in (None, active.root_hash) or resolved != self.source:
+        if not same_content(request, active.root_hash, same_source=resolved == self.source):
             raise mismatch(active.identity, active.root_hash)
         return StagedWeights(
             epoch=active.epoch,

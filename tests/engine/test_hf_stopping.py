@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engines import PROMPT, request, run, serving
 from reference import Reference
@@ -144,16 +146,48 @@ def checked(
         ((b"x", b"\xe2", b"\x82", b"\xac", b"y"), ("\u20ac",), 3, "\u20ac"),
         ((b"x", b"\xe2\x82", b"\xac!", b"y"), ("\u20ac!y",), 3, "\u20ac!y"),
         ((b"\xff", b"\xff", b"\xff", b"\xff", b"stop"), ("stop",), 4, "stop"),
+        ((b"\xff", b"\xff", b"\xff", b"\xe2", b"\x82", b"\xac"), ("\u20ac",), 5, "\u20ac"),
+        ((b"stop\xe2", b"\x82", b"\xac"), ("stop",), 0, "stop"),
         ((b"a", b"", b"b", b"c"), ("ab",), 2, "ab"),
         ((b"a", b"b", b"c"), ("z",), 2, None),
     ],
-    ids=["across", "whole", "first to begin", "split", "split 2", "bytes", "empty", "none"],
+    ids=[
+        "across",
+        "whole",
+        "first to begin",
+        "split",
+        "split 2",
+        "bytes",
+        "split after bytes",
+        "before a half",
+        "empty",
+        "none",
+    ],
 )
 def test_strings_over_tokens(
     parts: tuple[bytes, ...], stop: tuple[str, ...], end: int, match: str | None
 ) -> None:
     expected = None if match is None else StopMatch(text=match)
     assert checked(pieces(*parts), len(parts), *stop) == (end, expected)
+
+
+@given(
+    parts=st.lists(
+        st.sampled_from(
+            [b"a", b"b ", b"\xe2", b"\x82", b"\xac", b"\x82\xac", b"\xf0\x9f", b"\xff"]
+        ),
+        min_size=1,
+        max_size=24,
+    ),
+    stop=st.sampled_from(["a", "ab", "\u20ac", "\u20aca", "a\u20ac\u20ac", "b \u20ac"]),
+)
+def test_a_string_ends_the_output_at_the_token_that_completes_it(
+    parts: list[bytes], stop: str
+) -> None:
+    decode = pieces(*parts)
+    ends = (n for n in range(len(parts)) if stop in decode(range(n + 1)))
+    expected = next(((n, StopMatch(text=stop)) for n in ends), (len(parts) - 1, None))
+    assert checked(decode, len(parts), stop) == expected
 
 
 def test_a_string_before_min_tokens_does_not_stop_later() -> None:

@@ -73,12 +73,14 @@ def test_an_update_changes_the_output_and_says_so(
 
 
 def test_stage_is_idempotent_and_bound_to_its_content(
-    worker: InProcess, v2: Path, v3: Path
+    worker: InProcess, v2: Path, v3: Path, tmp_path: Path
 ) -> None:
     slot = worker.stage(1, 1, v2)
     assert worker.post("weights/stage", **body(1, 1, v2)).json() == slot
     same = body(1, 1, v2, root_hash=slot["root_hash"])
     assert worker.post("weights/stage", **same).json() == slot
+    copy = body(1, 1, shutil.copytree(v2, tmp_path / "copy"), root_hash=slot["root_hash"])
+    assert worker.post("weights/stage", **copy).json() == slot, "what it is counts, not where"
     for other in (body(1, 1, v3), body(1, 1, v2, root_hash="xxh3_128:0")):
         assert refused(worker.post("weights/stage", **other)) == "content-mismatch"
     assert refused(worker.post("weights/commit", epoch=1, version=1, root_hash="x")) == (
@@ -86,9 +88,10 @@ def test_stage_is_idempotent_and_bound_to_its_content(
     )
     worker.commit(1, 1)
     # Once active it stays bound.
-    again = worker.post("weights/stage", **same)
-    assert again.status_code == 202
-    assert again.json()["phase"] == "Staged"
+    for again in (same, copy):
+        answer = worker.post("weights/stage", **again)
+        assert answer.status_code == 202
+        assert answer.json()["phase"] == "Staged"
     assert refused(worker.post("weights/stage", **body(1, 1, v3))) == "content-mismatch"
     assert refused(worker.post("weights/commit", epoch=1, version=1, root_hash="x")) == (
         "content-mismatch"

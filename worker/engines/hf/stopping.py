@@ -9,8 +9,12 @@ from rollout_worker.schemas import SamplingParams, StopMatch, StopReason
 Verdict = tuple[StopReason, StopMatch | None]
 Decode = Callable[[Sequence[int]], str]
 
-MAX_SPLIT = 4
-"""A character of UTF-8 has at most 4 bytes, hence spreads over at most 4 tokens."""
+OPEN = 3
+"""A character that lacks bytes has at most 3 of its 4, hence lies in the last 3 tokens."""
+MAX_OPEN = 16
+"""Tokens after which text that never becomes whole is taken as it is."""
+BROKEN = "\ufffd"
+"""What bytes decode to that are no character, or none yet."""
 
 
 def stop_ids(sampling: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
@@ -28,19 +32,36 @@ class TextTail:
         self._context: list[int] = []  # its text is out already; spacing depends on it
         self._fresh: list[int] = []
         self._text = ""
+        self._seen = 0  # characters from the start of the text that were returned before
 
     def push(self, token: int) -> tuple[str, int]:
         """Add a token; return the kept text with what it completed, and where that begins."""
         self._fresh.append(token)
-        before = self._decode(self._context)
+        before = len(self._decode(self._context))
         after = self._decode(self._context + self._fresh)
-        # A half character decodes to U+FFFD: wait for its other bytes, but not for ever.
-        if after.endswith("\ufffd") and len(self._fresh) < MAX_SPLIT:
-            return self._text, len(self._text)
-        seen, begin = self._text + after[len(before) :], len(self._text)
-        self._context, self._fresh = self._fresh, []
-        self._text = seen[-self._keep :] if self._keep else ""
-        return seen, begin
+        whole = not after.endswith(BROKEN)
+        # A half character at the end may become a whole one: it is not shown before.
+        text = self._text + after[before:].rstrip(BROKEN if not whole else "")
+        begin, self._seen = self._seen, max(self._seen, len(text))
+        cut = len(self._fresh) if whole else self._settled(after)
+        if cut:
+            self._forget(cut, self._decode(self._context + self._fresh[:cut])[before:])
+        return text, begin
+
+    def _settled(self, after: str) -> int:
+        """Return how many fresh tokens no later one can add to, given the text with all of them."""
+        last = len(self._fresh) - OPEN
+        for cut in range(last, 0, -1):
+            # Elsewhere a cut would go through a character.
+            if after.startswith(self._decode(self._context + self._fresh[:cut])):
+                return cut
+        return last if len(self._fresh) >= MAX_OPEN else 0
+
+    def _forget(self, cut: int, shown: str) -> None:
+        self._context, self._fresh = self._fresh[:cut], self._fresh[cut:]
+        text = self._text + shown
+        self._text = text[-self._keep :] if self._keep else ""
+        self._seen = max(0, self._seen - (len(text) - len(self._text)))
 
 
 class StopChecker:
