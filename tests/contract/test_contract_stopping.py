@@ -50,7 +50,7 @@ def test_every_eos_of_the_list_ends_an_output(
     [output] = worker.outputs(GREEDY, token_ids=to_eos[eos])
     assert output["token_ids"] == [eos], "the completing token is included"
     assert output["stop_reason"] == "stop"
-    assert output["stop_match"] == {"token_id": eos, "text": None}
+    assert output["stop_match"] == {"token_id": eos}
 
 
 @pytest.mark.parametrize("eos", EOS)
@@ -78,12 +78,12 @@ def test_a_stop_id_ends_an_output_and_is_kept(worker: Served, greedy: list[int])
         [output] = worker.outputs({**GREEDY, "stop_token_ids": [greedy[at], VOCAB - 1]})
         assert output["token_ids"] == greedy[: at + 1]
         assert output["stop_reason"] == "stop"
-        assert output["stop_match"] == {"token_id": greedy[at], "text": None}
+        assert output["stop_match"] == {"token_id": greedy[at]}
 
 
 def test_stop_ids_work_while_eos_is_ignored(worker: Served, greedy: list[int]) -> None:
     [output] = worker.outputs({**GREEDY, "ignore_eos": True, "stop_token_ids": [greedy[2]]})
-    assert output["stop_match"] == {"token_id": greedy[2], "text": None}
+    assert output["stop_match"] == {"token_id": greedy[2]}
 
 
 @pytest.mark.parametrize("inside", ["one token", "two tokens"])
@@ -99,7 +99,7 @@ def test_a_stop_string_ends_an_output_untrimmed(
     for output in (worker.outputs(fields)[0], pieces(worker.stream(sampling=fields), 0)):
         assert output["token_ids"] == greedy[:expected], "up to the token that completes it"
         assert output["stop_reason"] == "stop"
-        assert output["stop_match"] == {"token_id": None, "text": stop}
+        assert output["stop_match"] == {"text": stop}
         assert len(output["logprobs"]) == expected
 
 
@@ -170,5 +170,5 @@ def test_deltas_add_up_to_the_answer(worker: Served) -> None:
 
 def test_a_stream_without_logprobs(worker: Served) -> None:
     output: Output = pieces(worker.stream(sampling=GREEDY, logprobs="none"), 0)
-    assert output["logprobs"] is None
+    assert "logprobs" not in output
     assert len(output["token_ids"]) == 12

@@ -195,7 +195,7 @@ def sound(output: Output) -> None:
     assert [s["start"] for s in spans] == [0, *(s["end"] for s in spans)][: len(spans)]
     assert (spans[-1]["end"] if spans else 0) == count
     assert all(s["start"] < s["end"] for s in spans)
-    if output["logprobs"] is not None:
+    if "logprobs" in output:
         assert len(output["logprobs"]) == count
         assert all(-1e4 < p <= 1e-6 for p in output["logprobs"]), output["logprobs"]
     assert (output["stop_reason"] == "aborted") is (output["abort_reason"] is not None)
@@ -214,11 +214,11 @@ def pieces(events: list[tuple[str, dict[str, Any]]], index: int) -> Output:
     assert {n for n, _ in deltas} <= {"delta"}
     mine = [delta for _, delta in deltas if delta["index"] == index]
     [end] = [output for output in done["outputs"] if output["index"] == index]
-    kept = mine and mine[0]["logprobs"] is not None
+    kept = [p for delta in mine for p in delta.get("logprobs", ())]
     return {
         **end,
         "token_ids": [token for delta in mine for token in delta["token_ids"]],
-        "logprobs": [p for delta in mine for p in delta["logprobs"]] if kept else None,
+        **({"logprobs": kept} if kept else {}),
         "weights": _merged(span for delta in mine for span in delta["weights"]),
     }
 
