@@ -3,6 +3,9 @@
 Every model is frozen and refuses unknown fields. Times are in seconds, ids are token ids of the
 served model's tokenizer, and weights are identified by `WeightsId` (epoch, version), ordered
 lexicographically. This module imports neither torch nor a web framework.
+
+The request of a whole conversation, `RolloutRequest`, and what belongs to it are imported from
+here, too; they live in `conversation/` and are loaded when first asked for.
 """
 
 from __future__ import annotations
@@ -10,9 +13,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    from .conversation import Difference as Difference
+    from .conversation import FinishReason as FinishReason
+    from .conversation import OverlongPrompt as OverlongPrompt
+    from .conversation import PromptTooLong as PromptTooLong
+    from .conversation import RequestState as RequestState
+    from .conversation import RolloutBatch as RolloutBatch
+    from .conversation import RolloutRequest as RolloutRequest
+    from .conversation import SanityCheckMode as SanityCheckMode
+    from .conversation import TemplateError as TemplateError
+    from .conversation import ToolResponse as ToolResponse
+    from .conversation import from_batch as from_batch
+    from .conversation import to_batch as to_batch
 
 MAX_IDENTITY = 2**53 - 1
 """Largest epoch or version: what a JSON number keeps exactly."""
@@ -556,3 +574,18 @@ class RequireRequest(Wire):
 
 
 Json = dict[str, Any]
+
+_CONVERSATION = frozenset(
+    {
+        *("Difference", "FinishReason", "OverlongPrompt", "PromptTooLong", "RequestState"),
+        *("RolloutBatch", "RolloutRequest", "SanityCheckMode", "TemplateError", "ToolResponse"),
+        *("from_batch", "to_batch"),
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Load what belongs to conversations: it needs the models above."""
+    if name in _CONVERSATION:
+        return getattr(import_module(f"{__package__}.conversation"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,12 +7,13 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 from pydantic import BaseModel
 
+from chatstyles import tokenizer
 from emitted import reasons
 from rollout_operator import config
 from rollout_operator.spec import parse_spec
@@ -22,6 +23,7 @@ from rollout_operator.telemetry import Telemetry as OperatorTelemetry
 from rollout_worker import schemas
 from rollout_worker.auth import Anyone
 from rollout_worker.control_api import control_app
+from rollout_worker.conversation.record import Counter
 from rollout_worker.data_api import data_app
 from rollout_worker.lifecycle import MOVES
 from rollout_worker.problems import KINDS
@@ -240,6 +242,34 @@ def test_bodies_of_curl_are_valid() -> None:
     for route, body in found:
         BODIES[route].model_validate_json(body)
     assert {route for route, _ in found} >= {"/v1/generate", "/v1/weights/stage", "/v1/sleep"}
+
+
+def test_code_about_conversations_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tokenizer("qwen").save_pretrained(tmp_path)
+    found = blocks(page("docs/multi-turn.md"), "python")
+    names: dict[str, Any] = {"MODEL": str(tmp_path)}
+    for block in found:
+        exec(compile(block, "docs/multi-turn.md", "exec"), names)
+    assert len(found) >= 8
+    assert "tokens, 32 are allowed" in capsys.readouterr().out
+    assert names["request"].difference.startswith("token")  # the call was written by hand
+
+
+def test_fields_of_conversations_are_described() -> None:
+    text = page("docs/multi-turn.md")
+    assert named(section(text, "Templates"), 0) == set(get_args(Counter))
+    made = named(section(text, "Batches"), 0)
+    assert made == set(names_of_batch())
+
+
+def names_of_batch() -> set[str]:
+    request = schemas.RolloutRequest.from_messages(
+        [{"role": "user", "content": "hi"}], tokenizer("qwen"), max_prompt_len=64
+    )
+    return set(schemas.to_batch([request], pad_token_id=0).batch)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,0 +1,109 @@
+"""Columns and streams: what is appended stays, what is cut is gone from every column."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import groupby
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_worker.conversation.buffers import INT32, Column
+from rollout_worker.conversation.streams import Streams
+from rollout_worker.schemas import WeightsSpan
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("given"), TOKENS),
+        st.tuples(st.just("sampled"), TOKENS, st.integers(0, 2), st.booleans()),
+        st.tuples(st.just("vision"), st.integers(1, 3), st.integers(1, 4)),
+        st.tuples(st.just("cut"), st.integers(0, 12)),
+    ),
+    max_size=12,
+)
+Token = tuple[int, int, int, float, tuple[int, bool] | None, tuple[int, int, int]]
+
+
+def play(steps: list[Any]) -> tuple[Streams, list[Token]]:
+    """Do the steps on streams and, in the plainest way, on a list of tokens."""
+    streams, tokens = Streams(), list[Token]()
+    for step in steps:
+        after = max((max(token[5]) for token in tokens), default=-1) + 1
+        match step:
+            case ("cut", count):
+                streams.cut(max(0, len(tokens) - count))
+                tokens = tokens[: max(0, len(tokens) - count)]
+            case ("given", ids):
+                streams.append(ids)
+                tokens += [(t, 0, 0, 0.0, None, (after + i,) * 3) for i, t in enumerate(ids)]
+            case ("sampled", ids, version, stale):
+                logprobs = [-0.5 * i for i in range(len(ids))]
+                span = WeightsSpan(epoch=1, version=version, start=0, end=len(ids), stale_kv=stale)
+                streams.append(ids, loss=True, sampled=True, logprobs=logprobs, weights=[span])
+                tokens += [
+                    (t, 1, 1, logprobs[i], (version, stale), (after + i,) * 3)
+                    for i, t in enumerate(ids)
+                ]
+            case ("vision", height, width):
+                grid = [(0, h, w) for h in range(height) for w in range(width)]
+                rows = [array(INT32, axis) for axis in zip(*grid, strict=True)]
+                streams.append([7] * len(grid), rope=(rows[0], rows[1], rows[2]))
+                tokens += [(7, 0, 0, 0.0, None, (after, after + h, after + w)) for _, h, w in grid]
+    return streams, tokens
+
+
+@given(STEPS)
+def test_streams_are_the_plain_list_of_tokens(steps: list[Any]) -> None:
+    streams, tokens = play(steps)
+    assert streams.ids.view() == [t[0] for t in tokens]
+    assert streams.loss.view() == [t[1] for t in tokens]
+    assert streams.sampled.view() == [t[2] for t in tokens]
+    assert streams.logprobs.view() == [t[3] for t in tokens]
+    axes = streams.positions()
+    wanted = [[t[5][axis] for t in tokens] for axis in range(len(axes))]
+    assert [list(axis) for axis in axes] == wanted
+    spans = [
+        (key[0], key[1], group[0][0], group[-1][0] + 1)
+        for key, found in groupby(enumerate(tokens), lambda pair: pair[1][4])
+        if key and (group := list(found))
+    ]
+    assert [(s.version, s.stale_kv, s.start, s.end) for s in streams.weights] == spans
+
+
+@given(STEPS, st.booleans())
+def test_streams_come_back_from_their_document(steps: list[Any], binary: bool) -> None:
+    streams, _ = play(steps)
+    streams.prompt = len(streams) // 2
+    again = Streams.parse(streams.document(binary))
+    assert again == streams
+    again.append([1, 2])
+    streams.append([1, 2])
+    assert again == streams
+
+
+def test_a_document_that_does_not_fit_is_refused() -> None:
+    streams = Streams()
+    streams.append([1, 2, 3])
+    whole = streams.document(binary=False)
+    with pytest.raises(ValueError, match="different lengths"):
+        Streams.parse({**whole, "loss_mask": [0]})
+    with pytest.raises(ValueError, match="prompt"):
+        Streams.parse({**whole, "prompt_length": 4})
+
+
+def test_a_view_stays_while_the_column_grows_and_tells_when_it_was_cut() -> None:
+    column: Column[int] = Column(INT32, range(5))
+    view, short = column.view(1, 4), column.view(0, 2)
+    column.extend(range(1000))
+    assert view == [1, 2, 3] == view.tolist()
+    assert (view[0], view[-1], view[1:], view[::-1]) == (1, 3, [2, 3], [3, 2, 1])
+    column.cut(3)
+    column.extend([9, 9, 9])
+    assert short == [0, 1]
+    with pytest.raises(RuntimeError, match="shortened"):
+        view.tolist()
+    with pytest.raises(IndexError):
+        short[2]

@@ -1,0 +1,230 @@
+"""Requests as a trainer's batch, and back: left-padded prompts, right-padded responses.
+
+Names are verl's. With B requests, P the padded length of prompts, R of responses, L = P + R:
+
+| tensor | shape | dtype | padding | meaning |
+|---|---|---|---|---|
+| `prompts` | [B, P] | int64 | left, pad id | |
+| `responses` | [B, R] | int64 | right, pad id | answers, and what users and tools said |
+| `input_ids` | [B, L] | int64 | both | prompts and responses |
+| `attention_mask` | [B, L] | int64 | 0 | 1 for every real token |
+| `position_ids` | [B, L] or [B, 4, L] | int64 | 0 left, counting on right | four rows if any
+request has three-axis positions: text, time, height, width |
+| `response_mask` | [B, R] | int64 | 0 | 1 where the policy sampled |
+| `loss_mask` | [B, R] | int64 | 0 | 1 in every answer, also one given as text |
+| `rollout_log_probs` | [B, R] | float32 | 0 | 0.0 where not sampled |
+| `weights_epoch`, `weights_version` | [B, R] | int64 | -1 | -1 where no weights were named |
+| `stale_kv` | [B, R] | bool | false | KV of older weights was reused |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rollout_worker.schemas import WeightsSpan
+
+from .request import RolloutRequest
+from .streams import Streams
+
+if TYPE_CHECKING:
+    import torch
+
+_OTHER = {"streams"}
+
+
+@dataclass(slots=True)
+class RolloutBatch:
+    """A batch in the three parts of verl's DataProto.
+
+    Attributes:
+        batch: Tensors by name, see the module.
+        non_tensor_batch: Lists of length B: `request_id`, `messages`, `reward_scores`,
+            `multi_modal_inputs`, `request` (all else that a request holds), …
+        meta_info: `pad_token_id`, and `logprobs_of`, the kind of the logprobs.
+    """
+
+    batch: dict[str, torch.Tensor]
+    non_tensor_batch: dict[str, list[Any]]
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.non_tensor_batch["request_id"])
+
+    def to_tensordict(self) -> Any:
+        """Return the tensors as a `tensordict.TensorDict` of batch size [B] (extra package)."""
+        from tensordict import TensorDict
+
+        return TensorDict(self.batch, batch_size=[len(self)])
+
+    def to_dataproto(self) -> dict[str, Any]:
+        """Return the arguments of verl's `DataProto`: a TensorDict, object arrays, a dict."""
+        import numpy as np
+
+        others = {}
+        for key, values in self.non_tensor_batch.items():
+            column = np.empty(len(values), dtype=object)
+            column[:] = values
+            others[key] = column
+        return {
+            "batch": self.to_tensordict(),
+            "non_tensor_batch": others,
+            "meta_info": dict(self.meta_info),
+        }
+
+
+def to_batch(
+    requests: Sequence[RolloutRequest],
+    *,
+    pad_token_id: int,
+    prompt_length: int | None = None,
+    response_length: int | None = None,
+    pad_to_multiple_of: int = 1,
+) -> RolloutBatch:
+    """Return requests as one batch.
+
+    Args:
+        requests: At least one, with logprobs of one kind.
+        pad_token_id: Fills what is not a token.
+        prompt_length: Pad prompts to it; None: to the longest.
+        response_length: Pad responses to it; None: to the longest.
+        pad_to_multiple_of: Round both lengths up.
+
+    Raises:
+        ValueError: No request, a prompt or response longer than asked, logprobs of two kinds.
+    """
+    import torch
+
+    kinds = {request.logprobs_of for request in requests} - {None}
+    if not requests or len(kinds) > 1:
+        raise ValueError(f"{len(requests)} requests with logprobs of {sorted(map(str, kinds))}")
+    sizes = [(r.streams.prompt, len(r.streams) - r.streams.prompt) for r in requests]
+    prompt = _length("prompt", [p for p, _ in sizes], prompt_length, pad_to_multiple_of)
+    response = _length("response", [r for _, r in sizes], response_length, pad_to_multiple_of)
+    shape = len(requests), prompt + response
+    rows = any(request.streams.rope for request in requests)
+    batch = {
+        "input_ids": torch.full(shape, pad_token_id),
+        "attention_mask": torch.zeros(shape, dtype=torch.int64),
+        "position_ids": torch.zeros((shape[0], 4, shape[1]) if rows else shape, dtype=torch.int64),
+        "response_mask": torch.zeros((shape[0], response), dtype=torch.int64),
+        "loss_mask": torch.zeros((shape[0], response), dtype=torch.int64),
+        "rollout_log_probs": torch.zeros((shape[0], response)),
+        "weights_epoch": torch.full((shape[0], response), -1),
+        "weights_version": torch.full((shape[0], response), -1),
+        "stale_kv": torch.zeros((shape[0], response), dtype=torch.bool),
+    }
+    for row, request in enumerate(requests):
+        _fill({key: tensor[row] for key, tensor in batch.items()}, request.streams, prompt)
+    batch["prompts"] = batch["input_ids"][:, :prompt].clone()
+    batch["responses"] = batch["input_ids"][:, prompt:].clone()
+    meta = {"pad_token_id": pad_token_id, "logprobs_of": next(iter(kinds), None)}
+    return RolloutBatch(batch, _others(requests), meta)
+
+
+def _length(what: str, lengths: list[int], wanted: int | None, multiple: int) -> int:
+    longest = max(lengths)
+    if wanted is not None and longest > wanted:
+        raise ValueError(f"{what} {lengths.index(longest)} has {longest} tokens, {wanted} asked")
+    length = longest if wanted is None else wanted
+    return -(-length // multiple) * multiple
+
+
+def _fill(row: dict[str, torch.Tensor], streams: Streams, prompt: int) -> None:
+    """Write one request into its row of every tensor."""
+    import torch
+
+    start, length = prompt - streams.prompt, len(streams)
+    end, answered = start + length, length - streams.prompt
+    row["input_ids"][start:end] = torch.tensor(streams.ids.data, dtype=torch.int64)
+    row["attention_mask"][start:end] = 1
+    axes = streams.positions()
+    positions = row["position_ids"].reshape(-1, row["position_ids"].shape[-1])
+    text = range(length)
+    wanted = [text] if len(positions) == 1 else [text, *(axes if len(axes) == 3 else axes * 3)]
+    for target, axis in zip(positions, wanted, strict=True):
+        target[start:end] = torch.tensor(list(axis), dtype=torch.int64)
+        after = int(target[end - 1]) + 1 if length else 0
+        target[end:] = torch.arange(after, after + len(target) - end)
+    for key, column in (("response_mask", streams.sampled), ("loss_mask", streams.loss)):
+        row[key][:answered] = torch.tensor(column.data[streams.prompt :], dtype=torch.int64)
+    row["rollout_log_probs"][:answered] = torch.tensor(streams.logprobs.data[streams.prompt :])
+    for span in streams.weights:
+        where = slice(max(0, span.start - streams.prompt), span.end - streams.prompt)
+        row["weights_epoch"][where] = span.epoch
+        row["weights_version"][where] = span.version
+        row["stale_kv"][where] = span.stale_kv
+
+
+def _others(requests: Sequence[RolloutRequest]) -> dict[str, list[Any]]:
+    names = ("request_id", "batch_data_id", "rollout_offset", "messages", "reward_scores")
+    found = {name: [getattr(request, name) for request in requests] for name in names}
+    found["finish_reason"] = [request.finish_reason for request in requests]
+    found["multi_modal_inputs"] = [request.multi_modal_inputs for request in requests]
+    found["three_axes"] = [bool(request.streams.rope) for request in requests]
+    found["metrics"] = [request.metrics for request in requests]
+    spans = [request.weights_range for request in requests]
+    for end, key in enumerate(("min_weights", "max_weights")):
+        found[key] = [span[end].as_tuple() if span else None for span in spans]
+    found["request"] = [request.model_dump(exclude=_OTHER) for request in requests]
+    return found
+
+
+def from_batch(batch: RolloutBatch) -> list[RolloutRequest]:
+    """Return the requests of a batch, equal to those it was made of.
+
+    Raises:
+        ValueError: The tensors do not belong to the requests (rows or columns were dropped).
+    """
+    found = []
+    for row, rest in enumerate(batch.non_tensor_batch["request"]):
+        tensors = {key: tensor[row] for key, tensor in batch.batch.items()}
+        streams = _streams(tensors, batch.non_tensor_batch["three_axes"][row])
+        found.append(RolloutRequest.model_validate({**rest, "streams": streams}))
+    return found
+
+
+def _streams(row: dict[str, torch.Tensor], three_axes: bool) -> Streams:
+    prompt = row["prompts"].shape[-1]
+    mask = row["attention_mask"].bool()
+    start, end = prompt - int(mask[:prompt].sum()), prompt + int(mask[prompt:].sum())
+    if not bool(mask[start:end].all()) or end - start != int(mask.sum()):
+        raise ValueError("attention_mask: the tokens of a row must stand together")
+    answered = end - prompt
+
+    def response(name: str, fill: float) -> list[Any]:
+        return [fill] * (prompt - start) + row[name][:answered].tolist()
+
+    positions = row["position_ids"]
+    rope = positions[1:, start:end].tolist() if three_axes else []
+    return Streams.parse(
+        {
+            "prompt_length": prompt - start,
+            "input_ids": row["input_ids"][start:end].tolist(),
+            "loss_mask": response("loss_mask", 0),
+            "response_mask": response("response_mask", 0),
+            "rollout_log_probs": response("rollout_log_probs", 0.0),
+            "rope_position_ids": rope,
+            "weights": _spans(row, prompt - start, answered),
+        }
+    )
+
+
+def _spans(row: dict[str, torch.Tensor], prompt: int, answered: int) -> list[WeightsSpan]:
+    names = ("weights_epoch", "weights_version", "stale_kv")
+    columns = [row[name][:answered].tolist() for name in names]
+    found: list[WeightsSpan] = []
+    for at, (epoch, version, stale) in enumerate(zip(*columns, strict=True), prompt):
+        if epoch < 0:
+            continue
+        last = found[-1] if found else None
+        if last and last.end == at and (last.epoch, last.version, last.stale_kv) == (
+            epoch, version, stale,
+        ):  # fmt: skip
+            found[-1] = last.model_copy(update={"end": at + 1})
+        else:
+            found.append(
+                WeightsSpan(epoch=epoch, version=version, start=at, end=at + 1, stale_kv=stale)
+            )
+    return found

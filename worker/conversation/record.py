@@ -1,0 +1,224 @@
+"""What a conversation holds, and how it is read, written and restored: no template, no tokenizer."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rollout_worker.schemas import LogprobsOf, WeightsId, WeightsSpan
+
+from .buffers import View
+from .media import MediaTurn, joined
+from .messages import MEDIA_KEYS
+from .opaque import Opaque
+from .prompts import OverlongPrompt
+from .sanity import SanityCheckMode
+from .streams import Streams
+
+Counter = Literal[
+    "full_renders", "history_rewrites", "seam_merges", "regroups",
+    "boundary_tokens_added", "boundary_tokens_removed",
+]  # fmt: skip
+
+
+class RequestState(StrEnum):
+    """Where a conversation stands."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    TOOL_CALLING = "tool_calling"
+    COMPLETED = "completed"
+    FAILED = "failed"
+
+
+class FinishReason(StrEnum):
+    """Why a conversation ended; `tool_calls` ends a turn, never a conversation."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    TOOL_CALLS = "tool_calls"
+
+
+class Cursor(BaseModel):
+    """Where the next turn is written.
+
+    Attributes:
+        tokens: Length up to the last assistant's turn (or the prompt), without what closes it.
+        messages: The messages up to there.
+        opened: Tokens of an open generation prompt at the end.
+        sampled: The policy wrote the last answer.
+        unclosed: Nothing stands behind that yet: the next turn must fit there.
+        stopped: Id with which the engine said that the policy ended.
+    """
+
+    tokens: int = 0
+    messages: int = 0
+    opened: int = 0
+    sampled: bool = False
+    unclosed: bool = False
+    stopped: int | None = None
+
+
+class Conversation(BaseModel):
+    """The data of a `RolloutRequest`; `model_dump_json`, `to_msgpack` and their inverses keep all."""
+
+    model_config = ConfigDict(
+        extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="constants"
+    )
+
+    request_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    batch_data_id: int = 0
+    rollout_offset: int = 0
+    state: RequestState = RequestState.PENDING
+    messages: Opaque = Field(description="Plain dicts, media replaced by placeholders.")
+    tool_schemas: Opaque = Field(default_factory=list)
+    tools_kwargs: Opaque = Field(default_factory=dict)
+    chat_template_kwargs: Opaque = Field(default_factory=dict)
+    multi_modal_keys: tuple[str, ...] = MEDIA_KEYS
+    multi_modal_data: Opaque = Field(default_factory=dict)
+    mm_processor_kwargs: Opaque = Field(default_factory=dict)
+    max_prompt_len: int = Field(gt=0)
+    max_response_len: int = Field(default=8192, ge=0)
+    max_model_len: int = Field(default=32768, gt=0)
+    overlong_prompt: OverlongPrompt = OverlongPrompt.ERROR
+    tokenization_sanity_check_mode: SanityCheckMode = SanityCheckMode.STRICT
+    streams: Streams = Field(default_factory=Streams)
+    media: list[MediaTurn] = Field(default_factory=list)
+    logprobs_of: LogprobsOf | None = None
+    reward_scores: dict[str, list[float]] = Field(default_factory=dict)
+    finish_reason: FinishReason | None = None
+    truncated_tokens: int = 0
+    metrics: Opaque = Field(default_factory=dict)
+    counters: dict[Counter, int] = Field(default_factory=dict)
+    difference: str | None = Field(default=None, description="What the sanity check found.")
+    error: str | None = Field(default=None, description="Why the conversation failed.")
+    prompt_cut: tuple[int, int] | None = Field(
+        default=None, description="First id and count of what a truncation took from the prompt."
+    )
+    cursor: Cursor = Field(default_factory=Cursor)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_media_keys(cls, values: Any) -> Any:
+        data = values.get("multi_modal_data") if isinstance(values, dict) else None
+        if isinstance(data, Mapping):
+            values = {**values, "multi_modal_data": {**{k: [] for k in MEDIA_KEYS}, **data}}
+        return values
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the data; what was learnt of a template is none."""
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    # Reading: the whole conversation, its prompt, its response. Ids are int32, masks int8,
+    # logprobs float32; everything is a view of the buffers.
+
+    @property
+    def input_ids(self) -> View[int]:
+        """Ids of prompt and response [N]."""
+        return self.streams.view("ids")
+
+    @property
+    def prompt_ids(self) -> View[int]:
+        """Ids of the prompt [P], with its generation prompt."""
+        return self.streams.view("ids", 0, self.streams.prompt)
+
+    @property
+    def response_ids(self) -> View[int]:
+        """Ids after the prompt [R]: answers, and what users and tools said between them."""
+        return self.streams.view("ids", self.streams.prompt)
+
+    @property
+    def attention_mask(self) -> list[int]:
+        """All 1 [N]: there is no padding before a batch."""
+        return [1] * len(self.streams)
+
+    @property
+    def position_ids(self) -> tuple[Sequence[int], ...]:
+        """One row of positions, or three (time, height, width) with a Qwen-VL processor; [1|3, N]."""
+        return self.streams.positions()
+
+    @property
+    def response_position_ids(self) -> tuple[Sequence[int], ...]:
+        """The response's part of `position_ids` [1|3, R]."""
+        return self.streams.positions(self.streams.prompt)
+
+    @property
+    def loss_mask(self) -> View[int]:
+        """1 for every token of an answer, sampled or given as text [N]."""
+        return self.streams.view("loss")
+
+    @property
+    def response_loss_mask(self) -> View[int]:
+        """The response's part of `loss_mask` [R]."""
+        return self.streams.view("loss", self.streams.prompt)
+
+    @property
+    def response_mask(self) -> View[int]:
+        """1 for the response's tokens that the policy sampled [R]: those with a logprob."""
+        return self.streams.view("sampled", self.streams.prompt)
+
+    @property
+    def rollout_log_probs(self) -> View[float]:
+        """Logprobs of the response [R], of kind `logprobs_of`; 0.0 where not sampled."""
+        return self.streams.view("logprobs", self.streams.prompt)
+
+    @property
+    def weights(self) -> tuple[WeightsSpan, ...]:
+        """Which weights made which sampled tokens; `start` and `end` count in `input_ids`."""
+        return tuple(self.streams.weights)
+
+    @property
+    def weights_range(self) -> tuple[WeightsId, WeightsId] | None:
+        """The oldest and the newest weights that sampled here; None: nobody said."""
+        found = sorted((span.epoch, span.version) for span in self.streams.weights)
+        if not found:
+            return None
+        (a, b), (c, d) = found[0], found[-1]
+        return WeightsId(epoch=a, version=b), WeightsId(epoch=c, version=d)
+
+    @property
+    def multi_modal_inputs(self) -> dict[str, Any]:
+        """Tensors of all media, joined on their first axis."""
+        return joined(self.media)
+
+    @property
+    def budget(self) -> int:
+        """How many tokens the policy may still sample before a limit cuts them."""
+        length = len(self.streams)
+        response = length - self.streams.prompt
+        return max(0, min(self.max_response_len - response, self.max_model_len - length))
+
+    def update_metrics(self, metrics: Any, tool_id: str) -> None:
+        """Append what a tool measured to its list."""
+        self.metrics.setdefault(tool_id, []).append(metrics)
+
+    # Travelling.
+
+    def to_msgpack(self) -> bytes:
+        """Return everything as msgpack; columns and tensors travel as raw bytes.
+
+        Raises:
+            ImportError: msgpack is not installed (extra `client`).
+        """
+        import msgpack
+
+        packed: bytes = msgpack.packb(self.model_dump(context={"binary": True}), datetime=False)
+        return packed
+
+    @classmethod
+    def from_msgpack(cls, data: bytes) -> Self:
+        """Return what `to_msgpack` wrote.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        import msgpack
+
+        return cls.model_validate(msgpack.unpackb(data, strict_map_key=False))

@@ -1,0 +1,238 @@
+"""`RolloutRequest`: a whole conversation with its token ids, masks, logprobs and weights.
+
+The request is data; the tokenizer or processor is handed to the methods that need one. Ids are
+append-only: what the policy sampled is never tokenized again, and a turn costs what it adds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from rollout_worker.schemas import GenerateOutput, LogprobsOf, StopReason, WeightsSpan
+
+from .buffers import INT32, View
+from .messages import MEDIA_KEYS, ToolResponse, plain, taken
+from .record import FinishReason, RequestState
+from .writing import Writing, answer, cover, finite
+
+
+class RolloutRequest(Writing):
+    """A conversation between a policy, users and tools, as a trainer needs it.
+
+    Make one with `from_messages`, ask `get_generation_prompt_ids` for what the engine gets, add
+    turns as they come, `finalize` it. Methods take the model's tokenizer, or its processor.
+    """
+
+    # Making one.
+
+    @classmethod
+    def from_messages(
+        cls,
+        messages: Sequence[Any],
+        processing_class: Any,
+        *,
+        max_prompt_len: int,
+        tools: Sequence[Any] | None = None,
+        multi_modal_data: Mapping[str, Sequence[Any]] | None = None,
+        input_ids: Sequence[int] | None = None,
+        attention_mask: Sequence[int] | None = None,
+        **fields: Any,
+    ) -> Self:
+        """Render and tokenize the beginning of a conversation.
+
+        Args:
+            messages: Dicts or models; media in their content move to `multi_modal_data`.
+            processing_class: The model's tokenizer, or its processor if there are media.
+            max_prompt_len: Longest prompt in tokens; `overlong_prompt` says what happens beyond.
+            tools: Their schemas, in OpenAI's form.
+            multi_modal_data: Media of the placeholders in the messages, in order.
+            input_ids: The prompt's ids where they are known already.
+            attention_mask: Of `input_ids`; ids where it is 0 are dropped.
+            **fields: Any other field.
+
+        Raises:
+            PromptTooLong: The prompt is longer than allowed and may not, or can't, be cut.
+            TemplateError: The template refuses the messages.
+        """
+        if not messages:
+            raise ValueError("a conversation begins with at least one message")
+        found = [taken(message) for message in messages]
+        media = {key: list((multi_modal_data or {}).get(key, ())) for key in MEDIA_KEYS}
+        for _, inner in found:
+            for key, items in inner.items():
+                media[key] += items
+        request = cls.model_validate(
+            {
+                "messages": [message for message, _ in found],
+                "tool_schemas": [plain(tool) for tool in tools or ()],
+                "multi_modal_data": media,
+                "max_prompt_len": max_prompt_len,
+                **fields,
+            }
+        )
+        ids = input_ids
+        if ids is not None and attention_mask is not None:
+            ids = [token for token, seen in zip(ids, attention_mask, strict=True) if seen]
+        request._begin(processing_class, ids)
+        return request
+
+    # Adding turns.
+
+    def get_generation_prompt_ids(self, processing_class: Any) -> View[int]:
+        """Open the assistant's turn, unless it is open, and return all ids: what an engine gets.
+
+        Costs what it adds; the ids are a view of the request's own buffer (`tolist()` copies).
+        """
+        self._check_open()
+        self._open(self._with(processing_class))
+        self.state = RequestState.RUNNING
+        return self.input_ids
+
+    def add_user_message(self, processing_class: Any, content: Any) -> None:
+        """Append a user's message: text, or a list of content items with media."""
+        self._add(processing_class, [taken({"role": "user", "content": content})])
+
+    def add_messages(self, processing_class: Any, messages: Sequence[Any]) -> None:
+        """Append messages of users, tools or system, rendered together."""
+        found = [taken(message) for message in messages]
+        if any(message["role"] == "assistant" for message, _ in found):
+            raise ValueError("an assistant's message goes through add_assistant_message")
+        if found:
+            self._add(processing_class, found)
+
+    def add_tool_response_messages(
+        self, processing_class: Any, contents: Sequence[ToolResponse | Any]
+    ) -> None:
+        """Append what tools returned, one message each, rendered together.
+
+        Nothing happens if all are empty. Responses without an id of their own get those of the
+        calls that they answer, in order.
+        """
+        responses = [ToolResponse.of(content) for content in contents]
+        if all(response.is_empty() for response in responses):
+            return
+        found = [response.message() for response in responses]
+        last = self.messages[self.cursor.messages - 1]
+        answered = len(self.messages) - self.cursor.messages
+        for (message, _), call in zip(
+            found, (last.get("tool_calls") or [])[answered:], strict=False
+        ):
+            if "id" in call:
+                message.setdefault("tool_call_id", call["id"])
+            if "name" in call.get("function", {}):
+                message.setdefault("name", call["function"]["name"])
+        self._add(processing_class, found)
+        self.state = RequestState.RUNNING
+
+    def add_assistant_message(
+        self,
+        processing_class: Any,
+        content: str | None = None,
+        content_ids: Sequence[int] | None = None,
+        tool_calls: Sequence[Any] | None = None,
+        *,
+        logprobs: Sequence[float] | None = None,
+        logprobs_of: LogprobsOf = "sampling",
+        weights: Sequence[WeightsSpan] = (),
+        stop_token_id: int | None = None,
+        **message: Any,
+    ) -> None:
+        """Append an answer: sampled ids, taken as they are, or text, which is tokenized.
+
+        Args:
+            processing_class: Tokenizer or processor.
+            content: Its text; None: what `content_ids` decode to, without the token that ended it.
+            content_ids: [T] ids that the policy sampled behind the generation prompt.
+            tool_calls: Calls in OpenAI's form.
+            logprobs: [T] natural logs, finite; given for all sampled turns of a request or none.
+            logprobs_of: Their kind; one for the whole request.
+            weights: Spans of `[0, T)`, as a worker answers them.
+            stop_token_id: Id that ended the turn, if the engine said so.
+            **message: Further keys of the message, such as `reasoning_content`.
+
+        Raises:
+            ValueError: Logprobs or spans that do not fit the ids; the request is unchanged.
+        """
+        self._check_open()
+        if content_ids is None:
+            if content is None and not tool_calls:
+                raise ValueError("give content, content_ids or tool_calls")
+            if logprobs is not None or weights:
+                raise ValueError("logprobs and weights belong to content_ids")
+            self._add_text(processing_class, answer(content or "", tool_calls, message))
+        else:
+            ids = array(INT32, content_ids)
+            values = None if logprobs is None else finite(logprobs, len(ids))
+            cover(weights, len(ids))
+            self._check_kind(values is not None, logprobs_of)
+            if content is None:
+                ends = self._with(processing_class).ends | {stop_token_id}
+                text = ids[:-1] if ids and ids[-1] in ends else ids
+                content = self._with(processing_class).codec.decode(text)
+            found = answer(content, tool_calls, message)
+            self.get_generation_prompt_ids(processing_class)
+            self.streams.append(ids, loss=True, sampled=True, logprobs=values, weights=weights)
+            self.logprobs_of = logprobs_of if values is not None else self.logprobs_of
+            self._answered(found, stop_token_id, sampled=True)
+        self.state = RequestState.TOOL_CALLING if tool_calls else RequestState.RUNNING
+
+    def add_output(
+        self,
+        processing_class: Any,
+        output: GenerateOutput,
+        *,
+        logprobs_of: LogprobsOf | None = "sampling",
+        content: str | None = None,
+        tool_calls: Sequence[Any] | None = None,
+    ) -> None:
+        """Append a worker's answer: ids, logprobs and the weights of every token."""
+        match = output.stop_match
+        stopped = match.token_id if match and output.stop_reason is StopReason.STOP else None
+        self.add_assistant_message(
+            processing_class,
+            content,
+            output.token_ids,
+            tool_calls,
+            logprobs=output.logprobs,
+            logprobs_of=logprobs_of or "sampling",
+            weights=output.weights,
+            stop_token_id=stopped,
+        )
+
+    # Ending.
+
+    def finalize(
+        self,
+        processing_class: Any,
+        reward_scores: Mapping[str, list[float]] | None = None,
+        finish_reason: FinishReason | str = FinishReason.STOP,
+    ) -> None:
+        """End the conversation: drop an open generation prompt, check, cut to the limits.
+
+        Prompt and response together are at most `max_model_len`, the response at most
+        `max_response_len`; a turn with media is kept whole or cut whole. What was cut is counted
+        in `truncated_tokens` and makes a `stop` a `length`.
+
+        Raises:
+            ValueError: The reason does not end a conversation, or it has ended; nothing changed.
+        """
+        reason = FinishReason(finish_reason)
+        if reason is FinishReason.TOOL_CALLS:
+            raise ValueError("tool_calls ends a turn: answer the calls, then finalize")
+        self._check_open()
+        self._cut(len(self.streams) - self.cursor.opened)
+        self._check(processing_class)
+        self._truncate()
+        cut = self.truncated_tokens and reason is FinishReason.STOP
+        self.finish_reason = FinishReason.LENGTH if cut else reason
+        self.reward_scores = {key: list(scores) for key, scores in (reward_scores or {}).items()}
+        self.state = RequestState.COMPLETED
+
+    def fail(self, reason: str) -> None:
+        """End a conversation that came to nothing; its tokens stay readable."""
+        self._check_open()
+        self._cut(len(self.streams) - self.cursor.opened)
+        self.error = reason
+        self.state = RequestState.FAILED

@@ -1,0 +1,168 @@
+"""Whether the ids of a conversation say what its messages say: one look at the end, in O(n).
+
+The messages are rendered as a whole and compared, as text, with what the ids decode to: ids may
+differ where the policy split words in another way than the tokenizer would. The first difference
+that counts is told in one line.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+Decode = Callable[[Sequence[int]], str]
+_AROUND = 12
+_NEAR = 4
+
+
+class SanityCheckMode(StrEnum):
+    """What counts as a difference: nothing, anything, or anything but white space."""
+
+    DISABLE = "disable"
+    STRICT = "strict"
+    IGNORE_STRIPPABLE = "ignore_strippable"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where the ids do not say what the messages say.
+
+    Attributes:
+        token: Its position in the conversation's ids.
+        character: Its position in their text.
+        text: What the ids say there, and `expected`, what the template makes of the messages.
+        ids: The ids there, and `expected_ids` of the whole render.
+        reason: What it most likely is.
+    """
+
+    token: int
+    character: int
+    text: str
+    expected: str
+    ids: tuple[int, ...]
+    expected_ids: tuple[int, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"token {self.token} (character {self.character}): the ids say {self.text!r} "
+            f"{list(self.ids)}, the template {self.expected!r} {list(self.expected_ids)}: "
+            f"{self.reason}"
+        )
+
+
+def compare(
+    ids: array[int],
+    expected: array[int],
+    sampled: array[int],
+    decode: Decode,
+    *,
+    mode: SanityCheckMode,
+    close: str,
+    prompt: int,
+) -> Difference | None:
+    """Return the first difference that counts in this mode; None: there is none.
+
+    Args:
+        ids: Of the conversation.
+        expected: Of a whole render of its messages.
+        sampled: 1 for ids that the policy sampled.
+        decode: Makes text of ids, special tokens included.
+        mode: What counts.
+        close: What a template writes after an answer: an answer at the end may lack (part of) it.
+        prompt: Number of ids of the prompt, for the reason.
+    """
+    if mode is SanityCheckMode.DISABLE or ids == expected:
+        return None
+    ours, theirs = decode(ids), decode(expected)
+    found = _first(ours, theirs, ignore=mode is SanityCheckMode.IGNORE_STRIPPABLE)
+    if found is None:
+        return None
+    i, j = found
+    rest = theirs[j:]
+    if i == len(ours) and close.endswith(rest) and ours.endswith(close.removesuffix(rest)):
+        return None
+    at, there = _token_at(ids, i, decode, len(ours)), _token_at(expected, j, decode, len(theirs))
+    return Difference(
+        token=at,
+        character=i,
+        text=ours[max(0, i - _AROUND) : i + _AROUND],
+        expected=theirs[max(0, j - _AROUND) : j + _AROUND],
+        ids=tuple(ids[at : at + _NEAR]),
+        expected_ids=tuple(expected[there : there + _NEAR]),
+        reason=_reason(ours[i:], rest, at, sampled, prompt),
+    )
+
+
+def _first(a: str, b: str, ignore: bool) -> tuple[int, int] | None:
+    """Return where two texts first differ, or differ in more than white space."""
+    i = j = 0
+    while True:
+        same = _same(a, b, i, j)
+        i, j = i + same, j + same
+        if i == len(a) and j == len(b):
+            return None
+        if not ignore:
+            return i, j
+        k, m = _skip(a, i), _skip(b, j)
+        if k == i and m == j:
+            return i, j
+        i, j = k, m
+
+
+def _same(a: str, b: str, i: int, j: int) -> int:
+    """Return how many characters from i and j on are the same, by halving slices."""
+    length = min(len(a) - i, len(b) - j)
+    low, step = 0, 1 << 12
+    while low < length:
+        size = min(step, length - low)
+        if a[i + low : i + low + size] == b[j + low : j + low + size]:
+            low += size
+            step <<= 1
+        elif size == 1:
+            return low
+        else:
+            step = max(1, size // 2)
+    return length
+
+
+def _skip(text: str, start: int) -> int:
+    while start < len(text) and text[start].isspace():
+        start += 1
+    return start
+
+
+def _token_at(ids: Sequence[int], character: int, decode: Decode, characters: int) -> int:
+    """Return the id in whose text a character stands; halving decodes every id about once."""
+    if character >= characters:
+        return len(ids)
+    low, high, base = 0, len(ids), 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        # One id before it: some tokenizers drop the space with which a text begins.
+        first = max(0, low - 1)
+        length = len(decode(ids[first:middle])) - len(decode(ids[first:low]))
+        if base + length <= character:
+            low, base = middle, base + length
+        else:
+            high = middle
+    return low
+
+
+def _reason(ours: str, theirs: str, at: int, sampled: Sequence[int], prompt: int) -> str:
+    near_ours, near_theirs = ours[:200].strip(), theirs[:200].strip()
+    if not ours:
+        return "the ids end before the messages do"
+    if not theirs:
+        return "the ids go on after the messages' end"
+    if ours[:1] != theirs[:1] and ours.lstrip()[:_NEAR] == theirs.lstrip()[:_NEAR]:
+        return "white space: the template strips or adds it"
+    if at < prompt:
+        return "the template prints the beginning otherwise once turns follow (or ids were given)"
+    if "<think>" in near_ours[:40] or "</think>" in near_theirs[:40] or "<think>" in ours[:4]:
+        return "the template leaves earlier reasoning out"
+    if at < len(sampled) and sampled[at]:
+        return "the message's content or tool calls are not what the policy wrote"
+    return "the template prints this turn otherwise in the whole conversation"

@@ -1,0 +1,272 @@
+"""How turns reach the buffers: fitted behind what was sampled, counted, checked, cut."""
+
+from __future__ import annotations
+
+import logging
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import PrivateAttr
+
+from rollout_worker.schemas import WeightsSpan
+
+from .buffers import FLOAT32, INT32
+from .media import MediaTurn, kept
+from .messages import MEDIA_KEYS, Media, Message, tool_call
+from .processing import TemplateError
+from .prompts import begin
+from .record import Conversation, Counter, Cursor, RequestState
+from .sanity import SanityCheckMode, compare
+from .streams import Rope
+from .templates import Template, Turn, join, template_of
+
+logger = logging.getLogger(__name__)
+
+
+class Writing(Conversation):
+    """The private half of `RolloutRequest`."""
+
+    _template: tuple[Any, Template] | None = PrivateAttr(default=None)
+
+    def _begin(self, processing_class: Any, ids: Sequence[int] | None) -> None:
+        limit = min(self.max_prompt_len, self.max_model_len)
+        begun = begin(
+            self._with(processing_class), self.messages, self.multi_modal_data,
+            self.mm_processor_kwargs, ids, limit, self.overlong_prompt,
+        )  # fmt: skip
+        counts = {key: len(items) for key, items in self.multi_modal_data.items()}
+        rope = self._rope(self._with(processing_class), begun.ids, begun.inputs)
+        self._write(begun.ids, begun.inputs, counts, rope)
+        self.streams.append(begun.generation)
+        self.streams.prompt = len(self.streams)
+        self.prompt_cut = begun.cut
+        self.cursor = Cursor(
+            tokens=len(begun.ids), messages=len(self.messages), opened=len(begun.generation)
+        )
+
+    def _with(self, processing_class: Any) -> Template:
+        if self._template is None or self._template[0] is not processing_class:
+            template = template_of(processing_class, self.tool_schemas, self.chat_template_kwargs)
+            self._template = processing_class, template
+        return self._template[1]
+
+    def _check_open(self) -> None:
+        if self.state in {RequestState.COMPLETED, RequestState.FAILED}:
+            raise ValueError(f"request {self.request_id!r} is {self.state}: it takes no more turns")
+
+    def _check_kind(self, given: bool, kind: str) -> None:
+        before = 1 in self.streams.sampled.data if self.logprobs_of is None and given else given
+        if given and self.logprobs_of is None and before:
+            raise ValueError("earlier turns came without logprobs: give them for all or none")
+        if not given and self.logprobs_of is not None:
+            raise ValueError("earlier turns came with logprobs: give them for all or none")
+        if given and self.logprobs_of not in (None, kind):
+            raise ValueError(f"logprobs of {kind!r} behind logprobs of {self.logprobs_of!r}")
+
+    def _count(self, counter: Counter, count: int = 1) -> None:
+        if count:
+            self.counters[counter] = self.counters.get(counter, 0) + count
+
+    def _add(self, processing_class: Any, found: list[tuple[Message, Media]]) -> None:
+        """Append messages behind the last turn, or together with those since the last answer."""
+        self._check_open()
+        template = self._with(processing_class)
+        group = [message for message, _ in found]
+        media = {key: [i for _, items in found for i in items[key]] for key in MEDIA_KEYS}
+        history, since, items = self.messages, self.cursor.messages, media
+        end, unclosed = len(self.streams) - self.cursor.opened, self.cursor.unclosed
+        turn = None
+        if len(history) == since or template.splits(history, group[0]):
+            turn = template.turn(history, group, media, self.mm_processor_kwargs)
+        again = len(history) > since and (turn is None or turn.merged)
+        if turn is None or again:
+            history, group = history[:since], [*history[since:], *group]
+            items = {key: self._pending(key) + media[key] for key in MEDIA_KEYS}
+            end, unclosed = self.cursor.tokens, self.cursor.sampled
+            turn = template.turn(history, group, items, self.mm_processor_kwargs)
+        removed = self._fit(template, turn, end, unclosed)
+        rope = self._rope(template, turn.body, turn.inputs)
+        # Nothing raises from here on: the request takes the turn whole, or is unchanged.
+        if again:
+            self.media = [m for m in self.media if m.start < end]
+            self._count("regroups")
+        self._cut(end - removed)
+        if unclosed:
+            self.cursor.tokens = len(self.streams)
+        self.streams.append(turn.close)
+        counts = {key: len(values) for key, values in items.items()}
+        self._write(turn.body, turn.inputs, counts, rope)
+        self._tell(turn, removed)
+        self.cursor.unclosed = False
+        for key in MEDIA_KEYS:
+            self.multi_modal_data[key] += media[key]
+        self.messages += [message for message, _ in found]
+
+    def _add_text(self, processing_class: Any, message: Message) -> None:
+        """Append an answer given as text, behind the generation prompt."""
+        template = self._with(processing_class)
+        turn = template.reply(self.messages, message)
+        self._open(template)
+        if turn.header:
+            self._cut(len(self.streams) - self.cursor.opened)
+        self.streams.append(turn.body[: turn.header])
+        self.streams.append(turn.body[turn.header :], loss=True)
+        turn.close = []
+        self._tell(turn, 0)
+        self._answered(message, None, sampled=False)
+
+    def _open(self, template: Template) -> None:
+        """Open the assistant's turn, unless it is open."""
+        if self.cursor.opened:
+            return
+        generation = template.generation_prompt(self.messages)
+        if self.cursor.unclosed:
+            turn = template.closing(self.messages)
+            removed = self._fit(template, turn, len(self.streams), unclosed=True)
+            self._cut(len(self.streams) - removed)
+            self.streams.append(turn.close)
+            self._tell(turn, removed)
+            self.cursor.unclosed = False
+        self.streams.append(generation)
+        self.cursor.opened = len(generation)
+
+    def _answered(self, message: Message, stopped: int | None, sampled: bool) -> None:
+        self.messages.append(message)
+        self.cursor = Cursor(
+            tokens=len(self.streams), messages=len(self.messages), sampled=sampled,
+            unclosed=sampled, stopped=stopped,
+        )  # fmt: skip
+
+    def _fit(self, template: Template, turn: Turn, end: int, unclosed: bool) -> int:
+        """Fit a turn behind the ids up to `end`; return how many of those must go."""
+        if not unclosed:
+            turn.close = []
+            return 0
+        tail = self.streams.ids.data[max(0, end - len(turn.close) - 1) : end]
+        return join(tail, turn, template, self.cursor.stopped)
+
+    def _cut(self, length: int) -> None:
+        self.streams.cut(length)
+        self.cursor.opened = 0
+
+    def _tell(self, turn: Turn, removed: int) -> None:
+        self._count("full_renders", turn.full)
+        self._count("history_rewrites", turn.rewritten)
+        self._count("seam_merges", turn.merged)
+        self._count("boundary_tokens_added", len(turn.close))
+        self._count("boundary_tokens_removed", removed)
+
+    def _rope(
+        self, template: Template, ids: Sequence[int], inputs: Mapping[str, Any]
+    ) -> Rope | None:
+        layout = template.codec.rope
+        return layout.positions(ids, inputs) if layout else None
+
+    def _write(
+        self,
+        ids: Sequence[int],
+        inputs: dict[str, Any],
+        counts: dict[str, int],
+        rope: Rope | None,
+    ) -> None:
+        start = len(self.streams)
+        self.streams.append(ids, rope=rope)
+        if any(counts.values()):
+            turn = MediaTurn(start=start, end=len(self.streams), inputs=inputs, counts=counts)
+            self.media.append(turn)
+
+    def _pending(self, key: str) -> list[Any]:
+        """Media of the messages since the last answer."""
+        count = sum(m.counts.get(key, 0) for m in self.media if m.start >= self.cursor.tokens)
+        items: list[Any] = self.multi_modal_data[key]
+        return items[len(items) - count :]
+
+    # Ending.
+
+    def _truncate(self) -> None:
+        limit = min(self.max_model_len, self.streams.prompt + self.max_response_len)
+        length = len(self.streams)
+        if length <= limit:
+            return
+        rest = kept(self.media, self.multi_modal_data, limit)
+        self.media, self.multi_modal_data = rest.turns, rest.data
+        self.streams.cut(rest.length)
+        self.truncated_tokens = length - rest.length
+
+    def _check(self, processing_class: Any) -> None:
+        if self.tokenization_sanity_check_mode is SanityCheckMode.DISABLE:
+            return
+        self.difference = self._difference(self._with(processing_class))
+        if self.difference:
+            logger.warning(
+                "request %r, %s: %s", self.request_id, self.tokenization_sanity_check_mode,
+                self.difference,
+            )  # fmt: skip
+
+    def _difference(self, template: Template) -> str | None:
+        try:
+            text = template.render(self.messages)
+        except TemplateError as error:
+            return f"no whole render to compare with: {error}"
+        ids, inputs = template.codec.encode_media(
+            text, self.multi_modal_data, self.mm_processor_kwargs
+        )
+        if self.prompt_cut:
+            start, count = self.prompt_cut
+            del ids[start : start + count]
+        found = compare(
+            self.streams.ids.data,
+            array(INT32, ids),
+            self.streams.sampled.data,
+            template.codec.decode,
+            mode=self.tokenization_sanity_check_mode,
+            close=template.plain_close,
+            prompt=self.streams.prompt,
+        )
+        return str(found) if found else _media_difference(self.multi_modal_inputs, inputs)
+
+
+def answer(content: str, calls: Sequence[Any] | None, more: Mapping[str, Any]) -> Message:
+    """Return the assistant's message."""
+    found = {"role": "assistant", "content": content, **more}
+    return found | ({"tool_calls": [tool_call(call) for call in calls]} if calls else {})
+
+
+def finite(logprobs: Sequence[float], count: int) -> array[float]:
+    """Return logprobs as a buffer, checked.
+
+    Raises:
+        ValueError: Not one for each id, or not finite.
+    """
+    values = array(FLOAT32, logprobs)
+    if len(values) != count:
+        raise ValueError(f"{len(values)} logprobs for {count} ids")
+    if not math.isfinite(sum(values)):
+        bad = next(i for i, value in enumerate(values) if not math.isfinite(value))
+        raise ValueError(f"logprob {bad} is {values[bad]}: all must be finite")
+    return values
+
+
+def cover(weights: Sequence[WeightsSpan], count: int) -> None:
+    """Check that spans cover `[0, count)`, if there are any.
+
+    Raises:
+        ValueError: Names the gap.
+    """
+    at = 0
+    for span in weights:
+        if span.start != at or span.end < at:
+            raise ValueError(f"weights: a span [{span.start}, {span.end}) where {at} was due")
+        at = span.end
+    if weights and at != count:
+        raise ValueError(f"weights: spans end at {at}, the ids at {count}")
+
+
+def _media_difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    for key in sorted({*ours, *theirs}):
+        a, b = ours.get(key), theirs.get(key)
+        if a is None or b is None or tuple(a.shape) != tuple(b.shape) or not bool((a == b).all()):
+            return f"media tensors {key!r} are not those of the whole conversation"
+    return None
