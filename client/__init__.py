@@ -6,6 +6,7 @@ packages are imported. `control` is the control port of one worker.
 
 from rollout_worker.schemas import GenerateRequest, SamplingParams, WeightsId
 
+from .direct import DirectOptions
 from .errors import (
     ClusterError,
     DeadlineExceeded,
@@ -27,6 +28,7 @@ from .hooks import Hook, PrometheusHook
 from .members import Member
 from .pool import AsyncRolloutPool
 from .results import AttemptReport, GenerateResult
+from .steering import Published, PublishProgress
 from .sync import RolloutPool
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "AttemptReport",
     "ClusterError",
     "DeadlineExceeded",
+    "DirectOptions",
     "EpochLost",
     "GenerateRequest",
     "GenerateResult",
@@ -45,6 +48,8 @@ __all__ = [
     "PrometheusHook",
     "PublishError",
     "PublishFailed",
+    "PublishProgress",
+    "Published",
     "RequestError",
     "RequestFailed",
     "RequestRefused",

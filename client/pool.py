@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from rollout_worker.schemas import GenerateRequest, WeightsId, WorkerInfo
 from .balancer import MAX_IMBALANCE, Balancer
 from .calls import Call, Options
 from .connections import Connections
+from .direct import DirectOptions, DirectSteering
 from .errors import (
     ClusterError,
     ManyFailed,
@@ -26,12 +28,17 @@ from .hooks import Hook
 from .members import Discovery, Member, StaticDiscovery, static_members
 from .results import GenerateResult
 from .routing import Router
+from .steered import Steered
+from .steering import Steering
 from .streams import GenerationStream
 
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 512
 """Requests in flight of one `generate_many` unless said otherwise."""
+
+FOUND_SECONDS = 10.0
+"""What discovery gets to find its first members before the pool is steered."""
 
 MAX_ID = 200
 """Characters of a request id of the caller: attempts append to it."""
@@ -40,7 +47,7 @@ Prompt = GenerateRequest | Sequence[int]
 Progress = Callable[[int, int], None]
 
 
-class AsyncRolloutPool:
+class AsyncRolloutPool(Steered):
     """Generates on all replicas of a pool; members come and go without anybody's help.
 
     Make it with `from_urls`, `from_dns` or `from_cluster`, use it as an async context manager (or
@@ -55,6 +62,8 @@ class AsyncRolloutPool:
         max_failures: Broken attempts that one output survives.
         silent_seconds: How long a worker may say nothing before it is asked whether it lives.
         hook: Gets measurements.
+        steering: Carries out what `Steered` offers.
+        max_staleness: See `Steered`.
     """
 
     def __init__(
@@ -67,14 +76,15 @@ class AsyncRolloutPool:
         max_failures: int = MAX_FAILURES,
         silent_seconds: float = SILENT_SECONDS,
         hook: Hook | None = None,
+        steering: Steering | None = None,
+        max_staleness: int | None = None,
     ) -> None:
+        self._hook = hook or Hook()
+        super().__init__(steering, self._hook, max_staleness)
         self.name = name
-        self.floor: WeightsId | None = None
-        """Requests without bounds of their own are served by these weights or newer ones."""
         self._discovery = discovery
         self._deterministic = deterministic
         self._max_failures = max_failures
-        self._hook = hook or Hook()
         self._connections = Connections()
         self._router = Router(Balancer(max_imbalance=max_imbalance, deterministic=deterministic))
         self._health = Health(self._router, self._connections, silent_seconds=silent_seconds)
@@ -88,6 +98,7 @@ class AsyncRolloutPool:
         urls: Sequence[str],
         *,
         control_urls: Sequence[str | None] | None = None,
+        direct: DirectOptions | None = None,
         **options: Any,
     ) -> Self:
         """Return a pool of workers at fixed data URLs, without an operator.
@@ -95,9 +106,14 @@ class AsyncRolloutPool:
         Args:
             urls: Such as `http://10.0.0.7:8000`.
             control_urls: Of the control ports; default: port 8001 beside data port 8000.
+            direct: How its workers are steered: token, in-flight policy, sleep level.
             **options: See the class.
         """
-        return cls(StaticDiscovery(static_members(urls, control_urls)), **options)
+        pool = cls(StaticDiscovery(static_members(urls, control_urls)), **options)
+        pool._steering = DirectSteering(
+            lambda: pool.members, direct or DirectOptions(), pool._saw_weights
+        )
+        return pool
 
     # Life.
 
@@ -149,7 +165,20 @@ class AsyncRolloutPool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._steering is not None:
+            await self._steering.close()
         await self._connections.close()
+
+    async def _steer(self) -> Steering:
+        self._start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FOUND_SECONDS):
+                await self._found.wait()
+        return await super()._steer()
+
+    def _saw_weights(self, url: str, identity: WeightsId) -> None:
+        self._router.balancer.saw_weights(url, identity)
+        self._router.changed()
 
     # Who is there.
 
@@ -324,8 +353,10 @@ class AsyncRolloutPool:
 
     def _bounded(self, request: GenerateRequest) -> GenerateRequest:
         """The request with the pool's own floor, unless it has bounds of its own."""
-        free = request.epoch is request.min_version is request.exact_version is None
-        if self.floor is None or not free:
+        bounded = (request.epoch, request.min_version, request.exact_version) != (None, None, None)
+        floors = [self.floor, None if self._steering is None else self._steering.floor]
+        floor = max((each for each in floors if each is not None), default=None)
+        if bounded or floor is None:
             return request
-        floor = {"epoch": self.floor.epoch, "min_version": self.floor.version}
-        return request.model_copy(update=floor)
+        changes = {"epoch": floor.epoch, "min_version": floor.version}
+        return request.model_copy(update=changes)

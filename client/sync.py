@@ -10,15 +10,24 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, Self, TypeVar
 
 from rollout_worker.schemas import StreamDelta, WeightsId, WorkerInfo
 
+from .direct import DirectOptions
 from .errors import PoolClosed, RolloutError
 from .generation import OnVersionChange
 from .members import Member
 from .pool import CONCURRENCY, AsyncRolloutPool, Progress, Prompt
 from .results import GenerateResult
+from .steering import (
+    ACQUIRE_SECONDS,
+    PUBLISH_SECONDS,
+    STATE_SECONDS,
+    OnProgress,
+    Published,
+)
 from .streams import GenerationStream
 
 T = TypeVar("T")
@@ -89,10 +98,15 @@ class RolloutPool:
         urls: Sequence[str],
         *,
         control_urls: Sequence[str | None] | None = None,
+        direct: DirectOptions | None = None,
         **options: Any,
     ) -> Self:
         """Return a pool of workers at fixed data URLs, without an operator."""
-        return cls(lambda: AsyncRolloutPool.from_urls(urls, control_urls=control_urls, **options))
+        return cls(
+            lambda: AsyncRolloutPool.from_urls(
+                urls, control_urls=control_urls, direct=direct, **options
+            )
+        )
 
     # Life.
 
@@ -203,6 +217,52 @@ class RolloutPool:
             )
         )
         return SyncStream(self._thread, stream)
+
+    # Steer.
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that this trainer holds, once it has one."""
+        return self.asynchronous.epoch
+
+    def acquire(self, *, seconds: float = ACQUIRE_SECONDS) -> int:
+        """Take the pool: the next epoch; former trainers are shut out."""
+        return self._thread.call(self.asynchronous.acquire(seconds=seconds))
+
+    def publish_weights(
+        self,
+        version: int,
+        path: str | None,
+        *,
+        seconds: float = PUBLISH_SECONDS,
+        progress: OnProgress = lambda progress: None,
+    ) -> Published:
+        """Bring a version to all replicas and return once it serves."""
+        return self._thread.call(
+            self.asynchronous.publish_weights(version, path, seconds=seconds, progress=progress)
+        )
+
+    def sleep(self, *, seconds: float = STATE_SECONDS) -> None:
+        """Give the engines' memory back."""
+        self._thread.call(self.asynchronous.sleep(seconds=seconds))
+
+    def wake(self, *, seconds: float = STATE_SECONDS) -> None:
+        """Undo `sleep` and `pause`; returns once the replicas serve."""
+        self._thread.call(self.asynchronous.wake(seconds=seconds))
+
+    def pause(self, *, seconds: float = STATE_SECONDS) -> None:
+        """Stop generating and keep the memory."""
+        self._thread.call(self.asynchronous.pause(seconds=seconds))
+
+    @contextmanager
+    def generating(self, *, seconds: float = STATE_SECONDS) -> Iterator[Self]:
+        """Wake the pool for a block and let it sleep at the end."""
+        block = self.asynchronous.generating(seconds=seconds)
+        self._thread.call(block.__aenter__())
+        try:
+            yield self
+        finally:
+            self._thread.call(block.__aexit__(None, None, None))
 
 
 class SyncStream:

@@ -1,0 +1,207 @@
+"""A pool without an operator: weights and sleep over the control ports of real workers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from rollout_client import (
+    AsyncRolloutPool,
+    DirectOptions,
+    EpochLost,
+    PublishFailed,
+    PublishProgress,
+    RolloutPool,
+    SteeringFailed,
+)
+from tinymodels import TinyModels
+from waiting import until
+from workers import PROMPT, InProcess, in_process
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+TOKEN = "secret-of-the-tests"
+VERSIONS = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    file = tmp_path_factory.mktemp("token") / "token"
+    file.write_text(TOKEN)
+    return ["--auth", "token", "--auth-token-file", str(file)]
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_models: TinyModels, flags: list[str]) -> Iterator[list[InProcess]]:
+    with ExitStack() as stack:
+        model = tiny_models.model(1)
+        yield [stack.enter_context(in_process(model, *flags, token=TOKEN)) for _ in range(2)]
+
+
+def urls(workers: list[InProcess]) -> tuple[list[str], list[str | None]]:
+    data = [str(w.data.base_url).rstrip("/") for w in workers]
+    return data, [str(w.control.base_url).rstrip("/") for w in workers]
+
+
+def new_pool(workers: list[InProcess], **options: object) -> AsyncRolloutPool:
+    data, control = urls(workers)
+    direct = DirectOptions(token=lambda: TOKEN, in_flight="Abort")
+    return AsyncRolloutPool.from_urls(data, control_urls=control, direct=direct, **options)
+
+
+@pytest.fixture
+async def pool(workers: list[InProcess]) -> AsyncIterator[AsyncRolloutPool]:
+    async with new_pool(workers) as pool:
+        yield pool
+
+
+def active(worker: InProcess) -> tuple[int, int]:
+    weights = worker.state()["weights"]["active"]
+    return (weights["epoch"], weights["version"])
+
+
+async def test_weights_come_to_all_while_requests_run(
+    pool: AsyncRolloutPool, workers: list[InProcess], tiny_models: TinyModels
+) -> None:
+    told: list[PublishProgress] = []
+    prompts = [[*PROMPT, i] for i in range(12)]
+    epoch = await pool.acquire()
+    batch = asyncio.create_task(
+        pool.generate_many(prompts, sampling={**GREEDY, "max_tokens": 150}, concurrency=4)
+    )
+    await until(lambda: any(w.state()["in_flight"] for w in workers), what="requests to run")
+    version = next(VERSIONS)
+    done = await pool.publish_weights(version, str(tiny_models.weights(2)), progress=told.append)
+    assert done.identity.as_tuple() == (epoch, version)
+    assert done.replicas == 2
+    assert done.root_hash is not None
+    assert done.root_hash.startswith("xxh3")
+    assert done.pause_seconds is not None
+    assert [active(w) for w in workers] == [(epoch, version)] * 2
+    assert list(dict.fromkeys(t.phase for t in told)) == ["Staging", "Committing", "Complete"]
+    assert (told[-1].done, told[-1].total) == (2, 2)
+    results = await batch
+    assert all(len(result.token_ids) == 150 for result in results)
+    spanning = [r for r in results if len(r.output.weights) == 2]
+    assert spanning, "somebody ran through the commit"
+    assert {r.output.weights[-1].version for r in results} == {version}
+
+
+async def test_a_newer_trainer_shuts_the_former_out(
+    pool: AsyncRolloutPool, workers: list[InProcess], tiny_models: TinyModels
+) -> None:
+    mine = await pool.acquire()
+    before = [active(w) for w in workers]
+    async with new_pool(workers) as other:
+        assert await other.acquire() == mine + 1
+    with pytest.raises(EpochLost, match="fenced off"):
+        await pool.publish_weights(next(VERSIONS), str(tiny_models.weights(3)))
+    assert [active(w) for w in workers] == before
+
+
+async def test_weights_that_cannot_be_used_change_nothing(
+    pool: AsyncRolloutPool, workers: list[InProcess], tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    before = [active(w) for w in workers]
+    for name in ("config.json", "model.safetensors"):
+        content = (tiny_models.weights(2) / name).read_bytes()
+        (tmp_path / name).write_bytes(content[: len(content) // 2 * 2 - 4096])
+    version = next(VERSIONS)
+    with pytest.raises(PublishFailed, match=r"model\.safetensors") as error:
+        await pool.publish_weights(version, str(tmp_path))
+    assert error.value.replica is not None
+    assert [active(w) for w in workers] == before
+    # The same trainer goes on with better bytes.
+    done = await pool.publish_weights(version, str(tiny_models.weights(2)))
+    assert done.identity.version == version
+
+
+async def test_who_sleeps_has_the_weights_before_it_serves_again(
+    pool: AsyncRolloutPool, workers: list[InProcess], tiny_models: TinyModels
+) -> None:
+    await pool.acquire()
+    await pool.sleep()
+    assert [w.state()["lifecycle"] for w in workers] == ["Asleep"] * 2
+    waiting = asyncio.create_task(pool.generate(PROMPT, sampling={"max_tokens": 3}))
+    version = next(VERSIONS)
+    done = await pool.publish_weights(version, str(tiny_models.weights(3)))
+    assert done.replicas == 0
+    assert "2 get them before they serve again" in done.message
+    assert not waiting.done()
+    await pool.wake()
+    assert [active(w)[1] for w in workers] == [version] * 2
+    assert [s.version for s in (await waiting).output.weights] == [version]
+
+
+async def test_pause_and_generating(pool: AsyncRolloutPool, workers: list[InProcess]) -> None:
+    await pool.pause()
+    assert [w.state()["lifecycle"] for w in workers] == ["Paused"] * 2
+    async with pool.generating():
+        await pool.generate(PROMPT, sampling={"max_tokens": 2})
+    assert [w.state()["lifecycle"] for w in workers] == ["Asleep"] * 2
+    with pytest.raises(ZeroDivisionError):
+        async with pool.generating():
+            _ = 1 // 0
+    assert [w.state()["lifecycle"] for w in workers] == ["Asleep"] * 2
+    await pool.wake()
+    assert all(w.ready() for w in workers)
+
+
+async def test_a_worker_that_comes_back_gets_the_weights(
+    workers: list[InProcess], tiny_models: TinyModels, flags: list[str]
+) -> None:
+    model = tiny_models.model(1)
+    with ExitStack() as stack:
+        third = stack.enter_context(in_process(model, *flags, token=TOKEN))
+        async with new_pool([*workers, third]) as pool:
+            await pool.acquire()
+            version = next(VERSIONS)
+            await asyncio.to_thread(stack.close)
+            # A dead member is nobody's reason to wait.
+            done = await pool.publish_weights(version, str(tiny_models.weights(2)))
+            assert done.replicas == 2
+            data, control = urls([third])
+            ports = ["--data-port", data[0].rpartition(":")[2]]
+            ports += ["--control-port", (control[0] or "").rpartition(":")[2]]
+            again = await asyncio.to_thread(
+                stack.enter_context, in_process(model, *flags, *ports, token=TOKEN)
+            )
+            await until(lambda: active(again)[1] == version, 30, what="the weights")
+            await pool.wait_serving(3, seconds=20)
+            batch = await pool.generate_many([PROMPT] * 9, sampling={"max_tokens": 2})
+            assert {r.output.weights[0].version for r in batch} == {version}
+            assert len({r.attempts[-1].replica for r in batch}) == 3
+
+
+def test_who_may_not_steer_is_told_so(workers: list[InProcess]) -> None:
+    data, control = urls(workers)
+    wrong = DirectOptions(token="wrong")
+    with RolloutPool.from_urls(data, control_urls=control, direct=wrong) as pool:
+        with pytest.raises(SteeringFailed, match="token"):
+            pool.acquire()
+        assert pool.epoch is None
+    with (
+        RolloutPool.from_urls(data) as pool,
+        pytest.raises(SteeringFailed, match="give control_urls"),
+    ):
+        pool.publish_weights(1, "x")
+
+
+def test_the_synchronous_pool_steers_too(workers: list[InProcess], tiny_models: TinyModels) -> None:
+    data, control = urls(workers)
+    direct = DirectOptions(token=TOKEN)
+    with RolloutPool.from_urls(data, control_urls=control, direct=direct, max_staleness=1) as pool:
+        version = next(VERSIONS)
+        done = pool.publish_weights(version, str(tiny_models.weights(3)))
+        assert done.identity.epoch == pool.epoch
+        assert pool.floor is not None
+        assert pool.floor.version == version - 1
+        with pool.generating():
+            result = pool.generate(PROMPT, sampling={"max_tokens": 2})
+        assert result.output.weights[0].version == version
+        pool.wake()
+        assert all(w.ready() for w in workers)
