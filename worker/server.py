@@ -26,6 +26,9 @@ FLUSH_SECONDS = 5
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pools of usual clients, so that they close first and never hit a closed one."""
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted: as uvicorn's."""
+
 
 class _Server(uvicorn.Server):
     """A server that leaves signals to us: two of them share one process and one orderly end."""
@@ -46,6 +49,8 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
+        # Only listening tells that another socket has the port on another address of ours.
+        sock.listen(BACKLOG)
         sock.setblocking(False)
     except OSError as error:
         sock.close()

@@ -95,16 +95,23 @@ def test_after_a_kill_nothing_is_left_over(tiny_models: TinyModels, tmp_path: Pa
         assert again.state()["weights"]["active"]["version"] == 0
 
 
+def _ended(tiny_models: TinyModels, *flags: str) -> str:
+    """What a worker says that can't start."""
+    words = [*COMMAND, "--model", str(tiny_models.model(1)), "--auth", "none", *flags]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.count("\n") == 1
+    return ended.stderr
+
+
 def test_a_taken_port_is_one_sentence(tiny_models: TinyModels) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        flags = ["--model", str(tiny_models.model(1)), *LOOPBACK, "--auth", "none"]
-        ended = subprocess.run(
-            [*COMMAND, *flags, "--data-port", port], capture_output=True, text=True, timeout=60
-        )
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(f"rollout-worker: --data-port 127.0.0.1:{port} can't be used")
-    assert ended.stderr.count("\n") == 1
+        said = _ended(tiny_models, *LOOPBACK, "--data-port", port)
+    assert said.startswith(f"rollout-worker: --data-port 127.0.0.1:{port} can't be used")
+    everywhere = ("--data-host", "0.0.0.0", "--control-host", "127.0.0.1")
+    said = _ended(tiny_models, *everywhere, "--data-port", port, "--control-port", port)
+    assert said.startswith(f"rollout-worker: --control-port 127.0.0.1:{port} can't be used")
 
 
 @pytest.mark.parametrize("auth", ["token"])
