@@ -219,7 +219,7 @@ class VllmEngine:
         parts = self._parts
         if parts is None:
             return EngineStats(0, 0, Resident(weights=False, kv_cache=False))
-        running = parts.gate.inside
+        running = frozenset(parts.steering.running)
         return EngineStats(
             running=len(running),
             queued=len(parts.steering.streams) - len(running),

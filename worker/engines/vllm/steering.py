@@ -33,6 +33,7 @@ class Steering:
         self.broken = False  # half of other weights is loaded: no step may be made any more
         self.away: set[MemoryTag] = set()
         self.streams: dict[str, Stream] = {}
+        self.running: set[str] = set()  # those that have a token: no other weights can begin them
 
     @property
     def may_step(self) -> bool:

@@ -58,6 +58,7 @@ class Traffic:
                 yield delta
         finally:
             del streams[name]
+            self._steering.running.discard(name)
             self._gate.leave([name])
             if stream.inside is not None:
                 self._forget(stream.inside)
@@ -92,7 +93,10 @@ class Traffic:
                     stream.inside = None
                 # A token that arrives after its output was taken back was never made.
                 if not stream.returned:
-                    yield stream.take(output, self._labels)
+                    delta = stream.take(output, self._labels)
+                    if stream.produced:
+                        self._steering.running.add(stream.name)
+                    yield delta
 
     async def _submit(self, stream: Stream) -> Any:
         """Hand an output over to vLLM; returns where its own outputs arrive."""
