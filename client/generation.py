@@ -412,7 +412,7 @@ class Generation:
     def _out_of_time(self) -> RequestError:
         if self.draft or not self._attempts or self._attempts[-1].outcome != "refused":
             return self._overdue()
-        why = self._shared.router.balancer.reasons(time.monotonic(), self._bounds)
+        why = self._shared.router.reasons(self._bounds)
         return NoReplica(f"no replica took the request in time ({why})")
 
     def _no_replica(self, error: NoReplica) -> RequestError:

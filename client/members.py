@@ -37,6 +37,9 @@ Publish = Callable[[Sequence[Member]], None]
 class Discovery(Protocol):
     """Finds members until it is cancelled."""
 
+    trouble: str
+    """Why it knows nothing new at the moment; empty: all is well."""
+
     async def run(self, publish: Publish) -> None:
         """Publish the set at once if it is known, and after each change.
 
@@ -46,6 +49,8 @@ class Discovery(Protocol):
 
 class StaticDiscovery:
     """A fixed list of data ports."""
+
+    trouble = ""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = tuple(members)

@@ -7,16 +7,19 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from rollout_worker.schemas import GenerateRequest, WeightsId, WorkerInfo
 
 from .balancer import MAX_IMBALANCE, Balancer
 from .calls import Call, Options
+from .cluster import ClusterSteering
 from .connections import Connections
 from .direct import DirectOptions, DirectSteering
+from .dns import TTL_SECONDS, DnsDiscovery
+from .endpoints import EndpointDiscovery
 from .errors import (
-    ClusterError,
     ManyFailed,
     NoReplica,
     PoolClosed,
@@ -25,7 +28,8 @@ from .errors import (
 from .generation import MAX_FAILURES, OnVersionChange, Shared
 from .health import SILENT_SECONDS, Health
 from .hooks import Hook
-from .members import Discovery, Member, StaticDiscovery, static_members
+from .kube import Kube, access
+from .members import DATA_PORT, Discovery, Member, StaticDiscovery, static_members
 from .results import GenerateResult
 from .routing import Router
 from .steered import Steered
@@ -86,7 +90,10 @@ class AsyncRolloutPool(Steered):
         self._deterministic = deterministic
         self._max_failures = max_failures
         self._connections = Connections()
-        self._router = Router(Balancer(max_imbalance=max_imbalance, deterministic=deterministic))
+        self._router = Router(
+            Balancer(max_imbalance=max_imbalance, deterministic=deterministic),
+            lambda: self._discovery.trouble,
+        )
         self._health = Health(self._router, self._connections, silent_seconds=silent_seconds)
         self._shared = Shared(self._router, self._connections, self._hook)
         self._tasks: list[asyncio.Task[None]] = []
@@ -115,6 +122,60 @@ class AsyncRolloutPool(Steered):
         )
         return pool
 
+    @classmethod
+    def from_dns(
+        cls,
+        host: str,
+        *,
+        port: int = DATA_PORT,
+        ttl_seconds: float = TTL_SECONDS,
+        **options: Any,
+    ) -> Self:
+        """Return a pool of all addresses behind a name, such as `math-heads.train.svc`.
+
+        For those who may not ask the API server: it can generate but not steer.
+
+        Args:
+            host: Name of a headless Service.
+            port: Of the data port.
+            ttl_seconds: Between two looks.
+            **options: See the class.
+        """
+        return cls(DnsDiscovery(host, port, ttl_seconds), **{"name": host, **options})
+
+    @classmethod
+    def from_cluster(
+        cls,
+        name: str,
+        namespace: str | None = None,
+        *,
+        kubeconfig: str | Path | None = None,
+        context: str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Return the pool of a RolloutReplica.
+
+        Needs the role `rollout-trainer`, or for generating alone the right to list and watch
+        EndpointSlices.
+
+        Args:
+            name: Of the RolloutReplica.
+            namespace: Default: the pod's, or the kubeconfig's.
+            kubeconfig: Default: the pod's account, else `$KUBECONFIG`.
+            context: Of the kubeconfig.
+            **options: See the class.
+
+        Raises:
+            ClusterError: There are no usable credentials.
+        """
+        where = access(kubeconfig, context)
+        home, kube = namespace or where.namespace, Kube(where)
+        return cls(
+            EndpointDiscovery(kube, name, home),
+            steering=ClusterSteering(kube, name, home),
+            **{"name": f"{home}/{name}", **options},
+        )
+
     # Life.
 
     async def __aenter__(self) -> Self:
@@ -134,11 +195,7 @@ class AsyncRolloutPool(Steered):
             ]
 
     async def _discover(self) -> None:
-        try:
-            await self._discovery.run(self._take_members)
-        except ClusterError as error:
-            logger.error("discovery of %s ended: %s", self.name, error)  # noqa: TRY400
-            raise
+        await self._discovery.run(self._take_members)
 
     def _take_members(self, members: Sequence[Member]) -> None:
         balancer = self._router.balancer
@@ -204,7 +261,7 @@ class AsyncRolloutPool(Steered):
         while len(found := self.serving()) < count:
             now = time.monotonic()
             if now >= until:
-                why = self._router.balancer.reasons(now) or "discovery found no members"
+                why = self._router.reasons()
                 raise NoReplica(f"{len(found)} of {count} replicas serve ({why})")
             await asyncio.sleep(min(0.05, until - now))
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from .balancer import ANY, Balancer, Bounds
@@ -44,8 +44,9 @@ class Lease:
 class Router:
     """Gives members to requests; a request that finds none waits for a change."""
 
-    def __init__(self, balancer: Balancer) -> None:
+    def __init__(self, balancer: Balancer, trouble: Callable[[], str] = lambda: "") -> None:
         self.balancer = balancer
+        self._trouble = trouble
         self.leases: set[Lease] = set()
         self.closed = False
         self._wanted: dict[object, Bounds] = {}
@@ -60,6 +61,12 @@ class Router:
     def waiting_for(self) -> list[Bounds]:
         """Bounds of those who wait."""
         return list(self._wanted.values())
+
+    def reasons(self, bounds: Bounds = ANY) -> str:
+        """Return why nobody gets a request, and what discovery complains of."""
+        known = self.balancer.reasons(time.monotonic(), bounds) or "discovery found no members"
+        trouble = self._trouble()
+        return f"{known}; {trouble}" if trouble else known
 
     @contextmanager
     def lease(self, member: Member) -> Iterator[Lease]:
@@ -96,7 +103,7 @@ class Router:
                 why = f"all replicas are beyond the exact version {bounds.exact_version}"
                 raise RequestRefused(why, status=409, slug="version-not-met")
             if now >= until:
-                why = self.balancer.reasons(now, bounds) or "discovery found no members"
+                why = self.reasons(bounds)
                 raise NoReplica(f"no replica could take the request in time ({why})")
             await self._wait(changed, min(AGAIN_SECONDS, until - now), bounds)
 

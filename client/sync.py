@@ -11,14 +11,16 @@ import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from rollout_worker.schemas import StreamDelta, WeightsId, WorkerInfo
 
 from .direct import DirectOptions
+from .dns import TTL_SECONDS
 from .errors import PoolClosed, RolloutError
 from .generation import OnVersionChange
-from .members import Member
+from .members import DATA_PORT, Member
 from .pool import CONCURRENCY, AsyncRolloutPool, Progress, Prompt
 from .results import GenerateResult
 from .steering import (
@@ -105,6 +107,37 @@ class RolloutPool:
         return cls(
             lambda: AsyncRolloutPool.from_urls(
                 urls, control_urls=control_urls, direct=direct, **options
+            )
+        )
+
+    @classmethod
+    def from_dns(
+        cls,
+        host: str,
+        *,
+        port: int = DATA_PORT,
+        ttl_seconds: float = TTL_SECONDS,
+        **options: Any,
+    ) -> Self:
+        """Return a pool of all addresses behind a name, such as `math-heads.train.svc`."""
+        return cls(
+            lambda: AsyncRolloutPool.from_dns(host, port=port, ttl_seconds=ttl_seconds, **options)
+        )
+
+    @classmethod
+    def from_cluster(
+        cls,
+        name: str,
+        namespace: str | None = None,
+        *,
+        kubeconfig: str | Path | None = None,
+        context: str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Return the pool of a RolloutReplica."""
+        return cls(
+            lambda: AsyncRolloutPool.from_cluster(
+                name, namespace, kubeconfig=kubeconfig, context=context, **options
             )
         )
 

@@ -1,0 +1,75 @@
+"""Members from DNS: every address behind a name, such as a headless Service's.
+
+DNS tells neither readiness nor ranks, so each address must answer `GET /ready` before it gets
+requests; pods that have no data port never do, and cost a probe every few seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+from .members import CONTROL_PORT, DATA_PORT, Member, Publish
+
+logger = logging.getLogger(__name__)
+
+TTL_SECONDS = 5.0
+"""How long an answer counts: the TTL that cluster DNS gives Services."""
+
+RESOLVE_SECONDS = 5.0
+
+
+class DnsDiscovery:
+    """Resolves a name again and again.
+
+    Args:
+        host: For example `math-heads.train.svc`.
+        port: Of the data port.
+        ttl_seconds: Between two looks.
+    """
+
+    def __init__(self, host: str, port: int = DATA_PORT, ttl_seconds: float = TTL_SECONDS) -> None:
+        self.trouble = ""
+        """Why it knows nothing new at the moment."""
+        self._host = host
+        self._port = port
+        self._ttl = ttl_seconds
+
+    async def run(self, publish: Publish) -> None:
+        """Publish each new set until cancelled."""
+        last: tuple[Member, ...] | None = None
+        while True:
+            found = await self._resolve()
+            if found is not None and found != last:
+                last = found
+                publish(found)
+            await asyncio.sleep(self._ttl)
+
+    async def _resolve(self) -> tuple[Member, ...] | None:
+        """Members now; None: nobody can tell, what was known stays."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(RESOLVE_SECONDS):
+                found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError) as error:
+            self._tell(f"{self._host} can't be resolved: {error or type(error).__name__}")
+            # A name without addresses is the answer for a Service without pods.
+            gone = isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME
+            return () if gone else None
+        self._tell("")
+        hosts = sorted({str(address[0]) for _, _, _, _, address in found})
+        return tuple(self._member(f"[{h}]" if ":" in h else h) for h in hosts)
+
+    def _member(self, host: str) -> Member:
+        return Member(
+            url=f"http://{host}:{self._port}",
+            name=f"{host}:{self._port}",
+            control_url=f"http://{host}:{CONTROL_PORT}",
+            proven=False,
+        )
+
+    def _tell(self, trouble: str) -> None:
+        if trouble and trouble != self.trouble:
+            logger.warning("%s", trouble)
+        self.trouble = trouble

@@ -1,0 +1,355 @@
+"""The client against a real API server, under the account and rights of the chart's trainer.
+
+The test plays the endpoint controller and the operator: it writes EndpointSlices and status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+
+from localkube import Cluster
+from manifests import pool as manifest
+from manifests import text
+from rollout_client import (
+    AsyncRolloutPool,
+    ClusterError,
+    EpochLost,
+    NoReplica,
+    PublishFailed,
+    PublishProgress,
+    RolloutPool,
+    SteeringFailed,
+    Superseded,
+)
+from waiting import until
+
+CHART = Path(__file__).parents[2] / "charts" / "rollout-operator"
+NAMESPACE = "client"
+NAME = "math"
+
+
+@pytest.fixture(scope="module")
+def cluster(crd: Cluster) -> Iterator[Cluster]:
+    crd.kubectl("create", "namespace", NAMESPACE)
+    rendered = crd.helm("template", "rollout", CHART, "--namespace", NAMESPACE)
+    kinds = {"ClusterRole", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
+    wanted = [d for d in yaml.safe_load_all(rendered) if d and d["kind"] in kinds]
+    crd.kubectl("apply", "--server-side", "-f", "-", input=yaml.safe_dump_all(wanted))
+    for account in ("trainer", "nobody"):
+        crd.kubectl("-n", NAMESPACE, "create", "serviceaccount", account)
+    crd.kubectl(
+        *("-n", NAMESPACE, "create", "rolebinding", "trainer"),
+        *("--clusterrole=rollout-trainer", f"--serviceaccount={NAMESPACE}:trainer"),
+    )
+    yield crd
+    crd.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+@pytest.fixture(scope="module")
+def trainer(cluster: Cluster) -> Path:
+    return cluster.service_account_kubeconfig(NAMESPACE, "trainer")
+
+
+class Object:
+    """The RolloutReplica of a test, and its status as an operator would write it."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.kubectl("create", "-f", "-", input=text(manifest(name)))
+
+    def kubectl(self, *words: str, **more: Any) -> str:
+        return self.cluster.kubectl("-n", NAMESPACE, *words, **more)
+
+    def get(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.kubectl("get", "rr", self.name, "-o", "json"))
+        return found
+
+    def target(self) -> tuple[int, int] | None:
+        found = self.get()["spec"].get("weights", {}).get("target")
+        return (found["epoch"], found["version"]) if found else None
+
+    def status(self, **fields: Any) -> None:
+        generation = self.get()["metadata"]["generation"]
+        body = {"status": {"observedGeneration": generation, **fields}}
+        self.kubectl(
+            *("patch", "rr", self.name, "--subresource=status", "--type=merge"),
+            *("-p", json.dumps(body)),
+        )
+
+    def update(self, phase: str, message: str, committed: bool = False) -> None:
+        """Status of the update to the target."""
+        found = self.target()
+        assert found is not None
+        identity = {"epoch": found[0], "version": found[1]}
+        weights: dict[str, Any] = {
+            "lastUpdate": {**identity, "phase": phase, "message": message},
+        }
+        if committed:
+            weights["committed"] = {**identity, "source": {"path": "p"}, "rootHash": "h"}
+        self.status(weights=weights, readyReplicas=2)
+
+
+@pytest.fixture
+def pool_object(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Object]:
+    name = "t" + str(abs(hash(request.node.name)) % 10**8)
+    made = Object(cluster, name)
+    yield made
+    made.kubectl("delete", "rr", name)
+
+
+@pytest.fixture
+async def pool(pool_object: Object, trainer: Path) -> AsyncIterator[AsyncRolloutPool]:
+    async with AsyncRolloutPool.from_cluster(
+        pool_object.name, NAMESPACE, kubeconfig=trainer
+    ) as pool:
+        yield pool
+
+
+async def seen_target(pool_object: Object, version: int) -> None:
+    def there() -> bool:
+        found = pool_object.target()
+        return found is not None and found[1] == version
+
+    await until(there, what="the target")
+
+
+# Discovery.
+
+
+def own_address() -> str:
+    """An address of this machine that an EndpointSlice may hold: not on loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+async def head(stack: AsyncExitStack, name: str) -> int:
+    """A data port that generates one token; returns the port."""
+
+    async def generate(request: web.Request) -> web.Response:
+        span = {"epoch": 0, "version": 0, "start": 0, "end": 1}
+        delta = {"index": 0, "token_ids": [7], "logprobs": [0.0], "weights": [span]}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1}
+        done = {
+            "request_id": name,
+            "logprobs_of": "sampling",
+            "outputs": [{"index": 0, "stop_reason": "length"}],
+            "usage": usage,
+            "timing": {"queued_seconds": 0, "total_seconds": 0},
+        }
+        events = [("delta", delta), ("done", done)]
+        body = "".join(f"event: {n}\ndata: {json.dumps(d)}\n\n" for n, d in events)
+        return web.Response(text=body, content_type="text/event-stream")
+
+    async def ready(request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_post("/v1/generate", generate)
+    app.router.add_get("/ready", ready)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    site = web.TCPSite(runner, own_address(), 0)
+    await site.start()
+    return int(runner.addresses[0][1])
+
+
+def slice_of(port: int, pod: str, ready: bool = True) -> dict[str, Any]:
+    return {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {"name": f"{NAME}-{pod}", "labels": {"kubernetes.io/service-name": NAME}},
+        "addressType": "IPv4",
+        "ports": [{"name": "data", "port": port, "protocol": "TCP"}],
+        "endpoints": [
+            {
+                "addresses": [own_address()],
+                "conditions": {"ready": ready},
+                "targetRef": {"kind": "Pod", "name": pod, "namespace": NAMESPACE},
+            }
+        ],
+    }
+
+
+async def test_members_come_and_go_with_the_endpoint_slices(
+    cluster: Cluster, trainer: Path
+) -> None:
+    async def apply(document: dict[str, Any]) -> None:
+        await asyncio.to_thread(
+            cluster.kubectl, "-n", NAMESPACE, "apply", "-f", "-", input=json.dumps(document)
+        )
+
+    pool = AsyncRolloutPool.from_cluster(NAME, NAMESPACE, kubeconfig=trainer)
+
+    def names() -> list[str]:
+        return [member.name for member in pool.serving()]
+
+    async with AsyncExitStack() as stack:
+        ports = [await head(stack, f"m{i}") for i in range(2)]
+        await apply(slice_of(ports[0], "m0"))
+        await stack.enter_async_context(pool)
+        await until(lambda: names() == ["m0"], what="the first member")
+        assert (await pool.generate([1])).attempts[0].replica == "m0"
+        await apply(slice_of(ports[1], "m1"))
+        await until(lambda: names() == ["m0", "m1"], what="a new member")
+        await apply(slice_of(ports[0], "m0", ready=False))
+        await until(lambda: names() == ["m1"], what="the gate that went off")
+        assert {m.name: m.ready for m in pool.members} == {"m0": False, "m1": True}
+        results = await pool.generate_many([[1]] * 8)
+        assert {r.attempts[0].replica for r in results} == {"m1"}
+        await apply(slice_of(ports[0], "m0"))
+        await until(lambda: names() == ["m0", "m1"], what="the gate that came back")
+        assert pool.members[0].control_url == f"http://{own_address()}:8001"
+        slices = "endpointslices.discovery.k8s.io"
+        await asyncio.to_thread(
+            cluster.kubectl, "-n", NAMESPACE, "delete", slices, f"{NAME}-m1", f"{NAME}-m0"
+        )
+        await until(lambda: pool.members == [], what="nobody left")
+
+
+async def test_without_the_right_the_reason_is_told(cluster: Cluster) -> None:
+    nobody = cluster.service_account_kubeconfig(NAMESPACE, "nobody")
+    async with AsyncRolloutPool.from_cluster(NAME, NAMESPACE, kubeconfig=nobody) as pool:
+        with pytest.raises(NoReplica, match=r"cannot list resource \"endpointslices\""):
+            await pool.generate([1], deadline_seconds=3)
+        with pytest.raises(ClusterError, match="cannot get resource") as error:
+            await pool.acquire()
+        assert (error.value.status, error.value.reason) == (403, "Forbidden")
+
+
+# Epochs.
+
+
+async def test_epochs_are_taken_by_compare_and_swap(
+    pool: AsyncRolloutPool, pool_object: Object, trainer: Path
+) -> None:
+    assert await pool.acquire() == 1
+    # The operator's status writes are no competition.
+    pool_object.status(message="busy")
+    async with AsyncRolloutPool.from_cluster(
+        pool_object.name, NAMESPACE, kubeconfig=trainer
+    ) as other:
+        assert await other.acquire() == 2
+        with pytest.raises(EpochLost, match="epoch 2 has the pool, this one holds 1"):
+            await pool.publish_weights(1, "1")
+        assert pool_object.target() is None
+        taken = await asyncio.gather(pool.acquire(), other.acquire(), return_exceptions=True)
+        epochs = [each for each in taken if isinstance(each, int)]
+        lost = [each for each in taken if isinstance(each, EpochLost)]
+        assert epochs in ([3], [3, 4], [4, 3])
+        assert len(epochs) + len(lost) == 2
+
+
+async def test_the_epoch_is_above_all_that_were_used(
+    pool: AsyncRolloutPool, pool_object: Object
+) -> None:
+    target = {"epoch": 7, "version": 2, "source": {"path": "a"}}
+    body = json.dumps({"spec": {"weights": {"target": target}}})
+    pool_object.kubectl("patch", "rr", pool_object.name, "--type=merge", "-p", body)
+    assert await pool.acquire() == 8
+
+
+# Weights.
+
+
+async def test_a_publish_follows_the_status_to_its_end(
+    pool: AsyncRolloutPool, pool_object: Object
+) -> None:
+    told: list[PublishProgress] = []
+    running = asyncio.create_task(pool.publish_weights(1, "steps/1", progress=told.append))
+    await seen_target(pool_object, 1)
+    await asyncio.to_thread(pool_object.update, "Staging", "staging on 2 replicas")
+    await until(lambda: any(t.message == "staging on 2 replicas" for t in told), what="progress")
+    await asyncio.to_thread(pool_object.update, "Committing", "committing")
+    await asyncio.to_thread(pool_object.update, "Complete", "2 serve it", committed=True)
+    done = await asyncio.wait_for(running, 10)
+    assert done.identity.as_tuple() == (1, 1)
+    assert (done.root_hash, done.replicas) == ("h", 2)
+    assert [t.phase for t in told][-1] == "Complete"
+    assert pool_object.get()["spec"]["weights"]["target"]["source"] == {"path": "steps/1"}
+    # Asked for once more, it is there at once; going on, the other kind of source takes its place.
+    assert (await pool.publish_weights(1, "steps/1")).identity == done.identity
+    running = asyncio.create_task(pool.publish_weights(2, None))
+    await seen_target(pool_object, 2)
+    assert pool_object.get()["spec"]["weights"]["target"]["source"] == {"checkpoint": {}}
+    await asyncio.to_thread(pool_object.update, "Complete", "2 serve it", committed=True)
+    await asyncio.wait_for(running, 10)
+
+
+async def test_the_operators_reason_is_raised(pool: AsyncRolloutPool, pool_object: Object) -> None:
+    running = asyncio.create_task(pool.publish_weights(1, "bad"))
+    await seen_target(pool_object, 1)
+    reason = "tensor 'lm_head.weight' has shape [3]"
+    await asyncio.to_thread(pool_object.update, "Failed", reason)
+    with pytest.raises(PublishFailed, match=r"lm_head"):
+        await asyncio.wait_for(running, 10)
+    running = asyncio.create_task(pool.publish_weights(2, "later"))
+    await seen_target(pool_object, 2)
+    await asyncio.to_thread(pool_object.update, "Superseded", "given up: epoch 9 is newer")
+    with pytest.raises(Superseded, match="epoch 9"):
+        await asyncio.wait_for(running, 10)
+
+
+async def test_versions_only_rise_and_the_deadline_is_kept(
+    pool: AsyncRolloutPool, pool_object: Object
+) -> None:
+    with pytest.raises(PublishFailed, match=r"not committed within 1 s: .*the operator goes on"):
+        await pool.publish_weights(3, "3", seconds=1)
+    with pytest.raises(PublishFailed, match=r"below the stored"):
+        await pool.publish_weights(2, "2")
+    with pytest.raises(PublishFailed, match="must not change"):
+        await pool.publish_weights(3, "other")
+
+
+# State.
+
+
+async def test_sleep_is_written_first_and_waits_for_the_workers(
+    pool: AsyncRolloutPool, pool_object: Object
+) -> None:
+    running = asyncio.create_task(pool.sleep(seconds=30))
+    await until(lambda: pool_object.get()["spec"].get("state") == "Asleep", what="the spec")
+    transition = {"to": "Asleep", "startedAt": "2026-01-01T00:00:00Z"}
+    await asyncio.to_thread(pool_object.status, lastTransition=transition)
+    await asyncio.sleep(0.5)
+    assert not running.done()
+    ended = {**transition, "completedAt": "2026-01-01T00:00:01Z"}
+    await asyncio.to_thread(pool_object.status, lastTransition=ended)
+    await asyncio.wait_for(running, 10)
+    await pool.sleep(seconds=5)  # once more: nothing to do
+
+
+async def test_who_changes_the_state_meanwhile_wins(
+    pool: AsyncRolloutPool, pool_object: Object
+) -> None:
+    running = asyncio.create_task(pool.sleep(seconds=30))
+    await until(lambda: pool_object.get()["spec"].get("state") == "Asleep", what="the spec")
+    body = json.dumps({"spec": {"state": "Paused"}})
+    pool_object.kubectl("patch", "rr", pool_object.name, "--type=merge", "-p", body)
+    with pytest.raises(SteeringFailed, match=r"somebody set spec\.state to Paused"):
+        await asyncio.wait_for(running, 10)
+    with pytest.raises(SteeringFailed, match="not Asleep within 1 s"):
+        await pool.sleep(seconds=1)
+
+
+def test_the_synchronous_pool_reads_the_environment(
+    pool_object: Object, trainer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(trainer))
+    with RolloutPool.from_cluster(pool_object.name, NAMESPACE) as pool:
+        assert pool.acquire() == pool.epoch == 1
+    monkeypatch.setenv("KUBECONFIG", str(trainer.with_name("no-such-file")))
+    with pytest.raises(ClusterError, match="no-such-file"):
+        RolloutPool.from_cluster(pool_object.name, NAMESPACE)

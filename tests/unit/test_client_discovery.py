@@ -1,0 +1,160 @@
+"""Members from EndpointSlices and from DNS, and access to an API server from a kubeconfig."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from loopback import Loopback, kubeconfig, loopback
+from rollout_client import AsyncRolloutPool, ClusterError
+from rollout_client.dns import DnsDiscovery
+from rollout_client.endpoints import EndpointDiscovery, members_of
+from rollout_client.kube import Kube, access
+from rollout_client.members import Member
+from waiting import until
+
+SLICES = "/apis/discovery.k8s.io/v1/namespaces/train/endpointslices"
+
+
+def endpoint(address: str, pod: str, ready: bool | None = True) -> dict[str, Any]:
+    conditions = {} if ready is None else {"ready": ready}
+    return {"addresses": [address], "conditions": conditions, "targetRef": {"name": pod}}
+
+
+def of(name: str, *endpoints: dict[str, Any], port: int = 8000) -> dict[str, Any]:
+    ports = [{"name": "data", "port": port}]
+    return {"metadata": {"name": name}, "ports": ports, "endpoints": list(endpoints)}
+
+
+def test_slices_become_members() -> None:
+    found = members_of(
+        [
+            of("b", endpoint("10.0.0.2", "p-1-0", False), endpoint("fd00::3", "p-2-0", None)),
+            of("a", endpoint("10.0.0.1", "p-0-0"), endpoint("10.0.0.2", "p-1-0"), port=9000),
+            of("c", endpoint("10.0.0.2", "p-1-0", True)),
+            {"metadata": {"name": "empty"}, "endpoints": None, "ports": None},
+        ]
+    )
+    assert [(m.name, m.url, m.ready) for m in found] == [
+        ("p-0-0", "http://10.0.0.1:9000", True),
+        ("p-1-0", "http://10.0.0.2:8000", True),
+        ("p-1-0", "http://10.0.0.2:9000", True),
+        ("p-2-0", "http://[fd00::3]:8000", True),
+    ]
+    assert found[3].control_url == "http://[fd00::3]:8001"
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.sets: list[list[str]] = []
+
+    def __call__(self, members: Sequence[Member]) -> None:
+        self.sets.append([member.name for member in members])
+
+
+def api(server: Loopback, *answers: list[dict[str, Any]] | int) -> None:
+    """Lists (as HTTP errors or objects) by turns; each is followed by a watch that ends in 410."""
+    turn = iter(answers)
+    last: Any = answers[-1]
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        if "watch" in request.query:
+            assert request.query["resourceVersion"] == "5"
+            gone = {"type": "ERROR", "object": {"code": 410}}
+            added = {"type": "ADDED", "object": of("w", endpoint("10.0.0.9", "watched"))}
+            return web.Response(text=json.dumps(added) + "\n" + json.dumps(gone) + "\n")
+        answer = next(turn, last)
+        if isinstance(answer, int):
+            return web.json_response({"message": "not now", "reason": "No"}, status=answer)
+        return web.json_response({"metadata": {"resourceVersion": "5"}, "items": answer})
+
+    server.answers["GET", SLICES] = reply
+
+
+async def test_a_forgotten_watch_lists_again_and_leaves_no_ghost(tmp_path: Path) -> None:
+    async with loopback() as server:
+        first = [of("a", endpoint("10.0.0.1", "p0"))]
+        api(server, first, 500, [of("b", endpoint("10.0.0.2", "p1"))])
+        kube = Kube(access(kubeconfig(tmp_path, server.url)))
+        discovery, seen = EndpointDiscovery(kube, "math", "train"), Recorder()
+        running = asyncio.create_task(discovery.run(seen))
+        await until(lambda: ["p1"] in seen.sets, what="the second list")
+        running.cancel()
+        await kube.close()
+    assert seen.sets[:3] == [["p0"], ["p0", "watched"], ["p1"]]
+    listed = [path for _, path, _ in server.requests if "watch" not in path]
+    assert "labelSelector=kubernetes.io%2Fservice-name%3Dmath" in listed[0]
+    assert server.headers[0]["Authorization"] == "Bearer one"
+
+
+async def test_trouble_is_told_and_what_was_known_stays(tmp_path: Path) -> None:
+    async with loopback() as server:
+        api(server, [of("a", endpoint("10.0.0.1", "p0"))], 403)
+        kube = Kube(access(kubeconfig(tmp_path, server.url)))
+        discovery, seen = EndpointDiscovery(kube, "math", "train"), Recorder()
+        running = asyncio.create_task(discovery.run(seen))
+        await until(lambda: discovery.trouble, what="trouble")
+        assert discovery.trouble == "not now"
+        assert seen.sets[-1] == ["p0", "watched"]
+        running.cancel()
+        await kube.close()
+
+
+async def test_addresses_of_a_name_must_prove_themselves() -> None:
+    async with loopback() as server:
+        port = int(server.url.rpartition(":")[2])
+        server.answer("GET", "/ready", {"status": "ready"})
+        server.answer("GET", "/v1/weights", {}, 404)
+        async with AsyncRolloutPool.from_dns("localhost", port=port, ttl_seconds=0.1) as pool:
+            assert pool.serving() == []
+            found = await pool.wait_serving(seconds=10)
+            assert f"http://127.0.0.1:{port}" in {member.url for member in found}
+            assert ("GET", "/ready", "") in server.requests
+
+
+async def test_a_name_that_is_nobodys_is_said() -> None:
+    discovery, seen = DnsDiscovery("no-such-host.invalid", ttl_seconds=0.05), Recorder()
+    running = asyncio.create_task(discovery.run(seen))
+    await until(lambda: discovery.trouble, what="trouble")
+    running.cancel()
+    assert "no-such-host.invalid can't be resolved" in discovery.trouble
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"current-context": "other"}, "other"),
+        ({"users": [{"name": "u", "user": {"exec": {}}}]}, "give a token"),
+        ({"contexts": []}, "contexts: c"),
+    ],
+)
+def test_a_kubeconfig_that_cannot_be_used_says_why(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    path = kubeconfig(tmp_path, "http://127.0.0.1:1")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ClusterError, match=said):
+        access(path)
+
+
+def test_a_kubeconfig_may_be_yaml_with_a_token_file(tmp_path: Path) -> None:
+    import yaml
+
+    (tmp_path / "token").write_text("from a file\n")
+    path = kubeconfig(tmp_path, "http://127.0.0.1:1/")
+    document = json.loads(path.read_text())
+    document["users"][0]["user"] = {"tokenFile": "token"}
+    document["contexts"][0]["context"]["namespace"] = "train"
+    path.write_text(yaml.safe_dump(document))
+    found = access(path)
+    assert (found.server, found.namespace, found.token()) == (
+        "http://127.0.0.1:1",
+        "train",
+        "from a file",
+    )
