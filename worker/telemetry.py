@@ -14,6 +14,7 @@ from pathlib import Path
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from .processes import descendants
 from .schemas import Lifecycle, StopReason, WeightsId
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -55,7 +56,7 @@ class Telemetry:
         self._changes(registry)
         memory = Gauge(
             "rollout_worker_memory_resident_bytes",
-            "Resident memory of the worker process.",
+            "Resident memory of the worker and its engine.",
             registry=registry,
         )
         memory.set_function(resident_bytes)
@@ -163,9 +164,17 @@ class Telemetry:
 
 
 def resident_bytes() -> float:
-    """Resident memory of this process, 0 where the system does not tell."""
+    """Memory of this process and the engine's below it; what they share counts once.
+
+    That is the sum of their proportional set sizes; 0 where the system does not tell.
+    """
+    pids = (os.getpid(), *(process.pid for process in descendants(os.getpid())))
+    return float(sum(map(_proportional_bytes, pids)))
+
+
+def _proportional_bytes(pid: int) -> int:
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0.0
-    return float(pages * os.sysconf("SC_PAGE_SIZE"))
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:  # it has ended meanwhile
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)

@@ -18,7 +18,7 @@ from rollout_worker.engines.vllm.blobs import ALIGN, Blob
 from rollout_worker.engines.vllm.gate import Gate
 from rollout_worker.engines.vllm.intake import Model, check
 from rollout_worker.engines.vllm.labels import Labels
-from rollout_worker.engines.vllm.processes import descendants, end
+from rollout_worker.processes import descendants, end
 from rollout_worker.schemas import SamplingParams, WeightsId
 from waiting import until_sync
 

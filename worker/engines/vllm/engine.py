@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rollout_worker import processes
 from rollout_worker.engine import (
     EngineCrashed,
     EngineDelta,
@@ -39,7 +40,7 @@ from rollout_worker.schemas import (
 )
 from rollout_worker.weights import ReadCancelled
 
-from . import launch, processes, settings
+from . import launch, settings
 from .gate import Gate
 from .intake import check
 from .labels import Labels

@@ -17,11 +17,11 @@ from typing import Any
 from rollout_worker import weights
 from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
+from rollout_worker.processes import Process, descendants
 from rollout_worker.schemas import Progress
 
 from . import model as models
 from .intake import Model
-from .processes import Process, descendants
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -157,6 +157,8 @@ def _configure(options: EngineOptions, settings: Settings) -> tuple[Any, bool]:
     except (ValueError, NotImplementedError, OSError) as error:
         raise EngineError(f"vLLM can't serve this model so: {error}") from error
     if cpu:
+        # Nothing is worth compiling in eager mode, and it would take a C++ compiler in the image.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _check_heads(config)
         _size_cache(config, options, settings)
     return config, cpu
