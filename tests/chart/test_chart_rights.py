@@ -134,6 +134,7 @@ ROLES: dict[str, Any] = {
         "rollout.dev/rolloutreplicas/weights": {"create", "update"},
         "rollout.dev/rolloutreplicas/state": {"update"},
         "rollout.dev/rolloutreplicas/control": {"get"},
+        "discovery.k8s.io/endpointslices": {"get", "list", "watch"},
     },
 }
 
