@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from .disconnects import finish
 from .flights import Flight
+from .openai_api import add_openai
 from .problems import ProblemError
 from .schemas import GenerateRequest, GenerateResponse, WeightsState, Wire, WorkerInfo
 from .service import Worker
@@ -32,6 +32,7 @@ def data_app(worker: Worker) -> FastAPI:
     _add_generate(app, worker)
     _add_facts(app, worker)
     _add_probes(app, worker)
+    add_openai(app, worker)
     return app
 
 
@@ -46,29 +47,8 @@ def _add_generate(app: FastAPI, worker: Worker) -> None:
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-store"},
             )
-        await _finish(worker, flight, body.deadline_seconds, request)
+        await finish(worker, [flight], body.deadline_seconds, request)
         return Response(flight.response().model_dump_json(), media_type="application/json")
-
-
-async def _finish(worker: Worker, flight: Flight, seconds: float, request: Request) -> None:
-    """Wait for a flight's end; abort it if the client goes away meanwhile."""
-    ended = asyncio.create_task(worker.finish(flight, seconds))
-    gone = asyncio.create_task(_gone(request))
-    try:
-        await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():
-            await worker.drop(flight)
-        await ended
-    finally:
-        gone.cancel()
-        ended.cancel()
-        if not flight.done.is_set():
-            await asyncio.shield(worker.drop(flight))
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _events(worker: Worker, flight: Flight, seconds: float) -> AsyncIterator[bytes]:
@@ -93,8 +73,6 @@ def _event(name: str, data: Wire) -> bytes:
 
 
 def _add_facts(app: FastAPI, worker: Worker) -> None:
-    started = int(time.time())
-
     @app.get("/v1/info")
     async def info() -> WorkerInfo:
         """What is served and what the engine can do."""
@@ -104,17 +82,6 @@ def _add_facts(app: FastAPI, worker: Worker) -> None:
     async def weights() -> WeightsState:
         """Active, previous, staged and required weights."""
         return worker.updates.view()
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """OpenAI's list of models: the one that is served."""
-        model = {
-            "id": worker.settings.served_name,
-            "object": "model",
-            "created": started,
-            "owned_by": "rollout",
-        }
-        return {"object": "list", "data": [model]}
 
 
 def _add_probes(app: FastAPI, worker: Worker) -> None:

@@ -348,6 +348,10 @@ class Capabilities(Wire):
     memory_release: bool
     prefix_cache: bool
     cache_salt: bool
+    chat: bool = Field(default=False, description="The model has a chat template.")
+    tool_parser: str | None = Field(
+        default=None, description="Format in which tool calls are found; None: they stay text."
+    )
 
 
 class WorkerInfo(Wire):

@@ -16,6 +16,7 @@ from .engines import EngineOptions, create
 from .flights import Flight, Flights
 from .governor import Governor
 from .hub import local_model
+from .openai_text import Texts
 from .problems import ProblemError
 from .runtime import Runtime
 from .schemas import (
@@ -69,6 +70,7 @@ class Worker:
         self.updates = Updates(self.runtime)
         self.commits = Commits(self.runtime, self.updates, self.flights)
         self.governor = Governor(self.runtime, self.updates, self.flights)
+        self.texts = Texts(lambda: local_model(settings.model, settings.model_revision))
         self.verbs = Verbs(self.runtime, self.flights, self.governor)
         self.supervisor = Supervisor(
             self.runtime,
@@ -94,7 +96,7 @@ class Worker:
         Raises:
             ProblemError: 4xx or 503 that names the fix.
         """
-        self._check_serving()
+        self.check_serving()
         engine, info = self.runtime.loaded()
         active = self.updates.identity
         assert active is not None, "an engine has loaded weights"
@@ -113,7 +115,12 @@ class Worker:
         self.flights.launch(flight, request.deadline_seconds)
         return flight
 
-    def _check_serving(self) -> None:
+    def check_serving(self) -> None:
+        """Refuse work while no request may run.
+
+        Raises:
+            ProblemError: 503 that says why.
+        """
         refusal = not_serving(self.runtime, self.updates)
         if refusal is not None:
             raise refusal
@@ -147,13 +154,15 @@ class Worker:
         """
         if self.runtime.info is None or self.runtime.engine is None:
             raise ProblemError("starting", "no engine has loaded yet: try again", retry_after=2)
-        engine, info = self.runtime.engine, self.runtime.info
+        engine, info, texts = self.runtime.engine, self.runtime.info, self.texts
         return WorkerInfo(
             engine=info.engine,
             engine_version=info.engine_version,
             model=self.settings.served_name,
             max_length=info.max_length,
-            capabilities=engine.capabilities,
+            capabilities=engine.capabilities.model_copy(
+                update={"chat": bool(texts.template), "tool_parser": texts.tool_parser}
+            ),
         )
 
     def metrics(self) -> bytes:

@@ -66,14 +66,19 @@ async def _on_problem(request: Request, error: Exception) -> Response:
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    found = [(_location(each), each) for each in error.errors()]
+    return problem_response(invalid_request(error.errors()))
+
+
+def invalid_request(said_of: Sequence[Mapping[str, Any]]) -> ProblemError:
+    """The problem of what pydantic says of a body or a header."""
+    found = [(_location(each), each) for each in said_of]
     # A list that lost its bad items is too short as well: the item is what to mend.
     inner = [(loc, each) for loc, each in found if not any(_below(o, loc) for o, _ in found)]
     errors = [
         {"field": field_path(loc), "message": _message(each)} for loc, each in inner[:MAX_ERRORS]
     ]
     said = "; ".join(f"{each['field'] or 'body'}: {each['message']}" for each in errors)
-    return problem_response(ProblemError("invalid-request", said, errors=errors))
+    return ProblemError("invalid-request", said, errors=errors)
 
 
 def _location(error: Mapping[str, Any]) -> tuple[int | str, ...]:
@@ -119,7 +124,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
         detail = f"{request.url.path} does not take {request.method}: use {allowed}"
         found = ProblemError("method-not-allowed", detail)
     elif error.status_code == 413:
-        found = _too_large()
+        found = too_large()
     elif error.status_code == 400:
         found = ProblemError("invalid-request", "body: not JSON in UTF-8, or one beyond all bounds")
     else:
@@ -165,7 +170,7 @@ class BodyLimit:
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._max_bytes:
-            await problem_response(_too_large())(scope, receive, send)
+            await problem_response(too_large())(scope, receive, send)
             return
         seen = 0
 
@@ -181,7 +186,8 @@ class BodyLimit:
         await self._app(scope, counted, send)
 
 
-def _too_large() -> ProblemError:
+def too_large() -> ProblemError:
+    """The problem of a body beyond the limit."""
     return ProblemError(
         "body-too-large",
         "send less: prompts of millions of tokens and control bodies above 1 MiB are mistakes",

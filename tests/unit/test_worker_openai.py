@@ -1,0 +1,159 @@
+"""Text that grows, tool calls, messages for templates, requests in OpenAI's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_worker.openai_messages import plain
+from rollout_worker.openai_models import ChatRequest, CompletionRequest
+from rollout_worker.openai_text import Growing
+from rollout_worker.problems import ProblemError
+from rollout_worker.tool_calls import Gate, parse, parser_of
+
+
+def utf8(ids: Sequence[int], special: bool) -> str:
+    """A tokenizer of single bytes: characters of several bytes come in pieces."""
+    return bytes(ids).decode(errors="replace")
+
+
+def grow(pieces: list[bytes], stops: Sequence[str] = ()) -> list[str]:
+    growing = Growing(utf8, stops)
+    return [*(growing.push(list(piece)) for piece in pieces), growing.end()]
+
+
+def test_half_characters_are_held_back() -> None:
+    assert grow([b"a\xe2", b"\x82", b"\xacb"]) == ["", "", "a€b", ""]
+    assert "".join(grow([b"a\xe2"])) == "a\N{REPLACEMENT CHARACTER}", "never finished"
+
+
+def test_half_stop_strings_are_held_back_and_whole_ones_cut() -> None:
+    assert grow([b"one EN", b"D two"], ["END"]) == ["one ", "", ""]
+    assert grow([b"one EN", b"T"], ["END"]) == ["one ", "ENT", ""]
+    assert grow([b"one E"], ["END"]) == ["one ", "E"]
+    assert grow([b"a, b. c"], [".", ","]) == ["a", ""], "the first one said"
+
+
+@given(st.text(max_size=40), st.lists(st.integers(1, 5), max_size=40), st.text("ab", max_size=3))
+def test_pieces_add_up_to_the_text(text: str, sizes: list[int], stop: str) -> None:
+    data, pieces = text.encode(), []
+    for size in [*sizes, len(text.encode())]:
+        pieces.append(data[:size])
+        data = data[size:]
+    stops = [stop] if stop else []
+    whole = text[: text.index(stop)] if stop and stop in text else text
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert "".join(grow(pieces, stops)) == whole
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+
+
+def test_tool_calls_are_taken_out() -> None:
+    content, calls = parse(f"Let me see.\n{CALL}\n{CALL}")
+    assert content == "Let me see."
+    assert [call["function"]["name"] for call in calls] == ["add", "add"]
+    assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1, "b": "é"}
+    assert calls[0]["id"] != calls[1]["id"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["no call ", "<tool_call>{broken</tool_call>", '<tool_call>{"arguments": {}}', "<tool_call>[]"],
+)
+def test_what_is_no_call_stays_text(text: str) -> None:
+    assert parse(text) == (text, [])
+
+
+@given(st.lists(st.integers(1, 9), max_size=60))
+def test_a_gate_lets_nothing_of_a_call_through(sizes: list[int]) -> None:
+    text, gate, seen = f"so <tool < it is{CALL}", Gate(), ""
+    rest = text
+    for size in [*sizes, len(text)]:
+        seen += gate.push(rest[:size])
+        rest = rest[size:]
+    content, calls = gate.end()
+    assert (seen + content, len(calls)) == ("so <tool < it is", 1)
+
+
+def test_the_parser_is_known_by_the_template() -> None:
+    assert parser_of("{% if tools %}…<tool_call>…") == "hermes"
+    assert parser_of("{{ messages }}") is None
+
+
+def test_messages_become_plain() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c"},
+    ]
+    user, assistant, tool = plain(messages)
+    assert user == {"role": "user", "content": "ab"}
+    assert assistant["content"] == ""
+    assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": [1]}
+    assert tool == messages[2]
+    assert call["function"] == {"name": "f", "arguments": '{"x": [1]}'}, "the caller's is untouched"
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"content": "a"}, "messages.0.role"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages.0.content"),
+        ({"role": "user", "content": 3}, "messages.0.content"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages.0.tool_calls"),
+    ],
+    ids=str,
+)
+def test_messages_that_are_refused(message: dict[str, Any], field: str) -> None:
+    with pytest.raises(ProblemError) as refused:
+        plain([message])
+    assert refused.value.problem.status == 422
+    assert field in refused.value.problem.detail
+
+
+def test_a_request_means_what_generate_means() -> None:
+    request = CompletionRequest.model_validate(
+        {"prompt": [1], "temperature": 0.5, "stop": "x", "logit_bias": {"7": 2}, "top_k": -1}
+    )
+    found = request.generate("r", [1], logprobs=True, max_tokens=16)
+    assert found.logprobs is None, "the pool's kind"
+    sampling = found.sampling
+    assert (sampling.temperature, sampling.stop, sampling.top_k) == (0.5, ("x",), 0)
+    assert (sampling.logit_bias, sampling.max_tokens) == ({7: 2.0}, 16)
+    assert request.generate("r", [1], logprobs=False, max_tokens=None).logprobs == "none"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])],
+    ids=str,
+)
+def test_prompts_of_all_shapes(prompt: Any, prompts: list[Any]) -> None:
+    assert CompletionRequest(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"model": "other"}, "model"),
+    ],
+    ids=str,
+)
+def test_what_would_be_ignored_is_refused(fields: dict[str, Any], field: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], **fields}
+    with pytest.raises(ProblemError) as refused:
+        ChatRequest.model_validate(body).check("tiny")
+    errors = (refused.value.problem.model_extra or {})["errors"]
+    assert errors[0]["field"] == field

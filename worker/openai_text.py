@@ -1,0 +1,184 @@
+"""Text at the edges of the OpenAI routes: chat templates, prompts to ids, ids to growing text.
+
+Between the edges everything is token ids, so what is learnt from is what was sampled. The tokenizer
+is loaded with transformers at the first request that needs it, in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .problems import ProblemError
+from .tool_calls import begun, parser_of
+
+T = TypeVar("T")
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+HALF = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder shows for a character whose last bytes are still to come."""
+
+
+def template_of(folder: Path) -> str:
+    """The chat template of a model's folder, empty if it has none; read without transformers."""
+    try:
+        return (folder / "chat_template.jinja").read_text()
+    except OSError:
+        pass
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    template = config.get("chat_template") or ""
+    if isinstance(template, list):  # several, by name
+        named = {each.get("name"): each.get("template", "") for each in template}
+        template = named.get("tool_use") or named.get("default") or ""
+    return str(template)
+
+
+class Texts:
+    """Tokenizer and chat template of the served model."""
+
+    def __init__(self, folder: Callable[[], Path]) -> None:
+        self._folder = folder
+        self._tokenizer: Any = None
+        self._template: str | None = None
+        # One at a time: a tokenizer is not made for two threads.
+        self._thread = ThreadPoolExecutor(1, "texts")
+
+    @property
+    def template(self) -> str:
+        """The chat template, empty if the model has none."""
+        if self._template is None:
+            self._template = template_of(self._folder())
+        return self._template
+
+    @property
+    def tool_parser(self) -> str | None:
+        """Name of the format of tool calls that this model's template teaches, if it is known."""
+        return parser_of(self.template)
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, as its tokenizer begins one."""
+        return await self._run(lambda tokenizer: list(tokenizer(text)["input_ids"]))
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        **options: Any,
+    ) -> list[int]:
+        """Token ids of a conversation.
+
+        Raises:
+            ProblemError: 422, the template is missing or refuses these messages or tools.
+        """
+        if not self.template:
+            raise _unable("messages", "the model has no chat template: use /v1/completions")
+        if tools and "tools" not in self.template:
+            raise _unable("tools", "the model's chat template takes no tools: leave them out")
+
+        def render(tokenizer: Any) -> list[int]:
+            from jinja2 import TemplateError
+
+            try:
+                text = tokenizer.apply_chat_template(
+                    list(messages), tools=list(tools) if tools else None, tokenize=False, **options
+                )
+            except (TemplateError, TypeError, ValueError) as error:
+                raise _unable("messages", f"the model's chat template refuses: {error}") from error
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        return await self._run(render)
+
+    async def decoder(self) -> Callable[[Sequence[int], bool], str]:
+        """A function (ids, keep special tokens) -> text, quick enough for the loop."""
+        tokenizer = await self._run(lambda tokenizer: tokenizer)
+
+        def decode(ids: Sequence[int], special: bool) -> str:
+            text: str = tokenizer.decode(
+                list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+            )
+            return text
+
+        return decode
+
+    async def _run(self, work: Callable[[Any], T]) -> T:
+        def run() -> T:
+            if self._tokenizer is None:
+                self._tokenizer = _load(self._folder())
+            return work(self._tokenizer)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+
+
+def _load(folder: Path) -> Any:
+    import transformers
+
+    missing = _unable(
+        "prompt", "the model's folder holds no tokenizer: send token ids to /v1/generate"
+    )
+    # From nothing transformers makes an empty tokenizer for the models that it knows.
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise missing
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise missing from error
+
+
+def _unable(field: str, detail: str) -> ProblemError:
+    return ProblemError("unsupported", detail, errors=[{"field": field, "message": detail}])
+
+
+class Growing:
+    """Text of an output while its ids arrive; half characters and half stop strings are held back.
+
+    `stops` end the text, which does not hold them.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int], bool], str], stops: Sequence[str] = ()
+    ) -> None:
+        self._decode = decode
+        self._stops = stops
+        self._ids: list[int] = []
+        self._from = self._upto = 0  # ids whose text is known begin and end here
+        self._held = ""
+        self._over = False
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take new ids and return the text that is certain now."""
+        self._ids += ids
+        known = self._decode(self._ids[self._from : self._upto], False)
+        text = self._decode(self._ids[self._from :], False)
+        if text.endswith(HALF):
+            return ""
+        self._from, self._upto = self._upto, len(self._ids)
+        return self._certain(text[len(known) :])
+
+    def end(self) -> str:
+        """The rest."""
+        known = self._decode(self._ids[self._from : self._upto], False)
+        self._held += self._decode(self._ids[self._from :], False)[len(known) :]
+        text, self._held = self._cut(self._held), ""
+        return text
+
+    def _certain(self, text: str) -> str:
+        self._held += text
+        text = self._cut(self._held)
+        keep = 0 if self._over else max((begun(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _cut(self, text: str) -> str:
+        if self._over:
+            return ""
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        self._over = bool(found)
+        return text[: min(found)] if found else text
