@@ -38,6 +38,10 @@ help: ## show this list
 demo: $(VENV) ## tell the whole story on a real cluster (first run ~15 min, later ~2 min)
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo
 
+.PHONY: demo-train
+demo-train: $(VENV) ## let a policy learn on that cluster: examples/grpo (STEPS=40)
+	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.train
+
 .PHONY: test
 test: $(VENV) $(ENV_VLLM)/.installed cluster-build images ## run every test: unit, api, chart, engine, cluster
 	$(BIN)/pytest $(PYTEST_ARGS)

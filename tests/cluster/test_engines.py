@@ -1,0 +1,92 @@
+"""`examples/<engine>.yaml` on the real cluster: what a trainer sees is the same for every engine.
+
+`hf` is what all other tests of this tier run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rollout_local
+from localkube import Cluster
+from localkube.home import REPOSITORY
+from pools import PROMPT, Pool, eventually
+from reference import Reference
+
+pytestmark = pytest.mark.timeout(600)
+TOKENS = 8
+ENGINE_SECONDS = 300.0
+"""Three processes import torch one after the other, on busy cores."""
+
+
+@pytest.fixture(params=["vllm"])
+def engine(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Pool]:
+    """The example of an engine with one replica; Ready."""
+    body = yaml.safe_load((REPOSITORY / "examples" / f"{request.param}.yaml").read_text())
+    pool = Pool(cluster, "pools", body["metadata"]["name"])
+    try:
+        pool.apply(**{**body["spec"], "replicas": 1})
+        pool.wait("Ready", seconds=ENGINE_SECONDS)
+        yield pool
+    finally:
+        pool.delete()
+
+
+def test_an_engine_lives_as_any_other(engine: Pool) -> None:
+    folder = rollout_local.make_models()
+    assert tokens(engine) == greedy(folder / "models" / "tiny")
+    assert engine.generate()["outputs"][0]["weights"][0]["version"] == 0
+
+    engine.target(1, 1, "1")
+    engine.wait("WeightsSynced")
+    updated = greedy(folder / "weights" / "1")
+    assert tokens(engine) == updated
+    assert engine.identities(engine.generate()) == [(1, 1)]
+
+    awake = engine.metric("rollout_worker_memory_resident_bytes")
+    engine.patch(state="Asleep", sleep={"level": 2})
+    engine.wait("Asleep", seconds=90)
+    eventually("no endpoints", lambda: not engine.endpoints(), 15)
+    assert engine.metric("rollout_worker_memory_resident_bytes") < awake
+    engine.patch(state="Active")
+    engine.wait("Ready", seconds=90)
+    assert tokens(engine) == updated
+
+    boot = engine.pod()["metadata"]["uid"]
+    kill_engine(engine)
+    eventually("the death is seen", lambda: engine.condition("Ready")[0] == "False", 30)
+    engine.wait("Ready", seconds=ENGINE_SECONDS)
+    assert engine.pod()["metadata"]["uid"] == boot, "the worker restarts its engine in the pod"
+    assert tokens(engine) == updated, "the new engine has the committed weights"
+
+
+def tokens(pool: Pool) -> list[int]:
+    """Greedy tokens through the Service."""
+    found: list[int] = pool.generate(tokens=TOKENS)["outputs"][0]["token_ids"]
+    return found
+
+
+def greedy(folder: Path) -> list[int]:
+    """What plain transformers says."""
+    return Reference(folder).greedy(PROMPT, TOKENS)
+
+
+def kill_engine(pool: Pool) -> None:
+    """Kill -9 every process of the pod that is not the worker itself."""
+    worker = pool.pid()
+    mine = Path(f"/proc/{worker}/cgroup").read_text()
+    killed = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != worker:
+            with suppress(OSError):
+                if (entry / "cgroup").read_text() == mine:
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    killed += 1
+    assert killed, "the engine has no process of its own"
