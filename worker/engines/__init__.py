@@ -12,7 +12,7 @@ from typing import Literal
 from rollout_worker.engine import Engine, EngineError
 from rollout_worker.schemas import LogprobsOf
 
-ENGINES = ("hf", "vllm")
+ENGINES = ("hf", "vllm", "sglang")
 """What `create` knows."""
 
 
@@ -52,4 +52,8 @@ def create(engine: str, options: EngineOptions) -> Engine:
         from .vllm.engine import VllmEngine
 
         return VllmEngine(options)
+    if engine == "sglang":
+        from .sglang.engine import SglangEngine
+
+        return SglangEngine(options)
     raise EngineError(f"engine {engine!r} is unknown: use one of {', '.join(ENGINES)}")

@@ -1,0 +1,95 @@
+"""Stand-ins that let SGLang run on a CPU, for tests and development; never shipped.
+
+A `.pth` file of the environment (`make $(CACHE)/env-sglang`) imports this module in every Python
+process of it, SGLang's own children included. It costs nothing until SGLang is imported:
+
+- `sgl_kernel` exists for GPUs only. Any `sgl_kernel.*` name is found here and raises when called;
+  the models of the tests call none, as SGLang has torch-native paths beside its kernels.
+- `torch_memory_saver` needs CUDA's virtual memory. `sglang_cpu_memory` gives pages back by madvise.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Sequence
+
+ADAPTER = "sglang.srt.utils.torch_memory_saver_adapter"
+
+
+class _Absent:
+    """Anything of a kernel library: has every attribute, raises when called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> _Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(f"{self._name}.{name}")
+
+    def __call__(self, *_: object, **__: object) -> object:
+        raise NotImplementedError(f"{self._name} exists on GPUs only")
+
+
+class _Kernels(types.ModuleType):
+    """A module that has every name."""
+
+    __path__ = []  # noqa: RUF012 - what makes a module a package
+
+    def __getattr__(self, name: str) -> _Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(f"{self.__name__}.{name}")
+
+
+class _KernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "sgl_kernel" and not name.startswith("sgl_kernel."):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Kernels(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class _AdapterFinder(importlib.abc.MetaPathFinder):
+    """Puts our memory saver into SGLang's adapter module right after it was loaded."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != ADAPTER:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def load_and_replace(module: types.ModuleType) -> None:
+            import sglang_cpu_memory
+
+            load(module)
+            sglang_cpu_memory.install(module)
+
+        spec.loader.exec_module = load_and_replace  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Put the finders in place."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    sys.meta_path.insert(0, _KernelFinder())
+    sys.meta_path.insert(0, _AdapterFinder())
+
+
+install()

@@ -1,0 +1,197 @@
+"""A real SGLang: weights, memory, death. What every engine must do is in the contract suite."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from engines import PROMPT, V1, V2, Output, follow, reaches, request, run, run_all, update
+from reference import Reference
+from rollout_worker.engine import EngineError, WeightsRejected
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.sglang.engine import SglangEngine
+from rollout_worker.engines.sglang.process import session
+from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId, WeightsSource
+from tinymodels import TinyModels
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-sglang", "bin", "python")
+STEP_DEADLINE = 3
+V3 = WeightsId(epoch=1, version=3)
+BOTH: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        "sglang" not in os.environ.get("ROLLOUT_ENGINES", "sglang"),
+        reason="ROLLOUT_ENGINES leaves sglang out",
+    ),
+]
+
+
+def options(model: Path) -> EngineOptions:
+    """A small engine in SGLang's own environment."""
+    flags = ("--python", str(PYTHON), "--step-deadline-seconds", str(STEP_DEADLINE))
+    return EngineOptions(model=model, device="cpu", dtype="float32", max_length=256, args=flags)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tiny_models: TinyModels) -> AsyncIterator[SglangEngine]:
+    engine = SglangEngine(options(tiny_models.model(1)))
+    seen: list[str] = []
+    try:
+        await engine.start(lambda progress: seen.append(progress.message))
+        assert {"starting SGLang", "loading weights"} <= set(seen)
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def resident(engine: SglangEngine) -> int:
+    """Bytes that the child's processes hold, shared memory left out."""
+    assert engine._process is not None
+    total = 0
+    for pid in engine._process.pids():
+        fields = Path("/proc", str(pid), "status").read_text().splitlines()
+        total += sum(int(f.split()[1]) for f in fields if f.startswith("RssAnon"))
+    return total * 1024
+
+
+def same(output: Output, other: Output) -> bool:
+    """Whether two outputs are one, but for the order of sums (a cached prefix changes it)."""
+    return output.token_ids == other.token_ids and output.logprobs == pytest.approx(
+        other.logprobs, abs=1e-4
+    )
+
+
+async def test_tokens_and_logprobs_are_those_of_plain_transformers(
+    engine: SglangEngine, reference: Reference
+) -> None:
+    outputs = await run_all(engine, [request(f"g{i}", max_tokens=24) for i in range(6)])
+    assert {tuple(o.token_ids) for o in outputs} == {tuple(reference.greedy(PROMPT, 24))}
+    assert outputs[0].versions == [(0, False)] * 24
+
+
+async def test_a_bad_version_is_refused_by_the_tensor_and_the_old_one_serves(
+    engine: SglangEngine, tiny_models: TinyModels, reference: Reference, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    name = "model.layers.1.input_layernorm.weight"
+    tensors = load_file(tiny_models.weights(2) / "model.safetensors")
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsRejected) as refused:
+        await engine.stage(V1, WeightsSource(path=str(tmp_path)), lambda *_: None)
+    assert refused.value.tensor == name
+    with pytest.raises(WeightsRejected, match="not staged"):
+        await engine.commit(V1, "recompute")
+    assert (await run(engine, request(max_tokens=8))).token_ids == reference.greedy(PROMPT, 8)
+
+
+async def test_keep_and_recompute_label_every_token(
+    engine: SglangEngine, tiny_models: TinyModels, reference_2: Reference
+) -> None:
+    kept, again = Output(), Output()
+    task = asyncio.create_task(follow(engine, request("kept", max_tokens=200), kept))
+    await reaches(kept, 5)
+    await update(engine, tiny_models.weights(2), V1, "keep")
+    await task
+    assert kept.versions[0] == (0, False)
+    assert kept.versions[-1] == (1, True)
+    assert kept.versions == sorted(kept.versions)
+    task = asyncio.create_task(follow(engine, request("again", max_tokens=200), again))
+    await reaches(again, 5)
+    await update(engine, tiny_models.weights(3), V2, "recompute")
+    await task
+    assert set(again.versions) == {(1, False), (2, False)}
+    # The former weights' prefix is in the cache; under the new ones it must not be found.
+    fresh = await run(engine, request("fresh", max_tokens=8))
+    await update(engine, tiny_models.weights(2), V3, "keep")
+    back = await run(engine, request("back", max_tokens=8))
+    assert back.token_ids == reference_2.greedy(PROMPT, 8) != fresh.token_ids
+
+
+async def test_memory_goes_and_comes_back_bit_for_bit(
+    engine: SglangEngine, tiny_models: TinyModels
+) -> None:
+    source = WeightsSource(path=str(tiny_models.weights(2)))
+    before, held = await run(engine, request(max_tokens=16)), resident(engine)
+    await engine.pause()
+    await engine.sleep(1, BOTH)
+    gone = held - resident(engine)
+    with pytest.raises(EngineError, match="asleep"):
+        await engine.resume()
+    await engine.wake(BOTH, WeightsSource(path="/no/such/folder"))
+    await engine.resume()
+    assert same(await run(engine, request(max_tokens=16)), before)
+    # The KV cache of a tiny model is all there is to give; the rest is libraries.
+    assert gone > 0.5 * engine.stats().resident_bytes["kv_cache"]
+    await engine.pause()
+    await engine.sleep(2, ["weights"])
+    with pytest.raises(WeightsRejected):
+        await engine.wake(["weights"], WeightsSource(path=str(tiny_models.weights(3))))
+    assert not engine.stats().resident.weights
+    await engine.wake(["weights"], source)
+    await engine.resume()
+    assert same(await run(engine, request(max_tokens=16)), before)
+
+
+async def test_requests_aborted_while_paused_do_not_keep_memory_from_going(
+    engine: SglangEngine,
+) -> None:
+    running, kept = Output(), Output()
+    tasks = [
+        asyncio.create_task(follow(engine, request("r", max_tokens=200), running)),
+        asyncio.create_task(follow(engine, request("rr", max_tokens=200), kept)),
+    ]
+    await reaches(running, 3)
+    await reaches(kept, 3)
+    await engine.pause()
+    assert await engine.abort(["r", "unknown"], AbortReason.CLIENT) == {"r"}
+    await tasks[0]
+    assert running.abort_reason is AbortReason.CLIENT
+    await engine.sleep(1, ["kv_cache"])
+    await engine.wake(["kv_cache"], WeightsSource(path="/no/such/folder"))
+    await engine.resume()
+    await tasks[1]
+    assert kept.stop_reason is StopReason.LENGTH
+    assert len(kept.token_ids) == 200
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_dead_or_hung_scheduler_is_noticed_and_nothing_is_left(
+    tiny_models: TinyModels, how: signal.Signals
+) -> None:
+    engine = SglangEngine(options(tiny_models.model(1)))
+    output = Output()
+    try:
+        await engine.start(lambda _: None)
+        assert engine._process is not None
+        assert engine._process._folder is not None
+        folder, leader = engine._process._folder, engine._process._main
+        assert leader is not None
+        scheduler = max(engine._process.pids(), key=lambda pid: pid != leader)
+        task = asyncio.create_task(follow(engine, request(max_tokens=240), output))
+        await reaches(output, 3)
+        os.kill(scheduler, how)
+        since = time.monotonic()
+        while engine.alive() is None:
+            assert time.monotonic() - since < (1 if how is signal.SIGKILL else STEP_DEADLINE + 1)
+            await asyncio.sleep(0.02)
+    finally:
+        await engine.stop()
+    await task
+    assert output.abort_reason is AbortReason.ENGINE
+    assert len(output.token_ids) >= 3
+    assert session(leader) == []
+    assert not folder.exists()
+    assert not [name for name in os.listdir("/dev/shm") if str(leader) in name]

@@ -1,0 +1,163 @@
+"""Who waits, who runs in the child, and what the child must be told of it.
+
+Requests wait here, not in the child, until it has room: so nothing starts that must not, and what
+has not begun runs on the weights of the time. All of it in the asyncio loop.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import time
+from collections.abc import Collection
+from typing import Any, Literal
+
+from rollout_worker.engine import EngineCrashed
+from rollout_worker.schemas import AbortReason, WeightsId
+
+from .bridge import Bridge
+from .streams import Stream
+
+logger = logging.getLogger(__name__)
+
+
+class Desk:
+    """The requests of one child. `posted`: by the child's id, until the child has ended them."""
+
+    def __init__(self, bridge: Bridge, max_running: int, weights: WeightsId) -> None:
+        self._bridge = bridge
+        self._max_running = max_running
+        self._weights = weights
+        self._queue: list[Stream] = []
+        self._posted: dict[str, Stream | None] = {}  # None: ended here, not there yet
+        self._numbers = itertools.count()
+        self._hold = False
+        self.paused = False
+        self._progress = time.monotonic()
+
+    def add(self, stream: Stream) -> None:
+        """Queue a request."""
+        heapq.heappush(self._queue, stream)
+        self._admit()
+
+    def _admit(self) -> None:
+        while (
+            self._queue
+            and not self._hold
+            and not self.paused
+            and len(self._posted) < self._max_running
+        ):
+            stream = heapq.heappop(self._queue)
+            if stream.done:
+                continue
+            if not self._posted:
+                self._progress = time.monotonic()
+            rid = f"{next(self._numbers):016x}"
+            self._bridge.send("generate", **stream.post(rid, self._weights))
+            self._posted[rid] = stream
+
+    def take(self, frames: list[Any]) -> None:
+        """Pass on what the child made."""
+        self._progress = time.monotonic()
+        surplus = []
+        for rid, ids, logprobs, about in frames:
+            if rid not in self._posted:
+                continue
+            stream = self._posted[rid]
+            if "error" in about:
+                del self._posted[rid]
+                if stream is not None:
+                    stream.fail(EngineCrashed(f"SGLang failed in a request: {about['error']}"))
+                continue
+            if stream is not None and stream.take(ids, logprobs, about):
+                surplus.append(rid)
+            if about["finish"] is not None:
+                del self._posted[rid]
+            elif stream is not None and stream.done:
+                self._posted[rid] = None
+        if surplus:
+            self._bridge.send("abort", rids=surplus)
+        self._admit()
+
+    def abort(self, streams: Collection[Stream], reason: AbortReason) -> None:
+        """End requests with what they have; the child lets go of them when it can."""
+        rids = []
+        for stream in streams:
+            stream.end(reason)
+            if stream.rid is not None and self._posted.get(stream.rid) is stream:
+                self._posted[stream.rid] = None
+                rids.append(stream.rid)
+        if rids:
+            self._bridge.send("abort", rids=rids)
+
+    def hold(self) -> None:
+        """Post nothing more."""
+        self._hold = True
+
+    async def pause(self) -> None:
+        """Return once the child makes no step."""
+        self.paused = True
+        await self.rest("in_place")
+
+    async def rest(self, mode: Literal["in_place", "retract"]) -> None:
+        """Bring the child to rest, or what rests already into its queue (`retract`)."""
+        made: dict[str, int] = await self._bridge.call("pause", mode=mode)
+        self._made = made
+        if mode == "retract":
+            # Those that ended here while the child was paused: now they can go there, too.
+            left = [rid for rid, stream in self._posted.items() if stream is None]
+            if left:
+                await self._bridge.call("abort", rids=left)
+
+    def switched(self, weights: WeightsId, *, keep: bool) -> None:
+        """The child has other weights now."""
+        self._weights = weights
+        for rid, stream in list(self._posted.items()):
+            if stream is None:
+                continue
+            made = self._made.get(rid, stream.produced)
+            if made == 0:
+                self._again(rid, stream)
+            else:
+                stream.switch(made, weights, stale=keep)
+
+    def _again(self, rid: str, stream: Stream) -> None:
+        """Queue what has made nothing anew: it must not share KV of the former weights."""
+        self._posted[rid] = None
+        self._bridge.send("abort", rids=[rid])
+        stream.rid = None
+        heapq.heappush(self._queue, stream)
+
+    def recomputed(self) -> None:
+        """The KV of everything that runs was dropped and will be computed anew."""
+        for rid, stream in self._posted.items():
+            if stream is not None and stream.stale:
+                made = self._made.get(rid, stream.produced)
+                stream.switch(made, stream.changes[-1][1], stale=False)
+
+    async def resume(self) -> None:
+        """Let the child step and post what waits."""
+        if self.paused:
+            await self._bridge.call("resume")
+        self.paused = self._hold = False
+        self._progress = time.monotonic()
+        self._admit()
+
+    @property
+    def running(self) -> frozenset[str]:
+        """Ids of the requests that the child works on."""
+        live = (stream for stream in self._posted.values() if stream is not None)
+        return frozenset(stream.request.request_id for stream in live)
+
+    @property
+    def queued(self) -> int:
+        """How many requests wait."""
+        return sum(not stream.done for stream in self._queue)
+
+    def stuck(self, deadline: float) -> str | None:
+        """Say so if requests run and nothing has come of them for too long."""
+        age = time.monotonic() - self._progress
+        if self.paused or not self._posted or age <= deadline:
+            return None
+        return f"no token for {age:.0f} s although requests run; the deadline is {deadline:.0f} s"

@@ -1,0 +1,202 @@
+"""The child and all that it starts: begun in a session of its own, watched, ended without a rest.
+
+Death of any of SGLang's processes is seen by the kernel's process file descriptors, at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+logger = logging.getLogger("rollout_worker.sglang")
+
+CHILD = "rollout_worker.engines.sglang.child"
+FOLDER = "rollout-sglang-"
+KILL_SECONDS = 15.0
+LINES = 40
+"""How much of the child's last output is kept to say why it died."""
+
+
+class Process:
+    """One child; `on_exit` is called once in the loop when it or a descendant ended by itself."""
+
+    def __init__(self, on_exit: Callable[[str], None], on_line: Callable[[str], None]) -> None:
+        self._on_exit = on_exit
+        self._on_line = on_line
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._folder: Path | None = None
+        self._watched: dict[int, int] = {}  # descriptor of a process -> its id
+        self._reader: asyncio.Task[None] | None = None
+        self._last: deque[str] = deque(maxlen=LINES)
+
+    def start(self, python: str, flags: Sequence[str], environ: Mapping[str, str]) -> socket.socket:
+        """Start the child; returns our end of its socket."""
+        sweep()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            command = [python, "-m", CHILD, str(number), str(os.getpid()), *flags]
+            self._popen = subprocess.Popen(
+                command,
+                env=self._environ(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(number,),
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        self._reader = asyncio.create_task(self._read_lines())
+        self._watch(self._popen.pid)
+        return ours
+
+    def _environ(self, environ: Mapping[str, str]) -> dict[str, str]:
+        own = str(Path(__file__).resolve().parents[3])
+        package = next((p for p in sys.path if Path(p, "rollout_worker").is_dir()), own)
+        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
+        return {
+            **os.environ,
+            # Sockets and files of SGLang lie here and go with the engine.
+            "TMPDIR": str(self._folder),
+            "PROMETHEUS_MULTIPROC_DIR": str(self._folder),
+            "PYTHONPATH": path,
+            "PYTHONUNBUFFERED": "1",
+            **environ,
+        }
+
+    async def _read_lines(self) -> None:
+        assert self._popen is not None
+        assert self._popen.stdout is not None
+        reader = asyncio.StreamReader(limit=1 << 20)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: protocol, self._popen.stdout)
+        try:
+            while True:
+                try:
+                    raw = await reader.readline()
+                except ValueError:  # a line beyond the limit; the reader has dropped it
+                    continue
+                if not raw:
+                    return
+                line = raw.decode(errors="replace").rstrip()
+                self._last.append(line[:500])
+                logger.debug("%s", line)
+                self._on_line(line)
+        finally:
+            transport.close()
+
+    def watch_descendants(self) -> None:
+        """Watch every process that the child has started by now."""
+        for pid in self.pids():
+            self._watch(pid)
+
+    def pids(self) -> list[int]:
+        """Processes of the child's session that are alive, itself included."""
+        return [] if self._popen is None else session(self._popen.pid)
+
+    def _watch(self, pid: int) -> None:
+        if pid in self._watched.values():
+            return
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        self._watched[descriptor] = pid
+        asyncio.get_running_loop().add_reader(descriptor, self._gone, descriptor)
+
+    def _gone(self, descriptor: int) -> None:
+        pid = self._watched[descriptor]
+        self._unwatch()
+        what = "SGLang's process" if pid == self._main else "a process of SGLang"
+        self._on_exit(f"{what} (pid {pid}) ended")
+
+    @property
+    def _main(self) -> int | None:
+        return None if self._popen is None else self._popen.pid
+
+    def last_words(self) -> str:
+        """The most telling of the child's last lines."""
+        telling = [line for line in self._last if "Error" in line or "error:" in line]
+        lines = telling[-3:] or list(self._last)[-3:]
+        return " | ".join(line.strip() for line in lines)
+
+    def _unwatch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._watched:
+            descriptor, _ = self._watched.popitem()
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+    async def stop(self) -> None:
+        """Kill the child and all that it started; returns when none is left."""
+        self._unwatch()
+        if self._popen is not None:
+            await asyncio.to_thread(self._kill, self._popen)
+        if self._reader is not None:
+            with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+                await asyncio.wait_for(self._reader, 5)
+            self._reader = None
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, True)
+            self._folder = None
+        self._popen = None
+
+    @staticmethod
+    def _kill(popen: subprocess.Popen[bytes]) -> None:
+        until = time.monotonic() + KILL_SECONDS
+        while (left := session(popen.pid)) or popen.poll() is None:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            _reap(popen)
+            if time.monotonic() > until:
+                logger.error("processes %s of SGLang could not be killed", left)
+                return
+            time.sleep(0.02)
+
+
+def _reap(popen: subprocess.Popen[bytes]) -> None:
+    """Collect the child, and its children if they became ours (process 1 of a pod inherits)."""
+    popen.poll()
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-popen.pid, os.WNOHANG)[0]:
+            pass
+
+
+def session(leader: int) -> list[int]:
+    """Return the processes of a session, without the zombies that are others' to collect."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            stat = Path("/proc", entry, "stat").read_text()
+        except OSError:
+            continue
+        state, parent, _, number = stat.rpartition(")")[2].split()[:4]
+        ended = state in "ZX" and int(parent) != os.getpid()
+        if int(number) == leader and not ended:
+            found.append(int(entry))
+    return found
+
+
+def sweep() -> None:
+    """Remove what workers that were killed have left in the temporary folder."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        owner = folder.name.removeprefix(FOLDER).partition("-")[0]
+        if owner.isdigit() and int(owner) != os.getpid() and not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)

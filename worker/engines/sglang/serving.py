@@ -1,0 +1,216 @@
+"""The child's main process: SGLang's engine, and the bridge to the worker.
+
+Speaks the protocol of `bridge` over the inherited socket. Nothing else can reach this engine: it
+listens on no port. When the socket closes, the process ends and takes the schedulers with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers import io_struct as messages
+from sglang.srt.server_args import prepare_server_args
+from sglang.srt.utils import torch_memory_saver_adapter as adapter
+from sglang.srt.utils.common import set_prometheus_multiproc_dir
+from sglang.version import __version__
+
+from . import inside
+from .bridge import LIMIT, frame
+
+logger = logging.getLogger(__name__)
+
+LOADER = "rollout_worker.engines.sglang.loader.load"
+
+
+def run(descriptor: int, flags: Sequence[str]) -> None:
+    """Start the engine and serve until the worker is gone; never returns normally."""
+    inside.install()
+    sock = socket.socket(fileno=descriptor)
+    sock.setblocking(True)
+    sock.sendall(frame({"progress": "starting SGLang's processes"}))
+    set_prometheus_multiproc_dir()
+    saver = ["--enable-memory-saver"] if _can_save_memory() else []
+    engine = _Engine(server_args=prepare_server_args([*saver, *flags]))
+    engine.loop.run_until_complete(_Server(engine).serve(sock))
+    os._exit(0)
+
+
+class _Engine(Engine):  # type: ignore[misc]
+    """SGLang's engine with our schedulers, and without the process that makes text of tokens."""
+
+    run_scheduler_process_func = staticmethod(inside.run_scheduler)
+
+    @classmethod
+    def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
+        if not torch.cuda.is_available():
+            # Starts in half the time and shares the libraries' memory; GPUs bear no fork.
+            multiprocessing.set_start_method("fork", force=True)
+        return super()._launch_scheduler_processes(*args, **kwargs)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
+        return [], []
+
+
+def _can_save_memory() -> bool:
+    """Whether memory can be given back: SGLang's way needs a GPU, another may stand in its place."""
+    saver = adapter.TorchMemorySaverAdapter.create(enable=True)
+    return torch.cuda.is_available() or not isinstance(saver, adapter._TorchMemorySaverAdapterReal)
+
+
+class _Server:
+    """Answers the worker."""
+
+    def __init__(self, engine: Any) -> None:
+        self._manager = engine.tokenizer_manager
+        self._info = engine._scheduler_init_result.scheduler_infos[0]
+        self._writer: asyncio.StreamWriter
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._fresh: list[Any] = []  # token frames not sent yet
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Serve until the other end closes."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=sock, limit=LIMIT)
+        self._send({"ready": await self._describe()})
+        while line := await reader.readline():
+            call = json.loads(line)
+            self._spawn(self._generate(call) if call["op"] == "generate" else self._answer(call))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _send(self, message: Any) -> None:
+        self._writer.write(frame(message))
+
+    async def _describe(self) -> dict[str, Any]:
+        state = (await self._manager.get_internal_state())[0]
+        keep = ("disable_overlap_schedule", "disable_radix_cache", "enable_memory_saver")
+        return {
+            "version": __version__,
+            "max_tokens": self._info["max_total_num_tokens"],
+            "max_running": state.get("effective_max_running_requests_per_dp")
+            or state.get("max_running_requests"),
+            "memory": state.get("memory_usage", {}),
+            "ranks": state.get("tp_size", 1),
+            **{name: bool(state.get(name)) for name in keep},
+        }
+
+    async def _answer(self, call: dict[str, Any]) -> None:
+        operation: Callable[..., Awaitable[Any]] = getattr(self, f"_do_{call['op']}")
+        try:
+            result = await operation(**call["args"])
+        except Exception as error:
+            logger.exception("%s failed", call["op"])
+            self._send({"id": call["id"], "error": f"{type(error).__name__}: {error}"})
+        else:
+            self._send({"id": call["id"], "result": result})
+
+    # Tokens.
+
+    async def _generate(self, call: dict[str, Any]) -> None:
+        rid = call["args"]["rid"]
+        try:
+            request = messages.GenerateReqInput(stream=True, **call["args"])
+            async for output in self._manager.generate_request(request):
+                self._deliver(_tokens(rid, output))
+        except Exception as error:
+            logger.exception("request %s failed", rid)
+            self._deliver([rid, [], None, {"error": f"{type(error).__name__}: {error}"}])
+
+    def _deliver(self, tokens: Any) -> None:
+        """Send what one step made in one piece."""
+        if not self._fresh:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._fresh.append(tokens)
+
+    def _flush(self) -> None:
+        fresh, self._fresh = self._fresh, []
+        self._send({"tokens": fresh})
+
+    # Commands.
+
+    async def _do_abort(self, rids: list[str]) -> None:
+        for rid in rids:
+            self._manager.abort_request(rid)
+
+    async def _do_pause(self, mode: str) -> dict[str, int]:
+        """Return how many tokens each request had made when the engine came to rest."""
+        await self._manager.pause_generation(messages.PauseGenerationReqInput(mode=mode))
+        # The command itself is not answered; what follows it through the queue is.
+        await self._manager.get_internal_state()
+        states = self._manager.rid_to_state
+        return {rid: len(state.output_ids) for rid, state in states.items()}
+
+    async def _do_resume(self) -> None:
+        go_on = messages.ContinueGenerationReqInput(torch_empty_cache=torch.cuda.is_available())
+        await self._manager.continue_generation(go_on)
+        await self._manager.get_internal_state()
+
+    async def _do_weights(
+        self, op: str, paths: list[str], version: str | None = None, flush: bool = False
+    ) -> None:
+        """Run a command of `loader` in every scheduler."""
+        command = json.dumps({"op": op, "paths": paths}).encode()
+        tensor = torch.frombuffer(bytearray(command), dtype=torch.uint8)
+        payload = pickle.dumps([(op, tensor)])
+        update = messages.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload] * self._manager.server_args.tp_size,
+            load_format=LOADER,
+            flush_cache=flush,
+            weight_version=version,
+        )
+        begin = messages.BeginWeightUpdateReqInput(selector="all")
+        _check(await self._manager.begin_weight_update(begin))
+        _check(await self._manager.update_weights_from_tensor(update))
+        _check(await self._manager.end_weight_update(messages.EndWeightUpdateReqInput()))
+
+    async def _do_release(self, tags: list[str]) -> None:
+        give = messages.ReleaseMemoryOccupationReqInput(tags=tags)
+        await self._manager.release_memory_occupation(give)
+
+    async def _do_retake(self, tags: list[str]) -> None:
+        take = messages.ResumeMemoryOccupationReqInput(tags=tags)
+        await self._manager.resume_memory_occupation(take)
+
+    async def _do_flush(self) -> bool:
+        return bool((await self._manager.flush_cache()).success)
+
+    async def _do_metrics(self) -> str:
+        from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return (await asyncio.to_thread(generate_latest, registry)).decode()
+
+
+def _check(answer: tuple[bool, str]) -> None:
+    if not answer[0]:
+        raise RuntimeError(answer[1])
+
+
+def _tokens(rid: str, output: dict[str, Any]) -> list[Any]:
+    """Return `[rid, ids, logprobs or None, about]`, as `bridge` describes it."""
+    meta = output["meta_info"]
+    about = {
+        "finish": meta["finish_reason"],
+        "cached": meta["cached_tokens"],
+        "retractions": meta["num_retractions"],
+        "queued": meta.get("queue_time"),
+    }
+    found = meta.get("output_token_logprobs")
+    ids = output["output_ids"]
+    # A delta carries its own logprobs; the last ones are its own if it carries more.
+    logprobs = None if found is None else [entry[0] for entry in found[len(found) - len(ids) :]]
+    return [rid, ids, logprobs, about]

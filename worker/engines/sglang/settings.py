@@ -1,0 +1,116 @@
+"""The engine's own flags (`engine.args`): a few of ours, the rest goes to SGLang as it is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from rollout_worker.engine import EngineError
+from rollout_worker.engines import EngineOptions
+
+from .model import Model
+
+SLACK_TOKENS = 16
+"""SGLang ends outputs a few tokens before its context is full: it gets a context so much longer."""
+
+CPU_BATCH_TOKENS = 16384
+"""Least KV cache on a CPU, where SGLang would take most of the machine's memory."""
+
+REFUSED = {
+    "--model-path": "set by --model",
+    "--model": "set by --model",
+    "--device": "set by --device",
+    "--dtype": "set by --dtype",
+    "--context-length": "set by --max-length",
+    "--sampling-backend": "the worker brings its own sampler",
+    "--skip-tokenizer-init": "always set: the worker itself speaks token ids",
+    "--custom-weight-loader": "the worker brings its own",
+    "--weight-version": "set by commits",
+    "--tokenizer-worker-num": "the worker talks to one",
+    "--dp-size": "SGLang updates no weights of data-parallel replicas: use more replicas",
+    "--data-parallel-size": "SGLang updates no weights of data-parallel replicas: use more replicas",
+    "--nnodes": "one pod a replica",
+    "--speculative-algorithm": "drafts would leave the logprobs of the sampler out",
+    "--host": "the engine listens on no port",
+    "--port": "the engine listens on no port",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the flags say.
+
+    `python`: an interpreter that has SGLang. `step_deadline_seconds`: running requests without a
+    new token for so long count as hung. `flags`: SGLang's own.
+    """
+
+    python: str
+    step_deadline_seconds: float
+    flags: tuple[str, ...]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise EngineError(f"engine.args of the sglang engine: {message}")
+
+
+def parse(args: Sequence[str]) -> Settings:
+    """Parse the flags.
+
+    Raises:
+        EngineError: a bad value, or a flag of SGLang that is the worker's to set.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--step-deadline-seconds", type=float, default=120.0)
+    known, flags = parser.parse_known_args(list(args))
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if name in REFUSED:
+            raise EngineError(f"engine.args of the sglang engine: {name}: {REFUSED[name]}")
+    return Settings(known.python, known.step_deadline_seconds, tuple(flags))
+
+
+def child_flags(options: EngineOptions, settings: Settings, model: Model, cpu: bool) -> list[str]:
+    """Return SGLang's flags; the user's come last and win."""
+    tokens = options.max_batch_tokens
+    if cpu and tokens is None:
+        tokens = max(CPU_BATCH_TOKENS, model.max_length)
+    flags = [
+        "--model-path", str(options.model),
+        "--dtype", model.dtype,
+        "--device", "cpu" if cpu else "cuda",
+        "--context-length", str(model.max_length + SLACK_TOKENS),
+        "--custom-weight-loader", "rollout_worker.engines.sglang.loader.load",
+        "--skip-tokenizer-init",
+        "--incremental-streaming-output",
+        "--skip-server-warmup",
+        "--sleep-on-idle",
+        "--enable-metrics",
+        "--enable-priority-scheduling",
+        "--schedule-low-priority-values-first",
+        "--disable-priority-preemption",
+    ]  # fmt: skip
+    if tokens is not None:
+        flags += ["--max-total-tokens", str(tokens + 2 * SLACK_TOKENS)]
+    if cpu:
+        # With nothing to overlap it only delays tokens; without it Keep is exact.
+        flags += ["--attention-backend", "torch_native", "--disable-overlap-schedule"]
+    return [*flags, *settings.flags]
+
+
+def environ(cpu: bool) -> dict[str, str]:
+    """Return the variables that SGLang needs besides the worker's own."""
+    wanted = {
+        "HF_HUB_OFFLINE": "1",
+        # We ask for SLACK_TOKENS more than the model's length, which no request reaches.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
+    if cpu:
+        wanted["SGLANG_USE_CPU_ENGINE"] = "1"
+        wanted["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    return wanted

@@ -1,0 +1,207 @@
+"""One output on its way through the child: what is asked, what came back, by which weights.
+
+The child knows requests by numbers of fixed length (`rid`): SGLang aborts every request whose id
+begins with the given one, so that ids of clients would hit each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_worker.engine import EngineDelta, EngineRequest
+from rollout_worker.engines.hf.stopping import StopChecker, stop_ids
+from rollout_worker.schemas import AbortReason, SamplingParams, StopReason, WeightsId, WeightsSpan
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A request from its arrival to its last delta.
+
+    `changes`: from which token on the weights were others, and whether KV of older ones was in use.
+    """
+
+    request: EngineRequest
+    arrival: int
+    eos: frozenset[int]
+    decode: Decode | None
+    deltas: asyncio.Queue[EngineDelta | Exception] = field(default_factory=asyncio.Queue)
+    rid: str | None = None
+    produced: int = 0
+    done: bool = False
+    cached: int = 0
+    retractions: int = 0
+    changes: list[tuple[int, WeightsId, bool]] = field(default_factory=list)
+    entered: float = field(default_factory=time.monotonic)
+    queued: float = 0.0
+    stop: StopChecker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop = StopChecker(self.request.sampling, self.eos, self.decode)
+
+    def __lt__(self, other: Stream) -> bool:
+        """Order of the queue: priority, then arrival."""
+        mine = (self.request.priority, self.arrival)
+        return mine < (other.request.priority, other.arrival)
+
+    def post(self, rid: str, weights: WeightsId) -> dict[str, Any]:
+        """Return what the child is asked, to be made by `weights` from the first token on."""
+        self.rid = rid
+        self.queued = time.monotonic() - self.entered
+        self.changes = [(0, weights, False)]
+        return child_request(self.request, self.eos, rid, weights)
+
+    def switch(self, at: int, weights: WeightsId, stale: bool) -> None:
+        """Note that tokens from index `at` on are made by other weights."""
+        self.changes = [change for change in self.changes if change[0] < at]
+        self.changes.append((at, weights, stale))
+
+    @property
+    def stale(self) -> bool:
+        """Whether KV of older weights is in use."""
+        return bool(self.changes) and self.changes[-1][2]
+
+    def take(
+        self, ids: Sequence[int], logprobs: Sequence[float] | None, about: dict[str, Any]
+    ) -> bool:
+        """Pass new tokens on; returns whether the child goes on although the output has ended."""
+        self.cached, self.retractions = about["cached"], about["retractions"]
+        if self.produced == 0:
+            self.queued += about["queued"] or 0.0
+        verdict, used = None, 0
+        for token in ids:
+            used += 1
+            verdict = self.stop.check(token, self.produced + used)
+            if verdict is not None:
+                break
+        reason, match = verdict or (None, None)
+        abort = None
+        finish = about["finish"]
+        if finish is not None and reason is None:
+            reason, abort = StopReason.ABORTED, AbortReason.ENGINE
+        self.done = reason is not None
+        kept = None if logprobs is None else tuple(logprobs[:used])
+        start, self.produced = self.produced, self.produced + used
+        self._put(
+            tuple(ids[:used]),
+            kept,
+            self._spans(start, self.produced),
+            stop_reason=reason,
+            stop_match=match,
+            abort_reason=abort,
+        )
+        return self.done and finish is None
+
+    def end(self, reason: AbortReason) -> None:
+        """End the output with what it has."""
+        if not self.done:
+            self.done = True
+            self._put((), (), (), stop_reason=StopReason.ABORTED, abort_reason=reason)
+
+    def fail(self, error: Exception) -> None:
+        """Let the reader see an error."""
+        if not self.done:
+            self.done = True
+            self.deltas.put_nowait(error)
+
+    def _spans(self, start: int, end: int) -> tuple[WeightsSpan, ...]:
+        bounds = [change[0] for change in self.changes[1:]] + [end]
+        spans = []
+        for (begin, weights, stale), until in zip(self.changes, bounds, strict=True):
+            first, last = max(begin, start), min(until, end)
+            if first < last:
+                spans.append(
+                    WeightsSpan(
+                        epoch=weights.epoch,
+                        version=weights.version,
+                        start=first,
+                        end=last,
+                        stale_kv=stale,
+                    )
+                )
+        return tuple(spans)
+
+    def _put(
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[float, ...] | None,
+        spans: tuple[WeightsSpan, ...],
+        **end: Any,
+    ) -> None:
+        if self.request.logprobs is None:
+            logprobs = None
+        self.deltas.put_nowait(
+            EngineDelta(
+                token_ids,
+                logprobs,
+                spans,
+                cached_tokens=self.cached,
+                preemptions=self.retractions,
+                queued_seconds=self.queued,
+                **end,
+            )
+        )
+
+
+def child_request(
+    request: EngineRequest, eos: frozenset[int], rid: str, weights: WeightsId
+) -> dict[str, Any]:
+    """Return the fields of SGLang's request.
+
+    Every id that ends the output goes as a stop id, EOS too; stop strings are found here. What the
+    sampler must know beyond SGLang's own parameters is in `custom_params`, see `draws.Row`.
+    """
+    sampling = request.sampling
+    stops = stop_ids(sampling, eos)
+    return {
+        "rid": rid,
+        "input_ids": list(request.token_ids),
+        "sampling_params": {
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_tokens,
+            "ignore_eos": True,
+            "stop_token_ids": sorted(stops),
+            "custom_params": _asks(request, stops),
+        },
+        "return_logprob": request.logprobs is not None,
+        "logprob_start_len": -1,
+        "priority": request.priority,
+        # Weights never share a prefix with others, whatever else is asked.
+        "extra_key": f"{weights.epoch}.{weights.version}:{request.cache_salt or ''}",
+    }
+
+
+def _asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, Any]:
+    sampling = request.sampling
+    asks: dict[str, Any] = {
+        "greedy": sampling.temperature == 0,
+        "raw": request.logprobs == "raw",
+    }
+    if sampling.seed is not None:
+        asks["seed"] = sampling.seed
+    if sampling.temperature > 0 and _cuts(sampling):
+        asks["cut"] = [sampling.min_p, sampling.top_k, sampling.top_p]
+    penalties = (
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+    )
+    if penalties != (1, 0, 0):
+        asks["penalties"] = list(penalties)
+    if sampling.min_tokens and stops:
+        asks |= {"min_tokens": sampling.min_tokens, "stops": sorted(stops)}
+    if sampling.logit_bias:
+        asks["bias_ids"] = list(sampling.logit_bias)
+        asks["bias_values"] = list(sampling.logit_bias.values())
+    if sampling.allowed_token_ids is not None:
+        asks["allowed"] = list(sampling.allowed_token_ids)
+    return asks
+
+
+def _cuts(sampling: SamplingParams) -> bool:
+    return sampling.min_p > 0 or sampling.top_k > 0 or sampling.top_p < 1
