@@ -139,7 +139,7 @@ class EngineStats:
 StageProgress = Callable[[int, int], None]
 """Called with (bytes_done, bytes_total); may be called from any thread."""
 
-KvPolicy = Literal["keep", "recompute"]
+KvPolicy = Literal["keep", "recompute", "pin"]
 
 
 class Engine(Protocol):

@@ -102,7 +102,7 @@ async def test_two_hundred_requests_lose_nothing(tiny_models: TinyModels) -> Non
     assert most == 32
     for each, output in zip(wanted, outputs, strict=True):
         assert len(output.token_ids) == each.sampling.max_tokens
-        assert output.deltas == len(output.token_ids)
+        assert 1 <= output.deltas <= len(output.token_ids)
 
 
 async def test_memory_bounds_what_runs_together(tiny_models: TinyModels) -> None:

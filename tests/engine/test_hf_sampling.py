@@ -7,12 +7,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engines import PROMPT, request, run, run_all, serving
 from reference import Reference, distribution
-from rollout_worker.engines.hf.sampling import SamplerState, draw, uniform
+from rollout_worker.engines.hf.processing import SamplerState
+from rollout_worker.engines.hf.sampling import Sampler, random_key, uniforms
 from rollout_worker.schemas import LogprobsOf, SamplingParams, StopReason
 from tinymodels import TinyModels
 
@@ -130,7 +132,7 @@ async def test_extreme_parameters_stay_finite(
 @dataclass
 class Row:
     sampler: SamplerState
-    seed: int
+    key: int
     produced: int
     logprobs_of: LogprobsOf | None = "sampling"
 
@@ -138,7 +140,7 @@ class Row:
 def rows(count: int, vocab: int, **sampling: Any) -> list[Row]:
     params = SamplingParams.model_validate(sampling)
     state = SamplerState(params, [0], frozenset(), vocab, torch.device("cpu"))
-    return [Row(state, seed, seed % 7) for seed in range(count)]
+    return [Row(state, random_key(seed), seed % 7) for seed in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -150,10 +152,10 @@ def test_draws_follow_the_distribution(sampling: dict[str, Any]) -> None:
     """Chi-square over 20 000 draws; seeds are fixed, so it cannot flake."""
     count, vocab = 20_000, 12
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
-    drawn = draw(logits.expand(count, vocab), rows(count, vocab, **sampling))
+    drawn, _ = Sampler().draw(logits.expand(count, vocab), rows(count, vocab, **sampling))
     params = SamplingParams.model_validate(sampling)
     expected = distribution(logits, [], [], params).exp() * count
-    counts = Counter(choice.token for choice in drawn if choice is not None)
+    counts = Counter(drawn)
     assert sum(counts.values()) == count
     assert set(counts) <= {i for i in range(vocab) if expected[i] > 0}
     kept = [i for i in range(vocab) if expected[i] > 0]
@@ -161,19 +163,51 @@ def test_draws_follow_the_distribution(sampling: dict[str, Any]) -> None:
     assert chi2 < 35  # 99.9 % of 11 degrees of freedom is 31.3
 
 
-def test_logits_that_are_not_finite_give_no_token() -> None:
+def test_logits_that_are_not_finite_give_no_logprob() -> None:
     logits = torch.zeros(3, 5)
     logits[1, 2] = torch.nan
     logits[2, 2] = torch.inf
-    first, second, third = draw(logits, rows(3, 5))
-    assert first is not None
-    assert first.logprob == pytest.approx(-math.log(5))
-    assert second is third is None
+    tokens, (first, second, third) = Sampler().draw(logits, rows(3, 5))
+    assert all(0 <= token < 5 for token in tokens)
+    assert first == pytest.approx(-math.log(5))
+    assert not math.isfinite(second)
+    assert not math.isfinite(third)
+
+
+@pytest.mark.parametrize("vocab", [63, 64, 65, 1000])
+def test_any_vocabulary_is_drawn_from_to_its_ends(vocab: int) -> None:
+    logits = torch.full((400, vocab), -torch.inf)
+    logits[:, 0] = logits[:, -1] = 0.0
+    tokens, logprobs = Sampler().draw(logits, rows(400, vocab))
+    assert set(tokens) == {0, vocab - 1}
+    assert logprobs == pytest.approx([-math.log(2)] * 400)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.999, 0.9999999])
+def test_top_p_beyond_the_likeliest_few_looks_at_all(top_p: float) -> None:
+    """A flat distribution needs more tokens than are looked at first."""
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(1)) * 0.1
+    _, (got,) = Sampler().draw(logits[None], rows(1, 3000, top_p=top_p))
+    params = SamplingParams.model_validate({"top_p": top_p})
+    expected = distribution(logits, [], [], params)
+    kept = expected[expected > -torch.inf]
+    assert min(abs(kept - got)) < 1e-5
+
+
+def test_a_batch_that_stays_counts_on() -> None:
+    """Three tokens in a row of one batch: positions, penalties and `min_tokens` move along."""
+    state = {"frequency_penalty": 2.0, "min_tokens": 2, "temperature": 0}
+    params = SamplingParams.model_validate(state)
+    row = Row(SamplerState(params, [0], frozenset({3}), 5, torch.device("cpu")), 1, 0)
+    sampler, logits = Sampler(), torch.tensor([[0.0, 3.0, 2.5, 9.0, -9.0]])
+    drawn = [sampler.draw(logits, [row])[0][0] for _ in range(4)]
+    assert drawn == [1, 2, 3, 3]
 
 
 def test_uniform_numbers_depend_on_seed_and_position() -> None:
-    numbers = [uniform(seed, position) for seed in range(50) for position in range(50)]
-    assert len(set(numbers)) == 2500
-    assert all(0 <= number < 1 for number in numbers)
-    assert sum(numbers) / 2500 == pytest.approx(0.5, abs=0.02)
-    assert uniform(2**64 + 3, 0) == uniform(3, 0)
+    keys = np.array([random_key(seed) for seed in range(50)], dtype=np.uint64)
+    numbers = np.concatenate([uniforms(keys, np.full(50, at)) for at in range(50)])
+    assert len(set(numbers.tolist())) == 2500
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    assert numbers.mean() == pytest.approx(0.5, abs=0.02)
+    assert random_key(2**64 + 3) == random_key(3)

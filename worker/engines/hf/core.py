@@ -1,31 +1,49 @@
 """The queue, who runs, and one step after another; synchronous, owned by the step thread.
 
-Running output i is row i of the KV cache. A step admits what fits, feeds prefixes to the model (at
-most `prefill_tokens` a step), then one token of every output that is decoding, and delivers what
-was drawn. Weights, KV and admission change only between steps, through the methods below.
+Running output i is row i of the KV cache. A step admits what fits and feeds the model, in one pass,
+one token of every output that is decoding and pieces of the prefixes of those that are not, then
+draws a token for all that are complete. Weights, KV and admission change only between steps,
+through the methods below. Outputs pinned to the former weights get a pass of their own.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
+import math
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-
-import torch
+from typing import Protocol
 
 from rollout_worker.engine import EngineDelta, KvPolicy
 from rollout_worker.schemas import CHECKPOINT, AbortReason, WeightsId
 
-from .forward import Forward
+from .forward import Feed, Forward
 from .kv import KvRows
-from .sampling import draw
+from .pace import Pace
+from .sampling import Sampler
 from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
 Delivery = tuple[Sequence, EngineDelta]
+
+SEND_SECONDS = 0.02
+"""Tokens wait this long for more, unless they are an output's first or last: a tiny model makes
+them faster than readers can be woken."""
+
+
+class WeightSets(Protocol):
+    """The weights of the model: the active ones and, while outputs are pinned, the former ones."""
+
+    def use(self, *, pinned: bool) -> None:
+        """Let the model compute with one set."""
+        ...
+
+    def release_pinned(self) -> None:
+        """Give the former set back; nobody needs it any more."""
+        ...
 
 
 @dataclass(slots=True)
@@ -40,10 +58,11 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """Who runs and how many wait."""
+    """Who runs, which of them on the former weights, and how many wait."""
 
     running: frozenset[str] = frozenset()
     queued: int = 0
+    pinned: frozenset[str] = frozenset()
 
 
 class Core:
@@ -53,21 +72,27 @@ class Core:
         self,
         forward: Forward,
         kv: KvRows,
+        weights: WeightSets,
         deliver: Callable[[list[Delivery]], None],
         *,
         max_rows: int,
         max_tokens: int,
-        prefill_tokens: int,
+        pace: Pace,
     ) -> None:
         self._forward = forward
         self._kv = kv
+        self._weights = weights
         self._deliver = deliver
         self._max_rows = max_rows
         self._max_tokens = max_tokens
-        self._prefill_tokens = prefill_tokens
+        self._pace = pace
+        self._samplers = {False: Sampler(), True: Sampler()}
         self._waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._unsent: list[Sequence] = []
+        self._sent = 0.0
         self.identity: WeightsId = CHECKPOINT
+        self._pinned: WeightsId | None = None
         self.paused = False
         self.held = False
         self.unfit = False  # memory is away: no step can be made
@@ -77,7 +102,8 @@ class Core:
     def _count(self) -> None:
         """Publish who is here, for other threads: one assignment, so never half of it."""
         names = frozenset(sequence.request.request_id for sequence in self.running)
-        self.census = Census(names, len(self._waiting))
+        pinned = frozenset(s.request.request_id for s in self.running if s.pinned)
+        self.census = Census(names, len(self._waiting), pinned)
 
     def can_step(self) -> bool:
         """Return whether a step has anything to do and may do it."""
@@ -97,23 +123,32 @@ class Core:
             for sequence in (*self.running, *self._waiting)
             if wanted is None or sequence.request.request_id in wanted
         ]
-        deliveries = [(sequence, sequence.aborted(reason)) for sequence in ended]
+        for sequence in ended:
+            sequence.abort(reason)
         self._waiting = [sequence for sequence in self._waiting if not sequence.done]
         heapq.heapify(self._waiting)
         self._leave()
-        self._deliver(deliveries)
+        self._count()
+        self._deliver([(sequence, sequence.delta()) for sequence in ended])
         return {sequence.request.request_id for sequence in ended}
 
     def commit(self, identity: WeightsId, kv: KvPolicy) -> None:
         """Stamp tokens with `identity` from now on; the weights were swapped just before."""
-        self.identity = identity
+        former, self.identity = self.identity, identity
         for sequence in self.running:
+            if kv == "pin" and not sequence.pinned:
+                sequence.pinned = True
+                continue
+            sequence.pinned = False
             # An unfinished prefill of an output without tokens is begun again: that makes its
             # tokens of one version, at the cost of less than a prompt.
             if kv == "recompute" or not sequence.produced:
                 sequence.forget_kv()
             else:
                 sequence.stale = sequence.stale or sequence.cached > 0
+        self._pinned = former
+        self._release()
+        self._count()
 
     def lose_kv(self) -> None:
         """Give the KV cache back; what runs is prefilled again when there is memory again."""
@@ -122,21 +157,59 @@ class Core:
             sequence.forget_kv()
         self._kv.drop()
 
+    def unpin(self) -> None:
+        """Let pinned outputs go on with the active weights, prefilled anew."""
+        for sequence in self.running:
+            if sequence.pinned:
+                sequence.pinned = False
+                sequence.forget_kv()
+        self._release()
+        self._count()
+
+    def _release(self) -> None:
+        """Give the former weights back with their last output."""
+        if self._pinned is not None and not any(sequence.pinned for sequence in self.running):
+            self._pinned = None
+            self._weights.release_pinned()
+
     def step(self) -> None:
         """Make one step."""
         begin = time.monotonic()
         self._admit()
-        for group, width in self._prefill_groups():
-            feeds = [s.tokens[s.cached : s.cached + width] for s in group]
-            self.totals.prefill_tokens += sum(map(len, feeds))
-            self._advance(group, feeds)
-        # Outputs amid their prefill keep their rows and feed nothing.
-        feeds = [s.tokens[-1:] if s.pending == 1 else [] for s in self.running]
-        if any(feeds):
-            self.totals.decode_tokens += sum(map(len, feeds))
-            self._advance(list(self.running), feeds)
+        if self._pinned is None:
+            self._advance(self.running, self.identity, pinned=False)
+        else:
+            self._advance_both(self._pinned)
+        self._leave()
+        now = time.monotonic()
         self.totals.steps += 1
-        self.totals.step_seconds += time.monotonic() - begin
+        self.totals.step_seconds += now - begin
+        self._send(everything=now - self._sent >= SEND_SECONDS)
+
+    def _advance_both(self, former: WeightsId) -> None:
+        old = [sequence for sequence in self.running if sequence.pinned]
+        self._weights.use(pinned=True)
+        try:
+            self._advance(old, former, pinned=True)
+        finally:
+            self._weights.use(pinned=False)
+        new = [sequence for sequence in self.running if not sequence.pinned]
+        self._advance(new, self.identity, pinned=False)
+
+    def flush(self) -> None:
+        """Hand over what waits for more tokens to come."""
+        self._send(everything=True)
+
+    def _send(self, *, everything: bool) -> None:
+        if everything:
+            self._sent = time.monotonic()
+            chosen, self._unsent = self._unsent, []
+        else:
+            chosen = [sequence for sequence in self._unsent if sequence.urgent]
+            if chosen:
+                self._unsent = [sequence for sequence in self._unsent if not sequence.urgent]
+        deltas = [(sequence, sequence.delta()) for sequence in chosen]
+        self._deliver(deltas)
 
     def _admit(self) -> None:
         """Start what waits, in order, as long as rows and tokens allow."""
@@ -156,54 +229,71 @@ class Core:
         longest = max(sequence.reserved for sequence in (*self.running, self._waiting[0]))
         return not self.running or (len(self.running) + 1) * longest <= self._max_tokens
 
-    def _prefill_groups(self) -> Iterable[tuple[list[Sequence], int]]:
-        """Yield groups of like length with the number of tokens to feed each, longest first."""
-        budget = self._prefill_tokens
-        todo = sorted(
-            (sequence for sequence in self.running if sequence.pending > 1),
-            key=lambda sequence: (sequence.request.priority, sequence.arrival),
-        )
-        while todo and budget > 0:
-            width = min(todo[0].pending, budget)
-            alike = [s for s in todo if width // 2 <= s.pending <= width or s is todo[0]]
-            group = alike[: max(1, budget // width)]
-            budget -= width * len(group)
-            todo = [sequence for sequence in todo if sequence not in group]
-            yield group, width
-
-    def _advance(self, group: list[Sequence], feeds: list[list[int]]) -> None:
-        """Feed tokens to a group; draw for those that have no more to feed."""
+    def _advance(self, group: list[Sequence], weights: WeightsId, *, pinned: bool) -> None:
+        """Make one pass for a group, and draw for those that have no more to feed."""
+        if not group:
+            return
+        begin = time.monotonic()
         row_of = {id(sequence): row for row, sequence in enumerate(self.running)}
-        starts = [sequence.cached for sequence in group]
-        ends = [start + max(1, len(feed)) for start, feed in zip(starts, feeds, strict=True)]
-        columns = max(*ends, *(sequence.cached for sequence in self.running))
-        longest = max(sequence.reserved for sequence in self.running)
-        self._kv.reserve(len(self.running), columns, longest)
-        logits = self._forward.run([row_of[id(s)] for s in group], feeds, starts)
-        for sequence, feed in zip(group, feeds, strict=True):
-            sequence.cached += len(feed)
-        drawn = [i for i, s in enumerate(group) if feeds[i] and s.pending == 0]
-        if drawn:
-            self._draw([group[i] for i in drawn], logits[torch.tensor(drawn, device=logits.device)])
+        singles = [sequence for sequence in group if sequence.pending == 1]
+        parts = self._parts(group)
 
-    def _draw(self, rows: list[Sequence], logits: torch.Tensor) -> None:
-        deliveries: list[Delivery] = []
-        for sequence, choice in zip(rows, draw(logits, rows), strict=True):
-            if choice is None:
-                logger.error(
-                    "weights %s give logits that are not finite; request %s is aborted",
-                    self.identity,
-                    sequence.request.request_id,
-                )
-                deliveries.append((sequence, sequence.aborted(AbortReason.ENGINE)))
-            else:
-                deliveries.append((sequence, sequence.take(choice, self.identity)))
-        self._leave()
-        self._deliver(deliveries)
+        def feed(sequence: Sequence, count: int) -> Feed:
+            start = sequence.cached
+            return Feed(row_of[id(sequence)], start, sequence.tokens[start : start + count])
+
+        feeds = [feed(sequence, 1) for sequence in singles], [feed(s, n) for s, n in parts]
+        self._reserve(max(each.end for part in feeds for each in part))
+        rows = [*singles, *(s for s, count in parts if count == s.pending)]
+        logits = self._forward.run(*feeds, asked=len(rows) - len(singles))
+        for sequence, count in (*((s, 1) for s in singles), *parts):
+            sequence.cached += count
+        if rows:
+            drawn = self._samplers[pinned].draw(logits, rows)
+            for sequence, token, logprob in zip(rows, *drawn, strict=True):
+                self._take(sequence, token, logprob, weights)
+        fed = sum(count for _, count in parts)
+        self.totals.decode_tokens += len(singles)
+        self.totals.prefill_tokens += fed
+        self._pace.note(time.monotonic() - begin, len(singles), fed)
+
+    def _parts(self, group: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """Return whose prefix to feed how much of, in order; all but the last one to its end."""
+        todo = [sequence for sequence in group if sequence.pending > 1]
+        if not todo:
+            return []
+        budget = self._pace.budget()
+        found = []
+        for sequence in sorted(todo, key=lambda s: (s.request.priority, s.arrival)):
+            count = min(sequence.pending, budget)
+            found.append((sequence, count))
+            budget -= count
+            if not budget:
+                break
+        return found
+
+    def _reserve(self, columns: int) -> None:
+        longest = max(sequence.reserved for sequence in self.running)
+        columns = max(columns, *(sequence.cached for sequence in self.running), 1)
+        self._kv.reserve(len(self.running), columns, longest)
+
+    def _take(self, sequence: Sequence, token: int, logprob: float, weights: WeightsId) -> None:
+        waits = sequence.waits
+        if math.isfinite(logprob):
+            sequence.take(token, logprob, weights)
+        else:
+            logger.error(
+                "weights %s give logits that are not finite; request %s is aborted",
+                weights,
+                sequence.request.request_id,
+            )
+            sequence.abort(AbortReason.ENGINE)
+        if not waits:
+            self._unsent.append(sequence)
 
     def _leave(self) -> None:
         """Free the rows of what ended: the last row takes the place of each."""
-        row = 0
+        row, before = 0, len(self.running)
         while row < len(self.running):
             if not self.running[row].done:
                 row += 1
@@ -212,4 +302,6 @@ class Core:
             if row < len(self.running):
                 self._kv.move(len(self.running), row, last.cached)
                 self.running[row] = last
-        self._count()
+        if len(self.running) < before:
+            self._release()
+            self._count()

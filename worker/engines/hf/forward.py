@@ -4,99 +4,130 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .kv import KvRows, Window
+from .attention import Pass, Piece, running
+from .kv import KvRows
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Tokens to feed to a row that holds `start` tokens already."""
+
+    row: int
+    start: int
+    tokens: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        """How many tokens the row holds afterwards."""
+        return self.start + len(self.tokens)
 
 
 class Forward:
-    """Runs a model on [B, C] tokens of B rows, each row at its own position.
-
-    Shorter rows are padded on the right: a padding token sees its row's tokens, nobody sees it,
-    and it is not written to the cache. The answer for a row is hence that of the row alone.
-    """
+    """Runs a model on any mixture of rows and lengths; the answer for a row is that of it alone."""
 
     def __init__(self, model: Any, kv: KvRows) -> None:
         self._model = model
         self._kv = kv
         self._device = model.device
         text = model.config.get_text_config()
-        self._window = getattr(text, "sliding_window", None)
-        self._kinds = set(getattr(text, "layer_types", None) or ())
-        self._slides = not self._kinds and bool(self._window)
-        self._additive = model.config._attn_implementation == "eager"
+        kinds = getattr(text, "layer_types", None)
+        self._window: int | None = getattr(text, "sliding_window", None)
+        self._slides = [kind == "sliding_attention" for kind in kinds] if kinds else None
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def run(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor:
-        """Feed `tokens[i]` to `rows[i]`, which holds `starts[i]` tokens; rows may feed nothing.
+    def run(self, singles: Sequence[Feed], pieces: Sequence[Feed], asked: int) -> Tensor:
+        """Feed one token to each row of `singles`, and some to each of `pieces`.
 
-        Returns the logits after each row's last token, [B, V]; meaningless for one fed nothing.
+        Returns the logits [K, V] after the last tokens of the singles and of the first `asked`
+        pieces.
         """
-        counts = torch.tensor([len(part) for part in tokens])
-        columns = max(1, int(counts.max()))
-        padded = torch.tensor([[*part, *[0] * (columns - len(part))] for part in tokens])
-        first = torch.tensor(starts)
-        steps = torch.arange(columns)
-        # Padding repeats the last position, so that it never exceeds what the model knows.
-        positions = first[:, None] + torch.minimum(steps, (counts - 1).clamp(min=0)[:, None])
-        width = int((first + counts.clamp(min=1)).max())
-        self._kv.window = self._make_window(rows, counts, first, steps, width)
-        try:
-            return self._call(padded, positions, width, (counts - 1).clamp(min=0))
-        finally:
-            self._kv.window = None
-
-    def _make_window(
-        self, rows: Sequence[int], counts: Tensor, first: Tensor, steps: Tensor, width: int
-    ) -> Window:
-        real = steps < counts[:, None]
-        index = torch.tensor(rows)
-        contiguous = list(rows) == list(range(rows[0], rows[0] + len(rows)))
-        whole = bool(real.all())
-        return Window(
-            rows=slice(rows[0], rows[0] + len(rows)) if contiguous else index.to(self._device),
-            width=width,
-            rows_at=index.repeat_interleave(counts).to(self._device),
-            columns_at=(first[:, None] + steps)[real].to(self._device),
-            real=None if whole else real.to(self._device),
+        feeds = (*singles, *pieces)
+        ids = torch.tensor([[token for feed in feeds for token in feed.tokens]])
+        places = torch.tensor(
+            [
+                [feed.row for feed in feeds for _ in feed.tokens],
+                [column for feed in feeds for column in range(feed.start, feed.end)],
+            ],
+            device=self._device,
         )
+        last = list(range(len(singles)))
+        end = len(singles)
+        for feed in pieces[:asked]:
+            end += len(feed.tokens)
+            last.append(end - 1)
+        self._kv.places = (places[0], places[1])
+        running.now = Pass(self._pieces(singles, pieces, places[1]), bool(singles), self._near)
+        try:
+            return self._call(ids.to(self._device), places[1:], last)
+        finally:
+            running.now = self._kv.places = None
 
-    def _call(self, padded: Tensor, positions: Tensor, width: int, last: Tensor) -> Tensor:
-        device = self._device
-        kept, at = torch.unique(last, return_inverse=True)
-        extra = {"logits_to_keep": kept.to(device)} if self._keeps else {}
+    def _call(self, ids: Tensor, positions: Tensor, last: list[int]) -> Tensor:
+        every = len(last) == ids.shape[1]
+        picked = None if every else torch.tensor(last, dtype=torch.long, device=self._device)
+        extra = {"logits_to_keep": picked} if self._keeps and not every else {}
         logits: Tensor = self._model(
-            input_ids=padded.to(device),
-            position_ids=positions.to(device),
-            attention_mask=self._masks(positions.to(device), width),
+            input_ids=ids,
+            position_ids=positions,
             past_key_values=self._kv,
             use_cache=True,
             **extra,
-        ).logits
-        picked = at if self._keeps else last
-        return logits[torch.arange(len(last), device=device), picked.to(device)]
+        ).logits[0]
+        return logits if every or self._keeps else logits[picked]
 
-    def _masks(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
-        columns = torch.arange(width, device=positions.device)
-        behind = positions[:, None, :, None] - columns
-        causal = behind >= 0
-        if not self._window:
-            return self._finished(causal)
-        near = self._finished(causal & (behind < self._window))
-        if len(self._kinds) > 1:
-            return {"full_attention": self._finished(causal), "sliding_attention": near}
-        slides = self._slides or "sliding_attention" in self._kinds
-        return near if slides else self._finished(causal)
+    def _near(self, layer: int) -> bool:
+        if self._window is None:
+            return False
+        return True if self._slides is None else self._slides[layer]
 
-    def _finished(self, allowed: Tensor) -> Tensor:
-        """Return the mask as the attention wants it: booleans, or what to add to the scores."""
-        if not self._additive:
-            return allowed
-        dtype = self._model.dtype
-        zero = torch.zeros((), dtype=dtype, device=allowed.device)
-        return torch.where(allowed, zero, torch.finfo(dtype).min)
+    def _pieces(
+        self, singles: Sequence[Feed], pieces: Sequence[Feed], columns: Tensor
+    ) -> tuple[Piece, ...]:
+        found = []
+        at = len(singles)
+        if singles:
+            rows = [feed.row for feed in singles]
+            run = range(rows[0], rows[0] + len(rows))
+            where = slice(run.start, run.stop) if rows == list(run) else self._index(rows)
+            found.append(self._piece(0, at, where, singles, columns[:at].view(-1, 1)))
+        for feed in pieces:
+            end = at + len(feed.tokens)
+            where = slice(feed.row, feed.row + 1)
+            found.append(self._piece(at, end, where, [feed], columns[at:end].view(1, -1)))
+            at = end
+        return tuple(found)
+
+    def _piece(
+        self,
+        begin: int,
+        end: int,
+        rows: slice | Tensor,
+        feeds: Sequence[Feed],
+        positions: Tensor,
+    ) -> Piece:
+        """Return the rectangle of tokens at `positions` [B, C]."""
+        width = max(feed.end for feed in feeds)
+        behind = positions[:, None, :, None] - torch.arange(width, device=self._device)
+        # One token of each row, all rows equally long: nothing to hide.
+        whole = positions.shape[1] == 1 and all(feed.end == width for feed in feeds)
+        far = None if whole else self._hidden(behind < 0)
+        near = far
+        if self._window is not None and width > self._window:
+            near = self._hidden((behind < 0) | (behind >= self._window))
+        return Piece(begin, end, rows, width, far, near)
+
+    def _hidden(self, mask: Tensor) -> Tensor:
+        """Return what to add to the scores so that nobody sees what `mask` says."""
+        least = torch.finfo(self._model.dtype).min
+        return torch.zeros(mask.shape, dtype=self._model.dtype, device=self._device).masked_fill_(
+            mask, least
+        )
+
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        return torch.tensor(rows, device=self._device)

@@ -9,7 +9,7 @@ from typing import Any
 from rollout_worker.engine import EngineDelta, EngineRequest, InvalidRequest
 
 from .loading import Loaded
-from .sampling import SamplerState
+from .processing import SamplerState
 from .sequence import Sequence
 from .stopping import StopChecker, stop_ids
 

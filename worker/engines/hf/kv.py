@@ -4,13 +4,12 @@ Per layer there is one tensor [rows, heads, capacity, head_dim] for keys and one
 holds the tokens of running output i from column 0 on, so rows of different lengths lie side by
 side without padding between prompt and output, a row joins or leaves without moving the others,
 and a step writes one column of each row instead of copying the cache. What lies beyond a row's
-length is never attended to (the mask of `forward.py`), but must be finite: a row is zeroed when it
-is taken. `KvRows` stands in for transformers' own cache: the model's layers call `update`.
+length is never attended to (`attention.py`), but must be finite: a row is zeroed when it is taken.
+`KvRows` stands in for transformers' own cache: the model's layers call `update`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,22 +17,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 ROW_STEP, COLUMN_STEP = 8, 128
 """Growth goes in whole steps, so that it is rare."""
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The part of the cache that one forward pass works on.
-
-    `rows`: a slice, or [B] row indices. `width`: how many columns are read. `rows_at`,
-    `columns_at`: [N] where the N real tokens of the pass go. `real`: [B, C] which tokens of the
-    padded pass those are, None if all are.
-    """
-
-    rows: slice | Tensor
-    width: int
-    rows_at: Tensor
-    columns_at: Tensor
-    real: Tensor | None
 
 
 class KvRows(Cache):  # type: ignore[misc]  # transformers is untyped
@@ -47,7 +30,8 @@ class KvRows(Cache):  # type: ignore[misc]  # transformers is untyped
         self._values: dict[int, Tensor] = {}
         self._rows = 0
         self._capacity = 0
-        self.window: Window | None = None
+        self.places: tuple[Tensor, Tensor] | None = None
+        """Rows and columns, [N] each, where the N tokens of the pass under way go."""
 
     @property
     def nbytes(self) -> int:
@@ -82,10 +66,11 @@ class KvRows(Cache):  # type: ignore[misc]  # transformers is untyped
                 layer[row].zero_()
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` columns of a row over another row."""
+        """Copy the first `length` columns of a row over another row, and zero the rest of it."""
         for layer in (*self._keys.values(), *self._values.values()):
-            layer[target] = 0
-            layer[target, :, :length] = layer[source, :, :length]
+            row = layer[target]
+            row[:, :length] = layer[source, :, :length]
+            row[:, length:].zero_()
 
     def drop(self) -> None:
         """Give all memory back; every row is lost."""
@@ -96,24 +81,22 @@ class KvRows(Cache):  # type: ignore[misc]  # transformers is untyped
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values [B, H, C, D] into the window; return [B, H, width, D] of it."""
+        """Write new keys and values [1, H, N, D] to their places; return whole layers."""
         return (
             self._write(self._keys, layer_idx, key_states),
             self._write(self._values, layer_idx, value_states),
         )
 
     def _write(self, layers: dict[int, Tensor], index: int, states: Tensor) -> Tensor:
-        window = self.window
-        if window is None:
+        if self.places is None:
             raise RuntimeError("the KV rows were used outside a forward pass")
         if index not in layers:
             heads, width = states.shape[1], states.shape[3]
             layers[index] = states.new_zeros(self._rows, heads, self._capacity, width)
         layer = layers[index]
-        fresh = states.transpose(1, 2)
-        fresh = fresh.flatten(0, 1) if window.real is None else fresh[window.real]
-        layer[window.rows_at, :, window.columns_at] = fresh
-        return layer[window.rows, :, : window.width]
+        rows, columns = self.places
+        layer[rows, :, columns] = states[0].transpose(0, 1)
+        return layer
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: positions and masks are always given, so nobody needs a common length."""

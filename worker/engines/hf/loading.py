@@ -20,6 +20,7 @@ from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
 from rollout_worker.schemas import Progress
 
+from .attention import implementation
 from .buffers import Buffers
 from .settings import Settings
 
@@ -172,7 +173,7 @@ def _build(config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, settings
         config=config,
         state_dict=tensors,
         dtype=dtype,
-        attn_implementation=settings.attention,
+        attn_implementation=implementation(_model_class(config), settings.attention),
         output_loading_info=True,
     )
     for kind in ("missing_keys", "mismatched_keys"):

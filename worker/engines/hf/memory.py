@@ -10,7 +10,8 @@ import ctypes
 import gc
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class Memory:
         self._all = _distinct(loaded.model)
         self._spill_dir = spill_dir
         self._spill: _Spill | None = None
+        self._pinned: list[tuple[Tensor, Tensor]] = []
+        self._active: list[tuple[Tensor, Tensor]] = []
         self.root_hash = loaded.root_hash
         self.resident = True
 
@@ -65,8 +68,9 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the serving weights that are in memory."""
-        return sum(map(_nbytes, self._all))
+        """Bytes of the weights that are in memory, those of pinned outputs included."""
+        pinned = sum(_nbytes(tensor) for _, tensor in self._pinned)
+        return sum(map(_nbytes, self._all)) + pinned
 
     def stage(
         self,
@@ -86,16 +90,32 @@ class Memory:
         root = weights.read(source, self._layout, buffers.allocate, progress, cancelled)
         return Staged(buffers.finish(), root, source.bytes_total)
 
-    def swap(self, staged: Staged) -> None:
-        """Make a staged version the serving one; pointers only, whatever the size."""
+    def swap(self, staged: Staged, *, pin: bool = False) -> None:
+        """Make a staged version the serving one; pointers only, whatever the size.
+
+        With `pin` the former one stays for `use` until `release_pinned`, in place of any kept
+        before.
+        """
         pairs = [(self._targets[name], staged.tensors[name]) for name in self._targets]
         for target, tensor in pairs:
             if target.dtype != tensor.dtype:
                 raise RuntimeError("a staged tensor has another dtype than the model's")
-        for target, tensor in pairs:
-            target.data = tensor
+        self._pinned = [(target, target.data) for target, _ in pairs] if pin else []
+        self._active = pairs if pin else []
+        _point(pairs)
         self.root_hash = staged.root_hash
         self.resident = True
+
+    def use(self, *, pinned: bool) -> None:
+        """Let the model compute with the pinned or the serving weights."""
+        _point(self._pinned if pinned else self._active)
+
+    def release_pinned(self) -> None:
+        """Give the pinned weights back."""
+        if self._pinned:
+            self._pinned, self._active = [], []
+            # Giving pages back to the system takes longer than a step may wait.
+            threading.Thread(target=release_freed, name="hf-release", daemon=True).start()
 
     def spill(self) -> None:
         """Write the weights to a file without a name; they stay in memory until `drop`.
@@ -191,6 +211,11 @@ class _Spill:
     def close(self) -> None:
         """Remove the file."""
         self._file.close()
+
+
+def _point(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for target, tensor in pairs:
+        target.data = tensor
 
 
 def _distinct(model: Any) -> list[Tensor]:

@@ -14,6 +14,7 @@ from .forward import Forward
 from .kv import KvRows
 from .loading import Loaded
 from .memory import Memory
+from .pace import Pace
 from .settings import Settings
 from .thread import StepThread
 from .versions import Versions
@@ -22,7 +23,7 @@ DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""
 
 PREFILL_TOKENS = {"cpu": 256, "cuda": 4096}
-"""What keeps the device busy and a step of a fitting model within seconds."""
+"""Tokens of prefixes in the first steps, before the device's speed is known."""
 
 
 @dataclass(slots=True)
@@ -55,17 +56,19 @@ def assemble(
             "it or lower max_length, else the longest request could never run"
         )
     kv = KvRows(settings.max_batch_size, max_tokens)
+    memory = Memory(loaded, options.spill_dir)
     core = Core(
         Forward(loaded.model, kv),
         kv,
+        memory,
         deliver,
         max_rows=settings.max_batch_size,
         max_tokens=max_tokens,
-        prefill_tokens=settings.prefill_tokens or PREFILL_TOKENS[loaded.device],
+        pace=Pace(settings.prefill_tokens, PREFILL_TOKENS[loaded.device]),
     )
     thread = StepThread(core, on_crash)
     versions = Versions(
-        Memory(loaded, options.spill_dir),
+        memory,
         kv,
         core,
         thread,

@@ -11,14 +11,14 @@ from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.schemas import (
     AbortReason,
     LogprobsOf,
-    StopMatch,
     StopReason,
     WeightsId,
     WeightsSpan,
 )
 
-from .sampling import Choice, SamplerState
-from .stopping import StopChecker
+from .processing import SamplerState
+from .sampling import random_key
+from .stopping import StopChecker, Verdict
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,9 @@ class Sequence:
     """A request on its way: prompt and output so far, and how much of it the KV cache holds.
 
     The rest (`pending`) must go through the model: one token in normal decoding, the whole prefix
-    at first and after its KV was lost. `stale` says that the KV holds entries of older weights.
+    at first and after its KV was lost. `stale` says that the KV holds entries of older weights,
+    `pinned` that it runs on the weights before the active ones. Tokens are handed over by `delta`,
+    one or many at a time.
     """
 
     request: EngineRequest
@@ -37,16 +39,24 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
     stale: bool = False
+    pinned: bool = False
     preemptions: int = 0
-    seed: int = 0
+    key: int = 0
     done: bool = False
     entered: float = field(default_factory=time.monotonic)
     started: float | None = None
+    _prompt: int = 0
+    _delivered: int = 0
+    _logprobs: list[float] = field(default_factory=list)
+    _spans: list[tuple[WeightsId, bool, int]] = field(default_factory=list)
+    _verdict: Verdict | None = None
+    _abort: AbortReason | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.token_ids)
+        self._prompt = len(self.tokens)
         given = self.request.sampling.seed
-        self.seed = secrets.randbits(63) if given is None else given
+        self.key = random_key(secrets.randbits(63) if given is None else given)
 
     def __lt__(self, other: Sequence) -> bool:
         """Order of the queue: priority, then arrival."""
@@ -56,7 +66,7 @@ class Sequence:
     @property
     def produced(self) -> int:
         """Length of the output so far."""
-        return len(self.tokens) - len(self.request.token_ids)
+        return len(self.tokens) - self._prompt
 
     @property
     def logprobs_of(self) -> LogprobsOf | None:
@@ -71,53 +81,71 @@ class Sequence:
     @property
     def reserved(self) -> int:
         """Longest that it can become, in tokens."""
-        return len(self.request.token_ids) + (self.request.sampling.max_tokens or 1)
+        return self._prompt + (self.request.sampling.max_tokens or 1)
+
+    @property
+    def urgent(self) -> bool:
+        """Whether somebody waits for what is undelivered: its first token, or its end."""
+        return self.done or not self._delivered
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has tokens that were not handed over."""
+        return self.produced > self._delivered
 
     def forget_kv(self) -> None:
         """Nothing of it is in the KV cache any more."""
         self.cached = 0
         self.stale = False
 
-    def take(self, choice: Choice, weights: WeightsId) -> EngineDelta:
-        """Append a drawn token and return the delta to send; sets `done` with the last one."""
+    def take(self, token: int, logprob: float, weights: WeightsId) -> None:
+        """Append a drawn token; sets `done` with the last one."""
         start = self.produced
-        self.tokens.append(choice.token)
-        self.sampler.count(choice.token)
-        verdict = self.stop.check(choice.token, start + 1)
-        self.done = verdict is not None
-        reason, match = verdict or (None, None)
-        span = WeightsSpan(
-            epoch=weights.epoch,
-            version=weights.version,
-            start=start,
-            end=start + 1,
-            stale_kv=self.stale,
-        )
-        logprobs = None if self.request.logprobs is None else (choice.logprob,)
-        return self._delta((choice.token,), logprobs, (span,), reason, match, None)
+        last = self._spans[-1] if self._spans else None
+        if last is None or last[0] is not weights or last[1] is not self.stale:
+            self._spans.append((weights, self.stale, start))
+        self.tokens.append(token)
+        self._logprobs.append(logprob)
+        self._verdict = self.stop.check(token, start + 1)
+        self.done = self._verdict is not None
 
-    def aborted(self, reason: AbortReason) -> EngineDelta:
-        """Return the last delta of an output that was ended from outside."""
+    def abort(self, reason: AbortReason) -> None:
+        """End it from outside; what it has stays."""
         self.done = True
-        logprobs = None if self.request.logprobs is None else ()
-        return self._delta((), logprobs, (), StopReason.ABORTED, None, reason)
+        self._abort = reason
 
-    def _delta(
-        self,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[float, ...] | None,
-        spans: tuple[WeightsSpan, ...],
-        reason: StopReason | None,
-        match: StopMatch | None,
-        abort: AbortReason | None,
-    ) -> EngineDelta:
-        return EngineDelta(
-            token_ids=token_ids,
+    def delta(self) -> EngineDelta:
+        """Return what is new since the last call; with the reason of the end once it is done."""
+        begin, end = self._delivered, self.produced
+        reason, match = self._verdict or (None, None)
+        if self._abort is not None:
+            reason, match = StopReason.ABORTED, None
+        logprobs = None if self.request.logprobs is None else tuple(self._logprobs)
+        found = EngineDelta(
+            token_ids=tuple(self.tokens[self._prompt + begin :]),
             logprobs=logprobs,
-            spans=spans,
+            spans=self._new_spans(end),
             stop_reason=reason,
             stop_match=match,
-            abort_reason=abort,
+            abort_reason=self._abort,
             preemptions=self.preemptions,
             queued_seconds=(self.started or time.monotonic()) - self.entered,
         )
+        self._delivered = end
+        self._logprobs.clear()
+        return found
+
+    def _new_spans(self, end: int) -> tuple[WeightsSpan, ...]:
+        stops = [*(start for _, _, start in self._spans[1:]), end][: len(self._spans)]
+        spans = tuple(
+            WeightsSpan(
+                epoch=weights.epoch,
+                version=weights.version,
+                start=start,
+                end=stop,
+                stale_kv=stale,
+            )
+            for (weights, stale, start), stop in zip(self._spans, stops, strict=True)
+        )
+        self._spans.clear()
+        return spans

@@ -95,6 +95,8 @@ class StepThread:
             commands = list(self._commands)
             self._commands.clear()
         self._busy_since = time.monotonic()
+        if commands:
+            self._core.flush()  # nothing made before a command is told after it
         for index, (command, future) in enumerate(commands):
             try:
                 self._execute(command, future)

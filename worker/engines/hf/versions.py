@@ -126,7 +126,7 @@ class Versions:
             staged = slot.staged
 
             def flip() -> None:
-                self._memory.swap(staged)
+                self._memory.swap(staged, pin=kv == "pin")
                 self._core.commit(identity, kv)
 
             await self._command(flip)
@@ -151,6 +151,7 @@ class Versions:
                 self._memory.forget_spill()
             return
         await self._command(lambda: self._leave("weights"))
+        await self._command(self._core.unpin)
         try:
             if level == 1:
                 await in_thread(lambda _: self._memory.spill(), threading.Event())

@@ -1,0 +1,143 @@
+"""Attention over the KV rows for a pass that mixes single tokens and pieces of prefixes.
+
+A pass is flat, [1, N] tokens: first one token of each decoding row, then the pieces, so that all
+linear layers see nothing but real tokens, however long each is. Only attention cares who belongs
+together: the decoding rows are one rectangle, each piece is one of its own. Heads that share keys
+are folded into the queries instead of copying keys and values for each of them: for 14 heads
+over 2 that is ten times as fast on a CPU.
+
+transformers calls `attend_*` by the names under which they are registered. What a pass looks like
+(`Pass`) reaches them by the thread that runs it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from rollout_worker.engine import EngineError
+
+PREFIX = "rollout_"
+"""Names of our functions: this and the implementation that they stand for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rectangle of a pass: tokens [begin, end) belong to `rows`, which they see up to `width`.
+
+    With one token a row (decoding) `rows` are many, else one row has many tokens. `far`, `near`:
+    what is added to the scores, [B, 1, C, width], in layers without and with a window; None where
+    everything is seen.
+    """
+
+    begin: int
+    end: int
+    rows: slice | Tensor
+    width: int
+    far: Tensor | None
+    near: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass: its rectangles and which layers have a window."""
+
+    pieces: tuple[Piece, ...]
+    decodes: bool
+    slides: Callable[[int], bool]
+
+
+class _Running(threading.local):
+    now: Pass | None = None
+
+
+running = _Running()
+"""The pass of this thread."""
+
+Attention = Callable[..., tuple[Tensor, Any]]
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, one: Attention, **more: Any
+) -> tuple[Tensor, None]:
+    """Attend with queries [1, H, N, D] to layers [rows, G, capacity, D]; returns [1, N, H, D]."""
+    now = running.now
+    if now is None:
+        raise RuntimeError("attention over KV rows was called outside a pass")
+    slides = now.slides(module.layer_idx)
+    parts = []
+    for index, piece in enumerate(now.pieces):
+        part = query[:, :, piece.begin : piece.end]
+        if index == 0 and now.decodes:
+            part = part.transpose(0, 2)  # [B, H, 1, D]: one token of each row
+        keys, values = (layer[piece.rows, :, : piece.width] for layer in (key, value))
+        mask = piece.near if slides else piece.far
+        out, _ = one(module, part, keys, values, mask, **more)  # [B, C, H, D]
+        parts.append(out.reshape(1, -1, *out.shape[2:]))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
+
+
+def attend_sdpa(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, **more: Any
+) -> tuple[Tensor, None]:
+    """Stand in for transformers' sdpa."""
+    odd = [name for name in ("position_bias", "s_aux") if more.get(name) is not None]
+    if odd:
+        raise RuntimeError(f"attention with {odd[0]} needs --attention eager")
+    return _attend(module, query, key, value, _folded, scaling=more.get("scaling"))
+
+
+def _folded(
+    _: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None
+) -> tuple[Tensor, None]:
+    batch, heads, count, width = query.shape
+    shared = heads // key.shape[1]
+    if mask is not None and count > 1 and shared > 1:
+        mask = mask.repeat(1, 1, shared, 1)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(batch, key.shape[1], shared * count, width),
+        key,
+        value,
+        attn_mask=mask,
+        scale=scaling,
+    )
+    return out.reshape(batch, heads, count, -1).transpose(1, 2), None
+
+
+def attend_eager(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, **more: Any
+) -> tuple[Tensor, None]:
+    """Stand in for the eager attention of the model at hand, which knows its peculiarities."""
+    own = sys.modules[type(module).__module__].eager_attention_forward
+    more = {name: given for name, given in more.items() if name != "dropout"}
+    return _attend(module, query, key, value, own, **more)
+
+
+def implementation(model_class: Any, kind: str) -> str:
+    """Return the name under which a model is to be loaded, for `kind` sdpa or eager.
+
+    Raises:
+        EngineError: the model's attention can't be put in place of.
+    """
+    able = model_class._supports_attention_backend
+    if kind == "sdpa":
+        able = able and model_class._supports_sdpa
+    else:
+        able = able and hasattr(sys.modules[model_class.__module__], "eager_attention_forward")
+    if not able:
+        raise EngineError(
+            f"transformers lets nobody replace the {kind} attention of {model_class.__name__}: "
+            "try --attention eager (or sdpa), or serve it with the vllm or sglang engine"
+        )
+    return f"{PREFIX}{kind}"
+
+
+AttentionInterface.register(f"{PREFIX}sdpa", attend_sdpa)
+AttentionInterface.register(f"{PREFIX}eager", attend_eager)
