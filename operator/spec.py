@@ -169,6 +169,14 @@ class RolloutReplicaSpec(ApiModel):
             path=".parallelism",
         ),
         cel(
+            "self.engine.type == 'hf' || !has(self.weights) || !has(self.weights.inFlight) || "
+            "!has(self.weights.inFlight.policy) || self.weights.inFlight.policy != 'Pin'",
+            "'spec.weights.inFlight.policy: engine %s cannot run two versions at once (Pin): use "
+            "Drain, Abort, Keep or Recompute, or engine hf'.format([self.engine.type])",
+            expression=True,
+            path=".weights.inFlight.policy",
+        ),
+        cel(
             f"has(self.accelerator) || {_WORLD} == 1",
             f"'spec.parallelism: a pool on CPU (no spec.accelerator) has one rank, not %d: set "
             f"spec.accelerator.resource, or tensor, pipeline and data to 1'.format([{_WORLD}])",

@@ -112,20 +112,22 @@ class WeightsVolume(ApiModel):
 class InFlight(ApiModel):
     """What happens to running requests when new weights are committed."""
 
-    policy: Literal["Drain", "Abort", "Keep", "Recompute"] = Field(
+    policy: Literal["Drain", "Abort", "Keep", "Recompute", "Pin"] = Field(
         default="Drain",
         description="Drain: they end on the old weights within the deadline. Abort: partial "
         "output. Keep: they go on with their KV. Recompute: their prefix is prefilled again with "
-        "the new weights.",
+        "the new weights. Pin (engine hf): they end on the old weights, kept beside the new ones "
+        "that later requests use.",
     )
     deadline_seconds: int | None = Field(
         default=None,
         ge=0,
         le=86400,
-        description="How long Drain waits; spec.drainSeconds if absent.",
+        description="How long Drain waits, and Pin for requests that are pinned already; "
+        "spec.drainSeconds if absent.",
     )
     on_deadline: Literal["Abort", "Keep"] = Field(
-        default="Abort", description="What happens to requests that still run after Drain."
+        default="Abort", description="What happens to requests that still run after the wait."
     )
 
 

@@ -1,7 +1,7 @@
 """The critical section that flips weights, version label and admission together.
 
 Who runs gets what the in-flight policy says; who waits runs on the new weights; who asked for
-exactly the old ones ends with partial output. A failure leaves the old weights serving, or a dead
+exactly the old ones ends with partial output, unless pinned to them. A failure leaves the old weights serving, or a dead
 engine that the supervisor replaces: never unverified weights.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -165,12 +165,14 @@ class Commits:
     async def _flip(self, request: CommitRequest, slot: Slot) -> CommitResponse:
         runtime, updates = self._runtime, self._updates
         engine, _ = runtime.loaded()
+        if request.in_flight == "Pin":
+            await self._await_unpinned(request)
         section = _Section(running=self._running())
         async with self._closed(engine, request, slot.identity, section):
             kv = _kv(request)
             await runtime.call(engine.commit(slot.identity, kv), FLIP_SECONDS, "commit")
             updates.activate(slot)
-            await self._end_pinned(slot.identity, section)
+            await self._end_exact(slot.identity, section)
         runtime.telemetry.pause_seconds.observe(section.pause_seconds)
         assert updates.active is not None
         answer = CommitResponse(
@@ -232,14 +234,43 @@ class Commits:
             left = max(0.0, until - time.monotonic())
             await runtime.changed.wait(min(POLL_SECONDS, left))
 
-    def _running(self) -> list[Output]:
-        unfinished = self._flights.unfinished
-        return [unfinished[i] for i in self._runtime.stats().running_ids if i in unfinished]
+    async def _await_unpinned(self, request: CommitRequest) -> None:
+        """Wait until no output runs on weights before the active ones: an engine holds two sets.
 
-    async def _end_pinned(self, active: WeightsId, section: _Section) -> None:
-        """End those who asked for exactly other weights; nothing steps meanwhile."""
-        pinned = self._flights.pinned_elsewhere(active)
-        outputs = [o for flight in pinned for o in flight.outputs if o.stop_reason is None]
+        Everything goes on meanwhile. Past the deadline those outputs end, or, with `Keep`, go
+        over to the weights committed now.
+        """
+        runtime = self._runtime
+        seconds = request.deadline_seconds
+        # What another's hold has frozen can't end by itself.
+        until = time.monotonic() + (seconds if runtime.lifecycle.state is Lifecycle.ACTIVE else 0)
+        while runtime.alive and runtime.stats().pinned_ids and time.monotonic() < until:
+            left = max(0.0, until - time.monotonic())
+            await runtime.changed.wait(min(POLL_SECONDS, left))
+        runtime.check_alive()
+        if request.on_deadline == "Abort":
+            pinned = self._outputs(runtime.stats().pinned_ids)
+            await self._flights.abort_outputs(pinned, AbortReason.WEIGHTS)
+
+    def _running(self) -> list[Output]:
+        return self._outputs(self._runtime.stats().running_ids)
+
+    def _outputs(self, ids: Collection[str]) -> list[Output]:
+        unfinished = self._flights.unfinished
+        return [unfinished[i] for i in ids if i in unfinished]
+
+    async def _end_exact(self, active: WeightsId, section: _Section) -> None:
+        """End those who asked for exactly other weights; nothing steps meanwhile.
+
+        Who is pinned goes on: only the weights before the active ones are, and they asked for them.
+        """
+        pinned = self._runtime.stats().pinned_ids
+        outputs = [
+            output
+            for flight in self._flights.exact_elsewhere(active)
+            for output in flight.outputs
+            if output.stop_reason is None and output.request.request_id not in pinned
+        ]
         section.running.extend(o for o in outputs if o not in section.running)
         await self._flights.abort_outputs(outputs, AbortReason.WEIGHTS)
 
@@ -250,6 +281,8 @@ def _identity(request: CommitRequest) -> WeightsId:
 
 def _kv(request: CommitRequest) -> KvPolicy:
     """Only who asked to keep KV keeps it; requests that have none yet are prefilled anyway."""
+    if request.in_flight == "Pin":
+        return "pin"
     keep = request.in_flight == "Keep" or (
         request.in_flight == "Drain" and request.on_deadline == "Keep"
     )

@@ -126,7 +126,8 @@ class StagedInfo:
 class EngineStats:
     """A moment's counts: requests started, requests not started yet, memory of the engine.
 
-    `running_ids` names those started, so that a commit ends them and leaves the queue alone.
+    `running_ids` names those started, so that a commit ends them and leaves the queue alone;
+    `pinned_ids` those of them that run on the weights before the active ones.
     """
 
     running: int
@@ -134,6 +135,7 @@ class EngineStats:
     resident: Resident
     resident_bytes: Mapping[MemoryTag, int] = field(default_factory=dict)
     running_ids: frozenset[str] = frozenset()
+    pinned_ids: frozenset[str] = frozenset()
 
 
 StageProgress = Callable[[int, int], None]
@@ -218,7 +220,11 @@ class Engine(Protocol):
         """Make the staged `identity` the active one; label and weights flip together.
 
         Called while paused. `keep`: running requests go on with their KV and later tokens are
-        `stale_kv`; `recompute`: their prefix is prefilled again with the new weights.
+        `stale_kv`; `recompute`: their prefix is prefilled again with the new weights; `pin`: they
+        go on with the former weights, which stay in memory until the last of them ended, while
+        what starts later uses the new ones. Outputs that are pinned already move on to the new
+        weights at any commit, as under `keep`: there are never more than two sets. Only an engine
+        that declares `Pin` in `capabilities.in_flight` is asked to `pin`.
 
         Raises:
             WeightsRejected: nothing staged under that identity; the old weights serve.

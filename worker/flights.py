@@ -133,7 +133,7 @@ class Flights:
         """Accepted outputs that the engine has not started."""
         return max(0, len(self.unfinished) - self._runtime.stats().running)
 
-    def pinned_elsewhere(self, active: WeightsId) -> list[Flight]:
+    def exact_elsewhere(self, active: WeightsId) -> list[Flight]:
         """Flights that asked for exactly other weights than these."""
         return [f for f in self._flights.values() if f.exact is not None and f.exact != active]
 

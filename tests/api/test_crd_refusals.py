@@ -177,8 +177,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         'supported values: "AllAtOnce", "Rolling", "Eager"',
     ),
     "in-flight policy": (
-        {"weights": {"inFlight": {"policy": "Pin"}}},
-        'supported values: "Drain", "Abort", "Keep", "Recompute"',
+        {"weights": {"inFlight": {"policy": "Wait"}}},
+        'supported values: "Drain", "Abort", "Keep", "Recompute", "Pin"',
+    ),
+    "pin with one set of weights": (
+        {"engine": {"type": "vllm"}, "weights": {"inFlight": {"policy": "Pin"}}},
+        "spec.weights.inFlight.policy: engine vllm cannot run two versions at once (Pin): use "
+        "Drain, Abort, Keep or Recompute, or engine hf",
     ),
     "on deadline": (
         {"weights": {"inFlight": {"onDeadline": "Wait"}}},

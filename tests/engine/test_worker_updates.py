@@ -301,15 +301,7 @@ def test_an_exact_version_never_spans(worker: InProcess, v2: Path, policy: str) 
     assert len(made_by(finished(free))) == 2
 
 
-def test_pin_is_refused_by_an_engine_that_cannot(worker: InProcess, v2: Path) -> None:
-    worker.stage(1, 1, v2)
-    answer = worker.post("weights/commit", epoch=1, version=1, in_flight="Pin")
-    assert (answer.status_code, slug(answer)) == (422, "unsupported")
-    assert answer.json()["errors"][0]["field"] == "in_flight"
-    assert worker.state()["weights"]["commit_seq"] == 0
-
-
-@pytest.mark.parametrize("policy", ["Drain", "Abort", "Keep", "Recompute"])
+@pytest.mark.parametrize("policy", ["Drain", "Abort", "Keep", "Recompute", "Pin"])
 def test_who_waits_runs_on_the_new_weights(tiny_models: TinyModels, v2: Path, policy: str) -> None:
     one_at_a_time = ("--engine-arg=--max-batch-size", "--engine-arg=1")
     with in_process(tiny_models.model(1), *one_at_a_time) as worker:
@@ -322,7 +314,7 @@ def test_who_waits_runs_on_the_new_weights(tiny_models: TinyModels, v2: Path, po
         assert made_by(finished(running))[0] == (0, False)
 
 
-@pytest.mark.parametrize("policy", ["Drain", "Abort", "Keep", "Recompute"])
+@pytest.mark.parametrize("policy", ["Drain", "Abort", "Keep", "Recompute", "Pin"])
 def test_commits_under_load_label_every_token(
     worker: InProcess, v2: Path, v3: Path, policy: str
 ) -> None:

@@ -237,6 +237,7 @@ class HfEngine:
             resident=parts.versions.resident(),
             resident_bytes=parts.versions.resident_bytes(),
             running_ids=census.running,
+            pinned_ids=census.pinned,
         )
 
     def alive(self) -> str | None:

@@ -85,7 +85,7 @@ def capabilities(*, stop_strings: bool, reloads: bool) -> Capabilities:
         seed=True,
         priority=True,
         stop_strings=stop_strings,
-        in_flight=("Drain", "Abort", "Keep", "Recompute"),
+        in_flight=("Drain", "Abort", "Keep", "Recompute", "Pin"),
         sleep_levels=(1, 2) if reloads else (1,),
         memory_release=True,
         prefix_cache=False,

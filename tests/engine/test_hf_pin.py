@@ -1,0 +1,211 @@
+"""Pin: outputs end on the weights that they began with, while later ones use the new."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import PROMPT, V1, V2, Output, follow, reaches, request, run, serving, update
+from reference import Reference
+from rollout_worker.engine import Engine
+from rollout_worker.schemas import AbortReason, WeightsSource
+from tinymodels import TinyModels
+from waiting import until, until_sync
+from workers import InProcess, in_process
+
+PROMPTS = (PROMPT, PROMPT[:2], PROMPT * 4)
+
+
+async def launched(engine: Engine, tokens: int) -> tuple[list[Output], asyncio.Future[Any]]:
+    """Begin an output of each prompt and wait until all make tokens."""
+    outputs = [Output() for _ in PROMPTS]
+    tasks = [
+        follow(engine, request(f"old{i}", prompt, max_tokens=tokens), output)
+        for i, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True))
+    ]
+    running = asyncio.gather(*tasks)
+    await asyncio.gather(*(reaches(output, 5) for output in outputs))
+    return outputs, running
+
+
+async def test_old_and_new_run_side_by_side(
+    tiny_models: TinyModels, reference: Reference, reference_2: Reference
+) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        one = engine.stats().resident_bytes["weights"]
+        old, running = await launched(engine, 150)
+        await update(engine, tiny_models.weights(2), kv="pin")
+        names = {f"old{i}" for i in range(3)}
+        assert engine.stats().pinned_ids == names
+        assert engine.stats().resident_bytes["weights"] == 2 * one
+        fresh = [await run(engine, request(f"new{i}", p)) for i, p in enumerate(PROMPTS)]
+        assert engine.stats().pinned_ids == names, "the new ones ended while the old ones ran"
+        await running
+        await until(lambda: engine.stats().resident_bytes["weights"] == one)
+        assert not engine.stats().pinned_ids
+    for prompt, output in zip(PROMPTS, old, strict=True):
+        assert output.versions == [(0, False)] * 150
+        assert output.token_ids == reference.greedy(prompt, 150)
+    for prompt, output in zip(PROMPTS, fresh, strict=True):
+        assert output.versions == [(1, False)] * 8
+        assert output.token_ids == reference_2.greedy(prompt, 8)
+
+
+async def test_a_third_version_takes_the_oldest_along(
+    tiny_models: TinyModels, reference: Reference, reference_2: Reference
+) -> None:
+    """Never more than two sets: the engine moves the oldest on, the worker waits before that."""
+    async with serving(tiny_models.model(1)) as (engine, _):
+        one = engine.stats().resident_bytes["weights"]
+        old, running = await launched(engine, 200)
+        await update(engine, tiny_models.weights(2), V1, kv="pin")
+        middle = Output()
+        task = asyncio.create_task(follow(engine, request("mid", max_tokens=200), middle))
+        await reaches(middle, 5)
+        await update(engine, tiny_models.weights(3), V2, kv="pin")
+        assert engine.stats().pinned_ids == {"mid"}
+        assert engine.stats().resident_bytes["weights"] == 2 * one
+        await asyncio.gather(running, task)
+    assert middle.token_ids == reference_2.greedy(PROMPT, 200)
+    assert set(middle.versions) == {(1, False)}
+    for prompt, output in zip(PROMPTS, old, strict=True):
+        count = output.versions.count((0, False))
+        assert output.versions == [(0, False)] * count + [(2, True)] * (200 - count)
+        assert output.token_ids[:count] == reference.greedy(prompt, count)
+
+
+@pytest.mark.parametrize("end", ["keep", "recompute", "abort", "stop"])
+async def test_whatever_ends_the_pin_frees_the_old_weights(
+    tiny_models: TinyModels, end: Any
+) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        one = engine.stats().resident_bytes["weights"]
+        old, running = await launched(engine, 400)
+        await update(engine, tiny_models.weights(2), V1, kv="pin")
+        match end:
+            case "abort":
+                await engine.abort(None, AbortReason.CONTROL)
+            case "stop":
+                await engine.stop()
+            case _:
+                await update(engine, tiny_models.weights(3), V2, kv=end)
+        await running
+        if end != "stop":
+            assert engine.stats().resident_bytes["weights"] == one
+            assert not engine.stats().pinned_ids
+    wanted = {"abort": "control", "stop": "engine"}.get(end)
+    assert [output.abort_reason for output in old] == [wanted] * 3
+    if wanted is None:
+        assert {output.versions[-1] for output in old} == {(2, end == "keep")}
+
+
+async def test_nothing_running_means_nothing_pinned(tiny_models: TinyModels) -> None:
+    async with serving(tiny_models.model(1)) as (engine, _):
+        one = engine.stats().resident_bytes["weights"]
+        await update(engine, tiny_models.weights(2), V1, kv="pin")
+        assert engine.stats().resident_bytes["weights"] == one
+
+
+async def test_sleep_forgets_the_pinned_weights(
+    tiny_models: TinyModels, reference_2: Reference
+) -> None:
+    """Its callers end what runs first; what runs all the same goes on with the active weights."""
+    async with serving(tiny_models.model(1)) as (engine, _):
+        old, running = await launched(engine, 100)
+        await update(engine, tiny_models.weights(2), V1, kv="pin")
+        await engine.pause()
+        await engine.sleep(1, ("weights", "kv_cache"))
+        assert set(engine.stats().resident_bytes.values()) == {0}
+        source = WeightsSource(path=str(tiny_models.weights(2)))
+        await engine.wake(("weights", "kv_cache"), source)
+        await engine.resume()
+        await running
+    for prompt, output in zip(PROMPTS, old, strict=True):
+        count = output.versions.count((0, False))
+        assert output.versions == [(0, False)] * count + [(1, False)] * (100 - count)
+        rest = reference_2.greedy([*prompt, *output.token_ids[:count]], 100 - count)
+        assert output.token_ids[count:] == rest
+
+
+# The worker around it.
+
+
+@pytest.fixture
+def worker(tiny_models: TinyModels) -> Iterator[InProcess]:
+    with in_process(tiny_models.model(1)) as worker:
+        yield worker
+
+
+def spans(output: dict[str, Any]) -> list[tuple[int, bool]]:
+    return [(span["version"], span["stale_kv"]) for span in output["weights"]]
+
+
+def test_a_pinned_request_ends_on_its_own_version(
+    worker: InProcess, tiny_models: TinyModels
+) -> None:
+    assert "Pin" in worker.data.get("/v1/info").json()["capabilities"]["in_flight"]
+    worker.stage(1, 1, tiny_models.weights(2))
+    sampling = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    exact = worker.long("exact", exact_version=0, sampling=sampling)
+    done = worker.commit(1, 1, in_flight="Pin")
+    assert (done["finished"], done["aborted"], done["kept"]) == (0, 0, 1)
+    assert spans(worker.sample()) == [(1, False)]
+    assert not exact.done(), "nobody waited for it"
+    output = exact.result(60).json()["outputs"][0]
+    assert (output["stop_reason"], spans(output)) == ("length", [(0, False)])
+
+
+@pytest.mark.parametrize(
+    ("past", "ends", "made"),
+    [
+        ("Abort", ("aborted", "weights"), [(0, False)]),
+        ("Keep", ("length", None), [(0, False), (2, True)]),
+    ],
+    ids=["abort", "keep"],
+)
+def test_a_third_version_waits_for_the_first_until_the_deadline(
+    worker: InProcess, tiny_models: TinyModels, past: str, ends: Any, made: Any
+) -> None:
+    first = worker.long("first")
+    worker.update(1, 1, tiny_models.weights(2), in_flight="Pin")
+    second = worker.long("second")
+    worker.stage(1, 2, tiny_models.weights(3))
+    fields = {"in_flight": "Pin", "deadline_seconds": 0.3, "on_deadline": past}
+    waiting = worker.in_background(lambda: worker.commit(1, 2, **fields))
+    assert spans(worker.sample()) == [(1, False)], "everything goes on while it waits"
+    done = waiting.result(60)
+    assert done["pause_seconds"] < 1
+    output = first.result(60).json()["outputs"][0]
+    assert (output["stop_reason"], output.get("abort_reason")) == ends
+    assert spans(output) == made
+    output = second.result(60).json()["outputs"][0]
+    assert (output["stop_reason"], spans(output)) == ("length", [(1, False)])
+
+
+def test_a_third_version_comes_at_once_when_the_first_has_ended(
+    worker: InProcess, tiny_models: TinyModels
+) -> None:
+    first = worker.long("first", sampling={"max_tokens": 200, "ignore_eos": True})
+    worker.update(1, 1, tiny_models.weights(2), in_flight="Pin")
+    worker.update(1, 2, tiny_models.weights(3), in_flight="Pin", deadline_seconds=60)
+    output = first.result(1).json()["outputs"][0]
+    assert (output["stop_reason"], spans(output)) == ("length", [(0, False)])
+
+
+def test_a_crash_with_two_sets_restarts_on_the_active_one(
+    worker: InProcess, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    pinned = worker.long("pinned")
+    worker.update(1, 1, tiny_models.weights(2), in_flight="Pin")
+    alone = worker.sample()
+    worker.crash()
+    output = pinned.result(60).json()["outputs"][0]
+    assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "engine")
+    assert spans(output) == [(0, False)]
+    until_sync(worker.ready, 60, what="the engine to be back")
+    again = worker.sample()
+    assert (again["token_ids"], spans(again)) == (alone["token_ids"], [(1, False)])
