@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-STEP_SECONDS = 0.1
-"""What newcomers may take of a step when nothing else is known of its length."""
-LEAST, MOST = 16, 8192
+NEWCOMERS_SECONDS = 0.1
+"""What newcomers may add to a step, however short it is without them."""
+LEAST, MOST = 64, 8192
 _WEIGHT = 0.2
 
 
@@ -12,31 +12,34 @@ class Pace:
     """Limits the prefixes of a step so that it lasts about twice as long as one without.
 
     Neither running outputs nor a pause must wait for long prompts. `fixed`: the limit, whatever
-    was measured; else `first` until something was.
+    was measured; else it begins at `first` and is halved or doubled by what the passes took.
     """
 
     def __init__(self, fixed: int, first: int) -> None:
         self._fixed = fixed
-        self._first = first
+        self._budget = first
         self._decode: float | None = None
-        self._per_token: float | None = None
+        self._warm = False
 
-    def note(self, seconds: float, singles: int, fed: int) -> None:
-        """Learn from a pass that took `singles` rows a token on and fed `fed` tokens of prefixes."""
-        if not fed:
-            self._decode = _mixed(self._decode, seconds)
+    def note(self, seconds: float, fed: int) -> None:
+        """Learn from a pass that fed `fed` tokens of prefixes."""
+        if not self._warm:  # the first pass also sets up what later ones find
+            self._warm = True
+        elif not fed:
+            old = self._decode
+            self._decode = seconds if old is None else old + _WEIGHT * (seconds - old)
         else:
-            self._per_token = _mixed(self._per_token, seconds / (singles + fed))
+            alone = self._decode or 0.0
+            self._adapt((seconds - alone) / max(NEWCOMERS_SECONDS, alone), fed)
+
+    def _adapt(self, share: float, fed: int) -> None:
+        """Follow what newcomers took, as a share of what they may take."""
+        # A pass that was not full says nothing of what a full one takes, unless it was too long.
+        if share > 1:
+            self._budget = max(LEAST, min(self._budget, fed) // 2)
+        elif share < 0.5 and fed > self._budget // 2:
+            self._budget = min(MOST, self._budget * 2)
 
     def budget(self) -> int:
         """Return how many tokens the next step may take in, at least one."""
-        if self._fixed:
-            return self._fixed
-        if self._per_token is None:
-            return self._first
-        seconds = max(STEP_SECONDS, self._decode or 0.0)
-        return max(LEAST, min(MOST, int(seconds / self._per_token)))
-
-
-def _mixed(old: float | None, new: float) -> float:
-    return new if old is None else old + _WEIGHT * (new - old)
+        return self._fixed or self._budget
