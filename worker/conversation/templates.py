@@ -25,6 +25,7 @@ _USER: Message = {"role": "user", "content": "zqxaskzqx"}
 _REPLY: Message = {"role": "assistant", "content": _MARK}
 _CALL = {"id": "zqxcall01", "type": "function", "function": {"name": "zqxtool", "arguments": {}}}
 _CONTEXT = 64
+_KEPT = 32
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class Template:
         self, codec: Codec, tools: Sequence[Message] | None, options: Mapping[str, Any]
     ) -> None:
         self.codec, self.tools, self.options = codec, tools, options
-        self._windows: dict[tuple[str, ...], str] = {}
+        self._windows: dict[str, str] = {}
         self._closes: dict[str, list[int]] = {}
         self._generation: dict[str, list[int]] = {}
         self._trusted: dict[tuple[str, str], bool] = {}
@@ -225,10 +226,11 @@ class Template:
         return _Split(before, after[len(before) :]) if after.startswith(before) else None
 
     def _rendered(self, window: Sequence[Message]) -> str:
-        if any(m.get("tool_calls") or m["role"] == "tool" for m in window):
-            return self.render(window)
-        key = tuple(message["role"] for message in window)
+        """Return a window's text; calls without ids of their own make the same window again."""
+        key = json.dumps(window, default=repr)
         if key not in self._windows:
+            if len(self._windows) >= _KEPT:
+                self._windows.clear()
             self._windows[key] = self.render(window)
         return self._windows[key]
 
@@ -383,7 +385,6 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 _KNOWN: OrderedDict[tuple[int, str], Template] = OrderedDict()
-_KEPT = 32
 
 
 def template_of(
