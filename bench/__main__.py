@@ -17,7 +17,7 @@ from types import ModuleType
 from . import results
 from .results import Options, Result
 
-NAMES = ("startup", "reaction", "reconcile", "polling", "conversation", "hf", "hfupdates")
+NAMES = ("startup", "reaction", "reconcile", "polling", "conversation", "hf", "hfupdates", "vllm")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 _MARK = "<!-- {}: {} -->"
 

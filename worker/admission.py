@@ -127,6 +127,7 @@ def expand(
             priority=request.priority,
             cache_salt=request.cache_salt,
             session_id=request.session_id,
+            streamed=request.stream,
         )
         for index in range(request.sampling.n)
     ]

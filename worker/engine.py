@@ -69,6 +69,7 @@ class EngineRequest:
 
     `token_ids`: [P] prompt. `logprobs`: which kind to record, None for none.
     `max_tokens` of `sampling` is already resolved: prompt + max_tokens fit the model's length.
+    `streamed`: somebody reads along; else tokens after the first may come several at a time.
     """
 
     request_id: str
@@ -78,6 +79,7 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str | None = None
     session_id: str | None = None
+    streamed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,14 @@ class Process:
         seen = _stat(self.pid)
         return seen is not None and seen[1] == self.started and seen[2] != "Z"
 
+    def title(self) -> str:
+        """Return its command line; empty once it is gone."""
+        try:
+            line = (PROC / str(self.pid) / "cmdline").read_bytes()
+        except OSError:
+            return ""
+        return line.replace(b"\0", b" ").decode(errors="replace")
+
     def kill(self) -> None:
         """End it at once."""
         if self.alive():

@@ -47,7 +47,7 @@ from .labels import Labels
 from .model import decode
 from .steering import Steering
 from .traffic import Traffic
-from .versions import Versions, in_thread
+from .versions import Versions
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +90,18 @@ class VllmEngine:
         def work(cancelled: Callable[[], bool]) -> launch.Launched:
             return launch.launch(self._options, self._settings, relay, cancelled)
 
+        starting = loop.run_in_executor(None, work, self._give_up.is_set)
         try:
-            launched = await in_thread(work, self._give_up)
+            launched = await asyncio.shield(starting)
         except ReadCancelled:
             raise EngineError("the engine was stopped while it loaded") from None
+        except asyncio.CancelledError:
+            self._give_up.set()
+            await self._end_start()
+            done, _ = await asyncio.wait([starting], timeout=STOP_SECONDS)
+            for future in done:
+                future.exception()  # looked at: a start that was given up is no unheard error
+            raise
         report(Progress(message="warming up"))
         parts = await self._assemble(launched)
         try:
@@ -146,15 +154,19 @@ class VllmEngine:
         self._give_up.set()
         self._end("the engine was stopped")
         parts, self._parts = self._parts, None
-        if parts is None:  # perhaps still starting: without its processes that fails at once
-            began = processes.descendants(os.getpid()) - self._before
-            await asyncio.to_thread(processes.end, began, float(STOP_SECONDS))
+        if parts is None:
+            await self._end_start()
             return
         parts.traffic.end()
         await parts.versions.close()
         mine = parts.launched.processes
         mine |= {p for known in mine for p in processes.descendants(known.pid)}
         await asyncio.to_thread(_shut_down, parts.launched.llm, mine)
+
+    async def _end_start(self) -> None:
+        """End what was started so far; without its processes a start fails at once."""
+        began = processes.descendants(os.getpid()) - self._before
+        await asyncio.to_thread(processes.end, began, float(STOP_SECONDS))
 
     def validate(self, request: EngineRequest) -> None:
         """See `Engine.validate`."""
@@ -174,12 +186,13 @@ class VllmEngine:
         """See `Engine.hold_admission`."""
         steering = self._live().steering
         steering.held = True
-        await steering.settle()
+        await steering.ripen()
         await steering.take_back()
 
     async def pause(self) -> None:
         """See `Engine.pause`."""
         steering = self._live().steering
+        await steering.ripen()
         steering.paused = True
         await steering.settle()
 
@@ -220,7 +233,7 @@ class VllmEngine:
         parts = self._parts
         if parts is None:
             return EngineStats(0, 0, Resident(weights=False, kv_cache=False))
-        running = frozenset(parts.steering.running)
+        running = parts.gate.inside
         return EngineStats(
             running=len(running),
             queued=len(parts.steering.streams) - len(running),
@@ -234,7 +247,7 @@ class VllmEngine:
         parts = self._parts
         if self._ended is not None or parts is None:
             return self._ended
-        if parts.launched.llm.errored or not all(p.alive() for p in parts.launched.processes):
+        if parts.launched.llm.errored or not all(p.alive() for p in parts.launched.vital):
             self._ended = "vLLM's engine core or one of its workers died"
             return self._ended
         deadline = self._settings.step_deadline_seconds

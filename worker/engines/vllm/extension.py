@@ -12,8 +12,11 @@ import json
 import math
 import mmap
 import os
+import select
 import signal
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,8 +40,28 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 
-# No worker outlives the engine core that started it, however that one died.
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+def _die_together() -> None:
+    """See to it that no process of vLLM outlives ours, however that one ends.
+
+    A worker dies with the engine core that started it. The core itself never looks back at its
+    parent (vLLM 0.32), so each worker watches ours and ends the core in its place.
+    """
+    core = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    fields = Path(f"/proc/{core}/stat").read_text().rpartition(")")[2].split()
+    watched = os.pidfd_open(int(fields[1]))
+
+    def watch() -> None:
+        ended = select.poll()
+        ended.register(watched, select.POLLIN)
+        ended.poll()
+        os.kill(core, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="rollout-parent", daemon=True).start()
+
+
+_die_together()
 
 
 class Extension:

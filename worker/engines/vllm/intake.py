@@ -12,6 +12,10 @@ from rollout_worker.schemas import SamplingParams
 LEAST_TEMPERATURE = 0.01
 """Below, vLLM silently takes this one; 0 is greedy."""
 
+UNREAD_TOKENS = 32
+"""How many tokens of an output come at a time that nobody reads along: a wake-up for each one
+would cost more than making it on a quick model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -107,5 +111,6 @@ def translate(request: EngineRequest, model: Model) -> Any:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        stream_interval=1 if request.streamed or sampling.stop else UNREAD_TOKENS,
         skip_clone=True,
     )

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 EXTENSION = "rollout_worker.engines.vllm.extension.Extension"
 LOGPROBS_MODES = {"sampling": "processed_logprobs", "raw": "raw_logprobs"}
+TITLE = "VLLM::"
+"""What vLLM's processes call themselves."""
 DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""
 
@@ -49,7 +51,10 @@ class Steps:
 
 @dataclass(slots=True)
 class Launched:
-    """A running vLLM and what it serves."""
+    """A running vLLM and what it serves.
+
+    `processes`: all that it started. `vital`: its core and workers, none of which may end.
+    """
 
     llm: Any
     config: Any
@@ -60,6 +65,7 @@ class Launched:
     version: str
     cpu: bool
     processes: set[Process]
+    vital: set[Process]
 
 
 def prepare_environment() -> None:
@@ -116,6 +122,7 @@ def launch(
     )
     import vllm
 
+    processes = _ours(before)
     return Launched(
         llm=llm,
         config=config,
@@ -125,7 +132,8 @@ def launch(
         root_hash=root_hash,
         version=str(vllm.__version__),
         cpu=cpu,
-        processes=_ours(before),
+        processes=processes,
+        vital={process for process in processes if process.title().startswith(TITLE)},
     )
 
 

@@ -13,6 +13,8 @@ from rollout_worker.engine import EngineError, StageProgress
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+COMPUTED = ("rotary_emb.inv_freq",)
+"""Old checkpoints hold them; every model computes them itself."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -47,13 +49,14 @@ def dtype_of(folder: Path) -> str:
 def layout_of(folder: Path, *, tied: bool) -> weights.Layout:
     """Return what a version of this model must hold: what its checkpoint holds."""
     specs = {entry.name: entry.spec for entry in open_source(folder).entries}
-    required = dict(specs)
+    required = {name: spec for name, spec in specs.items() if not name.endswith(COMPUTED)}
+    optional = {name: spec for name, spec in specs.items() if name not in required}
     head = weights.OUTPUT_HEAD
     embedding = next((name for name in sorted(specs) if name.endswith(EMBEDDINGS)), None)
     if not tied or embedding is None:
-        return weights.Layout(required, {}, {})
+        return weights.Layout(required, optional, {})
     required.pop(head, None)
-    return weights.Layout(required, {head: specs[embedding]}, {head: embedding})
+    return weights.Layout(required, {**optional, head: specs[embedding]}, {head: embedding})
 
 
 def hash_of(folder: Path, progress: StageProgress, cancelled: Callable[[], bool]) -> str:

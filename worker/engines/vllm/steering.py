@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -13,6 +14,8 @@ from .gate import Gate
 from .labels import Labels
 from .launch import Launched
 from .streams import Stream
+
+RIPEN_SECONDS = 1.0
 
 
 class Steering:
@@ -33,7 +36,8 @@ class Steering:
         self.broken = False  # half of other weights is loaded: no step may be made any more
         self.away: set[MemoryTag] = set()
         self.streams: dict[str, Stream] = {}
-        self.running: set[str] = set()  # those that have a token: no other weights can begin them
+        self._begun: set[str] = set()
+        self._ripe = asyncio.Event()  # all that are in vLLM have begun
 
     @property
     def may_step(self) -> bool:
@@ -67,6 +71,32 @@ class Steering:
             self._frozen -= 1
             if not self.broken:
                 await self.settle()
+
+    async def ripen(self) -> None:
+        """Let nobody in, and give those that are in a moment to get their first token.
+
+        Who has none when weights change goes back to the queue, and its prefill was in vain.
+        """
+        self._gate.shut()
+        self._ripe.clear()
+        if not (self._stopped or self._gate.inside <= self._begun):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RIPEN_SECONDS):
+                    await self._ripe.wait()
+
+    def began(self, name: str) -> None:
+        """Note that an output has a token: no other weights can begin it any more."""
+        self._begun.add(name)
+        if self._gate.inside <= self._begun:
+            self._ripe.set()
+
+    def left(self, name: str) -> None:
+        """Note that an output has ended, however it did."""
+        del self.streams[name]
+        self._begun.discard(name)
+        self._gate.leave([name])
+        if self._gate.inside <= self._begun:
+            self._ripe.set()
 
     async def take_back(self) -> None:
         """Take outputs without a token back into the queue: they are to run on other weights."""

@@ -57,9 +57,7 @@ class Traffic:
             async for delta in self._follow(stream):
                 yield delta
         finally:
-            del streams[name]
-            self._steering.running.discard(name)
-            self._gate.leave([name])
+            self._steering.left(name)
             if stream.inside is not None:
                 self._forget(stream.inside)
 
@@ -93,9 +91,10 @@ class Traffic:
                     stream.inside = None
                 # A token that arrives after its output was taken back was never made.
                 if not stream.returned:
+                    fresh = not stream.produced
                     delta = stream.take(output, self._labels)
-                    if stream.produced:
-                        self._steering.running.add(stream.name)
+                    if fresh and stream.produced:
+                        self._steering.began(stream.name)
                     yield delta
 
     async def _submit(self, stream: Stream) -> Any:

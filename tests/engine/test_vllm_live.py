@@ -1,0 +1,116 @@
+"""What only vLLM can get wrong, on a model of 120 MB; everything else is in tests/contract."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engine_kinds import KINDS, ROOT, left_out
+from processes import descendants
+from reference import Reference
+from tinymodels import script
+from waiting import until_sync
+from workers import PROMPT, Command
+
+KIND = KINDS["vllm"]
+SHAPE = {"hidden": 512, "intermediate": 1024, "layers": 4, "heads": 8, "vocab": 32768}
+WEIGHTS_MB = 105
+
+pytestmark = pytest.mark.skipif(left_out(KIND) is not None, reason=str(left_out(KIND)))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model with a tied output head, another version of it, and one that can't be served."""
+    home = tmp_path_factory.mktemp("vllm-models")
+    maker = script()
+    maker.make_model(home / "one", 1, maker.Shape(**SHAPE))
+    maker.make_weights(home / "two", 2, maker.Shape(**SHAPE))
+    maker.make_model(home / "narrow", 1, maker.Shape(hidden=64, heads=4))
+    return {folder.name: folder for folder in home.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def worker(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    log = tmp_path_factory.mktemp("vllm-worker") / "worker.log"
+    flags = ["--engine", "vllm", "--max-length", "512", "--shutdown-grace", "0"]
+    env = {"PYTHONPATH": str(ROOT / "src")}
+    worker = Command(models["one"], log, flags, env, python=KIND.python)
+    try:
+        up = ("Active", "Failed")
+        until_sync(lambda: worker.state()["lifecycle"] in up, KIND.start_seconds, what="the engine")
+        assert not worker.state()["last_error"]
+        yield worker
+    finally:
+        worker.terminate()
+        worker.process.wait(60)
+        worker.close()
+
+
+def test_an_update_reaches_a_tied_output_head(worker: Command, models: dict[str, Path]) -> None:
+    """vLLM 0.32 keeps the old packed copy of a tied head on CPUs: `extension._repack_heads`."""
+    before = worker.sample(12)["token_ids"]
+    worker.update(1, 1, models["two"])
+    after = worker.sample(12)["token_ids"]
+    assert before == Reference(models["one"]).greedy(PROMPT, 12)
+    assert after == Reference(models["two"]).greedy(PROMPT, 12)
+
+
+def resident_mb(worker: Command) -> float:
+    """Memory of vLLM's worker process."""
+    pages = [
+        int((Path("/proc") / str(process.pid) / "statm").read_text().split()[1])
+        for process in descendants(worker.process.pid)
+        if "VLLM::Worker" in process.command
+    ]
+    assert len(pages) == 1
+    return pages[0] * 4096 / 2**20
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_gives_memory_back_and_waking_brings_all_of_it(worker: Command, level: int) -> None:
+    before, awake = worker.sample(12)["token_ids"], resident_mb(worker)
+    slept: httpx.Response = worker.post("sleep", level=level)
+    assert slept.status_code == 200, slept.text
+    asleep = resident_mb(worker)
+    woken = worker.post("wake")
+    assert woken.status_code == 200, woken.text
+    # The embedding, the packed layers and the packed head: more than the checkpoint holds.
+    assert awake - asleep > WEIGHTS_MB, (awake, asleep)
+    assert worker.sample(12)["token_ids"] == before
+
+
+def test_a_head_size_that_vllm_has_no_kernel_for_is_refused_before_the_start(
+    models: dict[str, Path],
+) -> None:
+    """It would start healthy and die at the first request."""
+    code = """
+import json, sys
+from pathlib import Path
+from rollout_worker.engine import EngineError
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.vllm import launch, settings
+launch.prepare_environment()
+try:
+    options = EngineOptions(model=Path(sys.argv[1]))
+    launch.launch(options, settings.parse(()), lambda _: None, lambda: False)
+except EngineError as error:
+    print(json.dumps(str(error)))
+"""
+    found = subprocess.run(
+        [KIND.python, "-c", code, models["narrow"]],
+        env={"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=sys.stderr,
+        timeout=240,
+        check=True,
+    )
+    reason = json.loads(found.stdout.splitlines()[-1])
+    assert "head_dim 16" in reason
+    assert "hf engine" in reason
