@@ -54,7 +54,7 @@ RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
 # The image's own packages come first on the path; a folder that is not there is left out.
 ARG ENGINE_SITE_PACKAGES=
 RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
-      echo "$ENGINE_SITE_PACKAGES" >"$(echo /opt/rollout/lib/python3.*/site-packages)/engine.pth"; \
+      echo "import site; site.addsitedir('$ENGINE_SITE_PACKAGES')" >"$(echo /opt/rollout/lib/python3.*/site-packages)/engine.pth"; \
     fi
 COPY --from=code /code /opt/rollout
 USER 65532:65532
@@ -76,7 +76,7 @@ RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
       -r /opt/rollout/requirements.txt
 ARG ENGINE_SITE_PACKAGES=
 RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
-      echo "$ENGINE_SITE_PACKAGES" >"$(echo /opt/rollout/lib/python3.*/site-packages)/engine.pth"; \
+      echo "import site; site.addsitedir('$ENGINE_SITE_PACKAGES')" >"$(echo /opt/rollout/lib/python3.*/site-packages)/engine.pth"; \
     fi
 COPY --from=code /code /opt/rollout
 USER 65532:65532

@@ -26,7 +26,7 @@ ENGINE_SECONDS = 300.0
 """Three processes import torch one after the other, on busy cores."""
 
 
-@pytest.fixture(params=["vllm"])
+@pytest.fixture(params=["vllm", "sglang"])
 def engine(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Pool]:
     """The example of an engine with one replica; Ready."""
     body = yaml.safe_load((REPOSITORY / "examples" / f"{request.param}.yaml").read_text())
