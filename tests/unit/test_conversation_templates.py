@@ -200,3 +200,41 @@ def test_messages_reach_the_template_as_plain_dicts() -> None:
     assert all(type(message) is dict for message in seen)
     assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert request.messages[2]["tool_call_id"] == "c"
+
+
+class Counting:
+    """A tokenizer that counts the characters that it renders and tokenizes."""
+
+    backend_tokenizer = None
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.characters = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        text = self.inner.apply_chat_template(messages, **options)
+        self.characters += len(text)
+        return text
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.characters += len(text)
+        return self.inner.encode(text, **options)
+
+
+@pytest.mark.parametrize("style", FAMILIES)
+def test_a_turn_costs_what_it_adds(style: str) -> None:
+    tok, costs = Counting(tokenizer(style)), []
+    request = RolloutRequest.from_messages([QUESTION], tok, max_prompt_len=512)
+    ids = sampled(style, "nineteen")
+    for _ in range(60):
+        before = tok.characters
+        request.get_generation_prompt_ids(tok)
+        request.add_assistant_message(tok, "nineteen", ids)
+        request.add_user_message(tok, "what is the sum of seven and twelve?")
+        request.add_assistant_message(tok, "twenty")
+        request.add_user_message(tok, "and now?")
+        costs.append(tok.characters - before)
+    assert len(set(costs[2:])) == 1
+    assert costs[-1] < 1500 < len(request.input_ids)
