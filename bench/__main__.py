@@ -17,7 +17,10 @@ from types import ModuleType
 from . import results
 from .results import Options, Result
 
-NAMES = ("startup", "reaction", "reconcile", "polling", "conversation", "hf", "hfupdates", "vllm")
+NAMES = (
+    *("startup", "reaction", "reconcile", "polling", "conversation", "hf", "hfupdates", "vllm"),
+    *("balancer", "client"),
+)
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 _MARK = "<!-- {}: {} -->"
 

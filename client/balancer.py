@@ -3,9 +3,11 @@
 In this order, among the members that may get it:
 
 1. deterministic mode: the highest hash of (key, member), the same in every process;
-2. the member that had the key before, while it has at most `max_imbalance` requests more than the
-   least loaded one (its prefix cache is warm, but no cache is worth any queue);
-3. the least loaded; of equals the one that was chosen least recently. Beyond `SCAN` members: the
+2. the member that had the key before, while it is no slower than usual and has at most
+   `max_imbalance` requests more than the least loaded one (its prefix cache is warm, but no cache is
+   worth any queue, or every token at half the pace);
+3. the least loaded, where a request on a replica that samples at half the usual pace counts
+   double; of equals the one that was chosen least recently. Beyond `SCAN` members: the
    less loaded of two at random, whose tail is nearly as good and whose cost does not grow.
 
 A member is out after a failure or a refusal until a probe or its own later answer says otherwise;
@@ -29,6 +31,14 @@ SCAN = 64
 """Members up to which all are looked at."""
 
 STICKY_KEYS = 100_000
+SLOW = 1.5
+"""Times the median pace below which a member counts as usual: paces differ with the batch."""
+
+MOST_SLOW = 10.0
+PACE_SECONDS = 60.0
+PACE_SHARE = 0.2
+"""Weight of the newest measurement of a member's pace."""
+
 MAX_IMBALANCE = 8
 
 
@@ -75,9 +85,19 @@ class Seat:
     failures: int = 0
     """Since it last answered well."""
     active: WeightsId | None = None
+    pace: float | None = None
+    """Seconds per sampled token, smoothed; None: not measured lately."""
+    paced_at: float = 0.0
+    slowness: float = 1.0
+    """Its pace over the median one, 1 for whoever is near it."""
     chosen: int = 0
     probe_at: float = 0.0
     gone_at: float = field(default=0.0)
+
+    @property
+    def load(self) -> float:
+        """Requests in flight, in requests of a usual member."""
+        return self.in_flight * self.slowness
 
     def usable(self, now: float) -> bool:
         """Whether it may get requests."""
@@ -203,17 +223,18 @@ class Balancer:
 
     def _stuck(self, key: str, usable: Sequence[Seat]) -> Seat | None:
         seat = self._seats.get(self._sticky.get(key, ""))
-        if seat is None or seat not in usable:
+        if seat is None or seat not in usable or seat.slowness > 1:
             return None
-        least = min(each.in_flight for each in usable)
-        return seat if seat.in_flight <= least + self._max_imbalance else None
+        least = min(each.load for each in usable)
+        return seat if seat.load <= least + self._max_imbalance else None
 
     def _least(self, usable: Sequence[Seat]) -> Seat:
         if self._deterministic:
             return min(usable, key=lambda seat: seat.member.url)
         if len(usable) > SCAN:
             usable = self._random.sample(usable, 2)
-        return min(usable, key=lambda seat: (seat.in_flight, seat.chosen))
+        # What counts is how long the new one would take: with it, not before it.
+        return min(usable, key=lambda seat: (seat.load + seat.slowness, seat.chosen))
 
     def release(self, url: str) -> None:
         """A request ended there."""
@@ -243,6 +264,22 @@ class Balancer:
         seat = self._seats.get(url)
         if seat is not None:
             seat.active = active
+
+    def saw_pace(self, url: str, seconds_per_token: float, now: float) -> None:
+        """It sampled at this pace."""
+        seat = self._seats.get(url)
+        if seat is None:
+            return
+        old = seconds_per_token if seat.pace is None else seat.pace
+        seat.pace, seat.paced_at = old + PACE_SHARE * (seconds_per_token - old), now
+        for each in self._seats.values():
+            if now - each.paced_at > PACE_SECONDS:
+                each.pace = None  # whoever was slow is tried again
+        paces = sorted(s.pace for s in self._seats.values() if s.pace is not None)
+        usual = paces[(len(paces) - 1) // 2]
+        for each in self._seats.values():
+            times = (each.pace or usual) / usual if usual > 0 else 1.0
+            each.slowness = min(MOST_SLOW, times) if times > SLOW else 1.0
 
     # What to say when nobody can.
 

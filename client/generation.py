@@ -58,6 +58,9 @@ MAX_FAILURES = 8
 """Broken attempts of one output: enough for a pool that is being killed, few enough that a request
 that kills its engine does not kill them all for ever."""
 
+PACE_TOKENS = 16
+"""Fewer tells nothing of a replica's pace."""
+
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 2.0
 ANSWER_SECONDS = 2.0
@@ -118,6 +121,7 @@ class Generation:
         self._dry = 0
         """Attempts in a row that gave no token."""
         self._start = 0
+        self._sampling_since = 0.0
         self._cached = 0
         self._queued = 0.0
         self._preemptions = 0
@@ -257,9 +261,11 @@ class Generation:
 
     def _take(self, delta: StreamDelta) -> None:
         first = self.draft.first
+        if len(self.draft) == self._start and delta.token_ids:
+            self._sampling_since = time.monotonic()
+            if self._first_token is None:
+                self._first_token = self._sampling_since - self._began
         self.draft.take(delta)
-        if self._first_token is None and delta.token_ids:
-            self._first_token = time.monotonic() - self._began
         if first is None:
             first = self.draft.first
         if self._minds and self.draft.last != first:
@@ -286,6 +292,7 @@ class Generation:
         if self.draft.last is not None:
             balancer.saw_weights(member.url, self.draft.last)
         self._account(done)
+        self._tell_pace(member)
         if not done.outputs:
             return self._broken(member, "it ended a stream without an output")
         output = done.outputs[0]
@@ -296,6 +303,12 @@ class Generation:
             self._end(output.stop_reason, match)
             return ("finished", "", 0.0)
         return self._aborted(member, output.abort_reason or AbortReason.ENGINE)
+
+    def _tell_pace(self, member: Member) -> None:
+        tokens, now = len(self.draft) - self._start, time.monotonic()
+        if tokens >= PACE_TOKENS:
+            pace = (now - self._sampling_since) / (tokens - 1)
+            self._shared.router.balancer.saw_pace(member.url, pace, now)
 
     def _account(self, done: StreamDone) -> None:
         if not self._attempts:

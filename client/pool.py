@@ -250,6 +250,11 @@ class AsyncRolloutPool(Steered):
         seats = self._router.balancer.seats.values()
         return [seat.member for seat in seats if seat.usable(now)]
 
+    def load(self) -> dict[str, int]:
+        """Requests of this pool in flight, by the member's name."""
+        seats = self._router.balancer.seats.values()
+        return {seat.member.name: seat.in_flight for seat in seats}
+
     async def wait_serving(self, count: int = 1, *, seconds: float = 600) -> list[Member]:
         """Wait until so many members answer that they serve.
 

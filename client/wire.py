@@ -82,18 +82,32 @@ async def _exchange(
     take: Callable[[StreamDelta], None],
 ) -> StreamDone:
     body = request.model_dump_json(exclude_none=True, exclude_defaults=True)
+    done: StreamDone | None = None
     async with client.stream("POST", "/v1/generate", content=body, headers=_HEADERS) as answer:
         if answer.status_code != 200:
             raise await _refusal(answer)
-        async for name, data in _events(answer, lease):
-            if name == "delta":
-                # A newer worker may say more than this client knows of.
-                take(StreamDelta.model_validate_json(data, extra="ignore"))
-            elif name == "done":
-                return StreamDone.model_validate_json(data, extra="ignore")
-            elif name == "error":
-                raise Broken(f"the stream broke: {_problem(data).get('detail', 'no detail')}")
-    raise Broken("the connection ended within the stream")
+        # Read to the end also after `done`: only then is the connection used again.
+        try:
+            async for name, data in _events(answer, lease):
+                done = done or _taken(name, data, take)
+        except httpx.HTTPError:
+            if done is None:
+                raise
+    if done is None:
+        raise Broken("the connection ended within the stream")
+    return done
+
+
+def _taken(name: str, data: bytes, take: Callable[[StreamDelta], None]) -> StreamDone | None:
+    """Hand a delta on, or return the end; a newer worker may say more than this client knows of."""
+    match name:
+        case "delta":
+            take(StreamDelta.model_validate_json(data, extra="ignore"))
+        case "done":
+            return StreamDone.model_validate_json(data, extra="ignore")
+        case "error":
+            raise Broken(f"the stream broke: {_problem(data).get('detail', 'no detail')}")
+    return None
 
 
 async def _events(answer: httpx.Response, lease: Lease) -> AsyncIterator[tuple[str, bytes]]:

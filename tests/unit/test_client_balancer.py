@@ -72,6 +72,23 @@ def test_no_choice_is_ever_beyond_the_bound(steps: list[tuple[str, bool]], bound
             found.release(member.url)
 
 
+def test_a_slow_member_gets_less_and_keeps_no_conversation() -> None:
+    found = balancer(3)
+    for name, pace in (("w0", 0.02), ("w1", 0.021), ("w2", 0.1)):
+        found.saw_pace(f"http://{name}:8000", pace, 0.0)
+    load = Counter(chosen(found) for _ in range(44))
+    assert load == {"w0": 20, "w1": 20, "w2": 4}, "five times slower: a fifth"
+    found = balancer(2)
+    home = chosen(found, "c")
+    other = {"w0": "w1", "w1": "w0"}[home]
+    for name, pace in ((home, 0.2), (other, 0.02)):
+        found.saw_pace(f"http://{name}:8000", pace, 0.0)
+    assert chosen(found, "c") == other
+    # What is not measured any more is not held against it.
+    found.saw_pace(f"http://{other}:8000", 0.02, 61.0)
+    assert found.seats[f"http://{home}:8000"].slowness == 1
+
+
 def test_beyond_some_members_two_are_compared() -> None:
     found = balancer(4 * SCAN, seed=1)
     load = Counter(chosen(found) for _ in range(4 * SCAN * 10))

@@ -1,0 +1,80 @@
+"""One pool for all processes of a Ray job: an actor holds it, and with it the one balancer.
+
+With a pool in each process every balancer sees its own requests only. Here they share counts of
+requests in flight and where conversations are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollout_client.pool import AsyncRolloutPool
+from rollout_client.results import GenerateResult
+from rollout_client.steering import Published
+
+CONCURRENCY = 10_000
+"""Calls that the actor has open at once: nearly all of them wait for a worker."""
+
+
+class PoolActor:
+    """What runs in the actor. Methods and arguments are those of `AsyncRolloutPool`."""
+
+    def __init__(self, make: Callable[[], AsyncRolloutPool]) -> None:
+        self._make = make
+        self._pool: AsyncRolloutPool | None = None
+
+    async def _there(self) -> AsyncRolloutPool:
+        if self._pool is None:
+            self._pool = self._make()
+        return self._pool
+
+    async def generate(self, prompt: Sequence[int], **options: Any) -> GenerateResult:
+        """See `AsyncRolloutPool.generate`."""
+        return await (await self._there()).generate(prompt, **options)
+
+    async def acquire(self) -> int:
+        """See `AsyncRolloutPool.acquire`."""
+        return await (await self._there()).acquire()
+
+    async def publish_weights(self, version: int, path: str | None, **options: Any) -> Published:
+        """See `AsyncRolloutPool.publish_weights`."""
+        return await (await self._there()).publish_weights(version, path, **options)
+
+    async def sleep(self) -> None:
+        """See `AsyncRolloutPool.sleep`."""
+        await (await self._there()).sleep()
+
+    async def wake(self) -> None:
+        """See `AsyncRolloutPool.wake`."""
+        await (await self._there()).wake()
+
+    async def load(self) -> dict[str, int]:
+        """Requests in flight by replica."""
+        return (await self._there()).load()
+
+    async def close(self) -> None:
+        """Close the pool."""
+        if self._pool is not None:
+            await self._pool.close()
+
+
+def pool_actor(
+    make: Callable[[], AsyncRolloutPool], name: str | None = None, **options: Any
+) -> Any:
+    """Start the actor and return its handle: `ray.get(handle.generate.remote(prompt, …))`.
+
+    Args:
+        make: Makes the pool, in the actor: `partial(AsyncRolloutPool.from_cluster, "math")`.
+        name: Of the actor, for `ray.get_actor`; with it an actor that exists already is returned.
+        **options: Of the actor, such as `num_cpus`.
+
+    Raises:
+        ImportError: Ray is not installed.
+    """
+    import ray
+
+    chosen: dict[str, Any] = {"num_cpus": 0, "max_concurrency": CONCURRENCY, **options}
+    if name is not None:
+        chosen |= {"name": name, "get_if_exists": True}
+    return ray.remote(PoolActor).options(**chosen).remote(make)
