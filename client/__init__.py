@@ -4,7 +4,7 @@
 packages are imported. `control` is the control port of one worker.
 """
 
-from rollout_worker.schemas import GenerateRequest, SamplingParams, WeightsId
+from rollout_worker.schemas import GenerateRequest, RolloutRequest, SamplingParams, WeightsId
 
 from .direct import DirectOptions
 from .errors import (
@@ -55,6 +55,7 @@ __all__ = [
     "RequestRefused",
     "RolloutError",
     "RolloutPool",
+    "RolloutRequest",
     "SamplingParams",
     "SteeringFailed",
     "Superseded",
