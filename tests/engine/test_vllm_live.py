@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def worker(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     log = tmp_path_factory.mktemp("vllm-worker") / "worker.log"
     flags = ["--engine", "vllm", "--max-length", "512", "--shutdown-grace", "0"]
-    env = {"PYTHONPATH": str(ROOT / "src")}
+    env = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
     worker = Command(models["one"], log, flags, env, python=KIND.python)
     try:
         up = ("Active", "Failed")

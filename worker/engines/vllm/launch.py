@@ -5,6 +5,7 @@ Everything here blocks for seconds and runs in a thread.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import multiprocessing.resource_tracker
 import os
@@ -157,9 +158,11 @@ def _configure(options: EngineOptions, settings: Settings) -> tuple[Any, bool]:
         )
     if not (options.model / "config.json").is_file():
         raise EngineError(f"{str(options.model)!r} holds no config.json: point to a model folder")
-    args = AsyncEngineArgs.from_cli_args(settings.vllm)
+    # Ours go in before vLLM looks at them: offline it would look for its default model.
+    flags = argparse.Namespace(**vars(settings.vllm))
     for name, value in _arguments(options, settings, cpu=cpu).items():
-        setattr(args, name, value)
+        setattr(flags, name, value)
+    args = AsyncEngineArgs.from_cli_args(flags)
     try:
         config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except (ValueError, NotImplementedError, OSError) as error:
