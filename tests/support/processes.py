@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,23 +53,23 @@ def descendants(pid: int) -> list[Process]:
     return order
 
 
-def open_files(pid: int) -> set[str]:
-    """What a process has open; sockets and pipes bear their numbers."""
+def traces(processes: Iterable[Process]) -> set[str]:
+    """Names that these processes would leave behind: shared memory mapped, sockets bound."""
     found = set()
-    for entry in (PROC / str(pid) / "fd").iterdir():
+    for process in processes:
+        folder = PROC / str(process.pid)
         try:
-            found.add(os.readlink(entry))
-        except FileNotFoundError:
+            maps = (folder / "maps").read_text()
+            open_ = {os.readlink(entry) for entry in (folder / "fd").iterdir()}
+        except (FileNotFoundError, ProcessLookupError):
             continue
-    return found
+        found |= {word for word in maps.split() if word.startswith("/dev/shm/")}
+        found |= {name for name in open_ if name.startswith("/dev/shm/")}
+        found |= {path for inode, path in _bound() if f"socket:[{inode}]" in open_}
+    return {name for name in found if not name.endswith("(deleted)")}
 
 
-def shared_memory() -> set[str]:
-    """Names of the shared-memory segments and files below /dev/shm."""
-    return {str(path) for path in Path("/dev/shm").rglob("*") if not path.is_dir()}
-
-
-def unix_sockets() -> set[str]:
-    """Paths that live unix sockets are bound to, abstract ones included."""
-    lines = (PROC / "net" / "unix").read_text().splitlines()[1:]
-    return {line.split()[7] for line in lines if len(line.split()) > 7}
+def _bound() -> list[tuple[str, str]]:
+    """Inodes and paths of unix sockets in the file system."""
+    rows = [line.split() for line in (PROC / "net" / "unix").read_text().splitlines()[1:]]
+    return [(row[6], row[7]) for row in rows if len(row) > 7 and row[7].startswith("/")]

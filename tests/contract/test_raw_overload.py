@@ -1,0 +1,34 @@
+"""More requests than fit: they wait, and beyond `--max-queue` they are told to come again."""
+
+from __future__ import annotations
+
+from contracts import Served, sound
+from engine_kinds import ROWS
+from waiting import until_sync
+from workers import slug
+
+QUEUE = 8
+LONG = {"max_tokens": 1800, "ignore_eos": True}
+
+
+def test_a_full_queue_is_429(raw_worker: Served) -> None:
+    worker = raw_worker
+    running = worker.busy(ROWS, 1800)
+    waiting = [worker.in_background(lambda: worker.generate(sampling=LONG)) for _ in range(QUEUE)]
+    until_sync(lambda: worker.state()["queued"] == QUEUE, 20, what=f"{QUEUE} to wait")
+    assert worker.state()["in_flight"] == ROWS
+    answer = worker.generate()
+    assert (answer.status_code, slug(answer)) == (429, "queue-full")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert worker.data.get("/health").status_code == 200
+    assert worker.ready(), "a full queue is no reason to leave the Service"
+    assert len(worker.post("abort", all=True).json()["aborted"]) == ROWS + QUEUE
+    made = []
+    for response in [*running(), *(call.result(20) for call in waiting)]:
+        [output] = response.json()["outputs"]
+        sound(output)
+        assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "control")
+        made.append(len(output["token_ids"]))
+    assert made.count(0) >= QUEUE, "who waited made nothing"
+    until_sync(worker.idle, 10, what="the end")
+    assert len(worker.outputs({"max_tokens": 3, "ignore_eos": True})[0]["token_ids"]) == 3

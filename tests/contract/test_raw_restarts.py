@@ -1,0 +1,139 @@
+"""Dead and hung engine processes under load, what they leave behind, and an orderly end.
+
+ROLLOUT_CYCLES=100 repeats the deaths, each of every process in turn; the suite has one of each.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from contracts import Served, made_by, sound
+from engine_kinds import HANG_SECONDS
+from judging import greedy
+from processes import Process, traces
+from reference import Reference
+from waiting import until_sync
+from workers import PROMPT
+
+CYCLES = int(os.environ.get("ROLLOUT_CYCLES", "0"))
+LONG = {"max_tokens": 1500, "ignore_eos": True}
+HELPERS = ("resource_tracker", "forkserver")
+"""Python's own: an engine lives without them."""
+NOTICED_SECONDS = {signal.SIGKILL: 2.0, signal.SIGSTOP: HANG_SECONDS + 3.0}
+
+
+def engine_processes(worker: Served) -> list[Process]:
+    found = [
+        process
+        for process in worker.children()
+        if not any(helper in process.command for helper in HELPERS)
+    ]
+    if worker.kind.in_process:
+        assert not found
+        pytest.skip(
+            f"{worker.kind} runs inside of the worker: its step thread has tests of its own"
+        )
+    assert found
+    return found
+
+
+def fall(worker: Served, victim: Process, how: signal.Signals, judge: Reference) -> None:
+    """End one process below running requests, and see everything that must come of it."""
+    before = worker.state()
+    family = worker.children()
+    left = traces(family)
+    running = worker.busy(6, 1500)
+    began = time.monotonic()
+    os.kill(victim.pid, how)
+    until_sync(lambda: not worker.ready(), NOTICED_SECONDS[how] + 20, what="somebody to notice")
+    noticed = time.monotonic() - began
+    for answer in running():
+        assert answer.status_code == 200, answer.text
+        [output] = answer.json()["outputs"]
+        sound(output)
+        if output["stop_reason"] == "aborted":
+            assert output["abort_reason"] == "engine"
+            if output["logprobs"]:
+                expected = judge.raw_logprobs(PROMPT, output["token_ids"])
+                assert output["logprobs"] == pytest.approx(expected, abs=2e-4)
+    said, slowest = restarted(worker, before["restarts"])
+    after = worker.state()
+    assert after["boot_id"] == before["boot_id"]
+    assert after["restarts"] == before["restarts"] + 1
+    assert after["weights"]["active"] == before["weights"]["active"], "its weights are back"
+    assert len(said) >= 2, f"progress told only {said}"
+    [output] = worker.outputs({"temperature": 0, "max_tokens": 8, "ignore_eos": True})
+    assert greedy(judge, PROMPT, output["token_ids"])
+    assert made_by(output) == [(before["weights"]["active"]["version"], False)]
+    assert not [process for process in family if process.alive]
+    kept = {name for name in left - traces(worker.children()) if os.path.exists(name)}
+    assert not kept, f"left behind: {kept}"
+    assert noticed < NOTICED_SECONDS[how], f"noticed after {noticed:.1f} s"
+    assert slowest < 1, "/health answers also during a restart"
+
+
+def restarted(worker: Served, restarts: int) -> tuple[list[str], float]:
+    """Wait until it serves again; what it said of its progress, and the slowest probe."""
+    said: list[str] = []
+    slowest = 0.0
+
+    def serves() -> bool:
+        nonlocal slowest
+        began = time.monotonic()
+        assert worker.data.get("/health").status_code == 200
+        slowest = max(slowest, time.monotonic() - began)
+        state = worker.state()
+        message = (state["progress"] or {}).get("message")
+        if message and message not in said:
+            said.append(message)
+        return bool(state["serving"] and state["restarts"] > restarts)
+
+    until_sync(serves, worker.kind.start_seconds + 60, what="the restart")
+    return said, slowest
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_an_engine_process_falls(
+    raw_worker: Served, reference: dict[int, Reference], how: signal.Signals
+) -> None:
+    processes = engine_processes(raw_worker)
+    raw_worker.load(2)
+    # Another one each time: the first dies, the innermost hangs.
+    fall(raw_worker, processes[0 if how is signal.SIGKILL else -1], how, reference[2])
+
+
+@pytest.mark.skipif(not CYCLES, reason="set ROLLOUT_CYCLES to a number: each takes a start")
+@pytest.mark.timeout(200 * CYCLES + 100)
+def test_many_falls(raw_worker: Served, reference: dict[int, Reference]) -> None:
+    raw_worker.load(2)
+    for cycle in range(CYCLES):
+        processes = engine_processes(raw_worker)
+        how = (signal.SIGKILL, signal.SIGSTOP)[cycle % 2]
+        fall(raw_worker, processes[cycle // 2 % len(processes)], how, reference[2])
+
+
+def test_starting_told_its_progress(raw_worker: Served) -> None:
+    assert len(raw_worker.said) >= 2, raw_worker.said
+
+
+def test_sigterm_drains_and_exits_0(raw_worker: Served) -> None:
+    """The last one: it ends the worker."""
+    worker = raw_worker
+    family = worker.children()
+    left = traces(family)
+    running = worker.busy(4, 300)
+    worker.terminate()
+    for answer in running():
+        [output] = answer.json()["outputs"]
+        sound(output)
+        assert (output["stop_reason"], len(output["token_ids"])) == ("length", 300)
+    assert worker.process.wait(60) == 0
+    until_sync(lambda: not any(p.alive for p in family), 10, what="the engine's processes")
+    kept = {name for name in left if os.path.exists(name)}
+    assert not kept, f"left behind: {kept}"
+    assert [line["level"] for line in worker.logged() if line["message"] == "stopped"] == ["info"]
