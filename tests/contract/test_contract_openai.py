@@ -1,0 +1,230 @@
+"""OpenAI's routes through OpenAI's own client, on every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import transformers
+
+from contracts import Served
+from judging import greedy
+from reference import Reference
+from tinymodels import TinyModels
+from waiting import until_sync
+from workers import PROMPT
+
+CHAT: Any = [
+    {"role": "system", "content": "be brief"},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "light on "}, {"type": "text", "text": "water"}],
+    },
+]
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
+EXACT: Any = {"temperature": 0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+
+
+@pytest.fixture
+def client(worker: Served) -> Iterator[Any]:
+    http = openai.DefaultHttpxClient(trust_env=False, timeout=60)
+    url = f"{worker.data.base_url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_models: TinyModels) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(tiny_models.model(1))
+
+
+def test_models(client: Any) -> None:
+    [model] = client.models.list().data
+    assert (model.id, model.object) == ("tiny", "model")
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_a_completion_of_ids(client: Any, reference: dict[int, Reference], tokenizer: Any) -> None:
+    raw = client.completions.with_raw_response.create(
+        model="tiny", prompt=PROMPT, max_tokens=12, logprobs=1, **EXACT
+    )
+    answer: Any = raw.parse()
+    [choice] = answer.choices
+    ids = reference[1].greedy(PROMPT, 12)
+    assert choice.token_ids == ids
+    assert choice.prompt_token_ids == PROMPT
+    assert choice.text == tokenizer.decode(ids, skip_special_tokens=True)
+    assert choice.finish_reason == "length"
+    expected = reference[1].raw_logprobs(PROMPT, ids)
+    assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=1e-4)
+    assert choice.logprobs.tokens == [tokenizer.decode([i]) for i in ids]
+    assert answer.usage.model_dump(include={"prompt_tokens", "completion_tokens"}) == {
+        "prompt_tokens": len(PROMPT),
+        "completion_tokens": 12,
+    }
+    [span] = choice.weights
+    assert raw.headers["X-Weights-Version"] == str(span["version"])
+    assert (span["start"], span["end"]) == (0, 12)
+
+
+def test_text_prompts_several_and_n(client: Any, tokenizer: Any) -> None:
+    texts = ["light water", "stone"]
+    answer: Any = client.completions.create(
+        model="tiny", prompt=texts, n=2, max_tokens=3, extra_body={"return_token_ids": True}
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    prompts = [choice.prompt_token_ids for choice in answer.choices]
+    assert prompts == [tokenizer(text)["input_ids"] for text in texts for _ in range(2)]
+    assert len(client.completions.create(model="tiny", prompt="light").choices[0].text) > 0
+
+
+def test_a_streamed_completion_adds_up(client: Any) -> None:
+    asked: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "logprobs": 0, **EXACT}
+    whole: Any = client.completions.create(**asked).choices[0]
+    usage = {"include_usage": True}
+    chunks: list[Any] = list(client.completions.create(stream=True, stream_options=usage, **asked))
+    pieces = [choice for chunk in chunks for choice in chunk.choices]
+    assert len(pieces) > 3
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [i for piece in pieces for i in getattr(piece, "token_ids", [])] == whole.token_ids
+    logprobs = [p for piece in pieces if piece.logprobs for p in piece.logprobs.token_logprobs]
+    assert logprobs == pytest.approx(whole.logprobs.token_logprobs, abs=1e-4)
+    assert [p.finish_reason for p in pieces if p.finish_reason] == ["length"]
+    assert chunks[-1].usage.completion_tokens == 30
+
+
+def test_a_chat(client: Any, reference: dict[int, Reference], tokenizer: Any) -> None:
+    answer: Any = client.chat.completions.create(
+        model="tiny", messages=CHAT, max_completion_tokens=10, logprobs=True, **EXACT
+    )
+    flat = [CHAT[0], {"role": "user", "content": "light on water"}]
+    text = tokenizer.apply_chat_template(flat, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert answer.prompt_token_ids == prompt
+    [choice] = answer.choices
+    assert greedy(reference[1], prompt, choice.token_ids)
+    assert choice.message.role == "assistant"
+    assert choice.message.content == tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+    got = [each.logprob for each in choice.logprobs.content]
+    assert got == pytest.approx(reference[1].raw_logprobs(prompt, choice.token_ids), abs=1e-4)
+    assert answer.usage.total_tokens == len(prompt) + 10
+
+
+def test_a_streamed_chat_adds_up(client: Any) -> None:
+    asked: Any = {"model": "tiny", "messages": CHAT, "max_tokens": 24, "n": 2, **EXACT}
+    whole: Any = client.chat.completions.create(**asked)
+    chunks: list[Any] = list(client.chat.completions.create(stream=True, **asked))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    for choice in whole.choices:
+        mine = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert "".join(c.delta.content or "" for c in mine) == choice.message.content
+        assert [i for c in mine for i in getattr(c, "token_ids", [])] == choice.token_ids
+        assert mine[-1].finish_reason == choice.finish_reason == "length"
+
+
+def test_tools_reach_the_template(client: Any, worker: Served, tokenizer: Any) -> None:
+    assert (worker.able["chat"], worker.able["tool_parser"]) == (True, "hermes")
+    asked: Any = {"model": "tiny", "messages": CHAT, "max_tokens": 2, "tools": [TOOL], **EXACT}
+    answer: Any = client.chat.completions.create(**asked)
+    assert '"name": "add"' in tokenizer.decode(answer.prompt_token_ids)
+    answer = client.chat.completions.create(**asked, tool_choice="none")
+    assert '"name": "add"' not in tokenizer.decode(answer.prompt_token_ids)
+    with pytest.raises(openai.UnprocessableEntityError) as refused:
+        client.chat.completions.create(**asked, tool_choice="required")
+    assert refused.value.param == "tool_choice"
+
+
+def test_stop_strings_are_cut_off_the_text(
+    client: Any, worker: Served, tokenizer: Any, reference: dict[int, Reference]
+) -> None:
+    if not worker.able["stop_strings"]:
+        pytest.skip(f"{worker.kind} declares no stop strings")
+    text = tokenizer.decode(reference[1].greedy(PROMPT, 12), skip_special_tokens=True)
+    stop = text[9:12]
+    asked: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "stop": stop, **EXACT}
+    [choice] = client.completions.create(**asked).choices
+    assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
+    chunks = list(client.completions.create(**asked, stream=True))
+    assert "".join(c.text for chunk in chunks for c in chunk.choices) == choice.text
+
+
+def test_versions_are_asked_for_and_named(client: Any, worker: Served) -> None:
+    worker.load(2)
+    version = worker.state()["weights"]["active"]["version"]
+    asked: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2}
+    met = {"X-Rollout-Min-Version": str(version)}
+    for stream in (False, True):
+        raw = client.completions.with_raw_response.create(**asked, stream=stream, extra_headers=met)
+        assert raw.headers["X-Weights-Version"] == str(version)
+    later = {"X-Rollout-Min-Version": str(version + 1)}
+    with pytest.raises(openai.ConflictError) as refused:
+        client.chat.completions.create(
+            model="tiny", messages=CHAT, max_tokens=2, extra_headers=later
+        )
+    assert refused.value.code == "version-not-met"
+    assert int(refused.value.response.headers["retry-after"]) >= 1
+
+
+def test_an_abort_keeps_its_text(client: Any, worker: Served) -> None:
+    asked: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1800, **EXACT}
+    running = worker.in_background(lambda: client.completions.create(**asked))
+    until_sync(lambda: worker.state()["in_flight"] == 1, what="it to run")
+    worker.post("abort", all=True)
+    choice: Any = running.result(20).choices[0]
+    assert choice.finish_reason == "abort"
+    assert len(choice.token_ids) < 1800
+
+
+def test_errors_have_openais_shape(client: Any, worker: Served) -> None:
+    cases: list[tuple[dict[str, Any], type[openai.APIStatusError], str | None]] = [
+        ({"model": "other"}, openai.NotFoundError, "model"),
+        ({"top_p": 7}, openai.UnprocessableEntityError, "top_p"),
+        ({"prompt": [99999]}, openai.UnprocessableEntityError, "token_ids"),
+        ({"prompt": []}, openai.UnprocessableEntityError, None),
+        ({"logprobs": 5}, openai.UnprocessableEntityError, "logprobs"),
+        ({"extra_body": {"echo": True}}, openai.UnprocessableEntityError, "echo"),
+        ({"extra_body": {"guided_regex": "a+"}}, openai.UnprocessableEntityError, "guided_regex"),
+        ({"max_tokens": 5000}, openai.APIStatusError, None),
+    ]
+    for fields, kind, param in cases:
+        asked: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2, **fields}
+        with pytest.raises(kind) as refused:
+            client.completions.create(**asked)
+        error = refused.value
+        assert error.type == "invalid_request_error"
+        assert error.code
+        if param is not None:
+            assert (error.param or "").startswith(param)
+    worker.post("pause")
+    with pytest.raises(openai.InternalServerError) as paused:
+        client.completions.create(model="tiny", prompt=PROMPT)
+    assert (paused.value.status_code, paused.value.code) == (503, "paused")
+    worker.post("resume")
+
+
+def test_unknown_fields_that_change_nothing_are_ignored(client: Any) -> None:
+    extra: Any = {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"}
+    body = {"whatever": 1, "echo": False, "best_of": 1}
+    answer = client.chat.completions.create(
+        model="tiny", messages=CHAT, max_tokens=2, extra_body=body, **extra
+    )
+    assert answer.choices[0].finish_reason in ("length", "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["answer", "stream"])
+def test_a_client_that_goes_away_aborts(client: Any, worker: Served, stream: bool) -> None:
+    asked: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1800, "n": 8, **EXACT}
+    if stream:
+        with client.completions.create(**asked, stream=True) as chunks:
+            next(iter(chunks))
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            client.completions.create(**asked, timeout=0.7)
+    until_sync(worker.idle, 3, what="the abort")
