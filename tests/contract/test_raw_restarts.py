@@ -6,6 +6,7 @@ ROLLOUT_CYCLES=100 repeats the deaths, each of every process in turn; the suite 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -26,12 +27,14 @@ HELPERS = ("resource_tracker", "forkserver")
 NOTICED_SECONDS = {signal.SIGKILL: 2.0, signal.SIGSTOP: HANG_SECONDS + 3.0}
 
 
+def own(worker: Served) -> list[Process]:
+    """The engine's processes: what Python keeps beside them lives as long as the worker."""
+    helper = re.compile("|".join(HELPERS))
+    return [process for process in worker.children() if not helper.search(process.command)]
+
+
 def engine_processes(worker: Served) -> list[Process]:
-    found = [
-        process
-        for process in worker.children()
-        if not any(helper in process.command for helper in HELPERS)
-    ]
+    found = own(worker)
     if worker.kind.in_process:
         assert not found
         pytest.skip(
@@ -44,7 +47,7 @@ def engine_processes(worker: Served) -> list[Process]:
 def fall(worker: Served, victim: Process, how: signal.Signals, judge: Reference) -> None:
     """End one process below running requests, and see everything that must come of it."""
     before = worker.state()
-    family = worker.children()
+    family = own(worker)
     left = traces(family)
     running = worker.busy(6, 1500)
     began = time.monotonic()
@@ -70,7 +73,7 @@ def fall(worker: Served, victim: Process, how: signal.Signals, judge: Reference)
     assert greedy(judge, PROMPT, output["token_ids"])
     assert made_by(output) == [(before["weights"]["active"]["version"], False)]
     assert not [process for process in family if process.alive]
-    kept = {name for name in left - traces(worker.children()) if os.path.exists(name)}
+    kept = {name for name in left - traces(own(worker)) if os.path.exists(name)}
     assert not kept, f"left behind: {kept}"
     assert noticed < NOTICED_SECONDS[how], f"noticed after {noticed:.1f} s"
     assert slowest < 1, "/health answers also during a restart"
