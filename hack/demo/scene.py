@@ -45,7 +45,7 @@ def local_scene(namespace: str = NAMESPACE, shape: tuple[str, ...] = SHAPE) -> S
         preflight.root("the demo's cluster")
         debian.ensure(debian.NODE_PACKAGES)
         preflight.real_nodes()
-        build.build()
+        build.build(without=("kwok",))  # minutes, for what only tests need
         cluster = Cluster.start(DEFAULT_NAME, nodes=1, gpus=0)
         stage.environment |= cluster.environment()
         stage.run("kubectl", "get", "nodes", show=True)

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,8 +94,8 @@ COMPONENTS = (
 KWOK_MODULE = "sigs.k8s.io/kwok@v0.8.0"
 
 
-def build(names: Sequence[str] = ()) -> None:
-    """Build what is missing or outdated, of all components or of those named.
+def build(names: Sequence[str] = (), *, without: Collection[str] = ()) -> None:
+    """Build what is missing or outdated, of all components or of those named, `without` some.
 
     Raises:
         ClusterError: the surroundings don't allow it, or a build failed.
@@ -106,11 +106,12 @@ def build(names: Sequence[str] = ()) -> None:
         raise ClusterError(f"unknown component {unknown[0]!r}: one of {', '.join(known)}")
     preflight.writable_cache()
     with exclusive("build"):
-        _build(known, names)
+        _build(known, names, without)
 
 
-def _build(known: Mapping[str, Component], names: Sequence[str]) -> None:
+def _build(known: Mapping[str, Component], names: Sequence[str], without: Collection[str]) -> None:
     wanted = [known[name] for name in names] or list(COMPONENTS)
+    wanted = [component for component in wanted if component.name not in without]
     outdated = [component for component in wanted if not component.is_current()]
     if outdated:
         preflight.go()
