@@ -19,6 +19,7 @@ from .results import Options, Result
 
 NAMES = (
     *("startup", "reaction", "reconcile", "polling", "conversation", "hf", "hfupdates", "vllm"),
+    "sglang",
     *("balancer", "client"),
 )
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"

@@ -92,8 +92,11 @@ class Desk:
             self._bridge.send("abort", rids=rids)
 
     def hold(self) -> None:
-        """Post nothing more."""
+        """Post nothing more, and take back what the child has not begun."""
         self._hold = True
+        for rid, stream in list(self._posted.items()):
+            if stream is not None and not stream.produced:
+                self._again(rid, stream)
 
     async def pause(self) -> None:
         """Return once the child makes no step."""
@@ -123,7 +126,7 @@ class Desk:
                 stream.switch(made, weights, stale=keep)
 
     def _again(self, rid: str, stream: Stream) -> None:
-        """Queue what has made nothing anew: it must not share KV of the former weights."""
+        """Queue what has made nothing anew; it belongs to the weights of the time it begins."""
         self._posted[rid] = None
         self._bridge.send("abort", rids=[rid])
         stream.rid = None
@@ -146,14 +149,15 @@ class Desk:
 
     @property
     def running(self) -> frozenset[str]:
-        """Ids of the requests that the child works on."""
+        """Ids of the requests that have made a token."""
         live = (stream for stream in self._posted.values() if stream is not None)
-        return frozenset(stream.request.request_id for stream in live)
+        return frozenset(stream.request.request_id for stream in live if stream.produced)
 
     @property
     def queued(self) -> int:
-        """How many requests wait."""
-        return sum(not stream.done for stream in self._queue)
+        """How many requests wait, here or for their first token."""
+        posted = sum(s is not None and not s.produced for s in self._posted.values())
+        return posted + sum(not stream.done for stream in self._queue)
 
     def stuck(self, deadline: float) -> str | None:
         """Say so if requests run and nothing has come of them for too long."""

@@ -143,6 +143,9 @@ class _Server:
 
     async def _do_abort(self, rids: list[str]) -> None:
         for rid in rids:
+            state = self._manager.rid_to_state.get(rid)
+            if state is not None:
+                state.abort_sent = False  # what was running then may wait in the queue now
             self._manager.abort_request(rid)
 
     async def _do_pause(self, mode: str) -> dict[str, int]:
