@@ -3,7 +3,8 @@
 The worker (`service.py`) owns everything a trainer can see: lifecycle, holds, admission, version
 floors, in-flight policies, authentication. An engine owns the model: it makes tokens, stamps each
 with the weights that made it, and swaps weights at a step boundary. An adapter for another engine
-implements `Engine` and is added to `engines/__init__.py`; nothing else changes.
+implements `Engine` and is added to `engines/__init__.py`; docs/engines.md tells how, and
+`tests/contract` what it has to pass.
 
 All methods are called from one asyncio loop; none may block it. Unless said otherwise a method is
 idempotent and safe to call concurrently with running generations.
@@ -164,7 +165,10 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Abort what runs (reason `engine`), free everything, leave no process behind."""
+        """Abort what runs (reason `engine`), free everything, leave no process behind.
+
+        Works on an engine that is dead, hung or half started, too.
+        """
         ...
 
     def validate(self, request: EngineRequest) -> None:
@@ -238,10 +242,10 @@ class Engine(Protocol):
         ...
 
     async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
-        """Give memory back; called while paused and with nothing running if `weights` is meant.
+        """Give memory back, for real; called while paused, perhaps with frozen requests.
 
-        Level 1 keeps the weights' values elsewhere, level 2 drops them. Running requests that
-        lose their KV are prefilled again after waking.
+        Level 1 keeps the weights' values elsewhere, level 2 drops them. Frozen requests whose KV
+        is lost are prefilled again after waking. Giving back what is given back changes nothing.
         """
         ...
 
@@ -261,7 +265,11 @@ class Engine(Protocol):
         ...
 
     def alive(self) -> str | None:
-        """Return None while the engine makes progress or idles, else what is wrong."""
+        """Return None while the engine makes progress or idles, else what is wrong.
+
+        Asked twice a second: answers from memory. Wrong is a dead process, and a step that runs
+        longer than the engine's step deadline; time that a request waits is not.
+        """
         ...
 
     def metrics(self) -> str:
@@ -269,5 +277,5 @@ class Engine(Protocol):
         ...
 
     def decode(self, token_ids: Collection[int]) -> str:
-        """Text of token ids; for stop strings, logs and the OpenAI routes."""
+        """Text of token ids without special ones, for people; OpenAI's routes have their own."""
         ...
