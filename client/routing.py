@@ -25,8 +25,8 @@ class Lease:
         self.heard_at = time.monotonic()
         self._scope: asyncio.Timeout | None = None
 
-    def watch(self, scope: asyncio.Timeout) -> None:
-        """Say which timeout ends the attempt."""
+    def watch(self, scope: asyncio.Timeout | None) -> None:
+        """Say which timeout ends the attempt; None: it has ended."""
         self._scope = scope
         self.heard()
 

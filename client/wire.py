@@ -68,11 +68,14 @@ async def attempt(
             lease.watch(scope)
             return await _exchange(client, lease, request, take)
     except TimeoutError:
+        # Its own deadline, or cut off from outside.
         raise Broken(lease.cut or f"no end within {seconds:.1f} s") from None
     except httpx.HTTPError as error:
         raise Broken(f"{type(error).__name__}: {error}".rstrip(": ")) from error
     except (BadDelta, ValidationError, ValueError) as error:
         raise Broken(f"it sent what can't be used: {str(error)[:300]}") from error
+    finally:
+        lease.watch(None)
 
 
 async def _exchange(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -306,6 +307,32 @@ async def test_a_silent_worker_that_is_dead_is_left(worker: Script) -> None:
     async with AsyncRolloutPool.from_urls([url], silent_seconds=0.2) as pool:
         result = await asyncio.wait_for(pool.generate(PROMPT), 10)
     assert "silent" in result.attempts[0].cause
+
+
+async def test_a_stream_that_ends_while_its_worker_is_asked_is_not_cut(
+    worker: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = asyncio.Event()
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asked.wait()
+        return await tokens([1], "stop")(request, body)
+
+    async def health(request: web.Request) -> web.StreamResponse:
+        asked.set()
+        await until(lambda: ended, what="the generation to end")
+        return web.json_response({}, status=503)
+
+    worker.steps = [slow]
+    worker.server.answers["GET", "/health"] = health
+    ended: list[GenerateResult] = []
+    url = worker.server.url
+    async with AsyncRolloutPool.from_urls([url], silent_seconds=0.2) as pool:
+        ended.append(await pool.generate(PROMPT))
+        await asyncio.sleep(0.3)
+        gc.collect()
+    assert len(ended[0].attempts) == 1
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
 async def test_the_pools_floor_is_sent_unless_the_request_has_bounds(
