@@ -21,7 +21,7 @@ def ended_by(answer: httpx.Response, reason: str) -> list[Output]:
     for output in outputs:
         sound(output)
         assert (output["stop_reason"], output["abort_reason"]) == ("aborted", reason)
-        assert 0 < len(output["token_ids"]) < 1800
+        assert len(output["token_ids"]) < 1800
     return outputs
 
 
@@ -30,10 +30,11 @@ def test_an_abort_keeps_tokens_and_logprobs(
 ) -> None:
     running = worker.long("a", sampling={**LONG, "n": 2})
     other = worker.long("other", sampling={**LONG, "max_tokens": 600, "temperature": 0})
-    time.sleep(0.3)
+    worker.makes(50)
     answer = worker.post("abort", request_ids=["a", "nobody"])
     assert answer.json() == {"aborted": ["a"], "unknown": ["nobody"]}
     for output in ended_by(running.result(20), "control"):
+        assert output["token_ids"]
         expected = reference[1].raw_logprobs(PROMPT, output["token_ids"])
         assert output["logprobs"] == pytest.approx(expected, abs=1e-4)
     [rest] = other.result(60).json()["outputs"]
@@ -43,7 +44,7 @@ def test_an_abort_keeps_tokens_and_logprobs(
 
 def test_abort_all(worker: Served) -> None:
     running = [worker.long(f"a{i}", sampling=LONG) for i in range(5)]
-    time.sleep(0.3)
+    worker.makes(50)
     answer = worker.post("abort", all=True).json()
     assert sorted(answer["aborted"]) == [f"a{i}" for i in range(5)]
     for each in running:

@@ -38,14 +38,14 @@ def level_of(worker: Served, level: int) -> int:
 @pytest.mark.parametrize("mode", ["drain", "abort", "keep"])
 def test_pause_and_resume(worker: Served, reference: dict[int, Reference], mode: str) -> None:
     running = [worker.long(f"r{n}", sampling=LONG) for n in range(3)]
-    time.sleep(0.3)
+    worker.makes(20)
     state = worker.post("pause", mode=mode, deadline_seconds=60).json()
     assert (state["lifecycle"], state["serving"]) == ("Paused", False)
     refused(worker, "paused")
     if mode == "keep":
-        before = _made(worker)
+        before = worker.made()
         time.sleep(0.5)
-        assert _made(worker) == before, "no token is made while paused"
+        assert worker.made() == before, "no token is made while paused"
         assert not any(each.done() for each in running)
     else:
         assert state["in_flight"] == 0
@@ -60,13 +60,6 @@ def test_pause_and_resume(worker: Served, reference: dict[int, Reference], mode:
             assert (output["stop_reason"], len(output["token_ids"])) == ("length", 500)
         assert is_greedy(reference[1], PROMPT, output["token_ids"])
         assert {stale for _, stale in made_by(output)} <= {False}
-
-
-def _made(worker: Served) -> float:
-    for line in worker.data.get("/metrics").text.splitlines():
-        if line.startswith("rollout_worker_generated_tokens_total "):
-            return float(line.rpartition(" ")[2])
-    raise AssertionError("no such metric")
 
 
 def test_an_abort_reaches_what_a_pause_froze(worker: Served) -> None:
@@ -127,7 +120,7 @@ def test_what_sleep_keeps_goes_on_after_waking(
 ) -> None:
     level = level_of(worker, level)
     running = worker.long("r", sampling=LONG)
-    time.sleep(0.3)
+    worker.makes(20)
     answer = worker.post("sleep", level=level, mode="keep", deadline_seconds=1)
     assert answer.status_code == 200, answer.text
     assert worker.post("wake").json()["lifecycle"] == "Active"

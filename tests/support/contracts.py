@@ -56,9 +56,11 @@ class Served(Command):
             python=kind.python,
             token="operator",
         )
+        for each in (self.data, self.control):
+            each.timeout = httpx.Timeout(180)  # a full machine may be slow, and so be right
         headers = {"Authorization": "Bearer trainer"}
         self.trainer = httpx.Client(
-            base_url=self.control.base_url, timeout=60, headers=headers, trust_env=False
+            base_url=self.control.base_url, timeout=180, headers=headers, trust_env=False
         )
         self.said: list[str] = []
         """Distinct messages of progress while it started."""
@@ -155,6 +157,18 @@ class Served(Command):
             what=f"{count} requests to run",
         )
         return lambda: [future.result(120) for future in started]
+
+    def made(self) -> float:
+        """Tokens that this process has generated so far."""
+        for line in self.data.get("/metrics").text.splitlines():
+            if line.startswith("rollout_worker_generated_tokens_total "):
+                return float(line.rpartition(" ")[2])
+        raise AssertionError("no metric of generated tokens")
+
+    def makes(self, tokens: int) -> None:
+        """Wait until so many more tokens were made: a busy machine may take its time."""
+        upto = self.made() + tokens
+        until_sync(lambda: self.made() >= upto, 30, what=f"{tokens} tokens")
 
     # Between tests.
 
