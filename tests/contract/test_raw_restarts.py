@@ -76,7 +76,7 @@ def fall(worker: Served, victim: Process, how: signal.Signals, judge: Reference)
     kept = {name for name in left - traces(own(worker)) if os.path.exists(name)}
     assert not kept, f"left behind: {kept}"
     assert noticed < NOTICED_SECONDS[how], f"noticed after {noticed:.1f} s"
-    assert slowest < 1, "/health answers also during a restart"
+    assert slowest < 5, "/health answers also during a restart, on a full machine"
 
 
 def restarted(worker: Served, restarts: int) -> tuple[list[str], float]:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rollout_worker import processes
 from rollout_worker.engine import (
@@ -40,7 +40,7 @@ from rollout_worker.schemas import (
 )
 from rollout_worker.weights import ReadCancelled
 
-from . import launch, settings
+from . import launch, leftovers, settings
 from .gate import Gate
 from .intake import check
 from .labels import Labels
@@ -72,6 +72,7 @@ class VllmEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         launch.prepare_environment()
+        leftovers.prepare()
         self._options = options
         self._settings = settings.parse(options.args)
         self._parts: _Parts | None = None
@@ -108,7 +109,7 @@ class VllmEngine:
             async with asyncio.timeout(WARM_UP_SECONDS):
                 await parts.traffic.warm_up()
         except (EngineCrashed, TimeoutError) as error:
-            await asyncio.to_thread(_shut_down, launched.llm, launched.processes)
+            await asyncio.to_thread(_shut_down, launched, launched.processes)
             raise EngineError(f"vLLM started, but can't generate: {error}") from error
         self._parts = parts
         model = launched.model
@@ -161,12 +162,14 @@ class VllmEngine:
         await parts.versions.close()
         mine = parts.launched.processes
         mine |= {p for known in mine for p in processes.descendants(known.pid)}
-        await asyncio.to_thread(_shut_down, parts.launched.llm, mine)
+        await asyncio.to_thread(_shut_down, parts.launched, mine)
 
     async def _end_start(self) -> None:
         """End what was started so far; without its processes a start fails at once."""
         began = processes.descendants(os.getpid()) - self._before
+        shared = leftovers.segments(began)
         await asyncio.to_thread(processes.end, began, float(STOP_SECONDS))
+        await asyncio.to_thread(leftovers.remove, shared)
 
     def validate(self, request: EngineRequest) -> None:
         """See `Engine.validate`."""
@@ -280,15 +283,17 @@ class VllmEngine:
         self._ended = self._ended or why
 
 
-def _shut_down(llm: Any, mine: set[processes.Process]) -> None:
+def _shut_down(launched: launch.Launched, mine: set[processes.Process]) -> None:
     """End vLLM and whatever it left; blocks."""
+    shared = launched.segments | leftovers.segments(mine)
     try:
-        llm.shutdown(timeout=STOP_SECONDS)
+        launched.llm.shutdown(timeout=STOP_SECONDS)
     except Exception:  # whatever it was, its processes are ended below
         logger.exception("vLLM did not shut down in order")
     left = processes.end(mine, float(STOP_SECONDS))
     if left:
         logger.error("processes of vLLM do not end: %s", sorted(p.pid for p in left))
+    leftovers.remove(shared)
 
 
 def _capabilities(kind: LogprobsOf, *, seed: bool, strings: bool, cache: bool) -> Capabilities:

@@ -23,6 +23,7 @@ from rollout_worker.schemas import Progress
 
 from . import model as models
 from .intake import Model
+from .leftovers import segments
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Steps:
 class Launched:
     """A running vLLM and what it serves.
 
-    `processes`: all that it started. `vital`: its core and workers, none of which may end.
+    `processes`: all that it started, `segments`: the shared memory that they map. `vital`: its core and workers, none of which may end.
     """
 
     llm: Any
@@ -66,6 +67,7 @@ class Launched:
     version: str
     cpu: bool
     processes: set[Process]
+    segments: set[str]
     vital: set[Process]
 
 
@@ -134,6 +136,7 @@ def launch(
         version=str(vllm.__version__),
         cpu=cpu,
         processes=processes,
+        segments=segments(processes),
         vital={process for process in processes if process.title().startswith(TITLE)},
     )
 
