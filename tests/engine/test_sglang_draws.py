@@ -11,7 +11,7 @@ import torch
 
 from engines import request
 from rollout_worker.engine import EngineRequest
-from rollout_worker.engines.hf.stopping import stop_ids
+from rollout_worker.engines.fitting import stop_ids
 from rollout_worker.engines.sglang.draws import Row, Rows, draw, uniform
 from rollout_worker.engines.sglang.streams import child_request
 from rollout_worker.schemas import WeightsId

@@ -31,6 +31,7 @@ from rollout_worker.engine import (
     StageProgress,
 )
 from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.slot import in_thread
 from rollout_worker.schemas import (
     AbortReason,
     MemoryTag,
@@ -48,7 +49,6 @@ from .intake import check, decode, sequence_of
 from .loading import Loaded, load
 from .memory import release_freed
 from .parts import Parts, assemble, capabilities
-from .versions import in_thread
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from rollout_worker.engine import EngineDelta, EngineRequest, InvalidRequest
+from rollout_worker.engines.fitting import check_fits, stop_ids
 
 from .loading import Loaded
 from .processing import SamplerState
 from .sequence import Sequence
-from .stopping import StopChecker, stop_ids
+from .stopping import StopChecker
 
 
 def check(request: EngineRequest, loaded: Loaded) -> None:
@@ -20,46 +21,17 @@ def check(request: EngineRequest, loaded: Loaded) -> None:
     Raises:
         InvalidRequest: names the field and the fix.
     """
-    sampling, vocab = request.sampling, loaded.vocab_size
-    _check_ids("token_ids", request.token_ids, vocab)
-    _check_ids("sampling.logit_bias", sampling.logit_bias, vocab)
-    _check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids or (), vocab)
-    _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, vocab)
-    if not request.token_ids:
-        raise InvalidRequest("token_ids", "the prompt is empty: give at least one token id")
-    needed = len(request.token_ids) + (sampling.max_tokens or 1)
-    if needed > loaded.max_length:
-        raise InvalidRequest(
-            "sampling.max_tokens",
-            f"prompt and max_tokens need {needed} tokens, the maximum length is "
-            f"{loaded.max_length}: shorten the prompt or lower max_tokens",
-            status=413,
-        )
-    if sampling.stop and loaded.tokenizer is None:
-        raise InvalidRequest(
-            "sampling.stop",
-            "the model has no tokenizer to find stop strings with: use stop_token_ids",
-        )
+    check_fits(
+        request,
+        vocab_size=loaded.vocab_size,
+        max_length=loaded.max_length,
+        eos=loaded.eos_token_ids,
+        text=loaded.tokenizer is not None,
+    )
     if request.cache_salt is not None:
         raise InvalidRequest(
             "cache_salt", "the hf engine has no prefix cache to salt: leave cache_salt out"
         )
-    if sampling.min_tokens and sampling.allowed_token_ids is not None:
-        stops = stop_ids(sampling, loaded.eos_token_ids)
-        if stops.issuperset(sampling.allowed_token_ids):
-            raise InvalidRequest(
-                "sampling.allowed_token_ids",
-                "min_tokens forbids every allowed id, as all of them end the output: allow "
-                "another id or set min_tokens to 0",
-            )
-
-
-def _check_ids(field: str, ids: Iterable[int], vocab: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab:
-            raise InvalidRequest(
-                field, f"token id {token} is not in the vocabulary: use 0 to {vocab - 1}"
-            )
 
 
 def sequence_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rollout_worker.engines.fitting import stop_ids
 from rollout_worker.schemas import SamplingParams, StopMatch, StopReason
 
 Verdict = tuple[StopReason, StopMatch | None]
@@ -15,12 +16,6 @@ MAX_OPEN = 16
 """Tokens after which text that never becomes whole is taken as it is."""
 BROKEN = "\ufffd"
 """What bytes decode to that are no character, or none yet."""
-
-
-def stop_ids(sampling: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
-    """Return the ids that end an output of this request."""
-    named = frozenset(sampling.stop_token_ids)
-    return named if sampling.ignore_eos else named | eos
 
 
 class TextTail:

@@ -11,12 +11,12 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from rollout_worker import weights
 from rollout_worker.engine import EngineError, KvPolicy, StagedInfo, StageProgress, WeightsRejected
+from rollout_worker.engines.slot import StagingSlot, in_thread
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId, WeightsSource
 
 from .core import Core
@@ -27,29 +27,6 @@ from .thread import StepThread
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-async def in_thread(work: Callable[[Callable[[], bool]], T], cancel: threading.Event) -> T:
-    """Run `work(cancelled)` in a thread; a cancelled caller makes it give up."""
-    future = asyncio.get_running_loop().run_in_executor(None, work, cancel.is_set)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        cancel.set()
-        await asyncio.wait([future])
-        if not future.cancelled():
-            future.exception()  # looked at: a thread that gave up is no unheard error
-        raise
-
-
-@dataclass(slots=True)
-class _Slot:
-    """The staging slot: first a reading thread, then what it read."""
-
-    identity: WeightsId
-    cancel: threading.Event = field(default_factory=threading.Event)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    staged: Staged | None = None
 
 
 class Versions:
@@ -71,7 +48,7 @@ class Versions:
         self._thread = thread
         self._checkpoint = checkpoint
         self._roots = roots
-        self._slot: _Slot | None = None
+        self._slot: StagingSlot[Staged] = StagingSlot()
         self._lock = asyncio.Lock()
         self._away: set[MemoryTag] = set()
 
@@ -79,23 +56,7 @@ class Versions:
         self, identity: WeightsId, source: WeightsSource, progress: StageProgress
     ) -> StagedInfo:
         """See `Engine.stage`."""
-        while self._slot is not None:
-            await self.discard()
-        slot = self._slot = _Slot(identity)
-        try:
-            staged = await self._read(source, progress, slot.cancel)
-            if self._slot is not slot:  # discarded just after the last look at `cancel`
-                raise weights.ReadCancelled
-            slot.staged = staged
-        except weights.ReadCancelled:
-            raise WeightsRejected(
-                f"staging {identity} was given up: a discard or a later stage took its place"
-            ) from None
-        finally:
-            slot.ended.set()
-            if slot.staged is None and self._slot is slot:
-                self._slot = None
-        return StagedInfo(staged.root_hash, staged.bytes_total)
+        return await self._slot.fill(identity, lambda cancel: self._read(source, progress, cancel))
 
     async def _read(
         self, source: WeightsSource, progress: StageProgress, cancel: threading.Event
@@ -109,29 +70,21 @@ class Versions:
 
     async def discard(self) -> None:
         """See `Engine.discard`."""
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            slot.cancel.set()
-            await slot.ended.wait()
-            slot.staged = None
+        await self._slot.discard()
 
     async def commit(self, identity: WeightsId, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
         async with self._lock:
             if "weights" in self._away:
                 raise EngineError("the weights are asleep: wake them before the commit")
-            slot = self._slot
-            if slot is None or slot.identity != identity or slot.staged is None:
-                raise WeightsRejected(f"weights {identity} are not staged: stage them first")
-            staged = slot.staged
+            staged = self._slot.holds(identity)
 
             def flip() -> None:
                 self._memory.swap(staged, pin=kv == "pin")
                 self._core.commit(identity, kv)
 
             await self._command(flip)
-            if self._slot is slot:
-                self._slot = None
+            self._slot.empty(staged)
 
     async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
         """See `Engine.sleep`."""
@@ -209,7 +162,7 @@ class Versions:
 
     def resident_bytes(self) -> dict[MemoryTag, int]:
         """Return what is held, staged weights included."""
-        staged = self._slot.staged if self._slot else None
+        staged = self._slot.content
         held = self._memory.nbytes + (staged.nbytes if staged else 0)
         return {"weights": held, "kv_cache": self._kv.nbytes}
 

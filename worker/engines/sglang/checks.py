@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from rollout_worker.engine import EngineRequest, InvalidRequest
-from rollout_worker.engines.hf.stopping import stop_ids
+from rollout_worker.engine import EngineRequest
+from rollout_worker.engines.fitting import check_fits
 from rollout_worker.schemas import Capabilities
 
 from .model import Model
@@ -18,42 +18,13 @@ def check(request: EngineRequest, model: Model) -> None:
     Raises:
         InvalidRequest: names the field and the fix.
     """
-    sampling, vocab = request.sampling, model.vocab_size
-    _check_ids("token_ids", request.token_ids, vocab)
-    _check_ids("sampling.logit_bias", sampling.logit_bias, vocab)
-    _check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids or (), vocab)
-    _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, vocab)
-    if not request.token_ids:
-        raise InvalidRequest("token_ids", "the prompt is empty: give at least one token id")
-    needed = len(request.token_ids) + (sampling.max_tokens or 1)
-    if needed > model.max_length:
-        raise InvalidRequest(
-            "sampling.max_tokens",
-            f"prompt and max_tokens need {needed} tokens, the maximum length is "
-            f"{model.max_length}: shorten the prompt or lower max_tokens",
-            status=413,
-        )
-    if sampling.stop and model.tokenizer is None:
-        raise InvalidRequest(
-            "sampling.stop",
-            "the model has no tokenizer to find stop strings with: use stop_token_ids",
-        )
-    if sampling.min_tokens and sampling.allowed_token_ids is not None:
-        stops = stop_ids(sampling, model.eos_token_ids)
-        if stops.issuperset(sampling.allowed_token_ids):
-            raise InvalidRequest(
-                "sampling.allowed_token_ids",
-                "min_tokens forbids every allowed id, as all of them end the output: allow "
-                "another id or set min_tokens to 0",
-            )
-
-
-def _check_ids(field: str, ids: Iterable[int], vocab: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab:
-            raise InvalidRequest(
-                field, f"token id {token} is not in the vocabulary: use 0 to {vocab - 1}"
-            )
+    check_fits(
+        request,
+        vocab_size=model.vocab_size,
+        max_length=model.max_length,
+        eos=model.eos_token_ids,
+        text=model.tokenizer is not None,
+    )
 
 
 def capabilities(*, tokenizer: bool, facts: Mapping[str, Any]) -> Capabilities:

@@ -24,7 +24,7 @@ from rollout_worker.engine import (
     StageProgress,
 )
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.hf.versions import in_thread
+from rollout_worker.engines.slot import in_thread
 from rollout_worker.schemas import (
     CHECKPOINT,
     AbortReason,

@@ -13,7 +13,6 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from rollout_worker.engine import (
     WeightsRejected,
 )
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.hf.versions import in_thread
+from rollout_worker.engines.slot import StagingSlot, in_thread
 from rollout_worker.schemas import CHECKPOINT, MemoryTag, Resident, WeightsId, WeightsSource
 
 from .bridge import Bridge, CallFailed
@@ -37,16 +36,6 @@ from .staging import Staged, stage
 
 TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 FIX = "enable SGLang's memory saver (on by default on a GPU)"
-
-
-@dataclass(slots=True)
-class _Slot:
-    """The staging slot: first a reading thread, then what it read."""
-
-    identity: WeightsId
-    cancel: threading.Event = field(default_factory=threading.Event)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    staged: Staged | None = None
 
 
 class Versions:
@@ -68,7 +57,7 @@ class Versions:
         self._desk = desk
         self._facts = facts
         self._give_up = give_up
-        self._slot: _Slot | None = None
+        self._slot: StagingSlot[Staged] = StagingSlot(Staged.close)
         self._lock = asyncio.Lock()
         self._away: set[MemoryTag] = set()
         self._spill: _Spill | None = None
@@ -79,24 +68,7 @@ class Versions:
         self, identity: WeightsId, source: WeightsSource, progress: StageProgress
     ) -> StagedInfo:
         """See `Engine.stage`."""
-        while self._slot is not None:
-            await self.discard()
-        slot = self._slot = _Slot(identity)
-        try:
-            staged = await self._read(source, progress, slot.cancel)
-            if self._slot is not slot:  # discarded just after the last look at `cancel`
-                staged.close()
-                raise weights.ReadCancelled
-            slot.staged = staged
-        except weights.ReadCancelled:
-            raise WeightsRejected(
-                f"staging {identity} was given up: a discard or a later stage took its place"
-            ) from None
-        finally:
-            slot.ended.set()
-            if slot.staged is None and self._slot is slot:
-                self._slot = None
-        return StagedInfo(staged.root_hash, staged.bytes_total)
+        return await self._slot.fill(identity, lambda cancel: self._read(source, progress, cancel))
 
     async def _read(
         self, source: WeightsSource, progress: StageProgress, cancel: threading.Event
@@ -112,31 +84,21 @@ class Versions:
 
     async def discard(self) -> None:
         """See `Engine.discard`."""
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            slot.cancel.set()
-            await slot.ended.wait()
-            if slot.staged is not None:
-                slot.staged.close()
-                slot.staged = None
+        await self._slot.discard()
 
     async def commit(self, identity: WeightsId, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
         async with self._lock:
             if "weights" in self._away:
                 raise EngineError("the weights are asleep: wake them before the commit")
-            slot = self._slot
-            if slot is None or slot.identity != identity or slot.staged is None:
-                raise WeightsRejected(f"weights {identity} are not staged: stage them first")
-            staged = slot.staged
+            staged = self._slot.holds(identity)
             keep = kv == "keep" and "kv_cache" not in self._away
             async with self._whole("the commit"):
                 await self._desk.rest("in_place" if keep else "retract")
                 await self._load(staged, str(identity), flush=not keep)
             self.identity, self._root_hash = identity, staged.root_hash
             self._desk.switched(identity, keep=keep)
-            if self._slot is slot:
-                self._slot = None
+            self._slot.empty(staged)
             await asyncio.to_thread(staged.close)
 
     async def _load(self, staged: Staged, version: str | None, *, flush: bool) -> None:
@@ -225,7 +187,7 @@ class Versions:
     def resident_bytes(self) -> dict[MemoryTag, int]:
         """Return what is held, staged weights included; SGLang's own figure for the KV cache."""
         here = self.resident()
-        staged = self._slot.staged if self._slot else None
+        staged = self._slot.content
         held = (self._model.bytes_total if here.weights else 0) + (staged.nbytes if staged else 0)
         gigabytes = self._facts["memory"].get("kvcache") or 0
         return {"weights": held, "kv_cache": int(gigabytes * (1 << 30)) if here.kv_cache else 0}

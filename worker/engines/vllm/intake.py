@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from rollout_worker.engine import EngineRequest, InvalidRequest
-from rollout_worker.schemas import SamplingParams
+from rollout_worker.engines.fitting import check_fits, stop_ids
 
 LEAST_TEMPERATURE = 0.01
 """Below, vLLM silently takes this one; 0 is greedy."""
@@ -33,52 +32,19 @@ def check(request: EngineRequest, model: Model) -> None:
     Raises:
         InvalidRequest: names the field and the fix.
     """
-    sampling = request.sampling
-    if not request.token_ids:
-        raise InvalidRequest("token_ids", "the prompt is empty: give at least one token id")
-    _check_ids("token_ids", request.token_ids, model.vocab_size)
-    _check_ids("sampling.logit_bias", sampling.logit_bias, model.vocab_size)
-    _check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids or (), model.vocab_size)
-    _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, model.vocab_size)
-    needed = len(request.token_ids) + (sampling.max_tokens or 1)
-    if needed > model.max_length:
-        raise InvalidRequest(
-            "sampling.max_tokens",
-            f"prompt and max_tokens need {needed} tokens, the maximum length is "
-            f"{model.max_length}: shorten the prompt or lower max_tokens",
-            status=413,
-        )
-    _check_sampling(sampling, stop_ids(sampling, model.eos))
-
-
-def _check_sampling(sampling: SamplingParams, stops: frozenset[int]) -> None:
-    if 0 < sampling.temperature < LEAST_TEMPERATURE:
+    check_fits(
+        request,
+        vocab_size=model.vocab_size,
+        max_length=model.max_length,
+        eos=model.eos,
+        text=model.tokenizer is not None,
+    )
+    if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
         raise InvalidRequest(
             "sampling.temperature",
             f"vLLM draws nothing between 0 and {LEAST_TEMPERATURE}: use 0 (greedy) or at least "
             f"{LEAST_TEMPERATURE}",
         )
-    allowed = sampling.allowed_token_ids
-    if sampling.min_tokens and allowed is not None and stops.issuperset(allowed):
-        raise InvalidRequest(
-            "sampling.allowed_token_ids",
-            "min_tokens forbids every allowed id, as all of them end the output: allow "
-            "another id or set min_tokens to 0",
-        )
-
-
-def _check_ids(field: str, ids: Iterable[int], vocab: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab:
-            raise InvalidRequest(
-                field, f"token id {token} is not in the vocabulary: use 0 to {vocab - 1}"
-            )
-
-
-def stop_ids(sampling: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
-    """Return the ids that end an output of this request."""
-    named = frozenset(sampling.stop_token_ids)
-    return named if sampling.ignore_eos else named | eos
 
 
 def translate(request: EngineRequest, model: Model) -> Any:

@@ -12,7 +12,7 @@ import logging
 import tempfile
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +26,7 @@ from rollout_worker.engine import (
     StageProgress,
     WeightsRejected,
 )
+from rollout_worker.engines.slot import StagingSlot, in_thread
 from rollout_worker.schemas import Checkpoint, MemoryTag, Resident, WeightsId, WeightsSource
 
 from .blobs import Blob
@@ -38,19 +39,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-async def in_thread(work: Callable[[Callable[[], bool]], T], cancel: threading.Event) -> T:
-    """Run `work(cancelled)` in a thread; a cancelled caller makes it give up."""
-    future = asyncio.get_running_loop().run_in_executor(None, work, cancel.is_set)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        cancel.set()
-        await asyncio.wait([future])
-        if not future.cancelled():
-            future.exception()  # looked at: a thread that gave up is no unheard error
-        raise
-
-
 @dataclass(slots=True)
 class Staged:
     """A verified version in a blob."""
@@ -59,16 +47,6 @@ class Staged:
     source: WeightsSource
     root_hash: str
     bytes_total: int
-
-
-@dataclass(slots=True)
-class _Slot:
-    """The staging slot: first a reading thread, then what it read."""
-
-    identity: WeightsId
-    cancel: threading.Event = field(default_factory=threading.Event)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    staged: Staged | None = None
 
 
 class Versions:
@@ -95,7 +73,7 @@ class Versions:
         self._bytes = open_source(checkpoint).bytes_total
         self._root_hash = launched.root_hash
         self._source = WeightsSource(checkpoint=Checkpoint())
-        self._slot: _Slot | None = None
+        self._slot: StagingSlot[Staged] = StagingSlot(lambda staged: staged.blob.close())
         self._spill: Staged | None = None
         self._dropped = False  # the sleeping weights have no copy (level 2)
         self._lock = asyncio.Lock()
@@ -104,24 +82,7 @@ class Versions:
         self, identity: WeightsId, source: WeightsSource, progress: StageProgress
     ) -> StagedInfo:
         """See `Engine.stage`."""
-        while self._slot is not None:
-            await self.discard()
-        slot = self._slot = _Slot(identity)
-        try:
-            staged = await self._read(source, progress, slot.cancel)
-            if self._slot is not slot:  # discarded just after the last look at `cancel`
-                staged.blob.close()
-                raise weights.ReadCancelled
-            slot.staged = staged
-        except weights.ReadCancelled:
-            raise WeightsRejected(
-                f"staging {identity} was given up: a discard or a later stage took its place"
-            ) from None
-        finally:
-            slot.ended.set()
-            if slot.staged is None and self._slot is slot:
-                self._slot = None
-        return StagedInfo(staged.root_hash, staged.bytes_total)
+        return await self._slot.fill(identity, lambda cancel: self._read(source, progress, cancel))
 
     async def _read(
         self,
@@ -156,26 +117,18 @@ class Versions:
 
     async def discard(self) -> None:
         """See `Engine.discard`."""
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            slot.cancel.set()
-            await slot.ended.wait()
-            if slot.staged is not None:
-                slot.staged.blob.close()
+        await self._slot.discard()
 
     async def commit(self, identity: WeightsId, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
         async with self._lock:
             if "weights" in self._steering.away:
                 raise EngineError("the weights are asleep: wake them before the commit")
-            slot = self._slot
-            if slot is None or slot.identity != identity or slot.staged is None:
-                raise WeightsRejected(f"weights {identity} are not staged: stage them first")
+            staged = self._slot.holds(identity)
             async with self._steering.frozen():
-                await self._flip(identity, slot.staged, kv)
-            if self._slot is slot:
-                self._slot = None
-            slot.staged.blob.close()
+                await self._flip(identity, staged, kv)
+            self._slot.empty(staged)
+            staged.blob.close()
 
     async def _flip(self, identity: WeightsId, staged: Staged, kv: KvPolicy) -> None:
         """Load, then label; nothing steps meanwhile."""
@@ -275,7 +228,7 @@ class Versions:
 
     def resident_bytes(self) -> dict[MemoryTag, int]:
         """Return what is held, staged weights included; the model's as its checkpoint has them."""
-        staged = self._slot.staged if self._slot else None
+        staged = self._slot.content
         away = self._steering.away
         held = 0 if "weights" in away else self._bytes
         return {
