@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,8 @@ from workers import PROMPT, slug
 TOKENS = 24
 CLOSE = 1e-4
 EDGE = 2e-5
+AT_ONCE = 8
+"""Requests at a time: what the smallest queue of the suite takes."""
 """Error of a float32 sum over the vocabulary, amply."""
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -83,6 +85,14 @@ def _compare(
         assert min(abs(got - e) for e in expected) <= CLOSE, (index, got, expected)
 
 
+def batched(names: Collection[str], size: int) -> Iterator[Sequence[str]]:
+    """Yield the names in groups of at most `size`."""
+    rest = list(names)
+    while rest:
+        yield rest[:size]
+        del rest[:size]
+
+
 def _readings(fields: dict[str, Any]) -> list[SamplingParams]:
     """Rounding decides whether the last token of a nucleus is in it; both answers are right."""
     sampling = SamplingParams.model_validate(fields)
@@ -97,7 +107,14 @@ def check(
     judge: Reference,
     shapes: Collection[str] = tuple(SHAPES),
 ) -> None:
-    """Ask for every shape at once; each is right, or it is refused as declared."""
+    """Ask for every shape, a few at once; each is right, or it is refused as declared."""
+    for some in batched(shapes, AT_ONCE):
+        _check_some(worker, kind, temperature, judge, some)
+
+
+def _check_some(
+    worker: Served, kind: LogprobsOf, temperature: float, judge: Reference, shapes: Sequence[str]
+) -> None:
     fields = {name: {"temperature": temperature, **SHAPES[name]} for name in shapes}
     calls = {
         name: worker.in_background(
