@@ -35,6 +35,8 @@ from .streams import GenerationStream
 T = TypeVar("T")
 
 CLOSE_SECONDS = 30.0
+LOOK_SECONDS = 1.0
+"""How often a caller that waits looks whether the loop is still there."""
 
 
 class LoopThread:
@@ -48,6 +50,11 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        # Who still waits for a call gets an end of it, too.
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self._loop.close()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -61,6 +68,9 @@ class LoopThread:
             raise PoolClosed("the pool was closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
+            while not concurrent.futures.wait([future], LOOK_SECONDS).done:
+                if not self._thread.is_alive():  # handed over just after the loop's last turn
+                    raise PoolClosed("the pool was closed")
             return future.result()
         except concurrent.futures.CancelledError:
             raise PoolClosed("the pool was closed while this ran") from None
