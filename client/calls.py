@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, get_args
 
 from rollout_worker.schemas import GenerateRequest
 
@@ -16,6 +17,12 @@ from .generation import Generation, OnVersionChange, Policy, Shared
 from .results import GenerateResult, joined
 
 MAX_SEED = 2**63
+
+MAX_ID = 200
+"""Characters of a request id of the caller: attempts append to it."""
+
+Prompt = GenerateRequest | Sequence[int]
+"""A whole request, or token_ids [P]: a list, an array, a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +33,32 @@ class Options:
     max_failures: int
     group_id: str | None = None
     deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_version_change not in (choices := get_args(OnVersionChange)):
+            why = f"on_version_change is {self.on_version_change!r}: use one of"
+            raise ValueError(f"{why} {', '.join(choices)}")
+
+
+def request_of(prompt: Prompt, fields: Mapping[str, Any]) -> GenerateRequest:
+    """Return the request for a prompt with these fields.
+
+    Raises:
+        ValueError: A field is wrong.
+        TypeError: The prompt is text.
+    """
+    if isinstance(prompt, GenerateRequest):
+        given = {name: getattr(prompt, name) for name in prompt.model_fields_set}
+    elif isinstance(prompt, str | bytes):
+        raise TypeError("a prompt is token ids, not text: tokenize it first")
+    else:
+        # Arrays and tensors hold numbers of their own kinds.
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        given = {"token_ids": tuple(ids)}
+    request = GenerateRequest.model_validate({**given, **fields})
+    if request.request_id is not None and len(request.request_id) > MAX_ID:
+        raise ValueError(f"request_id is longer than {MAX_ID} characters")
+    return request
 
 
 class Call:

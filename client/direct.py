@@ -73,6 +73,27 @@ class DirectOptions:
     on_deadline: OnDeadline = "Abort"
     sleep_level: int = 1
 
+    def __post_init__(self) -> None:
+        # Once weights are staged it is too late to find that no worker takes these.
+        self.commit(WeightsId(epoch=0, version=0))
+        self.sleep()
+
+    def commit(self, identity: WeightsId) -> CommitRequest:
+        """Return the order to flip to staged weights."""
+        return CommitRequest(
+            epoch=identity.epoch,
+            version=identity.version,
+            in_flight=self.in_flight,
+            deadline_seconds=self.drain_seconds,
+            on_deadline=self.on_deadline,
+        )
+
+    def sleep(self) -> SleepRequest:
+        """Return the order to fall asleep."""
+        return SleepRequest.model_validate(
+            {"level": self.sleep_level, "deadline_seconds": self.drain_seconds}
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Version:
@@ -170,25 +191,32 @@ class DirectSteering:
         began = time.monotonic()
         version = Version(identity, source)
         await self._stop_keeping()
-        async with self._lock:
-            states = await self._states()
-            live = [name for name, state in states.items() if state.resident.weights]
-            barrier = _Barrier(waiting=dict.fromkeys(live, began))
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._stage(version, barrier, seconds, tell)
-            except TimeoutError:
-                waits = ", ".join(sorted(barrier.waiting)) or "nobody"
-                await self._discard(version, live)
-                why = f"weights {identity} were not staged within {seconds:g} s: {waits} had not"
-                raise PublishFailed(why) from None
-            except BaseException:
-                await self._discard(version, live)
-                raise
-            try:
+        try:
+            async with self._lock:
+                states = await self._states()
+                live = [name for name, state in states.items() if state.resident.weights]
+                barrier = _Barrier(waiting=dict.fromkeys(live, began))
+                await self._stage_or_discard(version, barrier, seconds, tell)
                 return await self._commit(version, barrier, len(states), began, tell)
-            finally:
-                self._keep()
+        finally:
+            # Also after a failure: who comes back needs the weights of before.
+            self._keep()
+
+    async def _stage_or_discard(
+        self, version: Version, barrier: _Barrier, seconds: float, tell: OnProgress
+    ) -> None:
+        live = list(barrier.waiting)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stage(version, barrier, seconds, tell)
+        except TimeoutError:
+            waits = ", ".join(sorted(barrier.waiting)) or "nobody"
+            await self._discard(version, live)
+            why = f"weights {version.identity} were not staged within {seconds:g} s"
+            raise PublishFailed(f"{why}: {waits} had not") from None
+        except BaseException:
+            await self._discard(version, live)
+            raise
 
     async def _stage(
         self, version: Version, barrier: _Barrier, seconds: float, tell: OnProgress
@@ -258,9 +286,13 @@ class DirectSteering:
         count = len(barrier.staged)
         message = f"committing weights {version.identity} on {count} replicas"
         tell(PublishProgress("Committing", 0, count, message))
-        answers = await self._on_all(
-            list(barrier.staged), lambda c: c.commit(self._commit_request(version))
-        )
+        try:
+            order = self._options.commit(version.identity)
+            answers = await self._on_all(list(barrier.staged), lambda c: c.commit(order))
+        except BaseException:
+            # Cancelled: some may have flipped, so the others must.
+            self.target = version
+            raise
         done = {n: a for n, a in answers.items() if isinstance(a, CommitResponse)}
         errors = {n: a for n, a in answers.items() if isinstance(a, ControlError)}
         if errors and len(errors) == len(answers):
@@ -284,16 +316,6 @@ class DirectSteering:
             message=message,
         )
 
-    def _commit_request(self, version: Version) -> CommitRequest:
-        options = self._options
-        return CommitRequest(
-            epoch=version.identity.epoch,
-            version=version.identity.version,
-            in_flight=options.in_flight,
-            deadline_seconds=options.drain_seconds,
-            on_deadline=options.on_deadline,
-        )
-
     async def _fence(self, version: Version) -> None:
         """Let nobody serve older weights: who missed the commit, who sleeps."""
         floor = RequireRequest(epoch=version.identity.epoch, min_version=version.identity.version)
@@ -313,7 +335,7 @@ class DirectSteering:
             await asyncio.gather(keeper, return_exceptions=True)
 
     def _keep(self) -> None:
-        if self._keeper is None and self.target is not None:
+        if self._keeper is None and self.target is not None and not self._http.is_closed:
             self._keeper = asyncio.create_task(self._keep_all(), name="keeper of weights")
 
     async def _keep_all(self) -> None:
@@ -348,7 +370,7 @@ class DirectSteering:
             slot = (await control.state()).weights.staged or slot
         if slot.phase != "Staged":
             raise ControlError(409, "stage-failed", slot.error or "it was not staged in time")
-        await control.commit(self._commit_request(version))
+        await control.commit(self._options.commit(version.identity))
         return True
 
     # State.
@@ -377,11 +399,7 @@ class DirectSteering:
         options = self._options
         match state:
             case "Asleep":
-                await control.sleep(
-                    SleepRequest.model_validate(
-                        {"level": options.sleep_level, "deadline_seconds": options.drain_seconds}
-                    )
-                )
+                await control.sleep(options.sleep())
             case "Paused":
                 await self._wake(control)
                 await control.pause(PauseRequest(deadline_seconds=options.drain_seconds))

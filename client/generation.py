@@ -289,7 +289,7 @@ class Generation:
     def _done(self, member: Member, done: StreamDone) -> tuple[Outcome, str, RequestError | float]:
         balancer = self._shared.router.balancer
         balancer.bring_back(member.url)
-        if self.draft.last is not None:
+        if self.draft.last is not None and len(self.draft) > self._start:
             balancer.saw_weights(member.url, self.draft.last)
         self._account(done)
         self._tell_pace(member)

@@ -66,8 +66,10 @@ def static_members(
     """Return members for data URLs; control ports default to the data port's neighbour, 8001.
 
     Raises:
-        ValueError: A URL has no host, or the lists differ in length.
+        ValueError: There is no URL, one has no host, or the lists differ in length.
     """
+    if isinstance(urls, str) or not urls:
+        raise ValueError(f"urls is a list of one URL or more, not {urls!r}")
     if control_urls is not None and len(control_urls) != len(urls):
         raise ValueError(f"{len(urls)} urls but {len(control_urls)} control_urls")
     controls = control_urls or [_neighbour(url) for url in urls]

@@ -10,10 +10,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from pydantic import ValidationError
+
 from rollout_worker.schemas import GenerateRequest, WeightsId, WorkerInfo
 
 from .balancer import MAX_IMBALANCE, Balancer
-from .calls import Call, Options
+from .calls import Call, Options, Prompt, request_of
 from .cluster import ClusterSteering
 from .connections import Connections
 from .direct import DirectOptions, DirectSteering
@@ -23,6 +25,7 @@ from .errors import (
     ManyFailed,
     NoReplica,
     PoolClosed,
+    RequestRefused,
     RolloutError,
 )
 from .generation import MAX_FAILURES, OnVersionChange, Shared
@@ -44,10 +47,6 @@ CONCURRENCY = 512
 FOUND_SECONDS = 10.0
 """What discovery gets to find its first members before the pool is steered."""
 
-MAX_ID = 200
-"""Characters of a request id of the caller: attempts append to it."""
-
-Prompt = GenerateRequest | Sequence[int]
 Progress = Callable[[int, int], None]
 
 
@@ -83,6 +82,10 @@ class AsyncRolloutPool(Steered):
         steering: Steering | None = None,
         max_staleness: int | None = None,
     ) -> None:
+        if max_failures < 0 or silent_seconds <= 0 or (max_staleness or 0) < 0:
+            raise ValueError(
+                "max_failures and max_staleness must be 0 or more, silent_seconds above 0"
+            )
         self._hook = hook or Hook()
         super().__init__(steering, self._hook, max_staleness)
         self.name = name
@@ -93,6 +96,7 @@ class AsyncRolloutPool(Steered):
         self._router = Router(
             Balancer(max_imbalance=max_imbalance, deterministic=deterministic),
             lambda: self._discovery.trouble,
+            self._connections.drop,
         )
         self._health = Health(self._router, self._connections, silent_seconds=silent_seconds)
         self._shared = Shared(self._router, self._connections, self._hook)
@@ -295,7 +299,7 @@ class AsyncRolloutPool(Steered):
         """Sample from one prompt until every output has ended, whatever happens to replicas.
 
         Args:
-            prompt: token_ids: [P], or a whole `GenerateRequest`.
+            prompt: token_ids: [P] (a list, an array, a tensor), or a whole `GenerateRequest`.
             group_id: Requests of one group go to one replica as conversations do (`session_id`);
                 without it the samples of a group spread.
             on_version_change: What to do when other weights serve the rest of an output: continue
@@ -346,7 +350,7 @@ class AsyncRolloutPool(Steered):
             while True:
                 while len(running) < concurrency and (following := next(waiting, None)):
                     index, prompt = following
-                    running[asyncio.create_task(self.generate(prompt, **options))] = index
+                    running[asyncio.create_task(self._one_of_many(prompt, options))] = index
                 if not running:
                     return
                 ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -360,6 +364,15 @@ class AsyncRolloutPool(Steered):
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    async def _one_of_many(self, prompt: Prompt, options: Mapping[str, Any]) -> GenerateResult:
+        """Generate; a prompt that can't be sent fails like one that was refused."""
+        try:
+            return await self.generate(prompt, **options)
+        except ValidationError as error:
+            wrong = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
+            why = "; ".join(f"{where}: {what}" for where, what in wrong[:4])
+            raise RequestRefused(why, status=422, slug="invalid-request") from error
 
     async def generate_many(
         self,
@@ -383,6 +396,8 @@ class AsyncRolloutPool(Steered):
         Raises:
             ManyFailed: See `on_error`.
         """
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error is raise or return, not {on_error!r}")
         results: list[Any] = [None] * len(prompts)
         ended = 0
         async for index, result in self.as_completed(prompts, concurrency=concurrency, **options):
@@ -403,13 +418,7 @@ class AsyncRolloutPool(Steered):
         on_tokens: Callable[[int], None] = lambda index: None,
     ) -> Call:
         self._start()
-        if isinstance(prompt, GenerateRequest):
-            given = {name: getattr(prompt, name) for name in prompt.model_fields_set}
-        else:
-            given = {"token_ids": tuple(prompt)}
-        request = GenerateRequest.model_validate({**given, **fields})
-        if request.request_id is not None and len(request.request_id) > MAX_ID:
-            raise ValueError(f"request_id is longer than {MAX_ID} characters")
+        request = request_of(prompt, fields)
         options = Options(on_version_change, self._max_failures, group_id, self._deterministic)
         return Call(self._shared, self._bounded(request), options, on_tokens)
 

@@ -42,11 +42,23 @@ class Lease:
 
 
 class Router:
-    """Gives members to requests; a request that finds none waits for a change."""
+    """Gives members to requests; a request that finds none waits for a change.
 
-    def __init__(self, balancer: Balancer, trouble: Callable[[], str] = lambda: "") -> None:
+    Args:
+        balancer: Chooses.
+        trouble: What discovery complains of.
+        on_gone: Told the URL of a member that had left, when the last request on it has ended.
+    """
+
+    def __init__(
+        self,
+        balancer: Balancer,
+        trouble: Callable[[], str] = lambda: "",
+        on_gone: Callable[[str], None] = lambda url: None,
+    ) -> None:
         self.balancer = balancer
         self._trouble = trouble
+        self._on_gone = on_gone
         self.leases: set[Lease] = set()
         self.closed = False
         self._wanted: dict[object, Bounds] = {}
@@ -78,6 +90,8 @@ class Router:
         finally:
             self.leases.discard(lease)
             self.balancer.release(member.url)
+            if member.url not in self.balancer.seats:
+                self._on_gone(member.url)
             if self._wanted:
                 self.changed()
 

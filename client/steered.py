@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import PurePath
 from typing import Self
 
 from rollout_worker.schemas import WeightsId
@@ -66,7 +67,7 @@ class Steered:
     async def publish_weights(
         self,
         version: int,
-        path: str | None,
+        path: str | PurePath | None,
         *,
         seconds: float = PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,

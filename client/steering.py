@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Literal, Protocol
 
 from rollout_worker.schemas import WeightsId, WeightsSource
@@ -84,8 +85,8 @@ class Steering(Protocol):
         """Close what is open."""
 
 
-def source_of(path: str | None) -> WeightsSource:
+def source_of(path: str | PurePath | None) -> WeightsSource:
     """Return the source for a path as the workers see it; None: the model's own checkpoint."""
     if path is None:
         return WeightsSource.model_validate({"checkpoint": {}})
-    return WeightsSource(path=path)
+    return WeightsSource(path=str(path))

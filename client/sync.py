@@ -11,17 +11,18 @@ import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, Self, TypeVar
 
 from rollout_worker.schemas import StreamDelta, WeightsId, WorkerInfo
 
+from .calls import Prompt
 from .direct import DirectOptions
 from .dns import TTL_SECONDS
 from .errors import PoolClosed, RolloutError
 from .generation import OnVersionChange
 from .members import DATA_PORT, Member
-from .pool import CONCURRENCY, AsyncRolloutPool, Progress, Prompt
+from .pool import CONCURRENCY, AsyncRolloutPool, Progress
 from .results import GenerateResult
 from .steering import (
     ACQUIRE_SECONDS,
@@ -275,7 +276,7 @@ class RolloutPool:
     def publish_weights(
         self,
         version: int,
-        path: str | None,
+        path: str | PurePath | None,
         *,
         seconds: float = PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,

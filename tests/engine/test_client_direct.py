@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -164,6 +165,9 @@ async def test_a_worker_that_comes_back_gets_the_weights(
             # A dead member is nobody's reason to wait.
             done = await pool.publish_weights(version, str(tiny_models.weights(2)))
             assert done.replicas == 2
+            # Nor does a publish that fails end the care for those who come back.
+            with pytest.raises(PublishFailed, match="/nope"):
+                await pool.publish_weights(next(VERSIONS), "/nope")
             data, control = urls([third])
             ports = ["--data-port", data[0].rpartition(":")[2]]
             ports += ["--control-port", (control[0] or "").rpartition(":")[2]]
@@ -175,6 +179,33 @@ async def test_a_worker_that_comes_back_gets_the_weights(
             batch = await pool.generate_many([PROMPT] * 9, sampling={"max_tokens": 2})
             assert {r.output.weights[0].version for r in batch} == {version}
             assert len({r.attempts[-1].replica for r in batch}) == 3
+
+
+async def test_a_publish_cancelled_at_its_commit_goes_on_to_its_end(
+    pool: AsyncRolloutPool, workers: list[InProcess], tiny_models: TinyModels
+) -> None:
+    await pool.acquire()
+    version = next(VERSIONS)
+
+    def leave(progress: PublishProgress) -> None:
+        if progress.phase == "Committing":
+            publish.cancel()
+
+    # A Path serves as well as text.
+    publish = asyncio.create_task(
+        pool.publish_weights(version, tiny_models.weights(2), progress=leave)
+    )
+    with pytest.raises(asyncio.CancelledError):
+        await publish
+    await until(lambda: {active(w)[1] for w in workers} == {version}, 30, what="the weights")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"in_flight": "Never"}, {"drain_seconds": -1}, {"sleep_level": 3}], ids=str
+)
+def test_options_that_no_worker_takes_are_refused_at_once(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"in_flight|deadline_seconds|level"):
+        DirectOptions(**wrong)
 
 
 def test_who_may_not_steer_is_told_so(workers: list[InProcess]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -20,6 +21,7 @@ from rollout_client import (
     DeadlineExceeded,
     GenerateResult,
     Hook,
+    ManyFailed,
     NoReplica,
     PrometheusHook,
     RequestFailed,
@@ -353,7 +355,78 @@ async def test_bad_arguments_never_leave(pool: AsyncRolloutPool, worker: Script)
         await pool.generate(PROMPT, no_such=1)
     with pytest.raises(ValueError, match="request_id"):
         await pool.generate(PROMPT, request_id="x" * 201)
+    with pytest.raises(ValueError, match="continue, restart, fail"):
+        await pool.generate(PROMPT, on_version_change="again")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="raise or return"):
+        await pool.generate_many([PROMPT], on_error="log")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tokenize it first"):
+        await pool.generate("one two three")  # type: ignore[arg-type]
     assert worker.bodies == []
+    for wrong in ("max_failures", "max_staleness", "silent_seconds"):
+        options: dict[str, Any] = {wrong: -1}
+        with pytest.raises(ValueError, match=wrong):
+            AsyncRolloutPool.from_urls([worker.server.url], **options)
+    nowhere: list[str] = []
+    for urls in (nowhere, worker.server.url):
+        with pytest.raises(ValueError, match="list of one URL or more"):
+            AsyncRolloutPool.from_urls(urls)
+
+
+async def test_a_prompt_may_be_an_array(pool: AsyncRolloutPool, worker: Script) -> None:
+    worker.steps = [tokens([1], "stop")]
+    await pool.generate(np.array(PROMPT))  # type: ignore[arg-type]
+    assert worker.bodies[0]["token_ids"] == PROMPT
+
+
+async def test_a_prompt_that_can_not_be_sent_costs_no_other(
+    pool: AsyncRolloutPool, worker: Script
+) -> None:
+    worker.steps = [tokens([1], "stop")]
+    with pytest.raises(ManyFailed, match=r"1 of 3.*token_ids") as error:
+        await pool.generate_many([PROMPT, [], PROMPT])
+    good, bad, other = error.value.results
+    assert isinstance(bad, RequestRefused)
+    assert (bad.status, bad.slug) == (422, "invalid-request")
+    assert isinstance(good, GenerateResult)
+    assert isinstance(other, GenerateResult)
+
+
+async def test_an_attempt_without_tokens_says_nothing_of_the_weights(
+    pool: AsyncRolloutPool, worker: Script
+) -> None:
+    url = worker.server.url
+    known: list[WeightsId | None] = []
+
+    async def dry(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        pool._saw_weights(url, WeightsId(epoch=0, version=5))
+        return await tokens([], "aborted", abort="weights")(request, body)
+
+    async def last(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        known.append(pool._router.balancer.seats[url].active)
+        return await tokens([2], "stop", version=5)(request, body)
+
+    worker.steps = [tokens([1], "aborted", version=1, abort="weights"), dry, last]
+    await pool.generate(PROMPT, sampling=END)
+    assert known == [WeightsId(epoch=0, version=5)]
+
+
+async def test_connections_to_a_member_that_left_end_with_its_last_request(
+    pool: AsyncRolloutPool, worker: Script
+) -> None:
+    leave = asyncio.Event()
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await leave.wait()
+        return await tokens([1], "stop")(request, body)
+
+    worker.steps = [slow]
+    running = asyncio.create_task(pool.generate(PROMPT, sampling=END))
+    await until(lambda: len(worker.bodies) == 1, what="the request")
+    pool._take_members([])
+    assert worker.server.url in pool._connections._clients
+    leave.set()
+    await running
+    assert pool._connections._clients == {}
 
 
 async def test_hooks_see_attempts_and_requests(worker: Script) -> None:

@@ -101,6 +101,7 @@ def test_an_answer_of_a_worker_is_taken_as_it_is() -> None:
         ({"logprobs": [-1.0]}, "1 logprobs for 3 ids"),
         ({"logprobs": [-1.0, float("-inf"), -1.0]}, "logprob 1 is -inf"),
         ({"logprobs": [float("nan"), -1.0, -1.0]}, "logprob 0 is nan"),
+        ({"logprobs": [-1.0] * 3, "logprobs_of": "cooked"}, "use one of sampling, raw"),
         ({"weights": spans((1, 1))}, "spans end at 1, the ids at 3"),
         ({"weights": spans((1, 1), (2, 1))[1:]}, r"\[1, 2\) where 0 was due"),
     ],
@@ -179,6 +180,27 @@ def test_given_prompt_ids_are_taken_without_their_padding() -> None:
     assert request == whole
     bare = begun("qwen", input_ids=ids[: -whole.cursor.opened])
     assert bare.get_generation_prompt_ids(TOK) == ids
+    for wrong in ({}, {"input_ids": ids}):
+        with pytest.raises(ValueError, match="attention_mask belongs to input_ids"):
+            begun("qwen", attention_mask=[1, 1], **wrong)
+
+
+def test_media_under_an_unknown_key_are_not_dropped() -> None:
+    with pytest.raises(ValueError, match=r"\['images'\] where image, video, audio may be"):
+        begun("qwen", multi_modal_data={"images": [object()]})
+
+
+def test_scores_that_are_no_lists_leave_the_conversation_open() -> None:
+    request = begun("qwen")
+    answer(request, "qwen", "nineteen")
+    request.get_generation_prompt_ids(TOK)
+    before = request.input_ids.tolist()
+    with pytest.raises(ValueError, match=r"reward_scores\['correct'\] is 1.0: give a list"):
+        request.finalize(TOK, {"correct": 1.0})  # type: ignore[dict-item]
+    assert request.state is RequestState.RUNNING
+    assert request.input_ids == before
+    request.finalize(TOK, {"correct": [1]})
+    assert request.reward_scores == {"correct": [1.0]}
 
 
 @given(

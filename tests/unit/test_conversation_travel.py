@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -77,6 +78,14 @@ def test_a_request_comes_back_and_goes_on(way: str, make: Any) -> None:
     assert same(again.model_dump(), request.model_dump())
 
 
+def test_requests_with_media_compare_their_tensors() -> None:
+    request = seen()
+    other = RolloutRequest.from_msgpack(request.to_msgpack())
+    assert other == request
+    other.media[0].inputs["pixel_values"][0, 0] += 1
+    assert other != request
+
+
 def test_msgpack_is_small() -> None:
     pytest.importorskip("msgpack")
     request = talked(turns=40, max_response_len=10**5, max_model_len=10**5)
@@ -132,6 +141,15 @@ def test_pictures_keep_every_pixel() -> None:
 def test_what_can_not_travel_is_named() -> None:
     with pytest.raises(TypeError, match=r"builtins\.object can't be written"):
         encode(object(), binary=True)
+    records = np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])
+    for array in (np.array(["a", None], dtype=object), records):
+        with pytest.raises(TypeError, match="ndarray of objects or records"):
+            encode(array, binary=True)
+
+
+def test_a_number_of_numpys_stays_one() -> None:
+    found = decode(encode(np.int64(3), binary=False))
+    assert (type(found), found) == (np.int64, 3)
 
 
 # Batches.
@@ -197,6 +215,8 @@ def test_a_batch_that_can_not_be_is_refused() -> None:
         to_batch(requests, pad_token_id=0, prompt_length=4)
     with pytest.raises(ValueError, match="response 1 has"):
         to_batch(requests, pad_token_id=0, response_length=30)
+    with pytest.raises(ValueError, match=r"pad_token_id=None.*eos_token_id"):
+        to_batch(requests, pad_token_id=None)
     with pytest.raises(ValueError, match="0 requests"):
         to_batch([], pad_token_id=0)
     requests[0].logprobs_of = "raw"

@@ -77,7 +77,7 @@ class RolloutBatch:
 def to_batch(
     requests: Sequence[RolloutRequest],
     *,
-    pad_token_id: int,
+    pad_token_id: int | None,
     prompt_length: int | None = None,
     response_length: int | None = None,
     pad_to_multiple_of: int = 1,
@@ -92,10 +92,15 @@ def to_batch(
         pad_to_multiple_of: Round both lengths up.
 
     Raises:
-        ValueError: No request, a prompt or response longer than asked, logprobs of two kinds.
+        ValueError: No request, no padding, a prompt or response longer than asked, logprobs of two kinds.
     """
     import torch
 
+    if pad_token_id is None or pad_to_multiple_of < 1:
+        raise ValueError(
+            f"pad_token_id={pad_token_id}, pad_to_multiple_of={pad_to_multiple_of}: the first must "
+            "be an id (eos_token_id, if the tokenizer has none of its own), the second 1 or more"
+        )
     kinds = {request.logprobs_of for request in requests} - {None}
     if not requests or len(kinds) > 1:
         raise ValueError(f"{len(requests)} requests with logprobs of {sorted(map(str, kinds))}")

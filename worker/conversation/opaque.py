@@ -10,7 +10,7 @@ import base64
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer, SerializationInfo
+from pydantic import BaseModel, BeforeValidator, PlainSerializer, SerializationInfo
 
 KIND = "$rollout"
 
@@ -47,8 +47,11 @@ def _foreign(value: Any, raw: Callable[[bytes], bytes | str]) -> Any:
     if module == "torch" and name in {"Tensor", "Parameter"}:
         return {KIND: "tensor", **_tensor(value), "data": raw(_tensor_bytes(value))}
     if module == "numpy":
+        if not hasattr(value, "dtype") or value.dtype.kind in "OV":
+            raise TypeError(f"numpy {name} of objects or records can't be written: use lists")
         whole = {"dtype": value.dtype.str, "shape": list(value.shape)}
-        return {KIND: "array", **whole, "data": raw(value.tobytes())}
+        scalar = {} if name == "ndarray" else {"scalar": True}
+        return {KIND: "array", **whole, **scalar, "data": raw(value.tobytes())}
     if module == "PIL":
         palette = value.getpalette() if value.mode == "P" else None
         whole = {"mode": value.mode, "size": list(value.size), "palette": palette}
@@ -68,6 +71,22 @@ def _tensor_bytes(value: Any) -> bytes:
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     data: bytes = flat.numpy().tobytes()
     return data
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Compare what `encode` takes, and models of it; tensors and arrays by type and every number."""
+    if a is b:
+        return True
+    if isinstance(a, BaseModel):
+        return type(a) is type(b) and equal(vars(a), vars(b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    if hasattr(a, "dtype") and hasattr(b, "dtype"):
+        alike = type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape
+        return alike and bool((a == b).all())
+    return bool(a == b)
 
 
 def decode(value: Any) -> Any:
@@ -99,7 +118,8 @@ def _as_tensor(value: Any, data: bytes) -> Any:
 def _as_array(value: Any, data: bytes) -> Any:
     import numpy as np
 
-    return np.frombuffer(bytearray(data), dtype=value["dtype"]).reshape(value["shape"])
+    found = np.frombuffer(bytearray(data), dtype=value["dtype"]).reshape(value["shape"])
+    return found[()] if value.get("scalar") else found
 
 
 def _as_image(value: Any, data: bytes) -> Any:

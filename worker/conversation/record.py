@@ -14,7 +14,7 @@ from rollout_worker.schemas import LogprobsOf, WeightsId, WeightsSpan
 from .buffers import View
 from .media import MediaTurn, joined
 from .messages import MEDIA_KEYS
-from .opaque import Opaque
+from .opaque import Opaque, equal
 from .prompts import OverlongPrompt
 from .sanity import SanityCheckMode
 from .streams import Streams
@@ -112,7 +112,7 @@ class Conversation(BaseModel):
 
     def __eq__(self, other: object) -> bool:
         """Compare the data; what was learnt of a template is none."""
-        return type(self) is type(other) and vars(self) == vars(other)
+        return type(self) is type(other) and equal(vars(self), vars(other))
 
     __hash__ = None  # type: ignore[assignment]
 

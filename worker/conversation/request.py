@@ -7,7 +7,7 @@ append-only: what the policy sampled is never tokenized again, and a turn costs 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from rollout_worker.schemas import GenerateOutput, LogprobsOf, StopReason, WeightsSpan
@@ -58,6 +58,12 @@ class RolloutRequest(Writing):
         """
         if not messages:
             raise ValueError("a conversation begins with at least one message")
+        if unknown := sorted(set(multi_modal_data or ()) - set(MEDIA_KEYS)):
+            raise ValueError(f"multi_modal_data: {unknown} where {', '.join(MEDIA_KEYS)} may be")
+        if attention_mask is not None and (
+            input_ids is None or len(attention_mask) != len(input_ids)
+        ):
+            raise ValueError("attention_mask belongs to input_ids: give both, of one length")
         found = [taken(message) for message in messages]
         media = {key: list((multi_modal_data or {}).get(key, ())) for key in MEDIA_KEYS}
         for _, inner in found:
@@ -216,18 +222,20 @@ class RolloutRequest(Writing):
         in `truncated_tokens` and makes a `stop` a `length`.
 
         Raises:
-            ValueError: The reason does not end a conversation, or it has ended; nothing changed.
+            ValueError: The reason does not end a conversation, it has ended, or scores are no lists
+                of numbers; nothing changed.
         """
         reason = FinishReason(finish_reason)
         if reason is FinishReason.TOOL_CALLS:
             raise ValueError("tool_calls ends a turn: answer the calls, then finalize")
         self._check_open()
+        rewards = {key: _scores(key, scores) for key, scores in (reward_scores or {}).items()}
         self._cut(len(self.streams) - self.cursor.opened)
         self._check(processing_class)
         self._truncate()
         cut = self.truncated_tokens and reason is FinishReason.STOP
         self.finish_reason = FinishReason.LENGTH if cut else reason
-        self.reward_scores = {key: list(scores) for key, scores in (reward_scores or {}).items()}
+        self.reward_scores = rewards
         self.state = RequestState.COMPLETED
 
     def fail(self, reason: str) -> None:
@@ -236,3 +244,10 @@ class RolloutRequest(Writing):
         self._cut(len(self.streams) - self.cursor.opened)
         self.error = reason
         self.state = RequestState.FAILED
+
+
+def _scores(key: str, scores: Iterable[float]) -> list[float]:
+    try:
+        return [float(score) for score in scores]
+    except (TypeError, ValueError):
+        raise ValueError(f"reward_scores[{key!r}] is {scores!r}: give a list of numbers") from None

@@ -6,11 +6,11 @@ import logging
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import PrivateAttr
 
-from rollout_worker.schemas import WeightsSpan
+from rollout_worker.schemas import LogprobsOf, WeightsSpan
 
 from .buffers import FLOAT32, INT32
 from .media import MediaTurn, kept
@@ -57,6 +57,10 @@ class Writing(Conversation):
             raise ValueError(f"request {self.request_id!r} is {self.state}: it takes no more turns")
 
     def _check_kind(self, given: bool, kind: str) -> None:
+        if given and kind not in get_args(LogprobsOf):
+            raise ValueError(
+                f"logprobs_of is {kind!r}: use one of {', '.join(get_args(LogprobsOf))}"
+            )
         before = 1 in self.streams.sampled.data if self.logprobs_of is None and given else given
         if given and self.logprobs_of is None and before:
             raise ValueError("earlier turns came without logprobs: give them for all or none")
