@@ -42,10 +42,14 @@ def check_abilities(request: EngineRequest, able: Capabilities) -> None:
 def _check_logprobs(request: EngineRequest, able: Capabilities) -> None:
     """Either kind goes where both are the same numbers; else it must have been declared."""
     altering = _altering(request.sampling)
-    if request.logprobs is None or not altering:
+    if request.logprobs is None:
+        return
+    if not able.logprobs:
+        raise _unable("logprobs", "it records none, ask for 'none'")
+    if not altering:
         return
     if request.logprobs not in able.logprobs:
-        others = " or ".join(able.logprobs) or "none"
+        others = " or ".join(able.logprobs)
         raise _unable(
             "logprobs",
             f"{request.logprobs!r} differ from those it records ({others}) once {_names(altering)}"

@@ -142,7 +142,8 @@ def expand(
 def invalid(error: InvalidRequest) -> ProblemError:
     """A refusal of the engine as a problem that names the field."""
     slug = "too-long" if error.status == 413 else "unsupported"
-    return ProblemError(slug, str(error), errors=[{"field": error.field, "message": str(error)}])
+    named = f"{error.field}: {error}"
+    return ProblemError(slug, named, errors=[{"field": error.field, "message": str(error)}])
 
 
 def _max_tokens(request: GenerateRequest, max_length: int) -> int:

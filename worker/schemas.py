@@ -177,7 +177,7 @@ class SamplingParams(Wire):
     min_tokens: Int = Field(default=0, ge=0)
     temperature: Float = Field(default=1.0, ge=0, le=100)
     top_p: Float = Field(default=1.0, gt=0, le=1)
-    top_k: Int = Field(default=0, ge=0, description="0: all.")
+    top_k: Int = Field(default=0, ge=0, le=MAX_TOKEN_ID, description="0: all.")
     min_p: Float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: Float = Field(default=1.0, gt=0, le=10)
     presence_penalty: Float = Field(default=0.0, ge=-2, le=2)

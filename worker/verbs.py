@@ -60,7 +60,8 @@ class Verbs:
         """
         engine = self._ready_for_verbs(request.generation)
         if request.level not in engine.capabilities.sleep_levels:
-            fix = f"this engine sleeps at levels {engine.capabilities.sleep_levels}"
+            able = " and ".join(map(str, engine.capabilities.sleep_levels))
+            fix = f"this engine sleeps at level {able}" if able else "pause it: it can't sleep"
             raise ProblemError("unsupported", fix, errors=[{"field": "level", "message": fix}])
         self._runtime.holds.sleep(holder, request.level, request.tags)
         await self._close(holder, request.mode, request.deadline_seconds, AbortReason.SLEEP)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from contracts import VOCAB, Served
+from contracts import VOCAB, Served, sound
 from workers import slug
 
 VALUES: list[dict[str, Any]] = [
@@ -15,6 +15,7 @@ VALUES: list[dict[str, Any]] = [
     {"top_p": 0},
     {"top_p": 1.1},
     {"top_k": -1},
+    {"top_k": 2**70},
     {"min_p": 2},
     {"repetition_penalty": 0},
     {"presence_penalty": 3},
@@ -26,6 +27,8 @@ VALUES: list[dict[str, Any]] = [
     {"allowed_token_ids": []},
     {"temprature": 1},
 ]
+COLD_AND_HOT = (1e-300, 1e-8, 0.005, 100)
+"""Temperatures that the schema lets through and numbers of an engine may not hold."""
 BAD: list[tuple[dict[str, Any], int, str, str]] = [
     ({"token_ids": []}, 422, "invalid-request", "token_ids"),
     ({"token_ids": [-1]}, 422, "invalid-request", "token_ids.0"),
@@ -54,6 +57,25 @@ def test_bad_requests_name_the_field(
     answer = worker.generate(**fields)
     assert (answer.status_code, slug(answer)) == (status, problem)
     assert answer.json()["errors"][0]["field"].startswith(field)
+
+
+@pytest.mark.parametrize("temperature", COLD_AND_HOT)
+def test_extreme_temperatures_are_served_as_asked_or_refused(
+    worker: Served, temperature: float
+) -> None:
+    """None may end the engine, or be drawn at another temperature."""
+    sampling = {"max_tokens": 3, "ignore_eos": True, "temperature": temperature}
+    answer = worker.generate(sampling=sampling)
+    if answer.status_code == 422:
+        assert slug(answer) == "unsupported"
+        assert answer.json()["errors"][0]["field"] == "sampling.temperature"
+        return
+    assert answer.status_code == 200, answer.text
+    [output] = answer.json()["outputs"]
+    sound(output)
+    assert output["abort_reason"] is None
+    if temperature < 1:  # all but greedy
+        assert output["logprobs"] == pytest.approx([0] * 3, abs=1e-3)
 
 
 def test_a_refusal_in_a_stream_is_a_status_too(worker: Served) -> None:

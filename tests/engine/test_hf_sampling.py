@@ -115,7 +115,7 @@ async def test_extreme_temperatures_stay_finite(
         {"repetition_penalty": 1e-40},
         {"repetition_penalty": 10, "frequency_penalty": -2, "presence_penalty": -2},
         {"allowed_token_ids": [9], "logit_bias": {9: -1e308}},
-        {"top_p": 1e-300, "min_p": 1, "top_k": 2**40},
+        {"top_p": 1e-300, "min_p": 1, "top_k": 2**31 - 1},
     ],
     ids=str,
 )
@@ -172,6 +172,17 @@ def test_logits_that_are_not_finite_give_no_logprob() -> None:
     assert first == pytest.approx(-math.log(5))
     assert not math.isfinite(second)
     assert not math.isfinite(third)
+
+
+@pytest.mark.parametrize("temperature", [1e-8, 1e-45, 1e-300])
+def test_the_smallest_temperatures_take_the_likeliest_token(temperature: float) -> None:
+    """They would be 0 in float32, and 0 / 0 no number."""
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(5))
+    tokens, logprobs = Sampler().draw(
+        logits.expand(50, 200), rows(50, 200, temperature=temperature)
+    )
+    assert set(tokens) == {int(logits.argmax())}
+    assert logprobs == pytest.approx([0.0] * 50)
 
 
 @pytest.mark.parametrize("vocab", [63, 64, 65, 1000])

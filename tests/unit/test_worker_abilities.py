@@ -101,3 +101,10 @@ def test_sampling_logprobs_of_some_fields_only() -> None:
 def test_every_field_of_sampling_is_declared_somewhere() -> None:
     elsewhere = {"max_tokens", "n", "seed", "stop"}
     assert set(SAMPLING_FIELDS) | elsewhere == set(SamplingParams.model_fields)
+
+
+@pytest.mark.parametrize("kind", ["sampling", "raw"])
+def test_an_engine_that_records_none_has_no_logprobs_of_any_kind(kind: LogprobsOf) -> None:
+    """Not even where both kinds are the same numbers."""
+    assert refused(request(kind), logprobs=()) == "logprobs"
+    assert refused(request(None), logprobs=()) is None

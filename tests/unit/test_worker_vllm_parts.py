@@ -140,11 +140,12 @@ MODEL = Model(max_length=64, vocab_size=100, eos=frozenset({2}), tokenizer=None)
     [
         ((5, 100), {}, "token_ids", 422),
         ((5,), {"temperature": 0.005}, "sampling.temperature", 422),
+        ((5,), {"temperature": 2.5}, "sampling.temperature", 422),
         ((5,), {"logit_bias": {100: 1.0}}, "sampling.logit_bias", 422),
         ((5,), {"max_tokens": 64}, "sampling.max_tokens", 413),
         ((5,), {"min_tokens": 1, "allowed_token_ids": (2,)}, "sampling.allowed_token_ids", 422),
     ],
-    ids=["id", "cold", "bias", "long", "nothing allowed"],
+    ids=["id", "cold", "hot", "bias", "long", "nothing allowed"],
 )
 def test_what_the_model_can_not_do_is_refused(
     prompt: tuple[int, ...], sampling: dict[str, object], field: str, status: int

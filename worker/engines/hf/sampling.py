@@ -26,6 +26,8 @@ from rollout_worker.schemas import LogprobsOf
 from .processing import Processing, SamplerState
 
 BLOCK = 64
+LEAST_HEAT = 1e-30
+"""Smaller temperatures leave the range of float32; these are greedy but for equal logits already."""
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -133,7 +135,7 @@ class _Batch:
         self._device = device
         params = [row.sampler.sampling for row in rows]
         greedy = [i for i, p in enumerate(params) if p.temperature == 0]
-        heat = [p.temperature or 1.0 for p in params]
+        heat = [max(p.temperature, LEAST_HEAT) if p.temperature else 1.0 for p in params]
         self.all_greedy = len(greedy) == len(rows)
         self.greedy = torch.tensor(greedy, device=device) if greedy else None
         hot = any(value != 1 for value in heat)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollout_worker.engine import EngineRequest
+from rollout_worker.engine import EngineRequest, InvalidRequest
 from rollout_worker.engines.fitting import check_fits
 from rollout_worker.schemas import Capabilities
 
 from .model import Model
+
+LEAST_TEMPERATURE = 1e-6
+"""Below, SGLang takes a request for greedy and its temperature for 1."""
 
 
 def check(request: EngineRequest, model: Model) -> None:
@@ -25,6 +28,12 @@ def check(request: EngineRequest, model: Model) -> None:
         eos=model.eos_token_ids,
         text=model.tokenizer is not None,
     )
+    if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
+        raise InvalidRequest(
+            "sampling.temperature",
+            f"SGLang can't draw at {request.sampling.temperature:g}: use 0 (greedy) or at least "
+            f"{LEAST_TEMPERATURE:g}",
+        )
 
 
 def capabilities(*, tokenizer: bool, facts: Mapping[str, Any]) -> Capabilities:

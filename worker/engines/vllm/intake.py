@@ -10,6 +10,8 @@ from rollout_worker.engines.fitting import check_fits, stop_ids
 
 LEAST_TEMPERATURE = 0.01
 """Below, vLLM silently takes this one; 0 is greedy."""
+MOST_TEMPERATURE = 2.0
+"""Above, vLLM refuses."""
 
 UNREAD_TOKENS = 32
 """How many tokens of an output come at a time that nobody reads along: a wake-up for each one
@@ -39,11 +41,12 @@ def check(request: EngineRequest, model: Model) -> None:
         eos=model.eos,
         text=model.tokenizer is not None,
     )
-    if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
+    heat = request.sampling.temperature
+    if heat != 0 and not LEAST_TEMPERATURE <= heat <= MOST_TEMPERATURE:
         raise InvalidRequest(
             "sampling.temperature",
-            f"vLLM draws nothing between 0 and {LEAST_TEMPERATURE}: use 0 (greedy) or at least "
-            f"{LEAST_TEMPERATURE}",
+            f"vLLM can't draw at {heat:g}: use 0 (greedy), or from {LEAST_TEMPERATURE:g} to "
+            f"{MOST_TEMPERATURE:g}",
         )
 
 
