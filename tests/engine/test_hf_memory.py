@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -74,6 +75,15 @@ async def test_sleep_and_wake_bring_the_same_output_back(
         assert (one.token_ids, one.logprobs) == (two.token_ids, two.logprobs)
         assert set(two.versions) == {(1, False)}
     assert os.listdir(tmp_path) == []
+
+
+async def test_a_serving_model_is_no_work_for_the_garbage_collector(
+    tiny_models: TinyModels,
+) -> None:
+    async with serving(tiny_models.model(1)):
+        serving_now, left = gc.get_freeze_count(), len(gc.get_objects())
+    assert left < serving_now / 10, "every sleep and every end of a pin goes through them"
+    assert gc.get_freeze_count() == 0, "a stopped engine's cycles would stay for ever"
 
 
 @pytest.mark.parametrize("tags", [["kv_cache"], ["weights", "kv_cache"]], ids=str)

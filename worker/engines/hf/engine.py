@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Collection
@@ -47,7 +48,7 @@ from . import metrics, settings
 from .core import Core, Delivery
 from .intake import check, decode, sequence_of
 from .loading import Loaded, load
-from .memory import release_freed
+from .memory import release_freed, settle_heap
 from .parts import Parts, assemble, capabilities
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,9 @@ class HfEngine:
             torch.set_num_threads(self._settings.threads)
 
         def work(cancelled: Callable[[], bool]) -> Loaded:
-            return load(self._options, self._settings, relay, cancelled)
+            loaded = load(self._options, self._settings, relay, cancelled)
+            settle_heap()
+            return loaded
 
         try:
             loaded = await in_thread(work, self._give_up)
@@ -121,6 +124,7 @@ class HfEngine:
         if parts is not None:
             await self._halt(parts)
             del parts
+            gc.unfreeze()  # the model's cycles, too
             await asyncio.to_thread(release_freed)
 
     async def _halt(self, parts: Parts) -> None:
