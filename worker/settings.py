@@ -21,6 +21,7 @@ ENV_PREFIX = "ROLLOUT_"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 POOL_WEIGHTS_ROOTS = "/rollout/model:/rollout/weights"
 """Where the operator mounts the model and the weights' volume."""
+RESTART_DELAYS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 AuthMode = Literal["none", "token", "kubernetes"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -55,6 +56,7 @@ class Settings:
     drain_seconds: float
     shutdown_grace: float
     start_timeout: float
+    restart_delays: tuple[float, ...]
     max_queue: int
     max_batch_tokens: int | None
     spill_dir: Path | None
@@ -99,6 +101,13 @@ class Flag:
         """Name of the environment variable."""
         return ENV_PREFIX + self.field.upper()
 
+    @property
+    def shown(self) -> str:
+        """The default as one would type it; empty if there is none."""
+        if isinstance(self.default, tuple):
+            return ",".join(f"{value:g}" for value in self.default)
+        return "" if self.default is None else str(self.default)
+
 
 def _port(text: str) -> int:
     port = int(text)
@@ -119,6 +128,13 @@ def _seconds(text: str) -> float:
     if not 0 <= value <= 86400:
         raise ValueError("seconds between 0 and 86400")
     return value
+
+
+def _delays(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(_seconds(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"seconds between 0 and 86400 with commas between: {error}") from error
 
 
 def _name(text: str) -> str:
@@ -161,6 +177,14 @@ FLAGS: tuple[Flag, ...] = (
     Flag("drain-seconds", _seconds, 30.0, "what running requests get at SIGTERM"),
     Flag("shutdown-grace", _seconds, 5.0, "how long to serve on after SIGTERM while not ready"),
     Flag("start-timeout", _seconds, 3600.0, "longest time for loading the model, in seconds"),
+    Flag(
+        "restart-delays",
+        _delays,
+        RESTART_DELAYS,
+        "waits before a dead engine is started again: after its first death, its second and so on,"
+        " the last one from then on; starts over once an engine lived for 10 minutes",
+        metavar="SECONDS,…",
+    ),
     Flag("max-queue", _positive, 1024, "waiting outputs beyond which requests get 429"),
     Flag("max-batch-tokens", _positive, None, "bound of the KV cache, in tokens"),
     Flag("spill-dir", Path, None, "folder for weights that sleep gives back; default: $TMPDIR"),
@@ -185,7 +209,7 @@ FLAGS: tuple[Flag, ...] = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add all flags; values stay text so that flag and variable take the same way."""
     for flag in FLAGS:
-        default = "" if flag.default in (None, ()) else f" (default: {flag.default})"
+        default = f" (default: {flag.shown})" if flag.shown else ""
         parser.add_argument(
             f"--{flag.name}",
             choices=flag.choices,

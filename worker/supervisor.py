@@ -22,7 +22,6 @@ from .updates import Updates
 
 logger = logging.getLogger(__name__)
 
-BACKOFF_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 HEALTHY_SECONDS = 600.0
 """Life of an engine after which the back-off starts over."""
 WATCH_SECONDS = 0.5
@@ -62,6 +61,7 @@ class Supervisor:
     async def run(self) -> None:
         """Supervise until cancelled; no failure of an engine ends it."""
         runtime, failures, first = self._runtime, 0, True
+        delays = runtime.settings.restart_delays
         while True:
             if not first:
                 runtime.restarts += 1
@@ -71,7 +71,7 @@ class Supervisor:
             reason = await self._live_once()
             failures = 0 if time.monotonic() - began > HEALTHY_SECONDS else failures
             await self._bury(reason)
-            delay = BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)]
+            delay = delays[min(failures, len(delays) - 1)]
             failures += 1
             logger.warning("the engine is restarted in %g s", delay)
             self._expect(delay)

@@ -87,7 +87,7 @@ def test_worker_flags_have_the_defaults_described() -> None:
     rows = dict(zip(cells(FLAG_TABLE, 0), cells(FLAG_TABLE, 2), strict=True))
     for flag in FLAGS:
         if not flag.hidden:
-            default = "" if flag.default in (None, ()) else f"`{flag.default}`"
+            default = f"`{flag.shown}`" if flag.shown else ""
             assert rows[f"`--{flag.name}`"] == default
 
 

@@ -24,6 +24,7 @@ def test_defaults() -> None:
     assert (found.data_port, found.control_port, found.data_host) == (8000, 8001, "0.0.0.0")
     assert (found.drain_seconds, found.shutdown_grace, found.max_queue) == (30, 5, 1024)
     assert (found.logprobs, found.in_pool, found.weights_roots) == ("sampling", False, ())
+    assert found.restart_delays == (1, 2, 5, 10, 30, 60)
 
 
 def test_every_flag_has_a_variable_and_the_flag_wins() -> None:
@@ -65,6 +66,12 @@ def test_engine_args_repeat() -> None:
     assert found.engine_arg == ("--threads", "2")
 
 
+def test_delays_are_a_list() -> None:
+    assert settings([*ALONE, "--restart-delays", "0"]).restart_delays == (0,)
+    environ = {"ROLLOUT_RESTART_DELAYS": "0.5,3"}
+    assert settings(ALONE, environ).restart_delays == (0.5, 3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "environ", "said"),
     [
@@ -74,6 +81,8 @@ def test_engine_args_repeat() -> None:
         pytest.param([*ALONE, "--data-port", "70000"], {}, "--data-port is '70000'", id="port"),
         pytest.param([*ALONE, "--max-queue", "0"], {}, "at least 1", id="queue"),
         pytest.param([*ALONE, "--drain-seconds", "-1"], {}, "between 0 and 86400", id="drain"),
+        pytest.param([*ALONE, "--restart-delays", ""], {}, "commas between", id="no delays"),
+        pytest.param([*ALONE, "--restart-delays", "1,-2"], {}, "commas between", id="delays"),
         pytest.param(ALONE, {"ROLLOUT_LOGPROBS": "some"}, "ROLLOUT_LOGPROBS is 'some'", id="env"),
         pytest.param(ALONE, {"ROLLOUT_ENGINE_ARG": "'"}, "ROLLOUT_ENGINE_ARG", id="words"),
         pytest.param([*ALONE, "--weights-roots", "a:b"], {}, "absolute paths", id="roots"),
