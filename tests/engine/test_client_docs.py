@@ -7,6 +7,8 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
 
 import rollout_client
 from rollout_client import AsyncRolloutPool, PrometheusHook, RolloutPool
@@ -31,6 +34,9 @@ def volume(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("volume")
     for step in (1, 2):
         shutil.copytree(tiny_models.weights(step + 1), folder / "steps" / str(step))
+    broadcast = folder / "broadcasts" / "step_3"
+    shutil.copytree(tiny_models.weights(2), broadcast)
+    (broadcast / "STABLE").touch()
     return folder
 
 
@@ -57,7 +63,29 @@ def blocks(page: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", ["generate.md", "publish-weights.md", "from-verl.md"])
+@dataclass
+class Sample:
+    """The fields of slime's `Sample` that its generate functions fill."""
+
+    class Status(Enum):
+        PENDING = "pending"
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+
+    prompt: str
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    status: Status = Status.PENDING
+    session_id: str | None = None
+
+
+@pytest.mark.parametrize(
+    "page", ["generate.md", "publish-weights.md", "from-verl.md", "from-slime-and-prime-rl.md"]
+)
 def test_the_code_of_a_page_runs(
     page: str,
     urls: dict[str, Any],
@@ -72,6 +100,9 @@ def test_the_code_of_a_page_runs(
         monkeypatch.setattr(kind, "from_cluster", lambda name, namespace, made=made: made())
     names: dict[str, Any] = {
         "FOLDER": volume,
+        "OUTPUT_DIR": volume,
+        "SAMPLE": Sample("roll out the policy"),
+        "TOKENIZER": PreTrainedTokenizerFast.from_pretrained(tiny_models.model(1)),
         "MOUNTED_AT": "",
         "TENSORS": load_file(tiny_models.weights(3) / "model.safetensors"),
     }
