@@ -45,18 +45,23 @@ COPY --from=code /code /opt/rollout
 USER 65532:65532
 ENTRYPOINT ["rollout-operator"]
 
+# The same with the mounted environment of the engine, if there is to be one, as a site folder of its
+# own, so that its *.pth files count. The image's packages come first on the path; a folder that is not
+# there is left out.
+FROM code AS worker-code
+ARG ENGINE_SITE_PACKAGES=
+RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
+      echo "import site; site.addsitedir('$ENGINE_SITE_PACKAGES')" \
+        >"$(echo /code/lib/python3.*/site-packages)/engine.pth"; \
+    fi
+
 FROM python AS worker-hf
 ARG WORKER_EXTRAS=hf
 COPY requirements/${WORKER_EXTRAS}.txt /opt/rollout/requirements.txt
 RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
     PIP_CONFIG_FILE=/run/secrets/pip.conf \
     pip install --no-cache-dir --only-binary :all: --require-hashes -r /opt/rollout/requirements.txt
-# The image's own packages come first on the path; a folder that is not there is left out.
-ARG ENGINE_SITE_PACKAGES=
-RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
-      echo "import site; site.addsitedir('$ENGINE_SITE_PACKAGES')" >"$(echo /opt/rollout/lib/python3.*/site-packages)/engine.pth"; \
-    fi
-COPY --from=code /code /opt/rollout
+COPY --from=worker-code /code /opt/rollout
 USER 65532:65532
 EXPOSE 8000 8001
 ENTRYPOINT ["rollout-worker"]
@@ -74,11 +79,7 @@ RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
     PIP_CONFIG_FILE=/run/secrets/pip.conf \
     pip install --no-cache-dir --no-deps --only-binary :all: --require-hashes \
       -r /opt/rollout/requirements.txt
-ARG ENGINE_SITE_PACKAGES=
-RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
-      echo "import site; site.addsitedir('$ENGINE_SITE_PACKAGES')" >"$(echo /opt/rollout/lib/python3.*/site-packages)/engine.pth"; \
-    fi
-COPY --from=code /code /opt/rollout
+COPY --from=worker-code /code /opt/rollout
 USER 65532:65532
 EXPOSE 8000 8001
 ENTRYPOINT ["rollout-worker"]
@@ -97,13 +98,7 @@ RUN --mount=type=bind,source=hack/sglang_cpu,target=/stand-ins \
       site="$(echo /opt/rollout/lib/python3.*/site-packages)"; \
       cp /stand-ins/*.py "$site" && echo "import sglang_cpu" >"$site/sglang_cpu.pth"; \
     fi
-# A mounted environment is made a site folder of its own, so that its *.pth files count.
-ARG ENGINE_SITE_PACKAGES=
-RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
-      echo "import site; site.addsitedir('$ENGINE_SITE_PACKAGES')" \
-        >"$(echo /opt/rollout/lib/python3.*/site-packages)/engine.pth"; \
-    fi
-COPY --from=code /code /opt/rollout
+COPY --from=worker-code /code /opt/rollout
 USER 65532:65532
 EXPOSE 8000 8001
 ENTRYPOINT ["rollout-worker"]
