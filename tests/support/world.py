@@ -20,6 +20,7 @@ from rollout_worker.schemas import (
     CommitRequest,
     Hold,
     Lifecycle,
+    Progress,
     RequireRequest,
     Resident,
     StagedWeights,
@@ -63,6 +64,7 @@ class SimWorker:
     loading: bool = True
     broken_stage: bool = False
     broken_commit: bool = False
+    progress: Progress | None = None
     commits: list[WeightsId] = field(default_factory=list)
 
     @property
@@ -106,6 +108,7 @@ class SimWorker:
             resident=Resident(weights=True, kv_cache=True),
             holds=tuple(holds),
             caller=ME,
+            progress=self.progress,
         )
 
     def stage(self, body: StageRequest) -> str | None:
