@@ -3,9 +3,9 @@
 In this order, among the members that may get it:
 
 1. deterministic mode: the highest hash of (key, member), the same in every process;
-2. the member that had the key before, while it is no slower than usual and has at most
-   `max_imbalance` requests more than the least loaded one (its prefix cache is warm, but no cache is
-   worth any queue, or every token at half the pace);
+2. the member that had the key before, while it is no slower than usual and comes with this request
+   to at most `max_imbalance` more than the least loaded one (its prefix cache is warm, but no cache
+   is worth any queue, or every token at half the pace);
 3. the least loaded, where a request on a replica that samples at half the usual pace counts
    double; of equals the one that was chosen least recently. Beyond `SCAN` members: the
    less loaded of two at random, whose tail is nearly as good and whose cost does not grow.
@@ -225,8 +225,8 @@ class Balancer:
         seat = self._seats.get(self._sticky.get(key, ""))
         if seat is None or seat not in usable or seat.slowness > 1:
             return None
-        least = min(each.load for each in usable)
-        return seat if seat.load <= least + self._max_imbalance else None
+        least = min(each.load + (each is seat) for each in usable)
+        return seat if seat.load + 1 <= least + self._max_imbalance else None
 
     def _least(self, usable: Sequence[Seat]) -> Seat:
         if self._deterministic:

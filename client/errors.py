@@ -6,15 +6,15 @@
     │   ├── NoReplica           no replica could take it before the deadline
     │   ├── RequestFailed       too many attempts broke
     │   ├── DeadlineExceeded    the request's own time is over
-    │   └── VersionChanged      other weights, and the caller asked to be told
+    │   ├── VersionChanged      other weights, and the caller asked to be told
+    │   └── PoolClosed          the pool was closed
     ├── ManyFailed              some requests of generate_many; the others are in `results`
     ├── EpochLost               another trainer took the pool
     ├── PublishError            new weights
     │   ├── PublishFailed       they can't be used, or not by all; says which replica and why
     │   └── Superseded          newer weights took their place
     ├── SteeringFailed          sleep, wake, pause
-    ├── ClusterError            the API server refused or could not be reached
-    └── PoolClosed              the pool was closed
+    └── ClusterError            the API server refused or could not be reached
 
 `replica` names the member that was asked last (None: nobody was), `cause` is one sentence.
 """
@@ -143,5 +143,5 @@ class ClusterError(RolloutError):
         self.reason = reason
 
 
-class PoolClosed(RolloutError):
+class PoolClosed(RequestError):
     """The pool was closed while, or before, this was asked."""

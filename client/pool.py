@@ -266,12 +266,14 @@ class AsyncRolloutPool(Steered):
             NoReplica: They did not within these seconds.
         """
         self._start()
-        until = time.monotonic() + seconds
+        began = time.monotonic()
+        until = began + seconds
         while len(found := self.serving()) < count:
             now = time.monotonic()
             if now >= until:
                 why = self._router.reasons()
                 raise NoReplica(f"{len(found)} of {count} replicas serve ({why})")
+            self._router.warn_since(began)
             await asyncio.sleep(min(0.05, until - now))
         return found
 

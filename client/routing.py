@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,11 @@ from contextlib import contextmanager
 from .balancer import ANY, Balancer, Bounds
 from .errors import NoReplica, PoolClosed, RequestRefused
 from .members import Member
+
+logger = logging.getLogger(__name__)
+
+WARN_SECONDS = 10.0
+"""Who waits so long for a replica says why, and again as often."""
 
 AGAIN_SECONDS = 0.5
 """A waiting request looks again at least that often: some seats come back by time alone."""
@@ -61,6 +67,7 @@ class Router:
         self._on_gone = on_gone
         self.leases: set[Lease] = set()
         self.closed = False
+        self._warned_at = 0.0
         self._wanted: dict[object, Bounds] = {}
         self._changed = asyncio.Event()
 
@@ -79,6 +86,14 @@ class Router:
         known = self.balancer.reasons(time.monotonic(), bounds) or "discovery found no members"
         trouble = self._trouble()
         return f"{known}; {trouble}" if trouble else known
+
+    def warn_since(self, began: float, bounds: Bounds = ANY) -> None:
+        """Say why nobody serves one who waits since then, now and again, once for all who wait."""
+        now = time.monotonic()
+        if now - max(began, self._warned_at) >= WARN_SECONDS:
+            self._warned_at = now
+            why = self.reasons(bounds)
+            logger.warning("waiting for a replica for %.0f s: %s", now - began, why)
 
     @contextmanager
     def lease(self, member: Member) -> Iterator[Lease]:
@@ -105,6 +120,7 @@ class Router:
             RequestRefused: The exact weights asked for are served no more.
             PoolClosed: The pool was closed.
         """
+        began = time.monotonic()
         while True:
             changed = self._changed
             now = time.monotonic()
@@ -119,6 +135,7 @@ class Router:
             if now >= until:
                 why = self.reasons(bounds)
                 raise NoReplica(f"no replica could take the request in time ({why})")
+            self.warn_since(began, bounds)
             await self._wait(changed, min(AGAIN_SECONDS, until - now), bounds)
 
     async def _wait(self, changed: asyncio.Event, seconds: float, bounds: Bounds) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rollout_client.calls import Prompt
+from rollout_client.members import Member
 from rollout_client.pool import AsyncRolloutPool
 from rollout_client.results import GenerateResult
 from rollout_client.steering import Published
@@ -18,7 +20,10 @@ CONCURRENCY = 10_000
 
 
 class PoolActor:
-    """What runs in the actor. Methods and arguments are those of `AsyncRolloutPool`."""
+    """What runs in the actor. Methods and arguments are those of `AsyncRolloutPool`.
+
+    All of them but `stream`: a call of an actor has one answer.
+    """
 
     def __init__(self, make: Callable[[], AsyncRolloutPool]) -> None:
         self._make = make
@@ -29,25 +34,37 @@ class PoolActor:
             self._pool = self._make()
         return self._pool
 
-    async def generate(self, prompt: Sequence[int], **options: Any) -> GenerateResult:
+    async def generate(self, prompt: Prompt, **options: Any) -> GenerateResult:
         """See `AsyncRolloutPool.generate`."""
         return await (await self._there()).generate(prompt, **options)
 
-    async def acquire(self) -> int:
+    async def generate_many(self, prompts: Sequence[Prompt], **options: Any) -> list[Any]:
+        """See `AsyncRolloutPool.generate_many`; `progress` would be called in the actor."""
+        return await (await self._there()).generate_many(prompts, **options)
+
+    async def wait_serving(self, count: int = 1, **options: Any) -> list[Member]:
+        """See `AsyncRolloutPool.wait_serving`."""
+        return await (await self._there()).wait_serving(count, **options)
+
+    async def acquire(self, **options: Any) -> int:
         """See `AsyncRolloutPool.acquire`."""
-        return await (await self._there()).acquire()
+        return await (await self._there()).acquire(**options)
 
     async def publish_weights(self, version: int, path: str | None, **options: Any) -> Published:
         """See `AsyncRolloutPool.publish_weights`."""
         return await (await self._there()).publish_weights(version, path, **options)
 
-    async def sleep(self) -> None:
+    async def sleep(self, **options: Any) -> None:
         """See `AsyncRolloutPool.sleep`."""
-        await (await self._there()).sleep()
+        await (await self._there()).sleep(**options)
 
-    async def wake(self) -> None:
+    async def wake(self, **options: Any) -> None:
         """See `AsyncRolloutPool.wake`."""
-        await (await self._there()).wake()
+        await (await self._there()).wake(**options)
+
+    async def pause(self, **options: Any) -> None:
+        """See `AsyncRolloutPool.pause`."""
+        await (await self._there()).pause(**options)
 
     async def load(self) -> dict[str, int]:
         """Requests in flight by replica."""

@@ -48,9 +48,9 @@ def urls(workers: list[InProcess]) -> tuple[list[str], list[str | None]]:
     return data, [str(w.control.base_url).rstrip("/") for w in workers]
 
 
-def new_pool(workers: list[InProcess], **options: object) -> AsyncRolloutPool:
+def new_pool(workers: list[InProcess], **options: Any) -> AsyncRolloutPool:
     data, control = urls(workers)
-    direct = DirectOptions(token=lambda: TOKEN, in_flight="Abort")
+    direct = options.pop("direct", DirectOptions(token=lambda: TOKEN, in_flight="Abort"))
     return AsyncRolloutPool.from_urls(data, control_urls=control, direct=direct, **options)
 
 
@@ -58,6 +58,13 @@ def new_pool(workers: list[InProcess], **options: object) -> AsyncRolloutPool:
 async def pool(workers: list[InProcess]) -> AsyncIterator[AsyncRolloutPool]:
     async with new_pool(workers) as pool:
         yield pool
+
+
+def ports(worker: InProcess) -> list[str]:
+    """Flags of a worker that comes back where this one was."""
+    data, control = urls([worker])
+    found = ["--data-port", data[0].rpartition(":")[2]]
+    return [*found, "--control-port", (control[0] or "").rpartition(":")[2]]
 
 
 def active(worker: InProcess) -> tuple[int, int]:
@@ -168,17 +175,48 @@ async def test_a_worker_that_comes_back_gets_the_weights(
             # Nor does a publish that fails end the care for those who come back.
             with pytest.raises(PublishFailed, match="/nope"):
                 await pool.publish_weights(next(VERSIONS), "/nope")
-            data, control = urls([third])
-            ports = ["--data-port", data[0].rpartition(":")[2]]
-            ports += ["--control-port", (control[0] or "").rpartition(":")[2]]
             again = await asyncio.to_thread(
-                stack.enter_context, in_process(model, *flags, *ports, token=TOKEN)
+                stack.enter_context, in_process(model, *flags, *ports(third), token=TOKEN)
             )
             await until(lambda: active(again)[1] == version, 30, what="the weights")
             await pool.wait_serving(3, seconds=20)
             batch = await pool.generate_many([PROMPT] * 9, sampling={"max_tokens": 2})
             assert {r.output.weights[0].version for r in batch} == {version}
             assert len({r.attempts[-1].replica for r in batch}) == 3
+
+
+async def test_a_worker_that_comes_back_falls_asleep_with_the_pool(
+    workers: list[InProcess], tiny_models: TinyModels, flags: list[str]
+) -> None:
+    model = tiny_models.model(1)
+    with ExitStack() as stack:
+        third = stack.enter_context(in_process(model, *flags, token=TOKEN))
+        async with new_pool([third]) as pool:
+            await pool.sleep()
+            await asyncio.to_thread(stack.close)
+            again = await asyncio.to_thread(
+                stack.enter_context, in_process(model, *flags, *ports(third), token=TOKEN)
+            )
+            await until(lambda: again.state()["lifecycle"] == "Asleep", 30, what="it to sleep")
+            await pool.wake()
+            assert again.ready()
+
+
+async def test_a_commit_takes_no_longer_than_the_publish_may(
+    workers: list[InProcess], tiny_models: TinyModels
+) -> None:
+    patient = DirectOptions(token=TOKEN, in_flight="Drain", drain_seconds=600)
+    async with new_pool(workers, direct=patient) as pool:
+        await pool.acquire()
+        long = {**GREEDY, "max_tokens": 1900}
+        batch = asyncio.create_task(pool.generate_many([PROMPT] * 12, sampling=long))
+        await until(lambda: all(w.state()["in_flight"] for w in workers), what="requests to run")
+        done = await pool.publish_weights(next(VERSIONS), tiny_models.weights(3), seconds=1.5)
+        assert done.replicas == 2
+        results = await batch
+        # Cut off at the end of the drain, they went on with the new weights.
+        assert all(len(result.token_ids) == 1900 for result in results)
+        assert {len(result.output.weights) for result in results} == {2}
 
 
 async def test_a_publish_cancelled_at_its_commit_goes_on_to_its_end(

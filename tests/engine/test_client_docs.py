@@ -139,7 +139,7 @@ def test_every_error_of_a_generation_is_described() -> None:
         if isinstance(kind := getattr(rollout_client, name), type)
         and issubclass(kind, rollout_client.RequestError)
     }
-    assert described == errors - {"RequestError"} | {"PoolClosed"}
+    assert described == errors - {"RequestError"}
 
 
 # verl's interfaces.

@@ -352,6 +352,21 @@ async def test_kill_minus_9_costs_no_received_token(
         assert sum(attempt.tokens for attempt in result.attempts) == 300
 
 
+async def test_what_came_before_the_pool_was_closed_is_kept(workers: list[InProcess]) -> None:
+    received: list[int] = []
+
+    async def read(pool: AsyncRolloutPool) -> None:
+        async with pool.stream(PROMPT, sampling={**GREEDY, "max_tokens": 1800}) as stream:
+            async for delta in stream:
+                received.extend(delta.token_ids)
+                await pool.close()
+
+    with pytest.raises(PoolClosed) as error:
+        await read(AsyncRolloutPool.from_urls([url(w) for w in workers]))
+    assert error.value.kept is not None
+    assert error.value.kept.token_ids[: len(received)] == tuple(received) != ()
+
+
 def test_a_pool_closed_amid_a_call_says_so(workers: list[InProcess]) -> None:
     pool = RolloutPool.from_urls([url(w) for w in workers])
     with ThreadPoolExecutor(1) as threads:

@@ -37,8 +37,9 @@ def main(urls: list[str]) -> None:
     # One conversation from two processes, one after the other: the balancer knows it.
     first = ray.get(remote_turns.remote(handle, "c", 2))
     second = ray.get(remote_turns.remote(again, "c", 2))
-    crowd = [handle.generate.remote(PROMPT, sampling=SAMPLING) for _ in range(8)]
-    spread = sorted({result.attempts[0].replica for result in ray.get(crowd)})
+    ray.get(handle.wait_serving.remote(2, seconds=60))
+    crowd = ray.get(handle.generate_many.remote([PROMPT] * 8, sampling=SAMPLING))
+    spread = sorted({result.attempts[0].replica for result in crowd})
     error = None
     try:
         ray.get(handle.generate.remote(PROMPT, sampling={"max_tokens": 10**6}))
