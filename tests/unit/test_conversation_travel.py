@@ -225,7 +225,6 @@ def test_a_batch_that_can_not_be_is_refused() -> None:
 
 
 def test_a_batch_is_a_tensordict_and_a_dataproto() -> None:
-    pytest.importorskip("tensordict")
     made = to_batch(finished(), pad_token_id=0)
     proto = made.to_dataproto()
     assert proto["batch"].batch_size == torch.Size([3])
