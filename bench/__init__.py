@@ -1,6 +1,7 @@
 """Benchmarks: one command each, every figure with a baseline measured in the same run.
 
-`python -m bench --help` lists them. Each module has a `SUMMARY` and `run(options) -> Result`.
+`python -m bench --help` lists them. Each module has a `SUMMARY` and `run(options)`, which
+returns a `Result`, or several one by one.
 """
 
 from __future__ import annotations

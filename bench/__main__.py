@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ from . import results
 from .results import Options, Result
 
 NAMES = (
-    *("startup", "reaction", "reconcile", "polling", "conversation", "hf", "hfupdates", "vllm"),
+    *("startup", "reaction", "reconcile", "polling", "conversation", "hf", "engines", "vllm"),
     "sglang",
     *("balancer", "client"),
 )
@@ -33,11 +33,12 @@ def main(argv: Sequence[str]) -> int:
     for name in arguments.name or NAMES:
         print(f"{name}: {_module(name).SUMMARY}", flush=True)
         began = time.monotonic()
-        result: Result = _module(name).run(options)
-        print(results.text(result), f"\n  ({time.monotonic() - began:.0f} s)\n", flush=True)
-        found.append(result)
-        if arguments.write:
-            PAGE.write_text(merged(PAGE.read_text() if PAGE.exists() else "", result))
+        outcome: Result | Iterable[Result] = _module(name).run(options)
+        for result in (outcome,) if isinstance(outcome, Result) else outcome:
+            print(results.text(result), f"\n  ({time.monotonic() - began:.0f} s)\n", flush=True)
+            found.append(result)
+            if arguments.write:
+                PAGE.write_text(merged(PAGE.read_text() if PAGE.exists() else "", result))
     if arguments.json:
         document = {"machine": machine(), "results": [result.document() for result in found]}
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
@@ -87,7 +88,8 @@ def machine() -> str:
 
 def merged(page: str, result: Result) -> str:
     """Return the page with this benchmark's section put in or replaced."""
-    begin, end = _MARK.format("begin", result.name), _MARK.format("end", result.name)
+    name = f"{result.name} {result.part}".strip()
+    begin, end = _MARK.format("begin", name), _MARK.format("end", name)
     when = datetime.now(UTC).strftime("%Y-%m-%d")
     where = f"Measured {when} on {machine()}, load average {result.load_before:.1f} at the end.\n"
     section = f"{begin}\n{results.markdown(result)}\n{where}{end}\n"

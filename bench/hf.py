@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import random
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +17,19 @@ from pathlib import Path
 import torch
 
 from .hfsystems import Continuous, Dtype, Job, Ours, Static, System, Took, timed
+from .models import TINY, half_billion
 from .results import Figure, Options, Result
 
 SUMMARY = "the hf engine against generate, sorted batches and transformers' continuous batching"
-PROMPT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is generated with one model: how many requests, and their lengths."""
+    """What is generated with one model: how many requests, their prompts and lengths in tokens."""
 
     label: str
-    shape: dict[str, int | str]
     dtype: Dtype
+    prompt: int
     mixed: int
     equal: int
     shortest: int
@@ -38,41 +37,24 @@ class Load:
     rounds: int
 
 
-TINY = Load("tiny", {}, "float32", 128, 64, 16, 256, 3)
-HALF_B = Load(
-    "0.5B shape",
-    {"vocab": 151936, "hidden": 896, "intermediate": 4864, "layers": 24, "heads": 14},
-    "float32",
-    48,
-    32,
-    4,
-    64,
-    1,
-)
-"""A quarter of the lengths: else one round takes an hour on a CPU that computes bfloat16 by
-emulation, for which float32 is the faster choice, too."""
+TINY_LOAD = Load("tiny", "float32", 64, 128, 64, 16, 256, 2)
+HALF_B = Load("0.5B shape", "float32", 16, 64, 32, 4, 64, 1)
+"""A quarter of the lengths, or a round takes an hour; float32, for many CPUs only emulate bfloat16."""
 
 
 def run(options: Options) -> Result:
     """Measure."""
     torch.set_num_threads(1)
-    loads = (TINY,) if options.quick else (TINY, HALF_B)
+    loads = [(TINY_LOAD, TINY.model(1))]
+    if not options.quick:
+        loads.append((HALF_B, half_billion(1, HALF_B.dtype)))
     figures: list[Figure] = []
     notes: list[str] = []
-    for load in loads:
-        with tempfile.TemporaryDirectory() as folder:
-            _model(Path(folder), load)
-            best = _measure(Path(folder), load, options.runs or load.rounds)
+    for load, model in loads:
+        best = _measure(model, load, options.runs or load.rounds)
         figures += _figures(load, best)
         notes += _notes(load, best)
     return Result("hf", "The Hugging Face engine", figures, notes)
-
-
-def _model(folder: Path, load: Load) -> None:
-    from tinymodel import Shape, make_model, make_weights
-
-    shape = Shape(**load.shape)  # type: ignore[arg-type]  # numbers and names as they are
-    (make_weights if load.shape else make_model)(folder, 1, shape)
 
 
 def _jobs(load: Load, count: int, *, mixed: bool) -> list[Job]:
@@ -84,7 +66,8 @@ def _jobs(load: Load, count: int, *, mixed: bool) -> list[Job]:
         return min(load.longest, max(load.shortest, drawn))
 
     return [
-        Job(tuple(rng.randrange(3, 4096) for _ in range(PROMPT)), length()) for _ in range(count)
+        Job(tuple(rng.randrange(3, 4096) for _ in range(load.prompt)), length())
+        for _ in range(count)
     ]
 
 
@@ -93,7 +76,7 @@ def _measure(model: Path, load: Load, rounds: int) -> dict[tuple[str, str], Took
         "ours": lambda: Ours(model, load.dtype),
         "static": lambda: Static(model, load.dtype),
         "sorted": lambda: Static(model, load.dtype, by_length=True),
-        "continuous": lambda: Continuous(model, load.dtype, PROMPT + load.longest),
+        "continuous": lambda: Continuous(model, load.dtype, load.prompt + load.longest),
     }
     work = {
         "mixed": _jobs(load, load.mixed, mixed=True),
@@ -146,6 +129,6 @@ def _notes(load: Load, best: dict[tuple[str, str], Took]) -> Sequence[str]:
     )
     shape = (
         f"{load.label}: {load.mixed} requests of {load.shortest} to {load.longest} tokens, "
-        f"{load.equal} of equal length, prompts of {PROMPT}, {load.dtype}, 32 in flight, one thread"
+        f"{load.equal} of equal length, prompts of {load.prompt}, {load.dtype}, 32 in flight, one thread"
     )
     return [shape, f"{load.label}, tokens a second by the clock (and of CPU time): {words}"]

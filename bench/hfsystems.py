@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -199,13 +198,3 @@ def plain_model(folder: Path, dtype: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     return transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).eval()
-
-
-@contextmanager
-def opened(make: Callable[[], Any]) -> Any:
-    """Make a system, and close it."""
-    system = make()
-    try:
-        yield system
-    finally:
-        system.close()

@@ -61,13 +61,22 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Outcome of one benchmark; `notes` are sentences that belong to the figures."""
+    """Outcome of one benchmark; `notes` are sentences that belong to the figures.
+
+    `part`: the engine, where each has a table of its own and can be measured alone.
+    """
 
     name: str
     title: str
     figures: Sequence[Figure]
     notes: Sequence[str] = ()
+    part: str = ""
     load_before: float = field(default_factory=lambda: os.getloadavg()[0])
+
+    @property
+    def command(self) -> str:
+        """What measures it."""
+        return f"{f'ROLLOUT_ENGINES={self.part} ' if self.part else ''}python -m bench {self.name}"
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -91,7 +100,7 @@ _HEAD = ("", "p50", "p99", "unit", "baseline", "ratio", "goal")
 
 def markdown(result: Result) -> str:
     """Return a section of docs/benchmarks.md."""
-    lines = [f"## {result.title}", "", f"`python -m bench {result.name}`", ""]
+    lines = [f"## {result.title}", "", f"`{result.command}`", ""]
     lines += ["| " + " | ".join(_HEAD) + " |", "|---|---:|---:|---|---|---:|---|"]
     lines += ["| " + " | ".join(_cells(f)) + " |" for f in result.figures]
     lines += ["", *(f"- {note}" for note in result.notes), ""]
