@@ -73,7 +73,7 @@ def _measure(kind: EngineKind, files: Files, rounds: int) -> Result:
     size = (files.model / "model.safetensors").stat().st_size / 2**20
     said = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in measured.said.items())
     notes = [
-        f"{files.label}, float32, {size:,.0f} MiB, on the CPU with one thread, {rounds} rounds. A real "
+        f"{files.label}, float32, {size:,.0f} MiB, on the CPU with one thread, {rounds} round(s). A real "
         "worker process; start and wake find the files in the page cache.",
         f"Pause: longest time without a token of any of {RUNNING} streams, from the call of commit "
         "until all of them run again, against the usual time between two tokens of a stream; a step "
