@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import httpx
@@ -86,7 +87,8 @@ async def _exchange(
 ) -> StreamDone:
     body = request.model_dump_json(exclude_none=True, exclude_defaults=True)
     done: StreamDone | None = None
-    async with client.stream("POST", "/v1/generate", content=body, headers=_HEADERS) as answer:
+    route = _route(lease.member.url)
+    async with client.stream("POST", route, content=body, headers=_HEADERS) as answer:
         if answer.status_code != 200:
             raise await _refusal(answer)
         # Read to the end also after `done`: only then is the connection used again.
@@ -99,6 +101,12 @@ async def _exchange(
     if done is None:
         raise Broken("the connection ended within the stream")
     return done
+
+
+@lru_cache(maxsize=4096)
+def _route(url: str) -> httpx.URL:
+    """Where a member generates; httpx parses a relative one twice with every request."""
+    return httpx.URL(f"{url}/v1/generate")
 
 
 def _taken(name: str, data: bytes, take: Callable[[StreamDelta], None]) -> StreamDone | None:
