@@ -41,7 +41,7 @@ demo: $(VENV) ## tell the whole story on a real cluster (first run ~15 min, late
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo
 
 .PHONY: demo-train
-demo-train: $(VENV) ## let a policy learn on that cluster: examples/grpo (STEPS=40)
+demo-train: $(VENV) ## let a policy learn on that cluster: examples/grpo (STEPS=40 TASK=counting|tools)
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.train
 
 .PHONY: test

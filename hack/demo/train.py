@@ -1,7 +1,9 @@
-"""Train a policy on a real cluster: examples/grpo beside a pool of workers, until it can count.
+"""Train a policy on a real cluster: examples/grpo beside a pool of workers, until it can do it.
 
     make demo-train                    40 steps, about two minutes after the first run
     STEPS=10 make demo-train           fewer
+    TASK=tools make demo-train         until it asks a calculator, in conversations; meanwhile the
+                                       pool grows, and a worker is killed
 
 Leaves the table and the learning curve in the cache; the cluster stays up, `make clean` removes it.
 """
@@ -14,6 +16,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -21,19 +27,45 @@ import yaml
 import rollout_local
 from demo.scene import Scene, local_scene
 from demo.stage import DemoError
+from demo.trouble import Trouble
 from localkube import ClusterError, volumes
 from localkube.home import REPOSITORY
 
 NAMESPACE = "train"
-POOL = "counting"
+POOL = "policy"
 # Narrow weights: a policy that is sure of nothing yet.
 SHAPE = (
     *("--vocab", "512", "--hidden", "64", "--intermediate", "128", "--heads", "2"),
     *("--kv-heads", "1", "--max-length", "256", "--std", "0.05"),
 )
 EXAMPLE = REPOSITORY / "examples" / "grpo"
-JOB_SECONDS = 900.0
-GOAL, ENOUGH_STEPS = 0.9, 30
+JOB_SECONDS, HEAL_SECONDS = 900.0, 180.0
+GOAL = 0.9
+
+
+@dataclass(frozen=True)
+class Task:
+    """One of the example's trainers.
+
+    Attributes:
+        manifest: of its Job.
+        folder: that it writes into, below `weights`; also the name of the Job.
+        steps: unless said otherwise.
+        enough: steps that reach the goal.
+        trouble: whether something happens to the pool meanwhile.
+    """
+
+    manifest: str
+    folder: str
+    steps: int
+    enough: int
+    trouble: bool = False
+
+
+TASKS = {
+    "counting": Task("job.yaml", "grpo", steps=40, enough=30),
+    "tools": Task("tools-job.yaml", "grpo-tools", steps=20, enough=15, trouble=True),
+}
 
 
 def main() -> int:
@@ -41,50 +73,59 @@ def main() -> int:
     if "-h" in sys.argv or "--help" in sys.argv:
         print(__doc__)
         return 0
+    name = os.environ.get("TASK", "counting")
     try:
+        if name not in TASKS:
+            raise DemoError(f"TASK={name!r} is none of {sorted(TASKS)}")
+        task = TASKS[name]
         scene = local_scene(NAMESPACE, SHAPE)
-        tell(scene, int(os.environ.get("STEPS", "40")))
+        tell(scene, task, int(os.environ.get("STEPS", task.steps)))
     except (DemoError, ClusterError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def tell(scene: Scene, steps: int) -> None:
-    """Apply pool and Job, follow the trainer, and show what came of it."""
+def tell(scene: Scene, task: Task, steps: int) -> Path:
+    """Apply pool and Job, follow the trainer, and show what came of it; returns its folder."""
     stage = scene.stage
     assert scene.models is not None
-    folder = scene.models / "weights" / "grpo"
+    folder = scene.models / "weights" / task.folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     folder.chmod(0o777)  # the trainer is nobody of this machine
     with stage.step("A pool of two workers and the account of its trainer"):
-        for kind, name in (("job", "grpo"), ("rr", POOL)):
+        for kind, name in (("job", task.folder), ("rr", POOL)):
             stage.kubectl("delete", kind, name, "--ignore-not-found", "--timeout=120s")
         stage.kubectl("apply", "-f", str(EXAMPLE / "pool.yaml"), show=True)
         stage.kubectl("wait", "rr", POOL, "--for=condition=Ready", "--timeout=240s")
         stage.kubectl("get", "rr", POOL, "-o", "wide", show=True)
     with stage.step(f"GRPO for {steps} steps, as a Job"):
         script = stage.kubectl(
-            "create", "configmap", "grpo", f"--from-file={EXAMPLE / 'train.py'}",
-            "--dry-run=client", "-o", "json",
+            "create", "configmap", "grpo", f"--from-file={EXAMPLE}", "--dry-run=client",
+            "-o", "json",
         )  # fmt: skip
         stage.kubectl("apply", "-f", "-", text=script)
-        stage.kubectl("apply", "-f", "-", text=json.dumps(job(steps)))
-        follow(scene)
-        stage.kubectl("get", "rr", POOL, "-o", "wide", show=True)
+        stage.kubectl("apply", "-f", "-", text=json.dumps(job(task, steps)))
+        trouble = Trouble(stage, POOL)
+        follow(scene, task.folder, trouble.saw if task.trouble else lambda line: None)
+        if task.trouble:
+            trouble.over(HEAL_SECONDS)
+        else:
+            stage.kubectl("get", "rr", POOL, "-o", "wide", show=True)
     with (folder / "result" / "table.csv").open() as file:
         earned = [float(row["reward"]) for row in csv.DictReader(file)]
     for path in sorted((folder / "result").iterdir()):
         stage.say(str(path))
-    if steps >= ENOUGH_STEPS and earned[-1] < GOAL:
+    if steps >= task.enough and earned[-1] < GOAL:
         raise DemoError(f"the reward is {earned[-1]:.2f} after {steps} steps, not {GOAL}")
-    stage.say(f"reward {earned[0]:.2f} -> {earned[-1]:.2f}: the policy can count")
+    stage.say(f"reward {earned[0]:.2f} -> {earned[-1]:.2f}")
+    return folder / "result"
 
 
-def job(steps: int) -> dict[str, Any]:
+def job(task: Task, steps: int) -> dict[str, Any]:
     """The Job of the example, with the local image and the environment that is mounted into it."""
-    body: dict[str, Any] = yaml.safe_load((EXAMPLE / "job.yaml").read_text())
+    body: dict[str, Any] = yaml.safe_load((EXAMPLE / task.manifest).read_text())
     pod = body["spec"]["template"]["spec"]
     local = rollout_local.LOCAL_VALUES["engines"]["hf"]
     container = pod["containers"][0]
@@ -98,29 +139,33 @@ def job(steps: int) -> dict[str, Any]:
     return body
 
 
-def follow(scene: Scene) -> None:
-    """Print the trainer's lines until it has ended.
+def follow(scene: Scene, name: str, saw: Callable[[str], None]) -> None:
+    """Print the trainer's lines until it has ended, and hand them to `saw`.
 
     Raises:
         DemoError: it failed, or did not end in time.
     """
     stage = scene.stage
     words = ["kubectl", "-n", stage.namespace]
-    started = [*words, "wait", "pod", "-l", "job-name=grpo", "--for=condition=Ready"]
+    started = [*words, "wait", "pod", "-l", f"job-name={name}", "--for=condition=Ready"]
     stage.run(*started, "--timeout=120s")
-    try:
-        subprocess.run(
-            [*words, "logs", "-f", "job/grpo"],
-            env=stage.environment, timeout=JOB_SECONDS, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise DemoError(f"the trainer did not end within {JOB_SECONDS:.0f} s") from None
+    logs = [*words, "logs", "-f", f"job/{name}"]
+    with subprocess.Popen(logs, env=stage.environment, stdout=subprocess.PIPE, text=True) as reader:
+        late = threading.Timer(JOB_SECONDS, reader.kill)
+        late.start()
+        try:
+            for line in reader.stdout or ():
+                print(line, end="", flush=True)
+                saw(line)
+        finally:
+            late.cancel()
+            reader.kill()
 
     def ended() -> str:
-        kinds = stage.get("job", "grpo").get("status", {}).get("conditions", ())
+        kinds = stage.get("job", name).get("status", {}).get("conditions", ())
         return next((c["type"] for c in kinds if c["type"] in ("Complete", "Failed")), "")
 
-    if stage.until("the Job to end", ended, 60) != "Complete":
+    if stage.until(f"the Job to end within {JOB_SECONDS:.0f} s", ended, 60) != "Complete":
         raise DemoError("the trainer failed: its last lines above say why")
 
 

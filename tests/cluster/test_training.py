@@ -22,10 +22,10 @@ def test_grpo_on_a_pool_raises_the_reward(cluster: Cluster) -> None:
     rollout_local.claims(cluster, train.NAMESPACE, folder)
     stage = Stage(cluster.environment(), train.NAMESPACE)
     try:
-        train.tell(Scene(stage, models=folder), STEPS)
+        result = train.tell(Scene(stage, models=folder), train.TASKS["counting"], STEPS)
     finally:
         stage.kubectl("delete", "rr", train.POOL, "--ignore-not-found", "--wait=false")
-    with (folder / "weights" / "grpo" / "result" / "table.csv").open() as file:
+    with (result / "table.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == STEPS
     assert float(rows[0]["reward"]) < 0.25

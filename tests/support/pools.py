@@ -8,12 +8,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
 from localkube import Cluster
+from localkube.pods import process_in
 
 PROMPT = [5, 6, 7, 8, 9, 100, 200, 300]
 START_SECONDS = 180.0
@@ -191,17 +191,7 @@ class Pool:
 
     def pid(self, replica: int = 0) -> int:
         """Process of the worker, as this machine numbers it."""
-        name = f"{self.name}-{replica}-0"
-        uid = self.pod(replica)["metadata"]["uid"].replace("-", "")
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            with suppress(OSError):
-                words = (entry / "cmdline").read_bytes()
-                group = (entry / "cgroup").read_text().replace("-", "").replace("_", "")
-                if b"rollout-worker" in words and uid in group:
-                    return int(entry.name)
-        raise AssertionError(f"no process of {name}")
+        return process_in(self.pod(replica)["metadata"]["uid"], "rollout-worker")
 
     def kill(self, replica: int = 0) -> None:
         """Kill -9 the worker."""

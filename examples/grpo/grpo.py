@@ -1,0 +1,300 @@
+"""GRPO in plain torch over a pool of rollout workers: what the tasks beside this file share.
+
+One step:
+
+1. the pool draws the *next* batch while this one is learned from: data is one step old, and an
+   update arrives while requests run (`inFlight.policy: Keep`);
+2. rewards, and advantages within each group of samples of one prompt (GRPO, arXiv:2402.03300);
+3. two minibatches of the clipped policy gradient (PPO, arXiv:1707.06347); each token is weighted by
+   min(pi_trainer / pi_rollout, 2), because the policy that is learned from is not quite the one
+   that was sampled (truncated importance sampling);
+4. safetensors onto the shared volume, `publish_weights`, next step.
+
+Every token says which weights made it. With those the trainer computes its logprob again: both must
+agree to 1e-3 unless KV of older weights was reused. *Raw* logprobs must not, or nothing is proven.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rollout_client import RolloutPool
+from rollout_worker.weights import write_manifest
+
+GROUP, TEMPERATURE, KEPT_VERSIONS, DEADLINE = 8, 0.8, 4, 300.0
+CLIP_LOW, CLIP_HIGH, TRUNCATE, TOLERANCE = 0.2, 0.28, 2.0, 1e-3
+Identity = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples of one step: B sequences of L tokens; those of one prompt stand together.
+
+    tokens, positions: [B, L] int64. attended, sampled, stale_kv: [B, L] bool. logprobs: [B, L]
+    float32, as drawn. identity: [B, L, 2] int64, epoch and version of a token's weights. What was
+    not sampled has no logprob (0) and no weights (-1). rewards: [B] float32.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    attended: Tensor
+    sampled: Tensor
+    logprobs: Tensor
+    identity: Tensor
+    stale_kv: Tensor
+    rewards: Tensor
+
+    def rows(self, chosen: Tensor) -> Samples:
+        """Return these rows."""
+        return Samples(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; `turns`: stretches that the policy sampled, per sequence."""
+
+    step: int
+    reward: float
+    turns: float
+    versions: str
+    stale_tokens: int
+    unchecked_tokens: int
+    logprob_difference: float
+    raw_difference: float
+    importance: float
+    seconds: float
+
+
+class Policy:
+    """The model that learns, and the weights of the last versions, to check samples against.
+
+    Args:
+        model: folder of the checkpoint.
+        allowed: ids that may be sampled.
+    """
+
+    def __init__(self, model: Path, allowed: Sequence[int]) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.banned = torch.ones(self.model.config.vocab_size, dtype=torch.bool)
+        self.banned[list(allowed)] = False
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=2e-3)
+        self.versions: dict[Identity, dict[str, Tensor]] = {}
+        self.remember((0, 0))
+
+    def remember(self, identity: Identity) -> None:
+        """Keep these weights, and those of the versions just before."""
+        state = self.model.state_dict()
+        self.versions[identity] = {name: value.clone() for name, value in state.items()}
+        while len(self.versions) > KEPT_VERSIONS:
+            self.versions.pop(min(self.versions))
+
+    def logprobs(self, samples: Samples, *, raw: bool = False) -> Tensor:
+        """Return [B, L]: of sampled tokens under the distribution that is sampled, 0 elsewhere.
+
+        `raw`: of the model's own distribution, without temperature and with all tokens.
+        """
+        logits = self.model(
+            input_ids=samples.tokens,
+            attention_mask=samples.attended.long(),
+            position_ids=samples.positions,
+        ).logits[:, :-1]
+        if not raw:
+            logits = (logits / TEMPERATURE).masked_fill(self.banned, -torch.inf)
+        every = torch.nn.functional.pad(logits.log_softmax(-1), (0, 0, 1, 0))
+        chosen = every.gather(-1, samples.tokens.unsqueeze(-1)).squeeze(-1)
+        return chosen.masked_fill(~samples.sampled, 0.0)
+
+    @torch.no_grad()
+    def as_sampled(self, samples: Samples, *, raw: bool = False) -> Tensor:
+        """Return [B, L]: each token's logprob under the weights that made it; NaN if gone."""
+        now = {name: value.clone() for name, value in self.model.state_dict().items()}
+        found = torch.where(samples.sampled, torch.nan, 0.0)
+        for identity, state in self.versions.items():
+            made = (samples.identity == torch.tensor(identity)).all(-1) & samples.sampled
+            if made.any():
+                self.model.load_state_dict(state)
+                found[made] = self.logprobs(samples, raw=raw)[made]
+        self.model.load_state_dict(now)
+        return found
+
+    def learn(self, samples: Samples) -> float:
+        """Take two minibatch steps; return the mean importance weight."""
+        with torch.no_grad():
+            old = self.logprobs(samples)
+        weights = (old - samples.logprobs).exp().clamp(max=TRUNCATE)
+        gains = advantages(samples.rewards)
+        for chosen in torch.randperm(len(gains)).chunk(2):
+            part, gain = samples.rows(chosen), gains[chosen, None]
+            ratio = (self.logprobs(part) - old[chosen]).exp()
+            clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+            objective = weights[chosen] * torch.min(ratio * gain, clipped * gain)
+            self.step(-objective[part.sampled].mean())
+        return float(weights[samples.sampled].mean())
+
+    def step(self, loss: Tensor) -> None:
+        """Go one step down."""
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+    def save(self, folder: Path) -> None:
+        """Write a version where the workers read it; the manifest comes last."""
+        folder.mkdir(parents=True)
+        state = {name: value.contiguous() for name, value in self.model.state_dict().items()}
+        if self.model.config.tie_word_embeddings:
+            state.pop("lm_head.weight", None)
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)
+        write_manifest(folder)
+
+
+class Publisher:
+    """Brings one version after the other to the pool, in an epoch of its own.
+
+    Args:
+        pool: whose trainer this becomes.
+        policy: remembers what is published, also *before* anybody can sample from it.
+        weights: folder for the versions.
+        mount: the same folder as the workers see it.
+    """
+
+    def __init__(self, pool: RolloutPool, policy: Policy, weights: Path, mount: Path) -> None:
+        self.pool, self.policy = pool, policy
+        self.epoch, self.version = pool.acquire(), 0
+        self.committed: Identity = (0, 0)
+        self.folder, self.mount = (where / f"epoch-{self.epoch}" for where in (weights, mount))
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def identity(self) -> Identity:
+        """The newest version that anybody may have sampled from."""
+        return (self.epoch, self.version) if self.version else (0, 0)
+
+    def publish(self) -> None:
+        """Publish the policy as it is now; returns once it is committed."""
+        self.version += 1
+        self.policy.save(self.folder / str(self.version))
+        self.policy.remember(self.identity)
+        self.pool.publish_weights(self.version, str(self.mount / str(self.version)))
+        self.committed = self.identity
+        # Bytes stay until a later version is committed, and a while for those that restart.
+        for folder in self.folder.iterdir():
+            if int(folder.name) < self.version - 2:
+                shutil.rmtree(folder)
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Return [B]: rewards centred and scaled within each group."""
+    groups = rewards.view(-1, GROUP)
+    centred = groups - groups.mean(1, keepdim=True)
+    return (centred / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+
+
+def difference(ours: Tensor, samples: Samples) -> float:
+    """Return the largest difference to the rollout's logprobs where the KV was not stale."""
+    fresh = samples.sampled & ~samples.stale_kv & ~ours.isnan()
+    return float((ours - samples.logprobs)[fresh].abs().max()) if fresh.any() else 0.0
+
+
+def train(publisher: Publisher, draw: Callable[[int], Samples], steps: int, seed: int) -> list[Row]:
+    """Run all steps and return the table.
+
+    Args:
+        publisher: with the policy that learns.
+        draw: Draws the samples of one seed from the pool; runs in a thread of its own.
+        steps: how many.
+        seed: of the first batch.
+
+    Raises:
+        SystemExit: The logprobs are not those of the weights that the rollout names.
+    """
+    policy, rows = publisher.policy, list[Row]()
+    with ThreadPoolExecutor(1) as background:
+        following = background.submit(draw, seed)
+        for step in range(1, steps + 1):
+            began = time.monotonic()
+            samples = following.result(DEADLINE)
+            if step < steps:
+                following = background.submit(draw, seed + step)
+            ours = policy.as_sampled(samples)
+            matching = difference(ours, samples)
+            raw = difference(policy.as_sampled(samples, raw=True), samples)
+            importance = policy.learn(samples)
+            publisher.publish()
+            versions = sorted(set(map(tuple, samples.identity[samples.sampled].tolist())))
+            starts = samples.sampled[:, 1:] & ~samples.sampled[:, :-1]
+            row = Row(
+                step=step,
+                reward=round(float(samples.rewards.mean()), 4),
+                turns=round(float(starts.sum()) / len(starts), 3),
+                versions=" ".join(f"{epoch}.{version}" for epoch, version in versions),
+                stale_tokens=int(samples.stale_kv.sum()),
+                unchecked_tokens=int(ours.isnan().sum()),
+                logprob_difference=matching,
+                raw_difference=raw,
+                importance=round(importance, 4),
+                seconds=round(time.monotonic() - began, 2),
+            )
+            rows.append(row)
+            _tell(row)
+            if matching > TOLERANCE:
+                raise SystemExit(f"step {step}: logprobs differ by {matching:.2g} from the rollout")
+            if raw < TOLERANCE:
+                raise SystemExit("raw logprobs agree, too: the check of logprobs checks nothing")
+    return rows
+
+
+def _tell(row: Row) -> None:
+    print(
+        f"step {row.step:3}  reward {row.reward:.3f}  weights {row.versions:<11} "
+        f"stale {row.stale_tokens:4}  |dlogp| {row.logprob_difference:.1e} "
+        f"(raw {row.raw_difference:.2f})  importance {row.importance:.3f}  {row.seconds:.1f} s",
+        flush=True,
+    )
+
+
+def write(rows: list[Row], folder: Path, title: str, chance: float) -> None:
+    """Write `table.csv` and the learning curve `reward.png`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "table.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, [field.name for field in fields(Row)])
+        table.writeheader()
+        table.writerows(asdict(row) for row in rows)
+    print(
+        f"reward {rows[0].reward:.3f} -> {rows[-1].reward:.3f} in {len(rows)} steps; see {folder}"
+    )
+    axes = (figure := Figure(figsize=(6, 3.5), layout="constrained")).subplots()
+    axes.plot([row.step for row in rows], [row.reward for row in rows], marker=".")
+    axes.axhline(chance, linestyle=":", color="grey", label="chance")
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title=title)
+    axes.legend(loc="lower right")
+    figure.savefig(folder / "reward.png", dpi=120)
+
+
+def arguments(text: str, steps: int) -> argparse.ArgumentParser:
+    """Return the command line that all tasks have; `text` says what this one does."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=text, formatter_class=raw)
+    parser.add_argument("--pool", required=True, help="name of the RolloutReplica")
+    parser.add_argument("--namespace", required=True)
+    parser.add_argument("--model", type=Path, required=True, help="the pool's checkpoint")
+    parser.add_argument("--weights", type=Path, required=True, help="where versions are written")
+    parser.add_argument("--mount", type=Path, required=True, help="that folder, as workers see it")
+    parser.add_argument("--out", type=Path, required=True, help="for the table and the plot")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--seed", type=int, default=1)
+    return parser
