@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .engine import EngineError
+from .engines.folder import decode, load_tokenizer
 from .problems import ProblemError
 from .tool_calls import begun, parser_of
 
 T = TypeVar("T")
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 HALF = "\N{REPLACEMENT CHARACTER}"
 """What a decoder shows for a character whose last bytes are still to come."""
@@ -100,13 +100,7 @@ class Texts:
         """A function (ids, keep special tokens) -> text, quick enough for the loop."""
         tokenizer = await self._run(lambda tokenizer: tokenizer)
 
-        def decode(ids: Sequence[int], special: bool) -> str:
-            text: str = tokenizer.decode(
-                list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-            )
-            return text
-
-        return decode
+        return lambda ids, special: decode(tokenizer, ids, special=special)
 
     async def _run(self, work: Callable[[Any], T]) -> T:
         def run() -> T:
@@ -118,18 +112,16 @@ class Texts:
 
 
 def _load(folder: Path) -> Any:
-    import transformers
-
     missing = _unable(
         "prompt", "the model's folder holds no tokenizer: send token ids to /v1/generate"
     )
-    # From nothing transformers makes an empty tokenizer for the models that it knows.
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise missing
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(folder))
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = load_tokenizer(folder)
+    except EngineError as error:
         raise missing from error
+    if tokenizer is None:
+        raise missing
+    return tokenizer
 
 
 def _unable(field: str, detail: str) -> ProblemError:

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 import transformers
@@ -27,29 +27,26 @@ from rollout_worker.engine import (
     EngineRequest,
     EngineStats,
     InvalidRequest,
-    KvPolicy,
-    StagedInfo,
-    StageProgress,
 )
 from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.folder import decode
+from rollout_worker.engines.forwarding import HandsOnWeights
 from rollout_worker.engines.slot import in_thread
 from rollout_worker.schemas import (
     AbortReason,
-    MemoryTag,
     Progress,
     Resident,
     StopReason,
-    WeightsId,
-    WeightsSource,
 )
 from rollout_worker.weights import ReadCancelled
 
 from . import metrics, settings
 from .core import Core, Delivery
-from .intake import check, decode, sequence_of
+from .intake import check, sequence_of
 from .loading import Loaded, load
 from .memory import release_freed, settle_heap
 from .parts import Parts, assemble, capabilities
+from .versions import Versions
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +64,7 @@ class _Stream:
     deltas: asyncio.Queue[EngineDelta]
 
 
-class HfEngine:
+class HfEngine(HandsOnWeights):
     """Serves one transformers model."""
 
     def __init__(self, options: EngineOptions) -> None:
@@ -204,28 +201,6 @@ class HfEngine:
 
         await self._command(resume)
 
-    async def stage(
-        self, identity: WeightsId, source: WeightsSource, progress: StageProgress
-    ) -> StagedInfo:
-        """See `Engine.stage`."""
-        return await self._live().versions.stage(identity, source, progress)
-
-    async def commit(self, identity: WeightsId, kv: KvPolicy) -> None:
-        """See `Engine.commit`."""
-        await self._live().versions.commit(identity, kv)
-
-    async def discard(self) -> None:
-        """See `Engine.discard`."""
-        await self._live().versions.discard()
-
-    async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
-        """See `Engine.sleep`."""
-        await self._live().versions.sleep(level, tags)
-
-    async def wake(self, tags: Collection[MemoryTag], source: WeightsSource) -> None:
-        """See `Engine.wake`."""
-        await self._live().versions.wake(tags, source)
-
     async def reset_cache(self) -> None:
         """Do nothing: no prefix outlives its request here."""
 
@@ -256,10 +231,10 @@ class HfEngine:
 
     def decode(self, token_ids: Collection[int]) -> str:
         """Return the text of token ids without special tokens."""
-        tokenizer = self._live().loaded.tokenizer
-        if tokenizer is None:
-            raise EngineError("the model's folder holds no tokenizer: token ids only")
-        return decode(tokenizer, token_ids, skip_special=True)
+        return decode(self._live().loaded.tokenizer, token_ids, special=False)
+
+    def _versions_of(self) -> Versions:
+        return self._live().versions
 
     def _live(self) -> Parts:
         if self._ended is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 from rollout_worker.engine import EngineDelta, EngineRequest, InvalidRequest
 from rollout_worker.engines.fitting import check_fits, stop_ids
+from rollout_worker.engines.folder import decode
 
 from .loading import Loaded
 from .processing import SamplerState
@@ -46,7 +46,7 @@ def sequence_of(
     stops = stop_ids(request.sampling, loaded.eos_token_ids)
 
     def text(tokens: Iterable[int]) -> str:
-        return decode(tokenizer, tokens, skip_special=False)
+        return decode(tokenizer, tokens, special=True)
 
     return Sequence(
         request=request,
@@ -57,11 +57,3 @@ def sequence_of(
         arrival=arrival,
         sink=sink,
     )
-
-
-def decode(tokenizer: Any, tokens: Iterable[int], *, skip_special: bool) -> str:
-    """Return the text of token ids, nothing tidied."""
-    text: str = tokenizer.decode(
-        list(tokens), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-    )
-    return text

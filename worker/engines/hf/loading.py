@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from rollout_worker import weights
 from rollout_worker.checkpoints import Source, open_source
 from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.folder import eos_ids, load_tokenizer, max_length, read_config
 from rollout_worker.schemas import Progress
 
 from .attention import implementation
@@ -25,8 +24,6 @@ from .buffers import Buffers
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 @dataclass(slots=True)
@@ -64,6 +61,9 @@ def load(
     """
     report(Progress(message="reading the model's configuration"))
     config = _config(options)
+    text = config.get_text_config()
+    eos = eos_ids(options.model, text.eos_token_id)
+    length = max_length(options.max_length, getattr(text, "max_position_embeddings", None))
     source = open_source(options.model)
     dtype = _dtype(options, config, source)
     device = _device(options)
@@ -76,13 +76,13 @@ def load(
     layout, targets = _layout(model, source)
     return Loaded(
         model=model,
-        tokenizer=_tokenizer(options.model),
+        tokenizer=load_tokenizer(options.model),
         layout=layout,
         targets=targets,
         root_hash=root,
-        eos_token_ids=_eos(options.model, config),
-        max_length=_max_length(options, config),
-        vocab_size=int(config.get_text_config().vocab_size),
+        eos_token_ids=eos,
+        max_length=length,
+        vocab_size=int(text.vocab_size),
     )
 
 
@@ -111,8 +111,7 @@ def _read(
 
 
 def _config(options: EngineOptions) -> Any:
-    if not (options.model / "config.json").is_file():
-        raise EngineError(f"{str(options.model)!r} holds no config.json: point to a model folder")
+    read_config(options.model)
     try:
         config = transformers.AutoConfig.from_pretrained(
             str(options.model), local_files_only=True, trust_remote_code=False
@@ -209,45 +208,3 @@ def _layout(model: Any, source: Source) -> tuple[weights.Layout, dict[str, Tenso
         logger.warning("weights of this model cannot be updated: no %s in it", uncovered[0])
     targets = {} if uncovered else {name: held[name] for name in required}
     return weights.Layout(required, optional, tied), targets
-
-
-def _tokenizer(folder: Path) -> Any | None:
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        logger.info("%s holds no tokenizer: token ids only, no stop strings", folder)
-        return None
-    try:
-        return transformers.AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise EngineError(
-            f"the tokenizer of {str(folder)!r} cannot be loaded: {error}; repair its files, or "
-            "remove them to serve token ids only"
-        ) from error
-
-
-def _eos(folder: Path, config: Any) -> frozenset[int]:
-    """Return the ids that end an output, generation_config.json before config.json."""
-    value = config.get_text_config().eos_token_id
-    file = folder / "generation_config.json"
-    if file.is_file():
-        try:
-            value = json.loads(file.read_text()).get("eos_token_id", value)
-        except (ValueError, AttributeError) as error:
-            raise EngineError(f"{str(file)!r} is not JSON: repair or remove it") from error
-    if value is None:
-        return frozenset()
-    return frozenset(value if isinstance(value, list) else [value])
-
-
-def _max_length(options: EngineOptions, config: Any) -> int:
-    known = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if options.max_length is None:
-        if known is None:
-            raise EngineError("the model's config names no maximum length: set max_length")
-        return int(known)
-    if known is not None and options.max_length > known:
-        raise EngineError(
-            f"max_length {options.max_length} is above the model's {known}: lower max_length"
-        )
-    return options.max_length

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from rollout_worker.engine import (
     EngineCrashed,
@@ -19,21 +19,16 @@ from rollout_worker.engine import (
     EngineRequest,
     EngineStats,
     InvalidRequest,
-    KvPolicy,
-    StagedInfo,
-    StageProgress,
 )
 from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.forwarding import HandsOnWeights
 from rollout_worker.engines.slot import in_thread
 from rollout_worker.schemas import (
     CHECKPOINT,
     AbortReason,
     Capabilities,
-    MemoryTag,
     Progress,
     Resident,
-    WeightsId,
-    WeightsSource,
 )
 from rollout_worker.weights import ReadCancelled
 
@@ -52,7 +47,7 @@ METRICS_SECONDS = 1.0
 """How old the child's page of metrics may be, and how long a fresh one may take."""
 
 
-class SglangEngine:
+class SglangEngine(HandsOnWeights):
     """Serves one model by one child of SGLang."""
 
     def __init__(self, options: EngineOptions) -> None:
@@ -241,31 +236,9 @@ class SglangEngine:
     async def resume(self) -> None:
         """See `Engine.resume`."""
         desk = self._live()
-        if not self._weights_of().awake:
+        if not self._versions_of().awake:
             raise EngineError("the engine is asleep: wake it before it is resumed")
         await self._calling(desk.resume())
-
-    async def stage(
-        self, identity: WeightsId, source: WeightsSource, progress: StageProgress
-    ) -> StagedInfo:
-        """See `Engine.stage`."""
-        return await self._weights_of().stage(identity, source, progress)
-
-    async def commit(self, identity: WeightsId, kv: KvPolicy) -> None:
-        """See `Engine.commit`."""
-        await self._weights_of().commit(identity, kv)
-
-    async def discard(self) -> None:
-        """See `Engine.discard`."""
-        await self._weights_of().discard()
-
-    async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
-        """See `Engine.sleep`."""
-        await self._weights_of().sleep(level, tags)
-
-    async def wake(self, tags: Collection[MemoryTag], source: WeightsSource) -> None:
-        """See `Engine.wake`."""
-        await self._weights_of().wake(tags, source)
 
     async def reset_cache(self) -> None:
         """Forget reusable prefixes; SGLang does so only while nothing runs, else they age."""
@@ -317,7 +290,7 @@ class SglangEngine:
             raise EngineError("the engine is not started")
         return self._desk
 
-    def _weights_of(self) -> Versions:
+    def _versions_of(self) -> Versions:
         self._live()
         assert self._versions is not None
         return self._versions

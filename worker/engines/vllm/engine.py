@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
-from typing import Literal
 
 from rollout_worker import processes
 from rollout_worker.engine import (
@@ -23,20 +22,16 @@ from rollout_worker.engine import (
     EngineInfo,
     EngineRequest,
     EngineStats,
-    KvPolicy,
-    StagedInfo,
-    StageProgress,
 )
 from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.folder import decode
+from rollout_worker.engines.forwarding import HandsOnWeights
 from rollout_worker.schemas import (
     AbortReason,
     Capabilities,
     LogprobsOf,
-    MemoryTag,
     Progress,
     Resident,
-    WeightsId,
-    WeightsSource,
 )
 from rollout_worker.weights import ReadCancelled
 
@@ -44,7 +39,6 @@ from . import launch, leftovers, settings
 from .gate import Gate
 from .intake import check
 from .labels import Labels
-from .model import decode
 from .steering import Steering
 from .traffic import Traffic
 from .versions import Versions
@@ -67,7 +61,7 @@ class _Parts:
     traffic: Traffic
 
 
-class VllmEngine:
+class VllmEngine(HandsOnWeights):
     """Serves one model with vLLM."""
 
     def __init__(self, options: EngineOptions) -> None:
@@ -205,28 +199,6 @@ class VllmEngine:
         steering.paused = steering.held = False
         await steering.settle()
 
-    async def stage(
-        self, identity: WeightsId, source: WeightsSource, progress: StageProgress
-    ) -> StagedInfo:
-        """See `Engine.stage`."""
-        return await self._live().versions.stage(identity, source, progress)
-
-    async def commit(self, identity: WeightsId, kv: KvPolicy) -> None:
-        """See `Engine.commit`."""
-        await self._live().versions.commit(identity, kv)
-
-    async def discard(self) -> None:
-        """See `Engine.discard`."""
-        await self._live().versions.discard()
-
-    async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
-        """See `Engine.sleep`."""
-        await self._live().versions.sleep(level, tags)
-
-    async def wake(self, tags: Collection[MemoryTag], source: WeightsSource) -> None:
-        """See `Engine.wake`."""
-        await self._live().versions.wake(tags, source)
-
     async def reset_cache(self) -> None:
         """See `Engine.reset_cache`."""
         await self._live().steering.reset_cache()
@@ -267,10 +239,10 @@ class VllmEngine:
 
     def decode(self, token_ids: Collection[int]) -> str:
         """Return the text of token ids without special tokens."""
-        tokenizer = self._live().launched.model.tokenizer
-        if tokenizer is None:
-            raise EngineError("the model's folder holds no tokenizer: token ids only")
-        return decode(tokenizer, list(token_ids), skip_special=True)
+        return decode(self._live().launched.model.tokenizer, token_ids, special=False)
+
+    def _versions_of(self) -> Versions:
+        return self._live().versions
 
     def _live(self) -> _Parts:
         if self._ended is not None:

@@ -18,6 +18,7 @@ from typing import Any
 from rollout_worker import weights
 from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.folder import eos_ids, load_tokenizer, read_config
 from rollout_worker.processes import Process, descendants
 from rollout_worker.schemas import Progress
 
@@ -95,8 +96,10 @@ def launch(
         ReadCancelled: `cancelled` said so.
     """
     report(Progress(message="reading the model's configuration"))
+    read_config(options.model)
     config, cpu = _configure(options, settings)
     hf_config = config.model_config.hf_text_config
+    eos = eos_ids(options.model, getattr(hf_config, "eos_token_id", None))
     tied = bool(getattr(hf_config, "tie_word_embeddings", False))
     layout = models.layout_of(options.model, tied=tied)
 
@@ -113,14 +116,14 @@ def launch(
         llm = _construct(config, steps)
         try:
             root_hash = hashing.result()
-            tokenizer = models.tokenizer_of(options.model)
+            tokenizer = load_tokenizer(options.model)
         except BaseException:
             llm.shutdown()
             raise
     model = Model(
         max_length=int(config.model_config.max_model_len),
         vocab_size=int(config.model_config.get_vocab_size()),
-        eos=models.eos_ids(options.model, hf_config),
+        eos=eos,
         tokenizer=tokenizer,
     )
     import vllm
@@ -159,8 +162,6 @@ def _configure(options: EngineOptions, settings: Settings) -> tuple[Any, bool]:
             f"device {options.device!r} is asked for, but this vLLM runs on "
             f"{current_platform.device_name}: install the vLLM of the device"
         )
-    if not (options.model / "config.json").is_file():
-        raise EngineError(f"{str(options.model)!r} holds no config.json: point to a model folder")
     # Ours go in before vLLM looks at them: offline it would look for its default model.
     flags = argparse.Namespace(**vars(settings.vllm))
     for name, value in _arguments(options, settings, cpu=cpu).items():

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
+from rollout_worker.engines.folder import decode
 from rollout_worker.engines.hf.stopping import StopChecker
 from rollout_worker.schemas import AbortReason, SamplingParams
 
@@ -16,7 +17,6 @@ from .gate import Gate
 from .intake import translate
 from .labels import Labels
 from .launch import Launched
-from .model import decode
 from .steering import Steering
 from .streams import Stream
 
@@ -68,7 +68,7 @@ class Traffic:
         return StopChecker(
             request.sampling,
             model.eos,
-            lambda tokens: decode(model.tokenizer, list(tokens), skip_special=False),
+            lambda tokens: decode(model.tokenizer, tokens, special=True),
         )
 
     async def _follow(self, stream: Stream) -> AsyncIterator[EngineDelta]:

@@ -1,0 +1,58 @@
+"""Model folders that can't be served: every engine names the file and the fix in the same words."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine_kinds import ROOT, EngineKind
+from tinymodels import TinyModels
+from waiting import until_sync
+from workers import Command
+
+DAMAGE = [
+    ("config.json", None, r"holds no config\.json: point to a model folder"),
+    ("config.json", "{", r"config\.json' cannot be read: .*; repair or remove it"),
+    (
+        "generation_config.json",
+        "{",
+        r"generation_config\.json' cannot be read: .*; repair or remove",
+    ),
+    ("generation_config.json", "[2]", r"generation_config\.json' holds no JSON object"),
+    ("generation_config.json", '{"eos_token_id": "</s>"}', r"is '</s>': it must be a token id or"),
+]
+
+
+@pytest.mark.timeout(400)
+def test_a_broken_model_folder_is_told_and_tried_again(
+    kind: EngineKind, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    """One worker: it looks again at each restart, so that a mended folder is all that it takes."""
+    whole, folder = tiny_models.model(1), tmp_path / "model"
+    shutil.copytree(whole, folder)
+    (folder / "config.json").unlink()
+    flags = ["--engine", kind.name, "--shutdown-grace", "0", "--restart-delays", "0.2"]
+    env = {"PYTHONPATH": str(ROOT / "src"), **kind.env}
+    worker = Command(folder, tmp_path / "log", flags, env, python=kind.python)
+    try:
+        for name, text, said in DAMAGE:
+            for part in ("config.json", "generation_config.json"):
+                shutil.copy(whole / part, folder / part)
+            if text is None:
+                (folder / name).unlink()
+            else:
+                (folder / name).write_text(text)
+
+            def told(said: str = said) -> bool:
+                return re.search(said, worker.state()["last_error"] or "") is not None
+
+            until_sync(told, kind.start_seconds, what=f"the worker to say {said}")
+            assert worker.data.get("/health").status_code == 200
+            assert worker.data.get("/ready").status_code == 503
+    finally:
+        worker.close()
+        worker.process.kill()
+        worker.process.wait(30)

@@ -1,0 +1,73 @@
+"""What all engines read of a model's folder, and how they say that it can't be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_worker.engine import EngineError
+from rollout_worker.engines.folder import decode, eos_ids, load_tokenizer, max_length, read_config
+
+
+@pytest.mark.parametrize(
+    ("generation", "own", "expected"),
+    [
+        ({"eos_token_id": 7}, 5, {7}),
+        ({"eos_token_id": [7, 0]}, None, {7, 0}),
+        ({"eos_token_id": []}, 5, set()),
+        ({"eos_token_id": None}, 5, {5}),
+        ({}, [5, 6], {5, 6}),
+        (None, 5, {5}),
+        (None, None, set()),
+    ],
+)
+def test_eos_ids(tmp_path: Path, generation: Any, own: object, expected: set[int]) -> None:
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert eos_ids(tmp_path, own) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{not JSON", r"generation_config.json' cannot be read: .*; repair or remove it"),
+        ("[2]", r"generation_config.json' holds no JSON object: repair or remove it"),
+        ('{"eos_token_id": "</s>"}', r"is '</s>': it must be a token id or a list of them"),
+        ('{"eos_token_id": [2, true]}', r"is \[2, True\]: it must be a token id"),
+    ],
+)
+def test_a_broken_generation_config_is_named(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(EngineError, match=said):
+        eos_ids(tmp_path, 5)
+
+
+def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"holds no config.json: point to a model folder"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(EngineError, match=r"config.json' cannot be read"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
+    assert read_config(tmp_path) == {"vocab_size": 5}
+
+
+def test_the_maximum_length_is_asked_for_or_known() -> None:
+    assert max_length(None, 2048) == 2048
+    assert max_length(512, 2048) == max_length(512, None) == 512
+    with pytest.raises(EngineError, match="names no maximum length"):
+        max_length(None, None)
+    with pytest.raises(EngineError, match="2049 is above the model's 2048"):
+        max_length(2049, 2048)
+
+
+def test_a_tokenizer_is_none_or_whole(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path) is None
+    with pytest.raises(EngineError, match="holds no tokenizer: token ids only"):
+        decode(None, [1], special=True)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(EngineError, match=r"cannot be loaded: .*; repair its files"):
+        load_tokenizer(tmp_path)
