@@ -28,7 +28,7 @@ _MARK = "<!-- {}: {} -->"
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    options = Options(arguments.quick, arguments.runs)
+    options = Options(arguments.quick, arguments.runs, arguments.dtype)
     found = []
     for name in arguments.name or NAMES:
         print(f"{name}: {_module(name).SUMMARY}", flush=True)
@@ -58,6 +58,12 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="fewer runs: minutes, not tens of them"
     )
     parser.add_argument("--runs", type=_positive, help="how often each sample is taken")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the 0.5B shape before vLLM and SGLang; CPUs may only emulate bfloat16",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     parser.add_argument("--write", action="store_true", help="put them into docs/benchmarks.md")
     return parser

@@ -13,10 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much to measure. `runs`: None means the benchmark's own choice."""
+    """How much to measure. `runs`: None means the benchmark's own choice. `dtype`: see --dtype."""
 
     quick: bool = False
     runs: int | None = None
+    dtype: str = "float32"
 
     def count(self, whole: int, quick: int) -> int:
         """Return how often to repeat: as asked, else `whole`, or `quick` with --quick."""
