@@ -12,7 +12,7 @@ import torch
 from engines import request
 from rollout_worker.engine import EngineRequest
 from rollout_worker.engines.fitting import stop_ids
-from rollout_worker.engines.sglang.draws import Row, Rows, draw, uniform
+from rollout_worker.engines.sglang.draws import Row, Rows, draw, pick, uniform
 from rollout_worker.engines.sglang.streams import child_request
 from rollout_worker.schemas import WeightsId
 
@@ -160,3 +160,26 @@ def test_the_numbers_of_a_seed_are_spread_evenly() -> None:
     # 10 000 numbers in 20 bins: chi-square with 19 degrees of freedom is below 43.8 at p = 0.001.
     assert float(((counts - 500) ** 2 / 500).sum()) < 43.8
     assert len(set(numbers.tolist())) == 10_000
+
+
+@pytest.mark.parametrize("vocab", [5, 128, 320, 1000])
+def test_tokens_are_picked_as_often_as_their_weights_say(vocab: int) -> None:
+    weights = torch.rand(1, vocab, generator=torch.Generator().manual_seed(5))
+    weights[:, ::3] = 0
+    weights[:, 1] = weights[:, -1] = weights.max() if vocab > 5 else 1.0
+    weights = weights / weights.sum()
+    count = 20_000
+    numbers = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    picked = torch.bincount(pick(weights.expand(count, -1), numbers), minlength=vocab)
+    # Evenly spread numbers leave no room for chance: each token is off by what its ends cut.
+    assert (picked - weights[0] * count).abs().max() <= 1
+    assert not picked[weights[0] == 0].any()
+
+
+def test_no_number_picks_an_impossible_token() -> None:
+    weights = torch.zeros(2, 300)
+    weights[:, [131, 140]] = torch.tensor([1e-30, 1.0])
+    assert pick(weights, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)).tolist() == [
+        131,
+        140,
+    ]
