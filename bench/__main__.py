@@ -20,7 +20,7 @@ from .results import Options, Result
 NAMES = (
     *("startup", "reaction", "reconcile", "polling", "conversation", "hf", "engines", "vllm"),
     "sglang",
-    *("balancer", "client"),
+    *("balancer", "balancing", "client"),
 )
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 _MARK = "<!-- {}: {} -->"

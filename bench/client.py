@@ -10,10 +10,11 @@ import asyncio
 import gc
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -29,6 +30,9 @@ PORTS = (8095, 8096, 8097, 8098)
 TOKENS = 64
 PROMPT = list(range(100, 612))
 IN_FLIGHT = 1000
+PIECES = 20
+"""Points between which memory is looked at."""
+
 BODY = json.dumps(
     {"token_ids": PROMPT, "sampling": {"max_tokens": TOKENS}, "request_id": "r", "stream": True}
 )
@@ -69,17 +73,19 @@ async def _measure(options: Options) -> Result:
             await _read(clients[next(turn) % len(clients)])
 
         await _until_up(theirs)
-        for call in (ours, theirs):
-            await _samples(call, single // 10)
-        plain, client = await _samples(theirs, single), await _samples(ours, single)
+        await _in_turns(theirs, ours, single // 10)
+        plain, client = await _in_turns(theirs, ours, single)
         theirs_cpu, theirs_rate = await _crowd(theirs, 4 * single)
         ours_cpu, ours_rate = await _crowd(ours, 4 * single)
         await _crowd(ours, many // 10)
-        before = _resident()
-        await _crowd(ours, many)
-        grown = _resident() - before
+        resident = [_resident()]
+        for _ in range(PIECES):
+            await _crowd(ours, many // PIECES)
+            resident.append(_resident())
     scale = 1e3
     low, high = figure("httpx", plain), figure("client", client)
+    assert low.p99 is not None
+    assert high.p99 is not None
     figures = [
         figure(
             "one request after the other",
@@ -88,7 +94,12 @@ async def _measure(options: Options) -> Result:
             baseline=low.p50 * scale,
             against="httpx reading the stream",
         ),
-        Figure("added by the client, median", "ms", (high.p50 - low.p50) * scale),
+        Figure(
+            "added by the client",
+            "ms",
+            (high.p50 - low.p50) * scale,
+            (high.p99 - low.p99) * scale,
+        ),
         Figure(
             f"CPU per request with {IN_FLIGHT} in flight",
             "ms",
@@ -96,12 +107,19 @@ async def _measure(options: Options) -> Result:
             baseline=theirs_cpu * scale,
             against="httpx",
         ),
-        Figure(f"memory grown over {many:,} requests", "MiB", grown / 2**20, goal=(20, None)),
+        Figure(
+            f"memory grown per request, over {many:,}",
+            "bytes",
+            _slope(resident, many // PIECES),
+            goal=(100, None),
+        ),
     ]
     notes = [
         f"Answers of {TOKENS} tokens in {TOKENS // 8} events from {len(PORTS)} processes that do"
         f" nothing else; with {IN_FLIGHT} in flight {ours_rate:.0f} requests per second, httpx"
-        f" {theirs_rate:.0f}. The 99th percentile of httpx alone is {(low.p99 or 0) * scale:.1f} ms.",
+        f" {theirs_rate:.0f}. The 99th percentile of httpx alone is {low.p99 * scale:.1f} ms.",
+        f"Memory: the slope of the resident size at {PIECES + 1} points, after {many // 10:,} requests;"
+        f" from {resident[0] / 2**20:.1f} to {resident[-1] / 2**20:.1f} MiB.",
     ]
     return Result("client", "What the client costs", figures, notes)
 
@@ -129,13 +147,16 @@ async def _until_up(call: Callable[[], Awaitable[None]]) -> None:
                 await asyncio.sleep(0.1)
 
 
-async def _samples(call: Callable[[], Awaitable[None]], count: int) -> list[float]:
-    """Seconds of each call, one after the other."""
-    found = []
+async def _in_turns(
+    one: Callable[[], Awaitable[None]], other: Callable[[], Awaitable[None]], count: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of each call of both, which take turns: what else the machine does meets both."""
+    found: tuple[list[float], list[float]] = ([], [])
     for _ in range(count):
-        began = time.perf_counter()
-        await call()
-        found.append(time.perf_counter() - began)
+        for call, seconds in zip((one, other), found, strict=True):
+            began = time.perf_counter()
+            await call()
+            seconds.append(time.perf_counter() - began)
     return found
 
 
@@ -162,3 +183,8 @@ def _resident() -> int:
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+def _slope(resident: Sequence[int], step: int) -> float:
+    """Bytes per request: the line of least squares through sizes `step` requests apart."""
+    return statistics.linear_regression(range(0, step * len(resident), step), resident).slope

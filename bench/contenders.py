@@ -179,7 +179,24 @@ def verl_builder(media: bool, sanity: bool) -> Kept:
     return Kept(turn, lambda: None, lambda: len(state["ids"]))
 
 
-WAYS = {"ours": ours, "verl-request": verl_request, "verl-builder": verl_builder}
+def pictures(media: bool, sanity: bool) -> Kept:
+    """No conversation at all: the image processor makes the pixels, and they are kept."""
+    source = processing(media).image_processor
+    pixels: list[Any] = []
+
+    def turn(step: Step) -> None:
+        if step.images:
+            pixels.append(source(images=step.images, return_tensors="pt"))
+
+    return Kept(turn, lambda: None, lambda: 0)
+
+
+WAYS = {
+    "pictures": pictures,
+    "ours": ours,
+    "verl-request": verl_request,
+    "verl-builder": verl_builder,
+}
 
 
 def measure(way: str, turns: int, kind: str) -> dict[str, float]:
