@@ -88,8 +88,8 @@ def run(options: Options) -> Result:
             "the square of the text. Its template was given plain dicts and its processor's "
             "`mm_token_type_ids` were taken away: with them it fails.",
             "The image processor alone: transformers makes the 16 pictures' pixels in a process that "
-            "does nothing else and keeps them. Both requests must do that, so the goals of a 20th of "
-            "verl's time and a third of its memory lie below what any way could reach.",
+            "does nothing else and keeps them, as both requests must. The pixels bound the memory: a "
+            "third of verl's is less than they are. They do not bound the time.",
         ],
     )  # fmt: skip
 
