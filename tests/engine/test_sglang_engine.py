@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,14 @@ from rollout_worker.engine import EngineError, WeightsRejected
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.engine import SglangEngine
 from rollout_worker.engines.sglang.process import session
+from rollout_worker.engines.sglang.streams import UNREAD_SECONDS
 from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId, WeightsSource
 from tinymodels import TinyModels
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-sglang", "bin", "python")
 STEP_DEADLINE = 3
-V3 = WeightsId(epoch=1, version=3)
+V3, V4, V5 = (WeightsId(epoch=1, version=version) for version in (3, 4, 5))
 BOTH: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
 pytestmark = [
@@ -118,6 +120,26 @@ async def test_keep_and_recompute_label_every_token(
     await update(engine, tiny_models.weights(2), V3, "keep")
     back = await run(engine, request("back", max_tokens=8))
     assert back.token_ids == reference_2.greedy(PROMPT, 8) != fresh.token_ids
+
+
+async def test_unread_tokens_come_in_few_pieces_and_keep_their_labels(
+    engine: SglangEngine, tiny_models: TinyModels, reference_2: Reference
+) -> None:
+    output, began = Output(), time.monotonic()
+    unread = replace(request("unread", max_tokens=200), streamed=False)
+    task = asyncio.create_task(follow(engine, unread, output))
+    await reaches(output, 20)
+    await asyncio.sleep(UNREAD_SECONDS / 2)
+    await update(engine, tiny_models.weights(3), V4, "keep")
+    await task
+    assert len(output.token_ids) == 200
+    # The first token, the last ones and those before the pause come at once.
+    assert output.deltas <= (time.monotonic() - began) / UNREAD_SECONDS + 3
+    turn = output.versions.index((4, True))
+    before = reference_2.greedy(PROMPT, turn + 3)
+    assert output.token_ids[:turn] == before[:turn]
+    assert output.token_ids[turn : turn + 3] != before[turn:]
+    await update(engine, tiny_models.weights(2), V5, "keep")
 
 
 async def test_memory_goes_and_comes_back_bit_for_bit(

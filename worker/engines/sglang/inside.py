@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.managers import load_snapshot
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
 from . import sampler
 from .child import die_with_parent
+from .streams import UNREAD_SECONDS
+
+NEVER = 1 << 30
 
 _installed = False
 
@@ -30,6 +38,8 @@ def install() -> None:
     _installed = True
     sampler.register()
     _rest_while_paused()
+    _keep_answers_in_order()
+    _pass_many_tokens_on_at_once()
     # Segments in /dev/shm outlive a killed process; our folder goes with the engine.
     load_snapshot.shm_path_for = _snapshot_path
 
@@ -48,3 +58,52 @@ def _rest_while_paused() -> None:
             self.idle_sleeper.maybe_sleep()
 
     Scheduler._record_scheduler_state_for_paused_engine = record_and_rest
+
+
+def _keep_answers_in_order() -> None:
+    """Send tokens and answers through one socket: two of them may overtake each other."""
+    create = SchedulerIpcChannels.create
+
+    def create_ordered(cls: Any, /, **kwargs: Any) -> Any:
+        channels = create(**kwargs)
+        if not kwargs["skip_tokenizer_init"]:
+            return channels
+        return replace(channels, send_to_detokenizer=channels.send_to_tokenizer)
+
+    SchedulerIpcChannels.create = classmethod(create_ordered)
+
+
+def _pass_many_tokens_on_at_once() -> None:
+    """Pass tokens that nobody reads along on when it is time, and before the engine rests."""
+    send, pause = SchedulerOutputStreamer._stream_output_generation, Scheduler.pause_generation
+    last = 0.0
+
+    def send_due(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+        nonlocal last
+        now = time.monotonic()
+        due = now - last >= UNREAD_SECONDS
+        if due:
+            last = now
+        for req in reqs:
+            if (req.sampling_params.custom_params or {}).get("unread"):
+                # The first and the last tokens go at once whatever the interval.
+                req.sampling_params.stream_interval = 1 if due else NEVER
+        send(self, reqs, *args, **kwargs)
+
+    def pause_and_send(self: Any, command: Any) -> None:
+        nonlocal last
+        pause(self, command)
+        batches = (batch for batch in (self.running_batch, self.last_batch) if batch is not None)
+        rest = {
+            req.rid: req
+            for batch in batches
+            for req in batch.reqs
+            if not req.finished() and len(req.output_ids) > req.send_token_offset
+        }
+        if rest:
+            last = 0.0
+            logprobs = any(req.return_logprob for req in rest.values())
+            self.output_streamer.stream_output(list(rest.values()), logprobs)
+
+    SchedulerOutputStreamer._stream_output_generation = send_due
+    Scheduler.pause_generation = pause_and_send

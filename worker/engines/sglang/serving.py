@@ -84,7 +84,10 @@ class _Server:
         self._send({"ready": await self._describe()})
         while line := await reader.readline():
             call = json.loads(line)
-            self._spawn(self._generate(call) if call["op"] == "generate" else self._answer(call))
+            if call["op"] == "generate":
+                await self._generate(call["args"])
+            else:
+                self._spawn(self._answer(call))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -92,6 +95,7 @@ class _Server:
         task.add_done_callback(self._tasks.discard)
 
     def _send(self, message: Any) -> None:
+        self._flush()  # an answer never overtakes tokens
         self._writer.write(frame(message))
 
     async def _describe(self) -> dict[str, Any]:
@@ -119,14 +123,19 @@ class _Server:
 
     # Tokens.
 
-    async def _generate(self, call: dict[str, Any]) -> None:
-        rid = call["args"]["rid"]
+    async def _generate(self, args: dict[str, Any]) -> None:
+        """Hand a request to the schedulers; what they make of it comes to a `_Reader`."""
+        rid, manager = args["rid"], self._manager
         try:
-            request = messages.GenerateReqInput(stream=True, **call["args"])
-            async for output in self._manager.generate_request(request):
-                self._deliver(_tokens(rid, output))
+            request = messages.GenerateReqInput(stream=True, **args)
+            request.normalize_batch_and_arguments()
+            manager._init_req_state(request)
+            state = manager.rid_to_state[rid]
+            state.event = _Reader(rid, state.out_list, self._deliver)
+            await manager._send_one_request(await manager._tokenize_one_request(request))
         except Exception as error:
             logger.exception("request %s failed", rid)
+            manager.rid_to_state.pop(rid, None)
             self._deliver([rid, [], None, {"error": f"{type(error).__name__}: {error}"}])
 
     def _deliver(self, tokens: Any) -> None:
@@ -136,8 +145,9 @@ class _Server:
         self._fresh.append(tokens)
 
     def _flush(self) -> None:
-        fresh, self._fresh = self._fresh, []
-        self._send({"tokens": fresh})
+        if self._fresh:
+            fresh, self._fresh = self._fresh, []
+            self._writer.write(frame({"tokens": fresh}))
 
     # Commands.
 
@@ -203,17 +213,36 @@ def _check(answer: tuple[bool, str]) -> None:
         raise RuntimeError(answer[1])
 
 
+class _Reader:
+    """Takes a request's outputs where SGLang would wake somebody to fetch them."""
+
+    def __init__(self, rid: str, outputs: list[Any], deliver: Callable[[Any], None]) -> None:
+        self._rid = rid
+        self._outputs = outputs
+        self._deliver = deliver
+
+    def set(self) -> None:
+        """Pass on what SGLang has just put into the list, as it does before it sets its event."""
+        for output in self._outputs:
+            self._deliver(_tokens(self._rid, output))
+        self._outputs.clear()
+
+
 def _tokens(rid: str, output: dict[str, Any]) -> list[Any]:
     """Return `[rid, ids, logprobs or None, about]`, as `bridge` describes it."""
     meta = output["meta_info"]
+    finish = meta["finish_reason"]
+    if finish is not None and finish.get("status_code"):
+        return [rid, [], None, {"error": finish.get("message")}]
     about = {
-        "finish": meta["finish_reason"],
-        "cached": meta["cached_tokens"],
-        "retractions": meta["num_retractions"],
+        "finish": finish,
+        "cached": meta.get("cached_tokens", 0),
+        "retractions": meta.get("num_retractions", 0),
         "queued": meta.get("queue_time"),
     }
+    # Of what was aborted in the queue SGLang tells nothing new, but its last token again.
+    ids = output["output_ids"] if "cached_tokens" in meta else []
     found = meta.get("output_token_logprobs")
-    ids = output["output_ids"]
     # A delta carries its own logprobs; the last ones are its own if it carries more.
     logprobs = None if found is None else [entry[0] for entry in found[len(found) - len(ids) :]]
     return [rid, ids, logprobs, about]

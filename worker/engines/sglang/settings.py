@@ -20,6 +20,9 @@ SLACK_TOKENS = 16
 CPU_BATCH_TOKENS = 16384
 """Least KV cache on a CPU, where SGLang would take most of the machine's memory."""
 
+ONE_PIECE = 1 << 20
+"""How many requests' tokens SGLang passes on before it lets others work: those of a whole step."""
+
 REFUSED = {
     "--model-path": "set by --model",
     "--model": "set by --model",
@@ -88,6 +91,7 @@ def child_flags(options: EngineOptions, settings: Settings, model: Model, cpu: b
         "--custom-weight-loader", "rollout_worker.engines.sglang.loader.load",
         "--skip-tokenizer-init",
         "--incremental-streaming-output",
+        "--batch-notify-size", str(ONE_PIECE),
         "--skip-server-warmup",
         "--sleep-on-idle",
         "--enable-metrics",

@@ -19,6 +19,10 @@ from rollout_worker.schemas import AbortReason, SamplingParams, StopReason, Weig
 
 Decode = Callable[[Sequence[int]], str]
 
+UNREAD_SECONDS = 0.1
+"""How often tokens are passed on that nobody reads along: each one would take longer to pass on than
+to make with a small model."""
+
 
 @dataclass(slots=True, eq=False)
 class Stream:
@@ -183,6 +187,8 @@ def _asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, Any]:
         "greedy": sampling.temperature == 0,
         "raw": request.logprobs == "raw",
     }
+    if not (request.streamed or sampling.stop):  # stop strings are found token by token
+        asks["unread"] = True
     if sampling.seed is not None:
         asks["seed"] = sampling.seed
     if sampling.temperature > 0 and _cuts(sampling):
