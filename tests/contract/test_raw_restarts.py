@@ -120,6 +120,26 @@ def test_many_falls(raw_worker: Served, reference: dict[int, Reference]) -> None
         fall(raw_worker, processes[cycle // 2 % len(processes)], how, reference[2])
 
 
+@pytest.mark.timeout(500)
+def test_a_hang_is_noticed_while_it_is_paused(raw_worker: Served) -> None:
+    """Long before the deadlines of the verbs, which are for what may take long."""
+    hung = engine_processes(raw_worker)[-1]
+    restarts = raw_worker.state()["restarts"]
+    running = raw_worker.busy(2, 1500)
+    began = time.monotonic()
+    os.kill(hung.pid, signal.SIGSTOP)
+    pausing = raw_worker.in_background(lambda: raw_worker.post("pause", mode="keep"))
+    answer = pausing.result(NOTICED_SECONDS[signal.SIGSTOP] + 20)
+    noticed = time.monotonic() - began
+    assert answer.status_code == 409, answer.text
+    for output in (answer.json()["outputs"][0] for answer in running()):
+        sound(output)
+        assert output["abort_reason"] == "engine"
+    raw_worker.post("resume")  # the hold outlives the engine
+    restarted(raw_worker, restarts)
+    assert noticed < NOTICED_SECONDS[signal.SIGSTOP], f"noticed after {noticed:.1f} s"
+
+
 def test_starting_told_its_progress(raw_worker: Served) -> None:
     assert len(raw_worker.said) >= 2, raw_worker.said
 

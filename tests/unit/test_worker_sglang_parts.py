@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import pytest
 
-from rollout_worker.engine import EngineRequest, InvalidRequest
+from rollout_worker.engine import EngineCrashed, EngineError, EngineRequest, InvalidRequest
+from rollout_worker.engines.sglang import settings
+from rollout_worker.engines.sglang.bridge import Bridge, frame
 from rollout_worker.engines.sglang.checks import check
+from rollout_worker.engines.sglang.desk import Desk
 from rollout_worker.engines.sglang.model import Model
-from rollout_worker.schemas import SamplingParams
+from rollout_worker.engines.sglang.streams import Stream
+from rollout_worker.schemas import CHECKPOINT, SamplingParams
 from rollout_worker.weights import Layout
 
 MODEL = Model(None, Layout({}, {}, {}), frozenset({2}), 64, 100, "float32", 0)
@@ -29,3 +38,54 @@ def test_what_sglang_would_draw_at_another_temperature_is_refused(temperature: f
 @pytest.mark.parametrize("temperature", [0, 1e-6, 100])
 def test_what_sglang_draws_as_asked_passes(temperature: float) -> None:
     check(asked(temperature), MODEL)
+
+
+@asynccontextmanager
+async def desk() -> AsyncIterator[tuple[Desk, Stream, socket.socket]]:
+    """A desk with one request, and the other end of its bridge, where a child would be."""
+    here, there = socket.socketpair()
+    bridge = Bridge(lambda frames: found.take(frames))
+    found = Desk(bridge, 4, CHECKPOINT)
+    reading = asyncio.create_task(bridge.run(here))
+    await asyncio.sleep(0.01)
+    stream = Stream(asked(1), 0, frozenset({2}), None)
+    found.add(stream)
+    yield found, stream, there
+    there.close()
+    await reading
+
+
+async def test_a_child_that_does_not_come_to_rest_is_stuck() -> None:
+    async with desk() as (found, _, child):
+        pausing = asyncio.create_task(found.pause())
+        await asyncio.sleep(0.06)
+        assert found.stuck(60) is None
+        wrong = found.stuck(0.05)
+        assert wrong is not None
+        assert "rest" in wrong
+        child.sendall(frame({"id": 1, "result": {}}))
+        await pausing
+        await asyncio.sleep(0.06)
+        assert found.stuck(0.05) is None, "it rests as it was told"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [("ValueError: too many ids", InvalidRequest), ("RuntimeError: lost", EngineCrashed)],
+)
+async def test_an_error_of_one_request_is_no_crash(error: str, kind: type[EngineError]) -> None:
+    async with desk() as (_, stream, child):
+        child.sendall(frame({"tokens": [[stream.rid, [], None, {"error": error}]]}))
+        failure = await asyncio.wait_for(stream.deltas.get(), 5)
+    assert type(failure) is kind
+    assert error.partition(": ")[2] in str(failure)
+
+
+@pytest.mark.parametrize("flag", ["--config", "--config=f.yaml", "--dtype", "--speculative-algo=X"])
+def test_a_flag_of_the_workers_own_is_refused(flag: str) -> None:
+    with pytest.raises(EngineError, match=flag.partition("=")[0]):
+        settings.parse((flag,))
+
+
+def test_other_flags_pass() -> None:
+    assert settings.parse(("--tp-size", "2")).flags == ("--tp-size", "2")

@@ -8,16 +8,22 @@ import mmap
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rollout_worker.checkpoints import Entry, TensorSpec
-from rollout_worker.engine import EngineRequest, InvalidRequest
+from rollout_worker.engine import EngineError, EngineRequest, InvalidRequest
+from rollout_worker.engines.vllm import settings
 from rollout_worker.engines.vllm.blobs import ALIGN, Blob
 from rollout_worker.engines.vllm.gate import Gate
 from rollout_worker.engines.vllm.intake import Model, check
 from rollout_worker.engines.vllm.labels import Labels
+from rollout_worker.engines.vllm.launch import Steps
+from rollout_worker.engines.vllm.steering import Steering
 from rollout_worker.processes import descendants, end
 from rollout_worker.schemas import SamplingParams, WeightsId
 from waiting import until_sync
@@ -154,3 +160,42 @@ def test_what_the_model_can_not_do_is_refused(
     with pytest.raises(InvalidRequest) as refused:
         check(request, MODEL)
     assert (refused.value.field, refused.value.status) == (field, status)
+
+
+@pytest.mark.parametrize("flag", ["--config", "--config=/f.yaml", "--max_model_len"])
+def test_a_flag_of_the_workers_own_is_refused(flag: str) -> None:
+    with pytest.raises(EngineError, match=rf"{flag[:5]}.* can't be given: .*(set|give) "):
+        settings.parse((flag, "/f.yaml"))
+
+
+@dataclass
+class SlowCore:
+    """Where vLLM's core would be: it answers when it is let."""
+
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def pause_scheduler_async(self, **_: object) -> None:
+        await self.answers.wait()
+
+    async def resume_scheduler_async(self) -> None:
+        await self.answers.wait()
+
+
+async def test_a_core_owes_a_step_until_it_has_said_that_it_rests() -> None:
+    core, gate = SlowCore(), Gate(2)
+    launched: Any = SimpleNamespace(llm=SimpleNamespace(engine_core=core), steps=Steps())
+    steering = Steering(launched, gate, Labels())
+    assert steering.idle_since() is None
+    await gate.enter("r", 0, 0)
+    assert steering.idle_since() == launched.steps.last
+    steering.paused = True
+    pausing = asyncio.create_task(steering.settle())
+    await asyncio.sleep(0.01)
+    told = steering.idle_since()
+    assert told is not None
+    assert told >= launched.steps.last
+    gate.leave(["r"])
+    assert steering.idle_since() == told, "also when nothing is left to step for"
+    core.answers.set()
+    await pausing
+    assert steering.idle_since() is None

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection
 from typing import Any, Literal
 
-from rollout_worker.engine import EngineCrashed
+from rollout_worker.engine import EngineCrashed, EngineError, InvalidRequest
 from rollout_worker.schemas import AbortReason, WeightsId
 
 from .bridge import Bridge
@@ -34,6 +34,7 @@ class Desk:
         self._numbers = itertools.count()
         self._hold = False
         self.paused = False
+        self._ordered_at: float | None = None  # an order to rest or go on that is not answered yet
         self._progress = time.monotonic()
 
     def add(self, stream: Stream) -> None:
@@ -68,7 +69,7 @@ class Desk:
             if "error" in about:
                 del self._posted[rid]
                 if stream is not None:
-                    stream.fail(EngineCrashed(f"SGLang failed in a request: {about['error']}"))
+                    stream.fail(_failure(about["error"]))
                 continue
             if stream is not None and stream.take(ids, logprobs, about):
                 surplus.append(rid)
@@ -105,13 +106,19 @@ class Desk:
 
     async def rest(self, mode: Literal["in_place", "retract"]) -> None:
         """Bring the child to rest, or what rests already into its queue (`retract`)."""
-        made: dict[str, int] = await self._bridge.call("pause", mode=mode)
-        self._made = made
+        self._made = await self._order("pause", mode=mode)
         if mode == "retract":
             # Those that ended here while the child was paused: now they can go there, too.
             left = [rid for rid, stream in self._posted.items() if stream is None]
             if left:
-                await self._bridge.call("abort", rids=left)
+                await self._order("abort", rids=left)
+
+    async def _order(self, op: str, **args: Any) -> Any:
+        self._ordered_at = time.monotonic()
+        try:
+            return await self._bridge.call(op, **args)
+        finally:
+            self._ordered_at = None
 
     def switched(self, weights: WeightsId, *, keep: bool) -> None:
         """The child has other weights now."""
@@ -142,7 +149,7 @@ class Desk:
     async def resume(self) -> None:
         """Let the child step and post what waits."""
         if self.paused:
-            await self._bridge.call("resume")
+            await self._order("resume")
         self.paused = self._hold = False
         self._progress = time.monotonic()
         self._admit()
@@ -160,8 +167,23 @@ class Desk:
         return posted + sum(not stream.done for stream in self._queue)
 
     def stuck(self, deadline: float) -> str | None:
-        """Say so if requests run and nothing has come of them for too long."""
-        age = time.monotonic() - self._progress
-        if self.paused or not self._posted or age <= deadline:
+        """Say so if nothing has come for too long of requests that run, or of an order to rest."""
+        if self._ordered_at is not None:
+            since, owed = max(self._ordered_at, self._progress), "it was told to rest or to go on"
+        elif self._posted and not self.paused:
+            since, owed = self._progress, "requests run"
+        else:
             return None
-        return f"no token for {age:.0f} s although requests run; the deadline is {deadline:.0f} s"
+        if (age := time.monotonic() - since) <= deadline:
+            return None
+        return (
+            f"SGLang made nothing for {age:.0f} s although {owed}; the deadline is {deadline:g} s"
+        )
+
+
+def _failure(error: str) -> EngineError:
+    """Return what an error of the child means: a ValueError is about the request alone."""
+    kind, _, why = error.partition(": ")
+    if kind == ValueError.__name__:
+        return InvalidRequest("sampling", f"SGLang refuses it: {why}")
+    return EngineCrashed(f"SGLang failed in a request: {error}")

@@ -40,6 +40,7 @@ REFUSED = {
     "--speculative-algorithm": "drafts would leave the logprobs of the sampler out",
     "--host": "the engine listens on no port",
     "--port": "the engine listens on no port",
+    "--config": "a file could set what the worker sets: give its flags one by one",
 }
 
 
@@ -73,8 +74,10 @@ def parse(args: Sequence[str]) -> Settings:
     known, flags = parser.parse_known_args(list(args))
     for flag in flags:
         name = flag.partition("=")[0]
-        if name in REFUSED:
-            raise EngineError(f"engine.args of the sglang engine: {name}: {REFUSED[name]}")
+        # SGLang takes abbreviations, and none of its flags begins one of these otherwise.
+        meant = [each for each in REFUSED if name.startswith("--") and each.startswith(name)]
+        if meant and len(name) > 2:
+            raise EngineError(f"engine.args of the sglang engine: {name}: {REFUSED[meant[0]]}")
     return Settings(known.python, known.step_deadline_seconds, tuple(flags))
 
 

@@ -225,9 +225,8 @@ class VllmEngine(HandsOnWeights):
         if parts.launched.llm.errored or not all(p.alive() for p in parts.launched.vital):
             self._ended = "vLLM's engine core or one of its workers died"
             return self._ended
-        deadline = self._settings.step_deadline_seconds
-        age = time.monotonic() - parts.launched.steps.last
-        if parts.gate.inside and parts.steering.may_step and age > deadline:
+        since, deadline = parts.steering.idle_since(), self._settings.step_deadline_seconds
+        if since is not None and (age := time.monotonic() - since) > deadline:
             return f"vLLM made no step for {age:.0f} s, the deadline is {deadline:g} s"
         return None
 

@@ -23,6 +23,7 @@ OURS = {
     "--worker-extension-cls": "weights come through it",
     "--weight-transfer-config": "weights come through POST /v1/weights/stage",
     "--enable-sleep-mode": "it is set where the device can",
+    "--config": "a file could set what the worker sets: give its flags one by one",
 }
 """Flags of vLLM that this adapter sets itself, and what to use instead."""
 
@@ -57,18 +58,19 @@ def parse(args: Sequence[str]) -> Settings:
     Raises:
         EngineError: an unknown or forbidden flag, or a bad value.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     for flag in (arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("--")):
         if flag in OURS:
             raise EngineError(f"engine.args: {flag} can't be given: {OURS[flag]}")
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc,unused-ignore]
         def error(self, message: str) -> NoReturn:
             raise _Refusal(message)
 
-    parser: Any = Parser(add_help=False)
+    # An abbreviation would not be found among the refused.
+    parser: Any = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--step-deadline-seconds", type=float, default=120.0)
     AsyncEngineArgs.add_cli_args(parser)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import asynccontextmanager
 
 from rollout_worker.schemas import AbortReason, MemoryTag
@@ -28,6 +28,7 @@ class Steering:
         self._labels = labels
         self._lock = asyncio.Lock()
         self._stopped = False
+        self._ordered_at: float | None = None  # an order to stop or go on that is not answered yet
         self._frozen = 0
         self._lost_at = -1
         self._cache = 0
@@ -53,12 +54,29 @@ class Steering:
                 self._gate.shut()
             core = self._llm.engine_core
             if not self.may_step and not self._stopped:
-                await core.pause_scheduler_async(mode="keep", clear_cache=False)
+                await self._order(core.pause_scheduler_async(mode="keep", clear_cache=False))
                 self._stopped = True
             elif self.may_step and self._stopped:
-                await core.resume_scheduler_async()
+                await self._order(core.resume_scheduler_async())
                 self._stopped = False
                 self._steps.last = time.monotonic()
+
+    async def _order(self, order: Awaitable[object]) -> None:
+        self._ordered_at = time.monotonic()
+        try:
+            await order
+        finally:
+            self._ordered_at = None
+
+    def idle_since(self) -> float | None:
+        """Return since when no step was made although one is owed, as a monotonic time.
+
+        Owed is a step while outputs are inside of what rests not yet, and the answer to an order
+        to stop or to go on, which comes after at most one step.
+        """
+        if self._ordered_at is not None:
+            return max(self._ordered_at, self._steps.last)
+        return self._steps.last if self._gate.inside and not self._stopped else None
 
     @asynccontextmanager
     async def frozen(self) -> AsyncIterator[None]:
