@@ -161,4 +161,6 @@ def _validated(model: type[M], values: object, where: str) -> M:
         path = ".".join(str(part) for part in first["loc"]) or "the file"
         name = path if where else "--" + path.replace("_", "-")
         given = "" if first["type"] == "missing" else f" (given: {first['input']!r})"
-        raise ConfigError(f"{where}{name}: {first['msg']}{given}") from error
+        unknown = first["type"] == "extra_forbidden"
+        wrong = "unknown: correct its name or remove it" if unknown else first["msg"]
+        raise ConfigError(f"{where}{name}: {wrong}{given}") from error

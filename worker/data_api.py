@@ -13,7 +13,7 @@ from .disconnects import finish
 from .flights import Flight
 from .openai_api import add_openai
 from .problems import ProblemError
-from .schemas import GenerateRequest, GenerateResponse, WeightsState, Wire, WorkerInfo
+from .schemas import GenerateRequest, GenerateResponse, Problem, WeightsState, Wire, WorkerInfo
 from .service import Worker
 from .telemetry import CONTENT_TYPE
 from .web import MIB, new_app
@@ -57,18 +57,25 @@ async def _events(worker: Worker, flight: Flight, seconds: float) -> AsyncIterat
         async for delta in worker.stream(flight, seconds):
             yield _event("delta", delta)
         yield _event("done", flight.stream_done())
+    except ProblemError as error:
+        yield _problem(error)
     except Exception:
         # The status is sent: only an event can tell.
         logger.exception("a stream broke", extra={"request": flight.request_id})
-        broken = ProblemError("internal-error", "the stream broke; its log has the traceback")
-        yield f"event: error\ndata: {broken.problem.model_dump_json()}\n\n".encode()
+        yield _problem(
+            ProblemError("internal-error", "the stream broke; its log has the traceback")
+        )
     finally:
         # Also when the client went away: the generator is closed then.
         if not flight.done.is_set():
             await asyncio.shield(worker.drop(flight))
 
 
-def _event(name: str, data: Wire) -> bytes:
+def _problem(error: ProblemError) -> bytes:
+    return _event("error", error.problem)
+
+
+def _event(name: str, data: Wire | Problem) -> bytes:
     return f"event: {name}\ndata: {data.model_dump_json()}\n\n".encode()
 
 

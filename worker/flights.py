@@ -12,7 +12,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 
-from .engine import EngineCrashed, EngineDelta, EngineRequest
+from .admission import invalid
+from .engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
 from .outputs import Output
 from .runtime import Runtime
 from .schemas import (
@@ -50,12 +51,23 @@ class Flight:
         """Everything made so far for a stream; None at the end."""
         self.streamed = False
         self.done = asyncio.Event()
+        self.refusal: InvalidRequest | None = None
+        """What the engine had against it after it was accepted."""
         self.deadline: asyncio.TimerHandle | None = None
 
     @property
     def logprobs_of(self) -> LogprobsOf | None:
         """Kind of the logprobs, None if there are none."""
         return self.outputs[0].request.logprobs
+
+    def check(self) -> None:
+        """See that a finished flight has an answer.
+
+        Raises:
+            ProblemError: the engine refused it before it made a token.
+        """
+        if self.refusal is not None and not any(output.token_ids for output in self.outputs):
+            raise invalid(self.refusal)
 
     def response(self) -> GenerateResponse:
         """The answer of a finished flight."""
@@ -157,6 +169,8 @@ class Flights:
                 self._take(flight, output, delta)
         except EngineCrashed as error:
             self._runtime.crashed(str(error))
+        except InvalidRequest as error:
+            flight.refusal = error
         except asyncio.CancelledError:
             # Only `abort` and `fail` cancel a pump, after they said why.
             pass

@@ -258,6 +258,8 @@ async def _events(
                 yield _event(chunks.delta(flight, delta))
         for chunk in chunks.ends():
             yield _event(chunk)
+    except ProblemError as error:
+        yield _event(error_body(error))
     except Exception:
         # The status is sent: only an event can tell.
         logger.exception("a stream broke", extra={"request": exchange.id})

@@ -126,15 +126,25 @@ class Worker:
             raise refusal
 
     async def finish(self, flight: Flight, deadline_seconds: float) -> None:
-        """Wait until a flight ended; its own deadline ends it in any case."""
+        """Wait until a flight ended; its own deadline ends it in any case.
+
+        Raises:
+            ProblemError: see `Flight.check`.
+        """
         async with asyncio.timeout(deadline_seconds + ANSWER_SECONDS):
             await flight.done.wait()
+        flight.check()
 
     async def stream(self, flight: Flight, deadline_seconds: float) -> AsyncIterator[StreamDelta]:
-        """Yield a flight's deltas until it ended."""
+        """Yield a flight's deltas until it ended.
+
+        Raises:
+            ProblemError: see `Flight.check`.
+        """
         async with asyncio.timeout(deadline_seconds + ANSWER_SECONDS):
             while (delta := await flight.deltas.get()) is not None:
                 yield delta
+        flight.check()
 
     async def drop(self, flight: Flight) -> None:
         """Abort a flight whose client is gone."""

@@ -100,6 +100,8 @@ def _message(error: Mapping[str, Any]) -> str:
             return "must be a list"
         case "dict_type" | "model_type" | "model_attributes_type" | "mapping_type":
             return "must be an object"
+        case "extra_forbidden":
+            return "unknown field: correct its name or leave it out; /openapi.json lists all"
         case "too_short":
             return f"needs at least {context['min_length']} item(s)"
         case "value_error":

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -16,7 +17,7 @@ from processes import descendants
 from reference import Reference
 from tinymodels import script
 from waiting import until_sync
-from workers import PROMPT, Command
+from workers import PROMPT, Command, slug
 
 KIND = KINDS["vllm"]
 SHAPE = {"hidden": 512, "intermediate": 1024, "layers": 4, "heads": 8, "vocab": 32768}
@@ -38,10 +39,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def worker(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    log = tmp_path_factory.mktemp("vllm-worker") / "worker.log"
-    flags = ["--engine", "vllm", "--max-length", "512", "--shutdown-grace", "0"]
+    with served(models["one"], tmp_path_factory.mktemp("vllm-worker")) as worker:
+        yield worker
+
+
+@contextmanager
+def served(model: Path, home: Path, *flags: str) -> Iterator[Command]:
+    flags = ("--engine", "vllm", "--max-length", "512", "--shutdown-grace", "0", *flags)
     env = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
-    worker = Command(models["one"], log, flags, env, python=KIND.python)
+    worker = Command(model, home / "worker.log", flags, env, python=KIND.python)
     try:
         up = ("Active", "Failed")
         until_sync(lambda: worker.state()["lifecycle"] in up, KIND.start_seconds, what="the engine")
@@ -114,3 +120,18 @@ except EngineError as error:
     reason = json.loads(found.stdout.splitlines()[-1])
     assert "head_dim 16" in reason
     assert "hf engine" in reason
+
+
+def test_what_vllm_alone_refuses_ends_that_request_only(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """With drafts it takes no bias, which no check of ours knows."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    flag = f"--engine-arg=--speculative-config={json.dumps(drafts)}"
+    with served(models["one"], tmp_path, flag) as worker:
+        running = worker.long(sampling={"max_tokens": 400, "ignore_eos": True})
+        answer = worker.generate(sampling={"logit_bias": {"5": 1}})
+        assert (answer.status_code, slug(answer)) == (422, "unsupported")
+        assert "speculative" in answer.json()["detail"]
+        assert running.result(60).json()["outputs"][0]["stop_reason"] == "length"
+        assert worker.state()["restarts"] == 0

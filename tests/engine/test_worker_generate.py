@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+from rollout_worker.engine import EngineDelta, EngineRequest, InvalidRequest
 from rollout_worker.schemas import Lifecycle
 from tinymodels import TinyModels
 from waiting import until_sync
@@ -143,6 +144,12 @@ def test_the_mistake_is_named_and_not_what_follows_from_it(worker: InProcess) ->
     assert [error["field"] for error in problem["errors"]] == ["token_ids.0"]
 
 
+def test_an_unknown_field_is_told_where_the_known_ones_are(worker: InProcess) -> None:
+    problem = worker.generate(sampling={"temprature": 1}).json()
+    assert problem["detail"].startswith("sampling.temprature: unknown field: correct its name")
+    assert "temperature" in worker.data.get("/openapi.json").text
+
+
 def test_a_body_too_large(worker: InProcess) -> None:
     def endless() -> Iterator[bytes]:
         yield b'{"token_ids": ['
@@ -176,6 +183,43 @@ def test_a_duplicate_id_in_flight(worker: InProcess) -> None:
     assert worker.post("abort", request_ids=["twice"]).json()["aborted"] == ["twice"]
     assert first.result(10).status_code == 200
     assert worker.generate(request_id="twice", sampling={"max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(InvalidRequest("sampling.min_p", "use 0"), 422), (ValueError("a defect"), 200)],
+    ids=["refused", "defect"],
+)
+def test_what_an_engine_raises_ends_that_request_only(
+    worker: InProcess, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    running = worker.long()
+    engine: Any = worker.worker.runtime.engine
+    generate = engine.generate
+
+    async def late(request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        raise error
+        yield
+
+    monkeypatch.setattr(engine, "generate", late)
+    answer = worker.generate()
+    events = worker.stream()
+    asked = {"model": "tiny", "prompt": [5, 6]}
+    openai = [worker.data.post("/v1/completions", json={**asked, "stream": s}) for s in (0, 1)]
+    monkeypatch.setattr(engine, "generate", generate)
+    assert [each.status_code for each in (answer, *openai)] == [status] * 3
+    if status == 422:
+        assert answer.json()["errors"][0]["field"] == "sampling.min_p"
+        [(name, body)] = events
+        assert (name, body["status"]) == ("error", 422)
+        assert all("use 0" in each.text for each in openai)
+    else:
+        assert answer.json()["outputs"][0]["abort_reason"] == "engine"
+        assert [name for name, _ in events] == ["done"]
+    worker.post("abort", request_ids=["long"])
+    assert running.result(10).json()["outputs"][0]["abort_reason"] == "control"
+    assert worker.state()["restarts"] == 0
+    assert len(worker.sample()["token_ids"]) == 8
 
 
 def test_abort_keeps_what_was_made(worker: InProcess) -> None:

@@ -91,10 +91,10 @@ def test_a_wrong_value_is_named(flag: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("engines: {hf: {imagee: x}}", r"engines\.hf\.imagee: Extra inputs are not permitted"),
+        ("engines: {hf: {imagee: x}}", r"engines\.hf\.imagee: unknown: correct its name"),
         ("engines: {tgi: {image: x}}", r"engines\.tgi.*'hf', 'vllm' or 'sglang'"),
         ("engines: {hf: {imagePullPolicy: Often}}", r"engines\.hf\.imagePullPolicy: .*'Always'"),
-        ("replicas: 2", r"replicas: Extra inputs are not permitted"),
+        ("replicas: 2", r"replicas: unknown: correct its name"),
         ("- a", r"the file: Input should be a valid dictionary"),
         ("a: [", r"is no YAML: "),
     ],

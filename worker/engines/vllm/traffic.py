@@ -99,6 +99,7 @@ class Traffic:
 
     async def _submit(self, stream: Stream) -> Any:
         """Hand an output over to vLLM; returns where its own outputs arrive."""
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
 
         launched, request = self._launched, stream.request
@@ -123,6 +124,12 @@ class Traffic:
             stream.state = llm.output_processor.request_states.get(collector.request_id)
             if stream.aborting is not None or stream.returned:
                 await llm.abort(stream.inside, internal=True)
+        except (VLLMClientError, ValueError) as error:  # of this request, the others go on
+            field = getattr(error, "parameter", None)
+            known = field in SamplingParams.model_fields
+            raise InvalidRequest(
+                f"sampling.{field}" if known else "sampling", f"vLLM refuses it: {error}"
+            ) from error
         except Exception as error:
             raise _died(error) from error
         return collector
