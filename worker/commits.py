@@ -1,8 +1,8 @@
 """The critical section that flips weights, version label and admission together.
 
 Who runs gets what the in-flight policy says; who waits runs on the new weights; who asked for
-exactly the old ones ends with partial output, unless pinned to them. A failure leaves the old weights serving, or a dead
-engine that the supervisor replaces: never unverified weights.
+exactly the old ones ends with partial output, unless pinned to them. A failure leaves the old
+weights serving, or a dead engine that the supervisor replaces: never unverified weights.
 """
 
 from __future__ import annotations

@@ -29,6 +29,19 @@ VALUES: list[dict[str, Any]] = [
 ]
 COLD_AND_HOT = (1e-300, 1e-8, 0.005, 100)
 """Temperatures that the schema lets through and numbers of an engine may not hold."""
+EXTREMES: list[dict[str, Any]] = [
+    {"top_p": 1e-300},
+    {"top_k": 2**31 - 1},
+    {"min_p": 1},
+    {"repetition_penalty": 1e-300},
+    {"repetition_penalty": 1e-300, "allowed_token_ids": [9, 9, 10]},
+    {"repetition_penalty": 1e-300, "logit_bias": {"5": 1e300, "9": -1e300}, "temperature": 0.01},
+    {"repetition_penalty": 10, "logit_bias": {"5": -1e300}},
+    {"logit_bias": dict.fromkeys(map(str, range(VOCAB)), -1e300)},
+    {"stop_token_ids": list(range(3, 259))},
+    {"seed": 2**63 - 1, "n": 2},
+]
+"""What else the schema lets through at its edges, or beyond what numbers of an engine hold."""
 BAD: list[tuple[dict[str, Any], int, str, str]] = [
     ({"token_ids": []}, 422, "invalid-request", "token_ids"),
     ({"token_ids": [-1]}, 422, "invalid-request", "token_ids.0"),
@@ -76,6 +89,20 @@ def test_extreme_temperatures_are_served_as_asked_or_refused(
     assert output["abort_reason"] is None
     if temperature < 1:  # all but greedy
         assert output["logprobs"] == pytest.approx([0] * 3, abs=1e-3)
+
+
+@pytest.mark.parametrize("extreme", EXTREMES, ids=[str(each)[:40] for each in EXTREMES])
+def test_extremes_are_served_or_refused(worker: Served, extreme: dict[str, Any]) -> None:
+    """No request may end the engine or lead to numbers that are none."""
+    answer = worker.generate(sampling={"max_tokens": 3, "ignore_eos": True, **extreme})
+    if answer.status_code == 422:
+        assert slug(answer) == "unsupported"
+        assert answer.json()["errors"][0]["field"].removeprefix("sampling.") in extreme
+        return
+    assert answer.status_code == 200, answer.text
+    for output in answer.json()["outputs"]:
+        sound(output)
+        assert output["abort_reason"] is None
 
 
 def test_a_refusal_in_a_stream_is_a_status_too(worker: Served) -> None:

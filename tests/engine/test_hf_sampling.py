@@ -113,6 +113,7 @@ async def test_extreme_temperatures_stay_finite(
         {"logit_bias": {7: 1e308}},
         {"logit_bias": {7: -1e308, 8: 1e300}},
         {"repetition_penalty": 1e-40},
+        {"repetition_penalty": 1e-300, "allowed_token_ids": [9, 10]},
         {"repetition_penalty": 10, "frequency_penalty": -2, "presence_penalty": -2},
         {"allowed_token_ids": [9], "logit_bias": {9: -1e308}},
         {"top_p": 1e-300, "min_p": 1, "top_k": 2**31 - 1},

@@ -164,7 +164,11 @@ class _Penalties:
         for place, (index, _, _) in enumerate(found):
             rows[index].counts = self._made[place]  # so that counting goes on after the batch
         params = [rows[index].sampling for index, _, _ in found]
-        factors = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
+        factors = [
+            # 0 in float32 would make NaN of the logits of ids that are not allowed.
+            (max(1 / MAX_BIAS, p.repetition_penalty), p.presence_penalty, p.frequency_penalty)
+            for p in params
+        ]
         self._factors = torch.tensor(factors, device=device).unsqueeze(2).unbind(1)
 
     def apply(self, work: Tensor) -> None:

@@ -23,6 +23,9 @@ UNREAD_SECONDS = 0.1
 """How often tokens are passed on that nobody reads along: each one would take longer to pass on than
 to make with a small model."""
 
+LEAST_REPETITION = 1e-30
+"""Smaller penalties are 0 in float32 and would make NaN of the logits of ids that are not allowed."""
+
 
 @dataclass(slots=True, eq=False)
 class Stream:
@@ -194,7 +197,7 @@ def _asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, Any]:
     if sampling.temperature > 0 and _cuts(sampling):
         asks["cut"] = [sampling.min_p, sampling.top_k, sampling.top_p]
     penalties = (
-        sampling.repetition_penalty,
+        max(LEAST_REPETITION, sampling.repetition_penalty),
         sampling.presence_penalty,
         sampling.frequency_penalty,
     )

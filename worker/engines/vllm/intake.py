@@ -13,6 +13,10 @@ LEAST_TEMPERATURE = 0.01
 MOST_TEMPERATURE = 2.0
 """Above, vLLM refuses."""
 
+EXTREME = 1e18
+"""Biases beyond and repetition penalties below 1 / it are taken as it: no other logit counts beside
+them either way, and a bias over a penalty over a temperature stays in the range of float32."""
+
 UNREAD_TOKENS = 32
 """How many tokens of an output come at a time that nobody reads along: a wake-up for each one
 would cost more than making it on a quick model."""
@@ -68,10 +72,13 @@ def translate(request: EngineRequest, model: Model) -> Any:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
+        repetition_penalty=max(1 / EXTREME, sampling.repetition_penalty),
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias) or None,
+        logit_bias={
+            token: max(-EXTREME, min(EXTREME, bias)) for token, bias in sampling.logit_bias.items()
+        }
+        or None,
         allowed_token_ids=None if allowed is None else list(allowed),
         stop_token_ids=sorted(stop_ids(sampling, model.eos)),
         ignore_eos=True,

@@ -56,7 +56,8 @@ class Steps:
 class Launched:
     """A running vLLM and what it serves.
 
-    `processes`: all that it started, `segments`: the shared memory that they map. `vital`: its core and workers, none of which may end.
+    `processes`: all that it started, `segments`: the shared memory that they map. `vital`: its core
+    and workers, none of which may end.
     """
 
     llm: Any
