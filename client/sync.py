@@ -188,6 +188,10 @@ class RolloutPool:
         """Members that may get requests now."""
         return self._thread.call(_of(self.asynchronous.serving))
 
+    def load(self) -> dict[str, int]:
+        """Requests of this pool in flight, by the member's name."""
+        return self._thread.call(_of(self.asynchronous.load))
+
     def wait_serving(self, count: int = 1, *, seconds: float = 600) -> list[Member]:
         """Wait until so many members answer that they serve."""
         return self._thread.call(self.asynchronous.wait_serving(count, seconds=seconds))
