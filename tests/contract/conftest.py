@@ -57,7 +57,8 @@ def worker(fleet: Fleet) -> Iterator[Served]:
 @pytest.fixture
 def raw_worker(fleet: Fleet, kind: EngineKind) -> Served:
     """Records raw logprobs, runs few requests at once, and may be killed."""
-    flags = ("--logprobs", "raw", "--max-queue", "8", *kind.narrow, *kind.impatient)
+    flags = ["--logprobs", "raw", "--max-queue", "8", "--restart-delays", "0"]
+    flags += [*kind.narrow, *kind.impatient]
     worker = fleet.worker(*flags)
     worker.heal()
     return worker

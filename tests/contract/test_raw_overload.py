@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from contracts import Served, sound
 from engine_kinds import ROWS
 from waiting import until_sync
@@ -32,3 +34,30 @@ def test_a_full_queue_is_429(raw_worker: Served) -> None:
     assert made.count(0) >= QUEUE, "who waited made nothing"
     until_sync(worker.idle, 10, what="the end")
     assert len(worker.outputs({"max_tokens": 3, "ignore_eos": True})[0]["token_ids"]) == 3
+
+
+def test_the_queue_goes_by_priority_then_by_arrival(raw_worker: Served) -> None:
+    worker, order = raw_worker, []
+    if not worker.able["priority"]:
+        return  # the walk over the capabilities tries the refusal
+    rows = [worker.long(f"row{n}", sampling=LONG) for n in range(ROWS)]
+    until_sync(lambda: worker.state()["in_flight"] == ROWS, 20, what="full rows")
+
+    def ask(name: str, priority: int) -> None:
+        sampling = {"max_tokens": 20, "ignore_eos": True}
+        answer = worker.generate(request_id=name, priority=priority, sampling=sampling)
+        assert answer.status_code == 200, answer.text
+        order.append(name)
+
+    waiting = []
+    for name, priority in (("late", 7), ("a", 2), ("b", 2), ("first", -1)):
+        waiting.append(worker.in_background(partial(ask, name, priority)))
+        until_sync(lambda: worker.state()["queued"] == len(waiting), 20, what=f"{name} to wait")
+    worker.post("abort", request_ids=["row0"])  # one place is free: they go one after the other
+    for call in waiting:
+        call.result(60)
+    assert order == ["first", "a", "b", "late"]
+    assert worker.state()["in_flight"] == ROWS - 1, "what ran was not put back for them"
+    worker.post("abort", all=True)
+    assert all(row.result(20).status_code == 200 for row in rows)
+    until_sync(worker.idle, 10, what="the end")

@@ -5,10 +5,13 @@ ROLLOUT_CYCLES=100 repeats the deaths, each of every process in turn; the suite 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,8 @@ from processes import Process, traces
 from reference import Reference
 from waiting import until_sync
 from workers import PROMPT
+
+logger = logging.getLogger(__name__)
 
 CYCLES = int(os.environ.get("ROLLOUT_CYCLES", "0"))
 LONG = {"max_tokens": 1500, "ignore_eos": True}
@@ -113,11 +118,48 @@ def test_an_engine_process_falls(
 @pytest.mark.skipif(not CYCLES, reason="set ROLLOUT_CYCLES to a number: each takes a start")
 @pytest.mark.timeout(200 * CYCLES + 100)
 def test_many_falls(raw_worker: Served, reference: dict[int, Reference]) -> None:
+    """Nothing of any death is left, and the worker that outlives them all has not grown."""
     raw_worker.load(2)
+    family, left = set(own(raw_worker)), set[str]()
+    fallen = partial(fall, raw_worker, judge=reference[2])
+    fallen(engine_processes(raw_worker)[0], signal.SIGKILL)  # what stays is there from now on
+    first, began = held(raw_worker), time.monotonic()
     for cycle in range(CYCLES):
         processes = engine_processes(raw_worker)
+        family |= set(processes)
+        left |= traces(processes)
         how = (signal.SIGKILL, signal.SIGSTOP)[cycle % 2]
-        fall(raw_worker, processes[cycle // 2 % len(processes)], how, reference[2])
+        fallen(processes[cycle // 2 % len(processes)], how)
+        present = own(raw_worker)
+        orphans = [process for process in family - set(present) if process.alive]
+        kept = {name for name in left - traces(present) if os.path.exists(name)}
+        now = held(raw_worker)
+        logger.info(
+            "%s: %d deaths in %.0f s; left of %d processes: %d, of %d segments and sockets: %d;"
+            " the worker holds %s, at first %s",
+            *(raw_worker.kind, cycle + 1, time.monotonic() - began),
+            *(len(family), len(orphans), len(left), len(kept), now, first),
+        )
+        assert not orphans
+        assert not kept
+    for what, count in now.items():
+        assert count <= first[what] + SLACK[what], f"{what} grew from {first[what]} to {count}"
+
+
+SLACK = {"files": 0, "descriptors": 8, "threads": 8, "MiB": 64}
+"""By how much what a worker holds may differ between two moments."""
+
+
+def held(worker: Served) -> dict[str, int]:
+    """What the worker's own process holds, and what lies in its temporary folder."""
+    home = Path("/proc", str(worker.process.pid))
+    status = dict(line.split(":", 1) for line in (home / "status").read_text().splitlines())
+    return {
+        "files": len(list(worker.temporary.rglob("*"))),
+        "descriptors": len(list((home / "fd").iterdir())),
+        "threads": int(status["Threads"]),
+        "MiB": int(status["RssAnon"].split()[0]) >> 10,
+    }
 
 
 @pytest.mark.timeout(500)

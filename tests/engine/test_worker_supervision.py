@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from time import sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tinymodels import TinyModels
 from waiting import until_sync
 from workers import InProcess, in_process, slug
+
+CYCLES = int(os.environ.get("ROLLOUT_CYCLES", "8"))
+"""Deaths in a row."""
 
 
 @pytest.fixture
@@ -58,17 +67,35 @@ def test_a_crash_ends_requests_as_aborted_and_is_reported(worker: InProcess) -> 
     assert worker.sample() == before
 
 
-def test_a_step_that_raises_is_found_and_healed(worker: InProcess) -> None:
+def break_step(worker: InProcess, fault: Any = None) -> None:
+    """Let the engine's next forward pass do something else; called in the worker's loop."""
+    engine: Any = worker.worker.runtime.engine
+    engine._parts.core._forward = SimpleNamespace(run=fault)
+
+
+def nothing_left(*_: Any, **__: Any) -> Any:
+    return torch.empty(1 << 45)
+
+
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [(None, "NoneType"), (nothing_left, "memory"), (no_memory, "MemoryError")],
+    ids=["a bug", "torch out of memory", "Python out of memory"],
+)
+def test_a_step_that_raises_is_found_and_healed(worker: InProcess, fault: Any, said: str) -> None:
     """A fault inside the engine itself, which nobody reports to the supervisor."""
     before = worker.sample()
-    engine: Any = worker.worker.runtime.engine
     running = worker.long()
-    worker.call(lambda: setattr(engine._parts.core, "_forward", None))
+    worker.call(lambda: break_step(worker, fault))
     output = running.result(30).json()["outputs"][0]
     assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "engine")
     assert len(output["token_ids"]) > 0
     until_sync(lambda: worker.state()["restarts"] == 1 and worker.ready(), 60, what="the restart")
-    assert "NoneType" in worker.state()["last_error"]
+    assert said in worker.state()["last_error"]
     assert worker.sample() == before
 
 
@@ -87,6 +114,67 @@ def test_a_hang_is_found_while_the_worker_is_paused(tiny_models: TinyModels) -> 
         until_sync(lambda: worker.state()["lifecycle"] == "Paused", 60, what="the restart")
         assert "its deadline is 3 s" in worker.state()["last_error"]
         assert worker.post("resume").json()["lifecycle"] == "Active"
+
+
+def test_a_step_that_hangs_is_found_and_healed(tiny_models: TinyModels) -> None:
+    deadline, hangs = 1.0, 4.0
+    flag = f"--engine-arg=--step-deadline-seconds={deadline}"
+    with in_process(tiny_models.model(1), flag) as worker:
+        before = worker.sample()
+        running = worker.long()
+        began = time.monotonic()
+        worker.call(lambda: break_step(worker, lambda *_, **__: sleep(hangs)))
+        output = running.result(30).json()["outputs"][0]
+        assert time.monotonic() - began < hangs, "noticed before it ended by itself"
+        assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "engine")
+        assert worker.data.get("/health").status_code == 200
+        until_sync(lambda: worker.state()["restarts"] == 1 and worker.ready(), 60, what="restart")
+        assert "deadline" in worker.state()["last_error"]
+        assert worker.sample() == before
+
+
+@pytest.fixture
+def unlogged() -> Iterator[None]:
+    """Pytest keeps what is logged, an exception with its frames, and so the model of each death."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("unlogged")
+@pytest.mark.timeout(60 + 30 * CYCLES)
+def test_many_deaths_leave_no_thread_file_or_memory(tiny_models: TinyModels) -> None:
+    """Of the engine that shares the worker's process; for the others see the contract suite.
+
+    A model that stays after its death is 4 MiB.
+    """
+    with in_process(tiny_models.model(1), "--restart-delays", "0") as worker:
+        for cycle in range(1 + CYCLES):
+            if cycle == 1:  # the first one warms up what stays
+                first = held()
+            running = worker.long()
+            worker.call(partial(break_step, worker))
+            assert running.result(30).json()["outputs"][0]["abort_reason"] == "engine"
+
+            def back(cycle: int = cycle) -> bool:
+                return worker.state()["restarts"] == cycle + 1 and worker.ready()
+
+            until_sync(back, 60, what="the restart")
+        now = held()
+    assert now["threads"] <= first["threads"] + 1
+    assert now["files"] <= first["files"] + 2
+    assert now["MiB"] <= first["MiB"] + 8 + CYCLES, (first, now)
+
+
+def held() -> dict[str, int]:
+    """What this process holds."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in status)
+    return {
+        "threads": int(fields["Threads"]),
+        "files": len(list(Path("/proc/self/fd").iterdir())),
+        "MiB": int(fields["RssAnon"].split()[0]) >> 10,
+    }
 
 
 def test_a_restarted_engine_serves_the_last_weights(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +45,8 @@ class Served(Command):
         pool = ["--pool", "contract", "--namespace", "tests", "--auth", "kubernetes"]
         kube = ["--kube-api-url", api, "--kube-ca", certifi.where()]
         roots = ["--weights-roots", f"{folder}:{models.home}"]
+        # Short: it becomes part of the names of sockets.
+        self.temporary = Path(tempfile.mkdtemp(prefix="contract-"))
         began = time.monotonic()
         super().__init__(
             models.model(1),
@@ -52,7 +56,7 @@ class Served(Command):
                 *(*pool, *kube, "--kube-token-file", str(token_file), *roots),
                 *(*kind.flags, *flags),
             ],
-            {"PYTHONPATH": str(ROOT / "src"), **kind.env},
+            {"PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(self.temporary), **kind.env},
             python=kind.python,
             token="operator",
         )
@@ -101,6 +105,7 @@ class Served(Command):
         for process in family:
             if process.alive:
                 os.kill(process.pid, signal.SIGKILL)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     def children(self) -> list[Process]:
         """Processes below the worker."""

@@ -24,7 +24,7 @@ from rollout_worker.schemas import Progress
 
 from . import model as models
 from .intake import Model
-from .leftovers import segments
+from .leftovers import segments, temporary_files
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -255,6 +255,7 @@ def _construct(config: Any, steps: Steps) -> Any:
             pass
 
     try:
-        return AsyncLLM.from_vllm_config(config, stat_loggers=[Watch])
+        with temporary_files():
+            return AsyncLLM.from_vllm_config(config, stat_loggers=[Watch])
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(f"vLLM did not start: {error}; its own log says why") from error

@@ -1,7 +1,7 @@
-"""What vLLM's processes leave behind when they are killed: sockets and shared memory.
+"""What vLLM's processes leave behind when they are killed: sockets, files and shared memory.
 
-Sockets go to a folder of this process, which is removed with the engine. Segments of shared memory
-are noted while their owners live: only their memory maps tell whose they are.
+Sockets and files go to a folder of this process, which is removed with the engine. Segments of
+shared memory are noted while their owners live: only their memory maps tell whose they are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -25,7 +25,7 @@ OURS = re.compile(SHM + r"(?:psm_|torch_|sem\.mp-)[^/]+")
 
 
 def prepare() -> None:
-    """Give vLLM a folder for its sockets; remove those of workers that were killed."""
+    """Give vLLM a folder for its sockets and files; remove those of workers that were killed."""
     home = Path(tempfile.gettempdir())
     for folder in home.glob(f"{FOLDER}*"):
         owner = folder.name.removeprefix(FOLDER)
@@ -34,6 +34,22 @@ def prepare() -> None:
     _folder().mkdir(mode=0o700, exist_ok=True)
     # vLLM may remember the value, so it is the same for every engine of this process.
     os.environ[VARIABLE] = str(_folder())
+
+
+@contextlib.contextmanager
+def temporary_files() -> Iterator[None]:
+    """Let processes that are started meanwhile keep their temporary files in that folder, too.
+
+    vLLM's executor makes one for its processes to meet, and removes it never.
+    """
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(_folder())
+    try:
+        yield
+    finally:
+        del os.environ["TMPDIR"]
+        if before is not None:
+            os.environ["TMPDIR"] = before
 
 
 def segments(processes: Iterable[Process]) -> set[str]:
@@ -47,7 +63,7 @@ def segments(processes: Iterable[Process]) -> set[str]:
 
 
 def remove(shared: Iterable[str]) -> None:
-    """Remove the sockets, and these segments as far as they are still there. Blocks."""
+    """Remove sockets and files, and these segments as far as they are still there. Blocks."""
     shutil.rmtree(_folder(), ignore_errors=True)
     for path in shared:
         # By Python's own way first: its tracker would miss a segment that it knows.
