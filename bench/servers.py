@@ -14,11 +14,12 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -246,17 +247,20 @@ def _answers(url: str) -> bool:
 
 
 def _alternate(load: Load, both: Sequence[_Live], options: Options) -> list[Figure]:
-    """Let both take turns, whoever was second goes first in the next; the first turn warms up."""
+    """Let both take turns, whoever was second goes first in the next; short answers warm up."""
     found: dict[str, list[Took]] = {live.side.name: [] for live in both}
+    warm = replace(load, total=min(load.total, load.in_flight), shape=_short)
     for live in both:
-        asyncio.run(_round(live, load, 0))
+        asyncio.run(_round(live, warm, 0))
     began, turn = time.monotonic(), 0
     while turn < (options.runs or 1) or (
         options.runs is None and not options.quick and time.monotonic() - began < load.seconds
     ):
         turn += 1
         for live in both if turn % 2 else reversed(both):
-            found[live.side.name].append(asyncio.run(_round(live, load, turn)))
+            took = asyncio.run(_round(live, load, turn))
+            found[live.side.name].append(took)
+            print(f"{load.label}: {live.side.name} {took.rate:.0f} tokens/s", file=sys.stderr)
     return _figures(load, *found.values())
 
 

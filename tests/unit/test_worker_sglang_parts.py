@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 
 import pytest
 
@@ -15,7 +16,7 @@ from rollout_worker.engines.sglang.bridge import Bridge, frame
 from rollout_worker.engines.sglang.checks import check
 from rollout_worker.engines.sglang.desk import Desk
 from rollout_worker.engines.sglang.model import Model
-from rollout_worker.engines.sglang.streams import Stream
+from rollout_worker.engines.sglang.streams import Stream, child_tokens
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
 from rollout_worker.weights import Layout
 
@@ -79,6 +80,24 @@ async def test_an_error_of_one_request_is_no_crash(error: str, kind: type[Engine
         failure = await asyncio.wait_for(stream.deltas.get(), 5)
     assert type(failure) is kind
     assert error.partition(": ")[2] in str(failure)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(HTTPStatus.BAD_REQUEST, InvalidRequest), (HTTPStatus.INTERNAL_SERVER_ERROR, EngineCrashed)],
+)
+async def test_how_sglang_ended_a_request_tells_whose_fault_it_was(
+    status: HTTPStatus, kind: type[EngineError]
+) -> None:
+    """An abort of its own, as its scheduler passes it on."""
+    finish = {"type": "abort", "message": "the grammar is broken", "status_code": status}
+    async with desk() as (_, stream, child):
+        assert stream.rid is not None
+        told = child_tokens(stream.rid, {"meta_info": {"finish_reason": finish}, "output_ids": []})
+        child.sendall(frame({"tokens": [told]}))
+        failure = await asyncio.wait_for(stream.deltas.get(), 5)
+    assert type(failure) is kind
+    assert "the grammar is broken" in str(failure)
 
 
 @pytest.mark.parametrize("flag", ["--config", "--config=f.yaml", "--dtype", "--speculative-algo=X"])

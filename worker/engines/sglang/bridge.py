@@ -5,7 +5,7 @@ answered, every other `op` is, with `{"id", "result"}` or `{"id", "error"}`. Fro
 `{"progress": text}` while it starts, `{"ready": facts}` once, and then
 `{"tokens": [[rid, ids, logprobs or null, about], …]}`, everything that a step made in one line, in
 order. `about` holds `finish` (SGLang's reason, null before the end), `cached`, `retractions`,
-`queued`, or `error`.
+`queued`, or `error`: the exception's class, a colon, and what it says.
 
 A socket pair has neither a port to race for nor a name that anybody else could connect to, and its
 end is seen at once.

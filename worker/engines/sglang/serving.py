@@ -26,6 +26,7 @@ from sglang.version import __version__
 
 from . import inside
 from .bridge import LIMIT, frame
+from .streams import child_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -224,25 +225,5 @@ class _Reader:
     def set(self) -> None:
         """Pass on what SGLang has just put into the list, as it does before it sets its event."""
         for output in self._outputs:
-            self._deliver(_tokens(self._rid, output))
+            self._deliver(child_tokens(self._rid, output))
         self._outputs.clear()
-
-
-def _tokens(rid: str, output: dict[str, Any]) -> list[Any]:
-    """Return `[rid, ids, logprobs or None, about]`, as `bridge` describes it."""
-    meta = output["meta_info"]
-    finish = meta["finish_reason"]
-    if finish is not None and finish.get("status_code"):
-        return [rid, [], None, {"error": finish.get("message")}]
-    about = {
-        "finish": finish,
-        "cached": meta.get("cached_tokens", 0),
-        "retractions": meta.get("num_retractions", 0),
-        "queued": meta.get("queue_time"),
-    }
-    # Of what was aborted in the queue SGLang tells nothing new, but its last token again.
-    ids = output["output_ids"] if "cached_tokens" in meta else []
-    found = meta.get("output_token_logprobs")
-    # A delta carries its own logprobs; the last ones are its own if it carries more.
-    logprobs = None if found is None else [entry[0] for entry in found[len(found) - len(ids) :]]
-    return [rid, ids, logprobs, about]

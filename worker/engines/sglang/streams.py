@@ -23,6 +23,8 @@ UNREAD_SECONDS = 0.1
 """How often tokens are passed on that nobody reads along: each one would take longer to pass on than
 to make with a small model."""
 
+BAD_REQUEST = 400
+
 LEAST_REPETITION = 1e-30
 """Smaller penalties are 0 in float32 and would make NaN of the logits of ids that are not allowed."""
 
@@ -215,3 +217,27 @@ def _asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, Any]:
 
 def _cuts(sampling: SamplingParams) -> bool:
     return sampling.min_p > 0 or sampling.top_k > 0 or sampling.top_p < 1
+
+
+def child_tokens(rid: str, output: dict[str, Any]) -> list[Any]:
+    """Return `[rid, ids, logprobs or None, about]` of what SGLang gave, as `bridge` describes it.
+
+    What SGLang counts as a bad request becomes a ValueError: it is about this request alone.
+    """
+    meta = output["meta_info"]
+    finish = meta["finish_reason"]
+    if finish is not None and (status := finish.get("status_code")):
+        kind = ValueError if status == BAD_REQUEST else RuntimeError
+        return [rid, [], None, {"error": f"{kind.__name__}: {finish.get('message')}"}]
+    about = {
+        "finish": finish,
+        "cached": meta.get("cached_tokens", 0),
+        "retractions": meta.get("num_retractions", 0),
+        "queued": meta.get("queue_time"),
+    }
+    # Of what was aborted in the queue SGLang tells nothing new, but its last token again.
+    ids = output["output_ids"] if "cached_tokens" in meta else []
+    found = meta.get("output_token_logprobs")
+    # A delta carries its own logprobs; the last ones are its own if it carries more.
+    logprobs = None if found is None else [entry[0] for entry in found[len(found) - len(ids) :]]
+    return [rid, ids, logprobs, about]
