@@ -249,15 +249,26 @@ class Generation:
             "stream": True,
         }
         bounds = self._wire_bounds()
-        changes |= {"epoch": bounds.epoch, "exact_version": bounds.exact_version}
+        changes |= {
+            "epoch": bounds.epoch,
+            "min_version": bounds.min_version,
+            "exact_version": bounds.exact_version,
+        }
         return self._request.model_copy(update=changes)
 
     def _wire_bounds(self) -> Bounds:
-        """The caller's bounds; one who minds a change wants the rest from the same weights."""
-        first = self.draft.first
-        if first is None or not self._minds:
+        """Bounds of what is left: the caller's, until there are tokens.
+
+        One who minds a change, or asked for exact ones, wants the rest from the same weights;
+        everybody else from no older ones: while replicas commit one after the other, the next one
+        may still be behind.
+        """
+        first, last = self.draft.first, self.draft.last
+        if first is None or last is None:
             return self._bounds
-        return Bounds(first.epoch, self._bounds.min_version, first.version)
+        if self._minds or self._bounds.exact_version is not None:
+            return Bounds(first.epoch, self._bounds.min_version, first.version)
+        return Bounds(last.epoch, last.version)
 
     def _take(self, delta: StreamDelta) -> None:
         first = self.draft.first

@@ -119,15 +119,17 @@ async def pool(worker: Script) -> AsyncIterator[AsyncRolloutPool]:
 async def test_a_cut_stream_goes_on_where_it_stopped(
     pool: AsyncRolloutPool, worker: Script
 ) -> None:
-    worker.steps = [tokens([5, 6], None), tokens([7], None, version=1), tokens([8, 9, 10])]
+    worker.steps = [tokens([5, 6], None), tokens([7], None, version=1)]
+    worker.steps.append(tokens([8, 9, 10], version=1))
     sampling = {**END, "seed": 3, "min_tokens": 3}
     result = await pool.generate(PROMPT, sampling=sampling, session_id="s")
     assert result.token_ids == (5, 6, 7, 8, 9, 10)
     assert [(s.version, s.start, s.end) for s in result.output.weights] == [
         (0, 0, 2),
-        (1, 2, 3),
-        (0, 3, 6),
+        (1, 2, 6),
     ]
+    bounds = [(b.get("epoch"), b.get("min_version")) for b in worker.bodies]
+    assert bounds == [(None, None), (0, 0), (0, 1)], "never on to older weights"
     first, second, third = worker.bodies
     assert second["token_ids"] == [*PROMPT, 5, 6]
     assert third["token_ids"] == [*PROMPT, 5, 6, 7]
