@@ -179,20 +179,24 @@ def verl_builder(media: bool, sanity: bool) -> Kept:
     return Kept(turn, lambda: None, lambda: len(state["ids"]))
 
 
-def pictures(media: bool, sanity: bool) -> Kept:
-    """No conversation at all: the image processor makes the pixels, and they are kept."""
-    source = processing(media).image_processor
+def libraries(media: bool, sanity: bool) -> Kept:
+    """No conversation at all: each result is tokenized once, each picture made pixels and kept."""
+    source = processing(media)
+    tok = source.tokenizer if media else source
     pixels: list[Any] = []
+    count = 0
 
     def turn(step: Step) -> None:
+        nonlocal count
+        count += len(tok.encode(step.result, add_special_tokens=False))
         if step.images:
-            pixels.append(source(images=step.images, return_tensors="pt"))
+            pixels.append(source.image_processor(images=step.images, return_tensors="pt"))
 
-    return Kept(turn, lambda: None, lambda: 0)
+    return Kept(turn, lambda: None, lambda: count)
 
 
 WAYS = {
-    "pictures": pictures,
+    "libraries": libraries,
     "ours": ours,
     "verl-request": verl_request,
     "verl-builder": verl_builder,
