@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from localkube import Cluster
@@ -15,6 +16,10 @@ TIERS = ("unit", "api", "chart", "engine", "cluster", "scale")
 MARKERS = dict(zip(TIERS, TIERS, strict=True)) | {"contract": "engine"}
 """Marker of the tests in each folder."""
 HERE = Path(__file__).parent
+
+# How long an example takes says how busy the machine is, and nothing of the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

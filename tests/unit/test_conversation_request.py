@@ -208,7 +208,7 @@ def test_scores_that_are_no_lists_leave_the_conversation_open() -> None:
     response=st.integers(0, 60),
     model=st.integers(20, 120),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_finished_request_keeps_its_limits(
     turns: list[tuple[int, int]], response: int, model: int
 ) -> None:

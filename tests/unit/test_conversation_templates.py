@@ -30,7 +30,7 @@ WORDS = st.text(
 
 @pytest.mark.parametrize("style", FAMILIES)
 @given(turns=st.lists(st.tuples(WORDS, WORDS, st.booleans()), min_size=1, max_size=4))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_a_conversation_by_turns_is_the_whole_render(
     style: str, turns: list[tuple[str, str, bool]]
 ) -> None:

@@ -509,7 +509,7 @@ ACTIONS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(
     st.lists(ACTIONS, max_size=25),
     st.sampled_from(["AllAtOnce", "Rolling", "Eager"]),

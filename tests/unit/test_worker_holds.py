@@ -150,7 +150,7 @@ class HoldsMachine(RuleBasedStateMachine):
 
 
 TestHoldsMachine = HoldsMachine.TestCase
-TestHoldsMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestHoldsMachine.settings = settings(max_examples=60, stateful_step_count=25)
 
 
 @pytest.mark.parametrize("level", [1, 2])
