@@ -24,7 +24,7 @@ from .disconnects import ClientGone, drop, finish, unless_gone
 from .flights import Flight
 from .openai_answers import Chunks, Exchange
 from .openai_messages import plain
-from .openai_models import ChatRequest, CompletionRequest, unable
+from .openai_models import ChatRequest, CompletionRequest, in_openais_words, unable
 from .problems import ProblemError
 from .schemas import MAX_IDENTITY, StreamDelta
 from .service import Worker
@@ -36,6 +36,7 @@ DEADLINE_SECONDS = 600.0
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; chats go to the maximum length."""
 MAX_PROMPTS = 256
+CHAT = "/v1/chat/completions"
 
 MinVersion = Annotated[int | None, Header(alias="X-Rollout-Min-Version", ge=0, le=MAX_IDENTITY)]
 
@@ -46,42 +47,42 @@ class OpenAIRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """Wrap the handler."""
         original = super().get_route_handler()
+        chat = self.path == CHAT
 
         async def handle(request: Request) -> Response:
             try:
                 return await original(request)
             except ProblemError as error:
-                return error_response(error)
+                return error_response(error, chat=chat)
             except RequestValidationError as error:
-                return error_response(invalid_request(error.errors()))
+                return error_response(invalid_request(error.errors()), chat=chat)
             except HTTPException as error:
                 if error.status_code != 413:
                     raise
-                return error_response(too_large())
+                return error_response(too_large(), chat=chat)
             except ClientGone:
                 return Response(status_code=499)  # nobody reads it
 
         return handle
 
 
-def error_body(error: ProblemError) -> dict[str, Any]:
-    """A problem in OpenAI's shape."""
+def error_body(error: ProblemError, *, chat: bool) -> dict[str, Any]:
+    """A problem in OpenAI's shape and by the names of the route's own fields."""
     problem = error.problem
-    errors = (problem.model_extra or {}).get("errors") or [{}]
-    field = errors[0].get("field")
+    detail, field = in_openais_words(problem, "messages" if chat else "prompt")
     return {
         "error": {
-            "message": problem.detail,
+            "message": detail,
             "type": "invalid_request_error" if problem.status < 500 else "server_error",
-            "param": field.removeprefix("sampling.") if field else None,
+            "param": field,
             "code": error.slug,
         }
     }
 
 
-def error_response(error: ProblemError) -> Response:
+def error_response(error: ProblemError, *, chat: bool) -> Response:
     """The answer that an error becomes."""
-    return JSONResponse(error_body(error), error.problem.status, headers=error.headers)
+    return JSONResponse(error_body(error, chat=chat), error.problem.status, headers=error.headers)
 
 
 def add_openai(app: FastAPI, worker: Worker) -> None:
@@ -104,7 +105,7 @@ def add_openai(app: FastAPI, worker: Worker) -> None:
         call = _Call(worker, request, body, min_version)
         return await call.answer("cmpl", prompts, limit, logprobs=body.logprobs is not None)
 
-    @router.post("/v1/chat/completions")
+    @router.post(CHAT)
     async def chat(body: ChatRequest, request: Request, min_version: MinVersion = None) -> Response:
         """Continue a conversation; tool calls are parsed if the model's template teaches them."""
         body.check(worker.settings.served_name)
@@ -112,14 +113,13 @@ def add_openai(app: FastAPI, worker: Worker) -> None:
         ids = await worker.texts.render(
             plain(body.messages),
             body.offered,
+            body.chat_template_kwargs or {},
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            **(body.chat_template_kwargs or {}),
         )
-        limit = body.max_completion_tokens or body.max_tokens
         call = _Call(worker, request, body, min_version)
         call.tools = bool(body.offered) and worker.texts.tool_parser is not None
-        return await call.answer("chatcmpl", [ids], limit, logprobs=bool(body.logprobs))
+        return await call.answer("chatcmpl", [ids], body.limit, logprobs=bool(body.logprobs))
 
     app.include_router(router)
 
@@ -259,12 +259,12 @@ async def _events(
         for chunk in chunks.ends():
             yield _event(chunk)
     except ProblemError as error:
-        yield _event(error_body(error))
+        yield _event(error_body(error, chat=exchange.chat))
     except Exception:
         # The status is sent: only an event can tell.
         logger.exception("a stream broke", extra={"request": exchange.id})
         broken = ProblemError("internal-error", "the stream broke; its log has the traceback")
-        yield _event(error_body(broken))
+        yield _event(error_body(broken, chat=exchange.chat))
     finally:
         await asyncio.shield(drop(worker, exchange.flights))
     yield b"data: [DONE]\n\n"

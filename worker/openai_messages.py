@@ -23,8 +23,11 @@ def _message(field: str, message: Mapping[str, Any]) -> dict[str, Any]:
         raise _bad(f"{field}.role", "every message needs a role")
     kept = {key: value for key, value in message.items() if value is not None}
     kept["content"] = _text(f"{field}.content", message.get("content"))
-    if message.get("tool_calls"):
-        kept["tool_calls"] = [_call(f"{field}.tool_calls", call) for call in message["tool_calls"]]
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise _bad(f"{field}.tool_calls", "give a list")
+        kept["tool_calls"] = [_call(f"{field}.tool_calls", call) for call in calls]
     return kept
 
 
@@ -51,7 +54,7 @@ def _call(field: str, call: Any) -> dict[str, Any]:
         # Templates write arguments out as JSON: given as text they would be quoted twice.
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _bad(field, f"arguments of {function['name']!r} are no JSON") from None
     return {**call, "function": {**function, "arguments": arguments or {}}}
 

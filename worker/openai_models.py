@@ -7,12 +7,12 @@ would alter it are refused by name: an answer that ignores them would be a wrong
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from .problems import ProblemError
-from .schemas import GenerateRequest
+from .schemas import GenerateRequest, Problem
 from .web import invalid_request
 
 ALTERING = {
@@ -23,6 +23,15 @@ ALTERING = {
     **dict.fromkeys(("guided_grammar", "structured_outputs", "regex", "ebnf"), "leave it out"),
     **dict.fromkeys(("json_schema", "logits_processors", "lora_path"), "leave it out"),
     **dict.fromkeys(("audio", "modalities", "chat_template"), "leave it out"),
+    **dict.fromkeys(("typical_p", "top_a", "top_n_sigma", "xtc_probability"), "leave it out"),
+    **dict.fromkeys(("dry_multiplier", "num_beams", "stop_regex"), "leave it out"),
+    **dict.fromkeys(("custom_logit_processor", "vllm_xargs"), "leave it out"),
+    **dict.fromkeys(("prompt_embeds", "truncate_prompt_tokens"), "leave it out"),
+    **dict.fromkeys(("adapter", "multimodal", "structured", "engine_params"), "leave it out"),
+    **dict.fromkeys(("max_new_tokens",), "use max_tokens"),
+    **dict.fromkeys(("min_new_tokens",), "use min_tokens"),
+    **dict.fromkeys(("repeat_penalty",), "use repetition_penalty"),
+    **dict.fromkeys(("sampling_seed",), "use seed"),
 }
 """Fields of other servers that change the output, and what to do instead."""
 
@@ -105,7 +114,8 @@ class OpenAIRequest(BaseModel):
             ProblemError: 422 that names the field.
         """
         sampling = {name: getattr(self, name) for name in SAME}
-        sampling |= {"max_tokens": max_tokens, "top_k": max(0, self.top_k or 0)}
+        top_k = 0 if self.top_k in (None, -1) else self.top_k
+        sampling |= {"max_tokens": max_tokens, "top_k": top_k}
         sampling |= {"stop": self.stops or None}
         body = {
             "request_id": request_id,
@@ -127,7 +137,16 @@ class CompletionRequest(OpenAIRequest):
     """Body of `POST /v1/completions`: text or token ids, one prompt or several."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = Field(default=None, description="0 or 1: of the sampled tokens.")
+    logprobs: int | None = Field(default=None, ge=0, description="0 or 1: of the sampled tokens.")
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _text_or_ids(cls, value: object) -> object:
+        one = isinstance(value, str) or _all(str, value) or _all(int, value)
+        lists = cast(list[object], value) if _all(list, value) else ()
+        if not one and not (lists and all(_all(int, ids) for ids in lists)):
+            raise ValueError("give text, a list of token ids, or a list of texts or of such lists")
+        return value
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -164,6 +183,12 @@ class ChatRequest(OpenAIRequest):
     chat_template_kwargs: Mapping[str, Any] | None = None
 
     @property
+    def limit(self) -> int | None:
+        """Most tokens of an answer; None: up to the maximum length."""
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
+
+    @property
     def offered(self) -> list[dict[str, Any]]:
         """The tools that the model is told of."""
         if self.tool_choice == "none":
@@ -177,6 +202,26 @@ class ChatRequest(OpenAIRequest):
             raise unable("top_logprobs", "logprobs are of the sampled tokens only: leave it out")
         if self.tool_choice not in (None, "auto", "none"):
             raise unable("tool_choice", "a call can't be forced: use 'auto' or 'none'")
+
+
+def in_openais_words(problem: Problem, prompt: str) -> tuple[str, str | None]:
+    """Detail and first field of a refusal, by the names that the client used.
+
+    `prompt`: the route's field that the token ids come from.
+    """
+    detail, fields = problem.detail, []
+    for said in (problem.model_extra or {}).get("errors", ()):
+        field = said["field"].removeprefix("sampling.")
+        if field.partition(".")[0] == "token_ids":
+            field = prompt
+        detail = detail.replace(f"{said['field']}: ", f"{field}: ")
+        fields.append(field)
+    return detail, next(filter(None, fields), None)
+
+
+def _all(kind: type, value: object) -> bool:
+    """Whether a list holds nothing else: JSON's true is no number here."""
+    return isinstance(value, list) and all(type(each) is kind for each in value)
 
 
 def unable(field: str, fix: str) -> ProblemError:

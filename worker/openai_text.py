@@ -7,6 +7,7 @@ is loaded with transformers at the first request that needs it, in a thread.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -64,19 +65,26 @@ class Texts:
         return parser_of(self.template)
 
     async def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, as its tokenizer begins one."""
+        """Token ids of a plain prompt, as its tokenizer begins one.
+
+        Raises:
+            ProblemError: 422, it is no text.
+        """
+        _check_text("prompt", text)
         return await self._run(lambda tokenizer: list(tokenizer(text)["input_ids"]))
 
     async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
-        **options: Any,
+        variables: Mapping[str, Any],
+        **options: bool,
     ) -> list[int]:
-        """Token ids of a conversation.
+        """Token ids of a conversation; `variables` are the template's own.
 
         Raises:
-            ProblemError: 422, the template is missing or refuses these messages or tools.
+            ProblemError: 422, the template is missing or refuses these messages, tools or
+                variables.
         """
         if not self.template:
             raise _unable("messages", "the model has no chat template: use /v1/completions")
@@ -86,12 +94,18 @@ class Texts:
         def render(tokenizer: Any) -> list[int]:
             from jinja2 import TemplateError
 
+            _check_variables(variables, tokenizer.apply_chat_template)
             try:
                 text = tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools) if tools else None, tokenize=False, **options
+                    list(messages),
+                    tools=list(tools) if tools else None,
+                    tokenize=False,
+                    **options,
+                    **variables,
                 )
-            except (TemplateError, TypeError, ValueError) as error:
+            except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
                 raise _unable("messages", f"the model's chat template refuses: {error}") from error
+            _check_text("messages", text)
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
         return await self._run(render)
@@ -122,6 +136,25 @@ def _load(folder: Path) -> Any:
     if tokenizer is None:
         raise missing
     return tokenizer
+
+
+def _check_variables(variables: Mapping[str, Any], apply: Callable[..., Any]) -> None:
+    """Refuse what would set the rendering's own parameters in place of a template's variable."""
+    taken = inspect.signature(apply).parameters.keys() - {"documents"} | {"messages"}
+    for name in taken.intersection(variables):
+        field = f"chat_template_kwargs.{name}"
+        raise _unable(field, f"{field}: no variable of a template: leave it out")
+
+
+def _check_text(field: str, text: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can escape and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        detail = f"{field}: half of a surrogate pair, {text[error.start]!a}: send whole characters"
+        raise ProblemError(
+            "invalid-request", detail, errors=[{"field": field, "message": detail}]
+        ) from error
 
 
 def _unable(field: str, detail: str) -> ProblemError:

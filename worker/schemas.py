@@ -16,7 +16,15 @@ from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 if TYPE_CHECKING:
     from .conversation import Difference as Difference
@@ -192,11 +200,13 @@ class SamplingParams(Wire):
     seed: Int | None = Field(default=None, ge=0, le=2**63 - 1)
     n: Int = Field(default=1, ge=1, le=MAX_BATCH_N)
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError("min_tokens is above max_tokens: lower min_tokens")
-        return self
+    @field_validator("min_tokens")
+    @classmethod
+    def _within_max_tokens(cls, value: int, info: ValidationInfo) -> int:
+        most = info.data.get("max_tokens")
+        if most is not None and value > most:
+            raise ValueError("above max_tokens: lower it, or raise max_tokens")
+        return value
 
 
 class GenerateRequest(Wire):

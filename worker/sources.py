@@ -28,12 +28,24 @@ def resolve(source: WeightsSource, settings: Settings) -> WeightsSource:
         if not roots:
             raise _refused(source.path, "give an absolute path, or start with --weights-roots")
         path = roots[-1] / path
-    path = path.resolve()
+    path = _real(source.path, path)
     allowed = [Path(settings.model), *roots]
     if roots and not any(path.is_relative_to(root.resolve()) for root in allowed):
         names = ", ".join(str(root) for root in allowed)
         raise _refused(source.path, f"it must lie below one of {names}")
     return WeightsSource(path=str(path))
+
+
+def _real(given: str, path: Path) -> Path:
+    """Follow all links. In a circle Python either raises or goes on by the letter of the path."""
+    try:
+        real = path.resolve()
+        settled = real == real.resolve()
+    except (OSError, RuntimeError):
+        settled = False
+    if not settled:
+        raise _refused(given, "its links can't be followed")
+    return real
 
 
 def _refused(path: str, fix: str) -> ProblemError:

@@ -37,13 +37,15 @@ def parse(text: str) -> tuple[str, list[dict[str, Any]]]:
 def _call(body: str) -> dict[str, Any] | None:
     try:
         said = json.loads(body)
-    except ValueError:
+        if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+            return None
+        arguments = said.get("arguments", {})
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        # Half of a surrogate pair, which JSON can escape, can be sent to nobody.
+        (said["name"] + arguments).encode()
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
-        return None
-    arguments = said.get("arguments", {})
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",

@@ -130,7 +130,7 @@ class Verbs:
 
     async def abort(self, request: AbortRequest) -> AbortResponse:
         """End requests with what they have and return once they ended."""
-        ids = self._flights.ids() if request.all else list(request.request_ids or ())
+        ids = self._flights.ids() if request.all else list(dict.fromkeys(request.request_ids or ()))
         aborted = await self._flights.abort_ids(ids, AbortReason.CONTROL)
         return AbortResponse(
             aborted=tuple(i for i in ids if i in aborted),

@@ -186,7 +186,7 @@ def test_errors_have_openais_shape(client: Any, worker: Served) -> None:
     cases: list[tuple[dict[str, Any], type[openai.APIStatusError], str | None]] = [
         ({"model": "other"}, openai.NotFoundError, "model"),
         ({"top_p": 7}, openai.UnprocessableEntityError, "top_p"),
-        ({"prompt": [99999]}, openai.UnprocessableEntityError, "token_ids"),
+        ({"prompt": [99999]}, openai.UnprocessableEntityError, "prompt"),
         ({"prompt": []}, openai.UnprocessableEntityError, None),
         ({"logprobs": 5}, openai.UnprocessableEntityError, "logprobs"),
         ({"extra_body": {"echo": True}}, openai.UnprocessableEntityError, "echo"),

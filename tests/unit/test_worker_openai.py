@@ -64,7 +64,12 @@ def test_tool_calls_are_taken_out() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["no call ", "<tool_call>{broken</tool_call>", '<tool_call>{"arguments": {}}', "<tool_call>[]"],
+    [
+        *("no call ", "<tool_call>{broken</tool_call>", '<tool_call>{"arguments": {}}'),
+        *("<tool_call>[]", "<tool_call>" + "[" * 10**5),
+        r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d"}}</tool_call>',
+    ],
+    ids=lambda text: text[:30],
 )
 def test_what_is_no_call_stays_text(text: str) -> None:
     assert parse(text) == (text, [])
@@ -101,6 +106,9 @@ def test_messages_become_plain() -> None:
     assert call["function"] == {"name": "f", "arguments": '{"x": [1]}'}, "the caller's is untouched"
 
 
+DEEP = {"function": {"name": "f", "arguments": "[" * 10**5}}
+
+
 @pytest.mark.parametrize(
     ("message", "field"),
     [
@@ -108,8 +116,10 @@ def test_messages_become_plain() -> None:
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages.0.content"),
         ({"role": "user", "content": 3}, "messages.0.content"),
         ({"role": "assistant", "tool_calls": [{}]}, "messages.0.tool_calls"),
+        ({"role": "assistant", "tool_calls": 5}, "messages.0.tool_calls"),
+        ({"role": "assistant", "tool_calls": [DEEP]}, "messages.0.tool_calls"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_messages_that_are_refused(message: dict[str, Any], field: str) -> None:
     with pytest.raises(ProblemError) as refused:
