@@ -109,10 +109,16 @@ class Commits:
 
     def _check_policy(self, request: CommitRequest) -> None:
         engine, info = self._runtime.loaded()
-        if request.in_flight not in engine.capabilities.in_flight:
-            able = ", ".join(engine.capabilities.in_flight)
-            fix = f"the engine {info.engine} can't {request.in_flight!r}: use one of {able}"
-            raise ProblemError("unsupported", fix, errors=[{"field": "in_flight", "message": fix}])
+        able = engine.capabilities.in_flight
+        asked: dict[str, str] = {"in_flight": request.in_flight}
+        if _may_keep(request):
+            asked["on_deadline"] = "Keep"
+        for name, policy in asked.items():
+            if policy not in able:
+                fix = f"the engine {info.engine} can't {policy!r}: "
+                fix += f"use one of {', '.join(able)}" if name == "in_flight" else "use 'Abort'"
+                errors = [{"field": name, "message": fix}]
+                raise ProblemError("unsupported", fix, errors=errors)
 
     def _already(self, request: CommitRequest) -> CommitResponse | None:
         """The answer if these weights are active already."""
@@ -279,13 +285,16 @@ def _identity(request: CommitRequest) -> WeightsId:
     return WeightsId(epoch=request.epoch, version=request.version)
 
 
+def _may_keep(request: CommitRequest) -> bool:
+    """Whether those that still run at the deadline go on with their KV."""
+    return request.in_flight in ("Drain", "Pin") and request.on_deadline == "Keep"
+
+
 def _kv(request: CommitRequest) -> KvPolicy:
     """Only who asked to keep KV keeps it; requests that have none yet are prefilled anyway."""
     if request.in_flight == "Pin":
         return "pin"
-    keep = request.in_flight == "Keep" or (
-        request.in_flight == "Drain" and request.on_deadline == "Keep"
-    )
+    keep = request.in_flight == "Keep" or _may_keep(request)
     return "keep" if keep else "recompute"
 
 

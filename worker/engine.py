@@ -230,7 +230,8 @@ class Engine(Protocol):
         go on with the former weights, which stay in memory until the last of them ended, while
         what starts later uses the new ones. Outputs that are pinned already move on to the new
         weights at any commit, as under `keep`: there are never more than two sets. Only an engine
-        that declares `Pin` in `capabilities.in_flight` is asked to `pin`.
+        that declares `Pin` in `capabilities.in_flight` is asked to `pin`, and `Keep` to `keep`.
+        Policies that leave nothing running (`Drain`, `Abort`) come as `recompute`.
 
         Raises:
             WeightsRejected: nothing staged under that identity; the old weights serve.

@@ -288,6 +288,24 @@ def test_a_drain_past_its_deadline_may_keep(worker: InProcess, v2: Path) -> None
     assert made_by(finished(running)) == [(0, False), (1, True)]
 
 
+def test_a_policy_that_the_engine_lacks_is_refused_at_the_deadline_too(
+    worker: InProcess, v2: Path
+) -> None:
+    engine, _ = worker.worker.runtime.loaded()
+    less = {"in_flight": ("Drain", "Abort", "Recompute")}
+    engine.capabilities = engine.capabilities.model_copy(update=less)
+    worker.stage(1, 1, v2)
+    for policy, field in (("Keep", "in_flight"), ("Pin", "in_flight"), ("Drain", "on_deadline")):
+        answer = worker.post(
+            "weights/commit", epoch=1, version=1, in_flight=policy, on_deadline="Keep"
+        )
+        assert (answer.status_code, slug(answer)) == (422, "unsupported")
+        assert answer.json()["errors"][0]["field"] == field
+    # Nothing waits for a deadline here, so nothing is asked of the engine.
+    done = worker.commit(1, 1, in_flight="Recompute", on_deadline="Keep")
+    assert done["active"]["version"] == 1
+
+
 @pytest.mark.parametrize("policy", ["Keep", "Recompute"])
 def test_an_exact_version_never_spans(worker: InProcess, v2: Path, policy: str) -> None:
     worker.stage(1, 1, v2)
