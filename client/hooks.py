@@ -1,4 +1,4 @@
-"""Where measurements go: a hook of five calls, and one that feeds Prometheus.
+"""Where measurements go: a hook of four calls, and one that feeds Prometheus.
 
 Hooks are called in the pool's loop: they must be quick and must not raise.
 """

@@ -105,7 +105,11 @@ class EngineDelta:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is once its model is loaded. `eos_token_ids` come of generation_config."""
+    """What an engine is once its model is loaded.
+
+    `engine_version` begins with a digit. `model`: the folder. `eos_token_ids`: as `folder.eos_ids`
+    finds them. `vocab_size`: ids from there on are refused.
+    """
 
     engine: str
     engine_version: str
@@ -182,6 +186,7 @@ class Engine(Protocol):
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
         """Queue one output and yield its deltas; ends after the delta with a `stop_reason`.
 
+        Queued once the first delta is asked for, so it may be an asynchronous generator.
         Closing the iterator early aborts the request. A request keeps its place in the queue
         through pauses and commits.
 

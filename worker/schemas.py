@@ -350,14 +350,16 @@ class Capabilities(Wire):
         description="Fields of `sampling` that may differ from their defaults where logprobs of"
         " kind `sampling` are asked for.",
     )
-    seed: bool
-    priority: bool
-    stop_strings: bool
-    in_flight: tuple[InFlightPolicy, ...]
-    sleep_levels: tuple[Literal[1, 2], ...]
-    memory_release: bool
-    prefix_cache: bool
-    cache_salt: bool
+    seed: bool = Field(description="Equal seeds draw equal tokens, whatever runs beside them.")
+    priority: bool = Field(description="Requests of lower `priority` start first.")
+    stop_strings: bool = Field(description="It finds `sampling.stop` in the text.")
+    in_flight: tuple[InFlightPolicy, ...] = Field(
+        description="What a commit may do to running requests; `Drain` and `Abort` always."
+    )
+    sleep_levels: tuple[Literal[1, 2], ...] = Field(description="Empty: it can't sleep.")
+    memory_release: bool = Field(description="Sleep gives memory back to the machine.")
+    prefix_cache: bool = Field(description="Prompts reuse the KV of equal prefixes.")
+    cache_salt: bool = Field(description="`cache_salt` keeps requests' prefixes apart.")
     chat: bool = Field(default=False, description="The model has a chat template.")
     tool_parser: str | None = Field(
         default=None, description="Format in which tool calls are found; None: they stay text."

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import yaml
 from pydantic import BaseModel
+from safetensors.numpy import save_file
 
 from chatstyles import tokenizer
 from emitted import reasons
@@ -20,11 +24,12 @@ from rollout_operator.spec import parse_spec
 from rollout_operator.store import Key
 from rollout_operator.telemetry import PoolFigures
 from rollout_operator.telemetry import Telemetry as OperatorTelemetry
-from rollout_worker import schemas
+from rollout_worker import checkpoints, schemas, weights
 from rollout_worker.auth import Anyone
 from rollout_worker.control_api import control_app
 from rollout_worker.conversation.record import Counter
 from rollout_worker.data_api import data_app
+from rollout_worker.engines import EngineOptions, fitting, folder, slot
 from rollout_worker.lifecycle import MOVES
 from rollout_worker.problems import KINDS
 from rollout_worker.service import Worker
@@ -256,6 +261,56 @@ def test_code_about_conversations_runs(
     assert len(found) >= 8
     assert "tokens, 32 are allowed" in capsys.readouterr().out
     assert names["request"].difference.startswith("token")  # the call was written by hand
+
+
+# Engines.
+
+
+def test_the_code_about_staging_runs(tmp_path: Path) -> None:
+    have = np.arange(6, dtype=np.float32).reshape(2, 3)
+    save_file({"w": have}, tmp_path / "model.safetensors")
+    kept = bytearray(have.nbytes)
+    seen: list[tuple[int, int]] = []
+    names: dict[str, Any] = {
+        "weights": weights,
+        "checkpoints": checkpoints,
+        "options": EngineOptions(tmp_path / "none", weights_roots=(tmp_path,)),
+        "source": schemas.WeightsSource(path=str(tmp_path)),
+        "layout": weights.Layout({"w": checkpoints.TensorSpec("F32", (2, 3))}, {}, {}),
+        "allocate": lambda entry: memoryview(kept),
+        "progress": lambda done, total: seen.append((done, total)),
+        "cancelled": lambda: False,
+    }
+    (block,) = blocks(page("docs/engines.md"), "python")
+    exec(compile(block, "docs/engines.md", "exec"), names)
+    assert bytes(kept) == have.tobytes()
+    assert seen[-1] == (24, 24)
+    assert names["root"].startswith("xxh3_128:")
+
+
+def test_what_engines_share_is_described_as_it_is() -> None:
+    modules = (checkpoints, fitting, folder, slot, weights)
+    known = {module.__name__.rpartition(".")[2]: module for module in modules}
+    seen = 0
+    for title in ("Parts that every engine shares", "Weights"):
+        table = section(page("docs/engines.md"), title)
+        for name, text in zip(cells(table, 0), cells(table, 1), strict=True):
+            module, _, path = name.strip("`").partition(".")
+            if module not in known:
+                continue
+            arguments = re.sub(
+                r"\[(?:[^][]|\[[^]]*\])*\]", "", CODE.findall(text)[0].split(" -> ")[0]
+            )[1:-1]
+            said = re.findall(r"(?:^|, )(\w+)", arguments)
+            have = inspect.signature(attrgetter(path)(known[module])).parameters
+            assert said == [each for each in have if each != "self"], name
+            seen += 1
+    assert seen == 13
+
+
+def test_every_file_of_the_contract_suite_is_described() -> None:
+    suite = section(page("docs/engines.md"), "The contract suite")
+    assert named(suite, 0) == {each.name for each in (ROOT / "tests/contract").glob("test_*.py")}
 
 
 def test_fields_of_conversations_are_described() -> None:
