@@ -119,6 +119,19 @@ def test_the_code_of_a_page_runs(
             names["pool"].close()
 
 
+async def test_a_temperature_of_0_is_greedy_in_slimes_function(
+    pool: AsyncRolloutPool, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is false is not left out: the default would be 1."""
+    monkeypatch.setattr(AsyncRolloutPool, "from_cluster", lambda name, namespace: pool)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_models.model(1))
+    names: dict[str, Any] = {"TOKENIZER": tokenizer}
+    exec(blocks("from-slime-and-prime-rl.md")[0], names)
+    params = {"temperature": 0.0, "max_new_tokens": 8, "stop": None}
+    samples = [await names["generate"](None, Sample("roll out"), params) for _ in range(2)]
+    assert samples[0].tokens == samples[1].tokens
+
+
 def test_the_metrics_of_the_client_are_described() -> None:
     registry = CollectorRegistry()
     PrometheusHook("math", registry)
