@@ -66,7 +66,9 @@ def test_an_update_below_32_running_requests(
         assert (output["abort_reason"] == "weights") is (output["stop_reason"] == "aborted")
         if output["stop_reason"] == "length":
             assert len(output["token_ids"]) == TOKENS
-    kinds = [made_by(output) for output in outputs]
+    # One that ran but had no token yet when it was aborted was made by nobody.
+    begun = [o for o in outputs if o["token_ids"] or o["stop_reason"] != "aborted"]
+    kinds = [made_by(output) for output in begun]
     spanning = {"Keep": [(old, False), (new, True)], "Recompute": [(old, False), (new, False)]}
     allowed = [[(old, False)], *([spanning[policy]] if policy in spanning else [])]
     assert all(kind in allowed for kind in kinds), kinds
