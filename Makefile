@@ -37,7 +37,7 @@ help: ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[36m%-14s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: $(VENV) ## tell the whole story on a real cluster (first run ~15 min, later ~2 min)
+demo: $(VENV) ## tell the whole story on a real cluster (the first run compiles Kubernetes)
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo
 
 .PHONY: demo-train
