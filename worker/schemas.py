@@ -510,7 +510,7 @@ class ResetRequest(Wire):
 class AbortRequest(Wire):
     """Body of `POST /v1/abort`: some ids, or all."""
 
-    request_ids: tuple[str, ...] | None = None
+    request_ids: tuple[Annotated[str, Field(max_length=256)], ...] | None = None
     all: Bool = False
 
     @model_validator(mode="after")

@@ -38,6 +38,12 @@ def test_an_id_named_twice_is_answered_once(worker: InProcess) -> None:
     assert running.result(10).json()["outputs"][0]["abort_reason"] == "control"
 
 
+def test_an_id_that_is_no_text(worker: InProcess) -> None:
+    answer = worker.control.post("/v1/abort", content=json.dumps({"request_ids": ["a", HALF]}))
+    assert (answer.status_code, slug(answer)) == (422, "invalid-request")
+    assert answer.json()["errors"][0]["field"] == "request_ids.1"
+
+
 def test_min_tokens_above_max_tokens_names_its_field(worker: InProcess) -> None:
     answer = worker.generate(sampling={"max_tokens": 2, "min_tokens": 3})
     assert (answer.status_code, slug(answer)) == (422, "invalid-request")
