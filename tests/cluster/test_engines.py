@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.timeout(600)
 TOKENS = 8
 ENGINE_SECONDS = 300.0
 """Three processes import torch one after the other, on busy cores."""
+TOLD = re.compile(r" is (Starting|Loading): \w+")
+"""What a pool's message says while a worker starts, with the worker's own words at the end."""
 
 
 @pytest.fixture(params=["vllm", "sglang"])
@@ -33,6 +36,7 @@ def engine(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Pool]:
     pool = Pool(cluster, "pools", body["metadata"]["name"])
     try:
         pool.apply(**{**body["spec"], "replicas": 1})
+        eventually("progress is told", lambda: TOLD.search(pool.status().get("message", "")), 120)
         pool.wait("Ready", seconds=ENGINE_SECONDS)
         yield pool
     finally:
