@@ -1,13 +1,16 @@
-"""Connections to members: one httpx client each.
+"""Connections to members: httpx clients of some connections each.
 
-httpx looks at every open connection with each request; with a client per member that is the
-member's own share of what is in flight.
+httpx looks at every connection of a client when a request begins and when it ends: a client with
+hundreds in flight spends most of its time on that. So a member gets another one with every `SHARE`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import httpx
 
@@ -15,34 +18,48 @@ CONNECT_SECONDS = 5.0
 WRITE_SECONDS = 60.0
 KEPT_SECONDS = 60.0
 """Below the 75 s for which a worker keeps an idle connection."""
-KEPT_CONNECTIONS = 128
+SHARE = 32
+"""Requests that one client has in flight, and connections that it keeps."""
 
 # Reading has no limit of its own: a queued request is silent for long. `Health` asks a silent
 # worker whether it lives, and every attempt has the deadline of its request.
 TIMEOUT = httpx.Timeout(None, connect=CONNECT_SECONDS, write=WRITE_SECONDS)
 
 
+@dataclass(slots=True)
+class _Client:
+    client: httpx.AsyncClient
+    in_flight: int = 0
+
+
 class Connections:
     """Clients by member URL, made when first needed."""
 
     def __init__(self) -> None:
-        self._clients: dict[str, httpx.AsyncClient] = {}
+        self._clients: dict[str, list[_Client]] = {}
         self._tls: ssl.SSLContext | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
-    def to(self, url: str) -> httpx.AsyncClient:
-        """Return the client of a member; its base URL is the member's."""
-        client = self._clients.get(url)
-        if client is None:
-            client = self._clients[url] = self._new(url)
-        return client
+    @contextmanager
+    def to(self, url: str) -> Iterator[httpx.AsyncClient]:
+        """Lend a client of a member for one request; its base URL is the member's."""
+        clients = self._clients.setdefault(url, [])
+        lent = next((each for each in clients if each.in_flight < SHARE), None)
+        if lent is None:
+            lent = _Client(self._new(url))
+            clients.append(lent)
+        lent.in_flight += 1
+        try:
+            yield lent.client
+        finally:
+            lent.in_flight -= 1
 
     def _new(self, url: str) -> httpx.AsyncClient:
         if self._tls is None:
             self._tls = httpx.create_ssl_context()
         limits = httpx.Limits(
             max_connections=None,
-            max_keepalive_connections=KEPT_CONNECTIONS,
+            max_keepalive_connections=SHARE,
             keepalive_expiry=KEPT_SECONDS,
         )
         # A proxy of the environment is not meant for pods of the own cluster.
@@ -51,14 +68,14 @@ class Connections:
         )
 
     def drop(self, url: str) -> None:
-        """Close a member's client in the background; nothing may run on it any more."""
-        client = self._clients.pop(url, None)
-        if client is not None:
-            task = asyncio.create_task(client.aclose())
+        """Close a member's clients in the background; nothing may run on them any more."""
+        for each in self._clients.pop(url, ()):
+            task = asyncio.create_task(each.client.aclose())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Close all of them."""
-        clients, self._clients = list(self._clients.values()), {}
-        await asyncio.gather(*(client.aclose() for client in clients), *self._closing)
+        clients, self._clients = self._clients, {}
+        closing = [each.client.aclose() for some in clients.values() for each in some]
+        await asyncio.gather(*closing, *self._closing)

@@ -226,8 +226,8 @@ class Generation:
         request = self._rest()
         seconds = self._policy.until - time.monotonic() + ANSWER_SECONDS
         try:
-            client = self._shared.connections.to(member.url)
-            done = await attempt(client, lease, request, self._take, seconds)
+            with self._shared.connections.to(member.url) as client:
+                done = await attempt(client, lease, request, self._take, seconds)
         except Refusal as refusal:
             return self._refused(member, refusal)
         except Broken as broken:

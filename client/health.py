@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,6 +68,7 @@ class Health:
         for url, seat in self._router.balancer.seats.items():
             if seat.present and now >= seat.probe_at and self._wants_probe(seat):
                 self._start(url, partial(self._probe, seat))
+        suspects: dict[str, list[Lease]] = {}
         for lease in self._router.leases:
             silent = now - lease.heard_at
             if silent < min(self._silent, self._gone):
@@ -76,7 +77,9 @@ class Health:
             if (lost is None or not lost.present) and silent >= self._gone:
                 lease.cut_off("its replica is gone")
             elif silent >= self._silent:
-                self._start(lease, partial(self._ask_silent, lease))
+                suspects.setdefault(lease.member.url, []).append(lease)
+        for url, leases in suspects.items():
+            self._start(("silent", url), partial(self._ask_silent, url, leases))
 
     def _wants_probe(self, seat: Seat) -> bool:
         if seat.out:
@@ -130,17 +133,20 @@ class Health:
             return None
         return None if state.active is None else state.active.identity
 
-    async def _ask_silent(self, lease: Lease) -> None:
+    async def _ask_silent(self, url: str, leases: Sequence[Lease]) -> None:
+        """Ask once whether a member lives on which all of these heard nothing."""
         try:
-            answer = await self._get(lease.member.url, "/health")
+            answer = await self._get(url, "/health")
             alive = answer.status_code == 200
             why = f"GET /health: {answer.status_code}"
         except httpx.HTTPError as error:
             alive, why = False, f"{type(error).__name__}: {error}".rstrip(": ")
-        if alive:
-            lease.heard()
-        else:
-            lease.cut_off(f"silent for {self._silent:g} s, and then {why}")
+        for lease in leases:
+            if alive:
+                lease.heard()
+            elif time.monotonic() - lease.heard_at >= self._silent:
+                lease.cut_off(f"silent for {self._silent:g} s, and then {why}")
 
     async def _get(self, url: str, path: str) -> httpx.Response:
-        return await self._connections.to(url).get(path, timeout=PROBE_SECONDS)
+        with self._connections.to(url) as client:
+            return await client.get(path, timeout=PROBE_SECONDS)

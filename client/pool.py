@@ -284,7 +284,8 @@ class AsyncRolloutPool(Steered):
             NoReplica: None serves within these seconds.
         """
         member = (await self.wait_serving(seconds=seconds))[0]
-        answer = await self._connections.to(member.url).get("/v1/info", timeout=seconds)
+        with self._connections.to(member.url) as client:
+            answer = await client.get("/v1/info", timeout=seconds)
         answer.raise_for_status()
         return WorkerInfo.model_validate_json(answer.content, extra="ignore")
 

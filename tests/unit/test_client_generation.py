@@ -7,6 +7,7 @@ import gc
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from rollout_client import (
     RequestRefused,
     WeightsId,
 )
+from rollout_client.connections import SHARE, Connections
 from waiting import until
 
 Step = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -300,6 +302,28 @@ async def test_a_silent_worker_that_lives_is_waited_for(worker: Script) -> None:
     assert len(result.attempts) == 1
 
 
+async def test_many_silent_requests_ask_their_worker_once(worker: Script) -> None:
+    """A long queue on a slow worker must not become a storm of probes."""
+    asked = 0
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(0.8)
+        return await tokens([1], "stop")(request, body)
+
+    async def health(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        return web.json_response({"status": "ok"})
+
+    worker.steps = [slow]
+    worker.server.answers["GET", "/health"] = health
+    url = worker.server.url
+    async with AsyncRolloutPool.from_urls([url], silent_seconds=0.3) as pool:
+        results = await pool.generate_many([PROMPT] * 40)
+    assert all(len(result.attempts) == 1 for result in results)
+    assert 1 <= asked < 10
+
+
 async def test_a_silent_worker_that_is_dead_is_left(worker: Script) -> None:
     async def hung(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await asyncio.sleep(30)
@@ -429,6 +453,17 @@ async def test_connections_to_a_member_that_left_end_with_its_last_request(
     leave.set()
     await running
     assert pool._connections._clients == {}
+
+
+async def test_a_client_of_httpx_gets_no_more_than_its_share() -> None:
+    connections, url = Connections(), "http://worker"
+    with ExitStack() as stack:
+        lent = [stack.enter_context(connections.to(url)) for _ in range(SHARE + 1)]
+        assert lent[0] is lent[SHARE - 1]
+        assert lent[SHARE] is not lent[0]
+    with connections.to(url) as again:
+        assert again is lent[0], "the first one's connections are kept, whatever is free"
+    await connections.close()
 
 
 async def test_hooks_see_attempts_and_requests(worker: Script) -> None:
