@@ -28,10 +28,10 @@ ALTERING = {
     **dict.fromkeys(("custom_logit_processor", "vllm_xargs"), "leave it out"),
     **dict.fromkeys(("prompt_embeds", "truncate_prompt_tokens"), "leave it out"),
     **dict.fromkeys(("adapter", "multimodal", "structured", "engine_params"), "leave it out"),
-    **dict.fromkeys(("max_new_tokens",), "use max_tokens"),
-    **dict.fromkeys(("min_new_tokens",), "use min_tokens"),
-    **dict.fromkeys(("repeat_penalty",), "use repetition_penalty"),
-    **dict.fromkeys(("sampling_seed",), "use seed"),
+    "max_new_tokens": "use max_tokens",
+    "min_new_tokens": "use min_tokens",
+    "repeat_penalty": "use repetition_penalty",
+    "sampling_seed": "use seed",
 }
 """Fields of other servers that change the output, and what to do instead."""
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from .engine import EngineError
 from .engines.folder import decode, load_tokenizer
+from .openai_messages import bad
 from .problems import ProblemError
 from .tool_calls import begun, parser_of
 
@@ -151,10 +152,8 @@ def _check_text(field: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        detail = f"{field}: half of a surrogate pair, {text[error.start]!a}: send whole characters"
-        raise ProblemError(
-            "invalid-request", detail, errors=[{"field": field, "message": detail}]
-        ) from error
+        half = f"half of a surrogate pair, {text[error.start]!a}: send whole characters"
+        raise bad(field, half) from error
 
 
 def _unable(field: str, detail: str) -> ProblemError:

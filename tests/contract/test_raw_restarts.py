@@ -11,14 +11,13 @@ import re
 import signal
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from contracts import Served, made_by, sound
 from engine_kinds import HANG_SECONDS
 from judging import greedy
-from processes import Process, traces
+from processes import Process, held, traces
 from reference import Reference
 from waiting import until_sync
 from workers import PROMPT
@@ -123,7 +122,7 @@ def test_many_falls(raw_worker: Served, reference: dict[int, Reference]) -> None
     family, left = set(own(raw_worker)), set[str]()
     fallen = partial(fall, raw_worker, judge=reference[2])
     fallen(engine_processes(raw_worker)[0], signal.SIGKILL)  # what stays is there from now on
-    first, began = held(raw_worker), time.monotonic()
+    first, began = kept_by(raw_worker), time.monotonic()
     for cycle in range(CYCLES):
         processes = engine_processes(raw_worker)
         family |= set(processes)
@@ -133,7 +132,7 @@ def test_many_falls(raw_worker: Served, reference: dict[int, Reference]) -> None
         present = own(raw_worker)
         orphans = [process for process in family - set(present) if process.alive]
         kept = {name for name in left - traces(present) if os.path.exists(name)}
-        now = held(raw_worker)
+        now = kept_by(raw_worker)
         logger.info(
             "%s: %d deaths in %.0f s; left of %d processes: %d, of %d segments and sockets: %d;"
             " the worker holds %s, at first %s",
@@ -150,16 +149,9 @@ SLACK = {"files": 0, "descriptors": 8, "threads": 8, "MiB": 64}
 """By how much what a worker holds may differ between two moments."""
 
 
-def held(worker: Served) -> dict[str, int]:
+def kept_by(worker: Served) -> dict[str, int]:
     """What the worker's own process holds, and what lies in its temporary folder."""
-    home = Path("/proc", str(worker.process.pid))
-    status = dict(line.split(":", 1) for line in (home / "status").read_text().splitlines())
-    return {
-        "files": len(list(worker.temporary.rglob("*"))),
-        "descriptors": len(list((home / "fd").iterdir())),
-        "threads": int(status["Threads"]),
-        "MiB": int(status["RssAnon"].split()[0]) >> 10,
-    }
+    return {"files": len(list(worker.temporary.rglob("*"))), **held(worker.process.pid)}
 
 
 @pytest.mark.timeout(500)

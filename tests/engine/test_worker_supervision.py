@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from processes import held
 from tinymodels import TinyModels
 from waiting import until_sync
 from workers import InProcess, in_process, slug
@@ -151,7 +152,7 @@ def test_many_deaths_leave_no_thread_file_or_memory(tiny_models: TinyModels) -> 
     with in_process(tiny_models.model(1), "--restart-delays", "0") as worker:
         for cycle in range(1 + CYCLES):
             if cycle == 1:  # the first one warms up what stays
-                first = held()
+                first = held(os.getpid())
             running = worker.long()
             worker.call(partial(break_step, worker))
             assert running.result(30).json()["outputs"][0]["abort_reason"] == "engine"
@@ -160,21 +161,10 @@ def test_many_deaths_leave_no_thread_file_or_memory(tiny_models: TinyModels) -> 
                 return worker.state()["restarts"] == cycle + 1 and worker.ready()
 
             until_sync(back, 60, what="the restart")
-        now = held()
+        now = held(os.getpid())
     assert now["threads"] <= first["threads"] + 1
-    assert now["files"] <= first["files"] + 2
+    assert now["descriptors"] <= first["descriptors"] + 2
     assert now["MiB"] <= first["MiB"] + 8 + CYCLES, (first, now)
-
-
-def held() -> dict[str, int]:
-    """What this process holds."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in status)
-    return {
-        "threads": int(fields["Threads"]),
-        "files": len(list(Path("/proc/self/fd").iterdir())),
-        "MiB": int(fields["RssAnon"].split()[0]) >> 10,
-    }
 
 
 def test_a_restarted_engine_serves_the_last_weights(

@@ -53,6 +53,17 @@ def descendants(pid: int) -> list[Process]:
     return order
 
 
+def held(pid: int) -> dict[str, int]:
+    """What a process holds by itself: descriptors, threads, MiB of memory that is no file's."""
+    home = PROC / str(pid)
+    status = dict(line.split(":", 1) for line in (home / "status").read_text().splitlines())
+    return {
+        "descriptors": len(list((home / "fd").iterdir())),
+        "threads": int(status["Threads"]),
+        "MiB": int(status["RssAnon"].split()[0]) >> 10,
+    }
+
+
 def traces(processes: Iterable[Process]) -> set[str]:
     """Names that these processes would leave behind: shared memory mapped, sockets bound."""
     found = set()

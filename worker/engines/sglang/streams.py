@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 from rollout_worker.engine import EngineDelta, EngineRequest
@@ -22,8 +23,6 @@ Decode = Callable[[Sequence[int]], str]
 UNREAD_SECONDS = 0.1
 """How often tokens are passed on that nobody reads along: each one would take longer to pass on than
 to make with a small model."""
-
-BAD_REQUEST = 400
 
 LEAST_REPETITION = 1e-30
 """Smaller penalties are 0 in float32 and would make NaN of the logits of ids that are not allowed."""
@@ -227,7 +226,7 @@ def child_tokens(rid: str, output: dict[str, Any]) -> list[Any]:
     meta = output["meta_info"]
     finish = meta["finish_reason"]
     if finish is not None and (status := finish.get("status_code")):
-        kind = ValueError if status == BAD_REQUEST else RuntimeError
+        kind = ValueError if status == HTTPStatus.BAD_REQUEST else RuntimeError
         return [rid, [], None, {"error": f"{kind.__name__}: {finish.get('message')}"}]
     about = {
         "finish": finish,
