@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from engine_kinds import ROOT, EngineKind
-from rollout_worker.processes import descendants, end
+from rollout_worker.observe.processes import descendants, end
 from waiting import until_sync
 from workers import PROMPT, Command, events
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 
 from rollout_client.control import ControlUnreachable, Send, WorkerControl
-from rollout_operator.connections import AT_ONCE, Connections
+from rollout_operator.workers.connections import AT_ONCE, Connections
 
 from .results import Figure, Options, Result
 

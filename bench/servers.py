@@ -27,7 +27,7 @@ import aiohttp
 import httpx
 
 from engine_kinds import KINDS, ROOT
-from rollout_worker.processes import descendants, end
+from rollout_worker.observe.processes import descendants, end
 
 from .models import TINY as TINY_MODELS
 from .models import half_billion

@@ -17,7 +17,7 @@ from typing import Any
 
 from apiclient import PODS, POOLS, Api, Obj, Seen, Watch, watching
 from localkube import Cluster
-from rollout_operator.names import GATE_SERVING
+from rollout_operator.api.names import GATE_SERVING
 from scalelab import holds
 
 from .realcluster import NAMESPACE, apply, await_true, pool_manifest, real_cluster, remove

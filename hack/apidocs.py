@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout_operator import names
-from rollout_operator.crd import COLUMNS, SELECTABLE, custom_resource_definition
+from rollout_operator.api import names
+from rollout_operator.api.crd import COLUMNS, SELECTABLE, custom_resource_definition
 
 CONDITIONS = {
     names.Condition.READY: "Not suspended, state Active, every replica serving.",

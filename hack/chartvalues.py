@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollout_operator.crd import structural
-from rollout_operator.spec_env import EnvVar
-from rollout_operator.spec_pod import PodTemplate
+from rollout_operator.api.crd import structural
+from rollout_operator.api.spec_env import EnvVar
+from rollout_operator.api.spec_pod import PodTemplate
 
 Schema = dict[str, Any]
 

@@ -11,7 +11,7 @@ import prometheus_client
 
 from . import logs
 from .config import Config, ConfigError, parse
-from .reconcile import Reconciler
+from .passes.reconcile import Reconciler
 from .runtime import Operator
 
 

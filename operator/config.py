@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .credentials import own_namespace
-
 ENGINES = ("hf", "vllm", "sglang")
 PREFIX = "ROLLOUT_OPERATOR_"
 DEFAULT_FILE = Path("/etc/rollout/config.yaml")
+ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where the kubelet puts the credentials of a pod."""
 
 LogFormat = Literal["json", "text"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -164,3 +164,11 @@ def _validated(model: type[M], values: object, where: str) -> M:
         unknown = first["type"] == "extra_forbidden"
         wrong = "unknown: correct its name or remove it" if unknown else first["msg"]
         raise ConfigError(f"{where}{name}: {wrong}{given}") from error
+
+
+def own_namespace() -> str | None:
+    """Return the namespace of the pod that we run in, if we do."""
+    try:
+        return (ACCOUNT_DIR / "namespace").read_text().strip() or None
+    except OSError:
+        return None

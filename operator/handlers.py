@@ -14,10 +14,11 @@ from typing import Any
 
 import kopf
 
-from rollout_operator import config, logs, watching
-from rollout_operator.reconcile import Reconciler
+from rollout_operator import config, logs
+from rollout_operator.api.objects import ResourceName
+from rollout_operator.cache import streams
+from rollout_operator.passes.reconcile import Reconciler
 from rollout_operator.runtime import Operator
-from rollout_operator.store import ResourceName
 
 
 class _Process:
@@ -41,7 +42,7 @@ def _ended(task: asyncio.Task[int]) -> None:
 @kopf.on.startup()
 async def startup(settings: kopf.OperatorSettings, **_: Any) -> None:
     """Start everything but the streams."""
-    watching.configure(settings, embedded=False)
+    streams.configure(settings, embedded=False)
     try:
         chosen = config.parse(["run"])
     except config.ConfigError as error:
@@ -61,4 +62,4 @@ async def cleanup(**_: Any) -> None:
         await asyncio.wait({_Process.task}, timeout=20)
 
 
-watching.register(_sink)
+streams.register(_sink)

@@ -18,26 +18,28 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rollout_client.control import ControlError, WorkerControl
+from rollout_operator.api.objects import Key
 from rollout_worker.schemas import WorkerState
 
-from .calls import Calls
+from .api.names import audience
+from .cache.expectations import Expectations
+from .cache.feed import RELIST_SECONDS, Feed
+from .cache.resync import Resync
+from .cache.store import Store
+from .cache.streams import Streams
+from .cache.workqueue import WorkQueue
 from .config import Config, ConfigError
-from .connections import Connections
-from .context import Context, Reconcile
-from .expectations import Expectations
-from .kube import Kube
-from .leadership import Leadership, LeadershipLost, SoleLeader
-from .names import audience
-from .passes import Passes
-from .poller import Poller
-from .probes import LoopLag, Probes
-from .recorder import Recorder
-from .resync import Resync
-from .store import Key, Store
-from .streams import Streams
+from .health import LoopLag, Probes
+from .kube.client import Kube
+from .kube.events import Recorder
+from .kube.lease import Leadership, LeadershipLost, SoleLeader
+from .passes.context import Context, Reconcile
+from .passes.loop import Passes
 from .telemetry import Telemetry
-from .watching import RELIST_SECONDS, Feed
-from .workqueue import WorkQueue
+from .workers.calls import Calls
+from .workers.connections import Connections
+from .workers.poller import Poller
+from .workers.talk import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -127,9 +129,7 @@ class Operator:
             store=self.store,
             expectations=self.expectations,
             kube=self.kube,
-            calls=self.calls,
-            poller=self.poller,
-            control=self.control,
+            workers=Workers(self.poller, self.calls, self.control),
             recorder=self.recorder,
             telemetry=self.telemetry,
             queue=self.queue,

@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(arguments: argparse.Namespace) -> int:
     # Imported late so that --help and bad flags answer at once.
-    from .server import serve
+    from .ports.server import serve
 
     try:
         settings = parse(arguments, os.environ)
@@ -59,9 +59,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _openapi() -> int:
-    from .auth import Anyone
-    from .control_api import control_app
-    from .data_api import data_app
+    from .ports.auth import Anyone
+    from .ports.control import control_app
+    from .ports.data import data_app
     from .service import Worker
 
     arguments = _parser().parse_args(

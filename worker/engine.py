@@ -38,6 +38,9 @@ from .schemas import (
     WeightsSpan,
 )
 
+ENGINES = ("hf", "vllm", "sglang")
+"""The engines that there are adapters for; `engines.create` makes them."""
+
 
 class EngineError(Exception):
     """Base of everything an engine raises on purpose."""

@@ -7,35 +7,31 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from pathlib import Path
 
-from .admission import check_room, check_version, expand, not_serving
-from .commits import Commits
+from .core.runtime import Runtime
 from .engine import Engine
 from .engines import EngineOptions, create
-from .flights import Flight, Flights
-from .governor import Governor
-from .hub import local_model
-from .openai_text import Texts
-from .problems import ProblemError
-from .runtime import Runtime
+from .lifecycle.governor import Governor
+from .lifecycle.supervisor import Supervisor
+from .lifecycle.verbs import Verbs
+from .requests.admission import check_room, check_version, expand, not_serving
+from .requests.flights import Flight, Flights
 from .schemas import (
     AbortReason,
     GenerateRequest,
     Lifecycle,
-    StreamDelta,
     WorkerInfo,
     WorkerState,
 )
 from .settings import Settings
-from .supervisor import Supervisor
-from .updates import Updates
-from .verbs import Verbs
+from .sources.hub import local_model
+from .updates.commits import Commits
+from .updates.state import Updates
+from .wire.problems import ProblemError
 
 logger = logging.getLogger(__name__)
-
-ANSWER_SECONDS = 90.0
-"""How long a request may outlive its own deadline before it is given up on."""
 
 
 def engine_factory(settings: Settings) -> Callable[[], Engine]:
@@ -70,7 +66,6 @@ class Worker:
         self.updates = Updates(self.runtime)
         self.commits = Commits(self.runtime, self.updates, self.flights)
         self.governor = Governor(self.runtime, self.updates, self.flights)
-        self.texts = Texts(lambda: local_model(settings.model, settings.model_revision))
         self.verbs = Verbs(self.runtime, self.flights, self.governor)
         self.supervisor = Supervisor(
             self.runtime,
@@ -121,57 +116,36 @@ class Worker:
         Raises:
             ProblemError: 503 that says why.
         """
-        refusal = not_serving(self.runtime, self.updates)
+        refusal = not_serving(self.runtime, self.updates.identity, self.updates.fence.floor)
         if refusal is not None:
             raise refusal
-
-    async def finish(self, flight: Flight, deadline_seconds: float) -> None:
-        """Wait until a flight ended; its own deadline ends it in any case.
-
-        Raises:
-            ProblemError: see `Flight.check`.
-        """
-        async with asyncio.timeout(deadline_seconds + ANSWER_SECONDS):
-            await flight.done.wait()
-        flight.check()
-
-    async def stream(self, flight: Flight, deadline_seconds: float) -> AsyncIterator[StreamDelta]:
-        """Yield a flight's deltas until it ended.
-
-        Raises:
-            ProblemError: see `Flight.check`.
-        """
-        async with asyncio.timeout(deadline_seconds + ANSWER_SECONDS):
-            while (delta := await flight.deltas.get()) is not None:
-                yield delta
-        flight.check()
-
-    async def drop(self, flight: Flight) -> None:
-        """Abort a flight whose client is gone."""
-        await self.flights.abort([flight], AbortReason.CLIENT)
 
     def readiness(self) -> ProblemError | None:
         """None if requests may be sent here, else why not."""
         if self.runtime.shutting_down:
             return ProblemError("shutting-down", "the worker shuts down", retry_after=1)
-        return not_serving(self.runtime, self.updates)
+        return not_serving(self.runtime, self.updates.identity, self.updates.fence.floor)
 
-    def info(self) -> WorkerInfo:
-        """What is served.
+    def model_folder(self) -> Path:
+        """Where the served model lies; one of the hub is fetched by the time that an engine loads."""
+        return local_model(self.settings.model, self.settings.model_revision)
+
+    def info(self, *, chat: bool, tool_parser: str | None) -> WorkerInfo:
+        """What is served; `chat` and `tool_parser`: what the OpenAI routes can do with its template.
 
         Raises:
             ProblemError: nothing is loaded yet.
         """
         if self.runtime.info is None or self.runtime.engine is None:
             raise ProblemError("starting", "no engine has loaded yet: try again", retry_after=2)
-        engine, info, texts = self.runtime.engine, self.runtime.info, self.texts
+        engine, info = self.runtime.engine, self.runtime.info
         return WorkerInfo(
             engine=info.engine,
             engine_version=info.engine_version,
             model=self.settings.served_name,
             max_length=info.max_length,
             capabilities=engine.capabilities.model_copy(
-                update={"chat": bool(texts.template), "tool_parser": texts.tool_parser}
+                update={"chat": chat, "tool_parser": tool_parser}
             ),
         )
 

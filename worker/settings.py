@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from .engines import ENGINES
+from .engine import ENGINES
 from .schemas import LogprobsOf
 
 ENV_PREFIX = "ROLLOUT_"

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import xxhash
 
-from .checkpoints import HASH, MANIFEST, Entry, Source, TensorSpec, broken, confined, open_source
 from .engine import StageProgress, WeightsRejected
 from .schemas import WeightsSource
+from .sources.files import HASH, MANIFEST, Entry, Source, TensorSpec, broken, confined, open_source
 
 CHUNK_BYTES = 8 << 20
 """Bytes between two looks at progress and cancellation: some milliseconds of any disk."""

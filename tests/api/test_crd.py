@@ -11,7 +11,7 @@ import pytest
 from localkube import Cluster
 from manifests import GPU, pool, source, target
 from namespaced import Namespace
-from rollout_operator.spec import RolloutReplicaSpec, parse_spec
+from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_worker.schemas import WeightsId
 
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from localkube import Cluster
-from rollout_operator.kube import Kube
-from rollout_operator.leadership import (
+from rollout_operator.kube.client import Kube
+from rollout_operator.kube.lease import (
     LEASE_SECONDS,
     RENEW_SECONDS,
     Leadership,

@@ -21,7 +21,7 @@ import pytest
 from localkube import Cluster
 from localkube.processes import recorded
 from manifests import pool, text
-from rollout_operator.leadership import LEASE_SECONDS, RENEW_SECONDS, STANDBY_SECONDS
+from rollout_operator.kube.lease import LEASE_SECONDS, RENEW_SECONDS, STANDBY_SECONDS
 from waiting import until_sync
 
 NAMESPACE = "process"

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from engines import request, run, serving
-from rollout_worker.checkpoints import open_source
+from rollout_worker.sources.files import open_source
 from tinymodels import SCRIPT, TinyModels
 
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")

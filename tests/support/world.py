@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollout_operator.decide import decide
-from rollout_operator.observe import CallError, Observed, Pod, Worker
-from rollout_operator.plan import CallWorker, Plan, Verb
-from rollout_operator.revision import revision
-from rollout_operator.spec import RolloutReplicaSpec
-from rollout_operator.status import RolloutReplicaStatus
+from rollout_operator.api.revision import revision
+from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.api.status import RolloutReplicaStatus
+from rollout_operator.core.decide import decide
+from rollout_operator.core.plan import CallWorker, Plan, Verb
+from rollout_operator.core.world import CallError, Observed, Pod, Worker
 from rollout_worker.schemas import (
     ActiveWeights,
     CommitRequest,

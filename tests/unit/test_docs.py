@@ -20,21 +20,22 @@ from safetensors.numpy import save_file
 from chatstyles import tokenizer
 from emitted import reasons
 from rollout_operator import config
-from rollout_operator.spec import parse_spec
-from rollout_operator.store import Key
+from rollout_operator.api.objects import Key
+from rollout_operator.api.spec import parse_spec
 from rollout_operator.telemetry import PoolFigures
 from rollout_operator.telemetry import Telemetry as OperatorTelemetry
-from rollout_worker import checkpoints, schemas, weights
-from rollout_worker.auth import Anyone
-from rollout_worker.control_api import control_app
+from rollout_worker import schemas, weights
 from rollout_worker.conversation.record import Counter
-from rollout_worker.data_api import data_app
+from rollout_worker.core.states import MOVES
 from rollout_worker.engines import EngineOptions, fitting, folder, slot
-from rollout_worker.lifecycle import MOVES
-from rollout_worker.problems import KINDS
+from rollout_worker.observe.telemetry import Telemetry as WorkerTelemetry
+from rollout_worker.ports.auth import Anyone
+from rollout_worker.ports.control import control_app
+from rollout_worker.ports.data import data_app
 from rollout_worker.service import Worker
 from rollout_worker.settings import FLAGS, add_flags, parse
-from rollout_worker.telemetry import Telemetry as WorkerTelemetry
+from rollout_worker.sources import files as checkpoints
+from rollout_worker.wire.problems import KINDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -9,8 +9,8 @@ import pytest
 
 from loopback import loopback
 from rollout_client.control import ControlError, WorkerControl
-from rollout_operator.calls import MAX_SECONDS, CallFailure, Calls
-from rollout_operator.store import Key
+from rollout_operator.api.objects import Key
+from rollout_operator.workers.calls import MAX_SECONDS, CallFailure, Calls
 from waiting import until
 
 KEY = Key("rl", "math")

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from pydantic import Field
 
-from rollout_operator.crd import UnsupportedSchema, custom_resource_definition, structural
-from rollout_operator.schema import ApiModel, cel, checked, rules
+from rollout_operator.api.crd import UnsupportedSchema, custom_resource_definition, structural
+from rollout_operator.api.schema import ApiModel, cel, checked, rules
 
 ROOT = Path(__file__).parents[2]
 DEFINITION = custom_resource_definition()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_operator.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
 from rollout_worker.schemas import StageRequest, WeightsId
 from world import World, spec_of, target
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_operator.observe import parse_pod
+from rollout_operator.core.world import parse_pod
 
 
 def trouble(log: str, code: int = 1) -> str:

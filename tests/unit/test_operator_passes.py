@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from rollout_operator.kube_errors import Conflict, FencedError, Forbidden, Unavailable
-from rollout_operator.passes import Passes
-from rollout_operator.store import Key
+from rollout_operator.api.objects import Key
+from rollout_operator.cache.workqueue import WorkQueue
+from rollout_operator.kube.errors import Conflict, FencedError, Forbidden, Unavailable
+from rollout_operator.passes.loop import Passes
 from rollout_operator.telemetry import Telemetry
-from rollout_operator.workqueue import WorkQueue
 from waiting import until
 
 KEY = Key("rl", "math")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollout_operator.api.revision import is_current, revision
 from rollout_operator.config import EngineDefaults
-from rollout_operator.pods import PodBuilder
-from rollout_operator.revision import is_current, revision
-from rollout_operator.services import differs, pool_services, repair
+from rollout_operator.core.pods import PodBuilder
+from rollout_operator.core.services import differs, pool_services, repair
 from world import spec_of
 
 GPU: dict[str, Any] = {

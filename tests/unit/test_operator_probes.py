@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
+from rollout_operator.api.objects import Key
+from rollout_operator.health import MAX_LAG_SECONDS, LoopLag, Probes
 from rollout_operator.logs import JsonFormatter, OnceAMinute
-from rollout_operator.probes import MAX_LAG_SECONDS, LoopLag, Probes
-from rollout_operator.store import Key
 from rollout_operator.telemetry import PoolFigures, Telemetry
 
 KEY = Key("rl", "math")

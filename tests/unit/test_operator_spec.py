@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from manifests import pool
-from rollout_operator.schema import ApiModel, field_path, without
-from rollout_operator.spec import (
+from rollout_operator.api.schema import ApiModel, field_path, without
+from rollout_operator.api.spec import (
     EngineType,
     InvalidSpec,
     RolloutReplicaSpec,
@@ -20,7 +20,7 @@ from rollout_operator.spec import (
     Strategy,
     parse_spec,
 )
-from rollout_operator.status import (
+from rollout_operator.api.status import (
     LastError,
     Member,
     PoolCondition,

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_operator.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER
-from rollout_operator.store import Key, Obj, Store
+from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER
+from rollout_operator.api.objects import Key, Obj
+from rollout_operator.cache.store import Store
 
 KEY = Key("rl", "math")
 

@@ -11,14 +11,15 @@ import pytest
 from aiohttp import web
 
 from loopback import Loopback, kubeconfig, loopback
-from rollout_operator.expectations import Expectations
-from rollout_operator.kube import Kube
-from rollout_operator.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER
-from rollout_operator.resync import Resync
-from rollout_operator.store import Key, Obj, Store
+from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER
+from rollout_operator.api.objects import Key, Obj
+from rollout_operator.cache.expectations import Expectations
+from rollout_operator.cache.feed import Feed
+from rollout_operator.cache.resync import Resync
+from rollout_operator.cache.store import Store
+from rollout_operator.cache.workqueue import WorkQueue
+from rollout_operator.kube.client import Kube
 from rollout_operator.telemetry import Telemetry
-from rollout_operator.watching import Feed
-from rollout_operator.workqueue import WorkQueue
 from waiting import until
 
 LISTS = ["/apis/rollout.dev/v1alpha1/rolloutreplicas", "/api/v1/pods", "/api/v1/services"]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.abilities import check_abilities
 from rollout_worker.engine import EngineRequest, InvalidRequest
+from rollout_worker.requests.abilities import check_abilities
 from rollout_worker.schemas import SAMPLING_FIELDS, Capabilities, LogprobsOf, SamplingParams
 
 ABLE: dict[str, Any] = {

@@ -1,8 +1,8 @@
 import pytest
 
-from rollout_worker.admission import check_version
-from rollout_worker.problems import KINDS, ProblemError, conflict
+from rollout_worker.requests.admission import check_version
 from rollout_worker.schemas import GenerateRequest, WeightsId
+from rollout_worker.wire.problems import KINDS, ProblemError, conflict
 
 ACTIVE = WeightsId(epoch=2, version=80)
 

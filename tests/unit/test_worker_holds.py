@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rollout_worker.holds import COMMIT, Holds, SleepLevel, Target, Want
+from rollout_worker.core.holds import COMMIT, Holds, SleepLevel, Target, Want
 from rollout_worker.schemas import MemoryTag, WeightsId
 
 ALL: frozenset[MemoryTag] = frozenset({"weights", "kv_cache"})

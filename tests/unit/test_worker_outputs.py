@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.engine import EngineDelta, EngineRequest
-from rollout_worker.outputs import Output
+from rollout_worker.requests.outputs import Output
 from rollout_worker.schemas import AbortReason, SamplingParams, StopReason, WeightsSpan
 
 REQUEST = EngineRequest(

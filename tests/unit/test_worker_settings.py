@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout_operator import names
+from rollout_operator.api import names
 from rollout_worker.__main__ import main
-from rollout_worker.kubeauth import GROUP, RESOURCE
+from rollout_worker.ports.kubeauth import GROUP, RESOURCE
 from rollout_worker.settings import FLAGS, BadSettings, Settings, add_flags, parse
 
 ALONE = ["--model", "/models/tiny", "--auth", "none", "--control-host", "127.0.0.1"]

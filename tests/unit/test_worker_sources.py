@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout_worker.problems import ProblemError
 from rollout_worker.schemas import Checkpoint, WeightsSource
 from rollout_worker.settings import Settings, add_flags, parse
-from rollout_worker.sources import resolve
+from rollout_worker.sources.resolve import resolve
+from rollout_worker.wire.problems import ProblemError
 
 
 def settings(model: Path, *roots: Path) -> Settings:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.checkpoints import Entry, TensorSpec
 from rollout_worker.engine import EngineError, EngineRequest, InvalidRequest
 from rollout_worker.engines.vllm import settings
 from rollout_worker.engines.vllm.blobs import ALIGN, Blob
@@ -24,8 +23,9 @@ from rollout_worker.engines.vllm.intake import Model, check
 from rollout_worker.engines.vllm.labels import Labels
 from rollout_worker.engines.vllm.launch import Steps
 from rollout_worker.engines.vllm.steering import Steering
-from rollout_worker.processes import descendants, end
+from rollout_worker.observe.processes import descendants, end
 from rollout_worker.schemas import SamplingParams, WeightsId
+from rollout_worker.sources.files import Entry, TensorSpec
 from waiting import until_sync
 
 FILE = Path("model.safetensors")

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from rollout_worker import weights
-from rollout_worker.checkpoints import Entry, TensorSpec, open_source
 from rollout_worker.engine import WeightsRejected
 from rollout_worker.schemas import Checkpoint, WeightsSource
+from rollout_worker.sources.files import Entry, TensorSpec, open_source
 from rollout_worker.weights import Layout, ReadCancelled, write_manifest
 
 TENSORS: dict[str, Any] = {

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rollout_worker.engine import Engine, EngineError
+from rollout_worker.engine import ENGINES, Engine, EngineError
 from rollout_worker.schemas import LogprobsOf
-
-ENGINES = ("hf", "vllm", "sglang")
-"""What `create` knows."""
 
 
 @dataclass(frozen=True, slots=True)

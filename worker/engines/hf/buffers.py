@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_worker.checkpoints import Entry
 from rollout_worker.engine import WeightsRejected
+from rollout_worker.sources.files import Entry
 
 DTYPES = {
     "F64": torch.float64,

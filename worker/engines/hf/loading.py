@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rollout_worker import weights
-from rollout_worker.checkpoints import Source, open_source
 from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.folder import eos_ids, load_tokenizer, max_length, read_config
 from rollout_worker.schemas import Progress
+from rollout_worker.sources.files import Source, open_source
 
 from .attention import implementation
 from .buffers import Buffers

@@ -21,8 +21,8 @@ import xxhash
 from torch import Tensor
 
 from rollout_worker import weights
-from rollout_worker.checkpoints import open_source
 from rollout_worker.engine import EngineError, StageProgress, WeightsRejected
+from rollout_worker.sources.files import open_source
 
 from .buffers import Buffers, bytes_of
 from .loading import Loaded

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_worker import weights
-from rollout_worker.checkpoints import Source, open_source
 from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.folder import (
@@ -17,6 +16,7 @@ from rollout_worker.engines.folder import (
     max_length,
     read_config,
 )
+from rollout_worker.sources.files import Source, open_source
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 

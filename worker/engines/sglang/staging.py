@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any
 
 from rollout_worker import weights
-from rollout_worker.checkpoints import Entry, Source, open_source
 from rollout_worker.engine import StageProgress
+from rollout_worker.sources.files import Entry, Source, open_source
 
 
 class Staged:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from rollout_worker.checkpoints import Entry
+from rollout_worker.sources.files import Entry
 
 ALIGN = 64
 """Every tensor begins at a multiple of this: what any dtype and vector load wants."""

@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 
-from rollout_worker import processes
 from rollout_worker.engine import (
     EngineCrashed,
     EngineDelta,
@@ -26,6 +25,7 @@ from rollout_worker.engine import (
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.folder import decode
 from rollout_worker.engines.forwarding import HandsOnWeights
+from rollout_worker.observe import processes
 from rollout_worker.schemas import (
     AbortReason,
     Capabilities,

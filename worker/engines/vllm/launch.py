@@ -19,7 +19,7 @@ from rollout_worker import weights
 from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.folder import eos_ids, load_tokenizer, read_config
-from rollout_worker.processes import Process, descendants
+from rollout_worker.observe.processes import Process, descendants
 from rollout_worker.schemas import Progress
 
 from . import model as models

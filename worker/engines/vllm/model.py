@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollout_worker import weights
-from rollout_worker.checkpoints import open_source
 from rollout_worker.engine import StageProgress
+from rollout_worker.sources.files import open_source
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 COMPUTED = ("rotary_emb.inv_freq",)

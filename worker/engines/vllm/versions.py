@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rollout_worker import weights
-from rollout_worker.checkpoints import open_source
 from rollout_worker.engine import (
     EngineCrashed,
     EngineError,
@@ -28,6 +27,7 @@ from rollout_worker.engine import (
 )
 from rollout_worker.engines.slot import StagingSlot, in_thread
 from rollout_worker.schemas import Checkpoint, MemoryTag, Resident, WeightsId, WeightsSource
+from rollout_worker.sources.files import open_source
 
 from .blobs import Blob
 from .labels import Labels
