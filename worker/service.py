@@ -36,17 +36,14 @@ logger = logging.getLogger(__name__)
 
 def engine_factory(settings: Settings) -> Callable[[], Engine]:
     """How to make the engine that the settings name; a model of the hub is fetched by then."""
-    roots = settings.weights_roots
 
     def make() -> Engine:
-        model = local_model(settings.model, settings.model_revision)
         options = EngineOptions(
-            model=model,
+            model=local_model(settings.model, settings.model_revision),
             dtype=settings.dtype,
             max_length=settings.max_length,
             device=settings.device,
             max_batch_tokens=settings.max_batch_tokens,
-            weights_roots=(model, *roots) if roots else (),
             logprobs=settings.logprobs,
             args=settings.engine_arg,
             **({} if settings.spill_dir is None else {"spill_dir": settings.spill_dir}),
