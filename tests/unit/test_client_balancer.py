@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_client.balancer import SCAN, Balancer, Bounds
-from rollout_client.members import Member, static_members
+from rollout_client.discovery.members import Member, static_members
+from rollout_client.routing.balancer import SCAN, Balancer, Bounds
 from rollout_worker.schemas import WeightsId
 
 
@@ -98,7 +98,7 @@ def test_beyond_some_members_two_are_compared() -> None:
 
 def test_the_stable_hash_is_the_same_in_every_process() -> None:
     program = (
-        "from rollout_client.balancer import Balancer; from rollout_client.members import Member\n"
+        "from rollout_client.routing.balancer import Balancer; from rollout_client.discovery.members import Member\n"
         "b = Balancer(deterministic=True)\n"
         "b.set_members([Member(f'http://w{i}:8000', f'w{i}') for i in range(5)], 0.0)\n"
         "print([b.choose(str(k), 0.0).name for k in range(50)])"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_client.draft import BadDelta, Draft, continuable, rest_of, rewind_of
+from rollout_client.generating.draft import BadDelta, Draft, continuable, rest_of, rewind_of
 from rollout_worker.schemas import SamplingParams, StopReason, StreamDelta, WeightsSpan
 
 

@@ -29,7 +29,7 @@ from rollout_client import (
     RequestRefused,
     WeightsId,
 )
-from rollout_client.connections import SHARE, Connections
+from rollout_client.routing.connections import SHARE, Connections
 from waiting import until
 
 Step = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]

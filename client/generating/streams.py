@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Self
 
+from rollout_client.results import GenerateResult
 from rollout_worker.schemas import StreamDelta
 
 from .calls import Call
-from .results import GenerateResult
 
 
 class GenerationStream:

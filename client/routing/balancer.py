@@ -23,9 +23,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from rollout_client.discovery.members import Member
 from rollout_worker.schemas import WeightsId
-
-from .members import Member
 
 SCAN = 64
 """Members up to which all are looked at."""

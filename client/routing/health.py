@@ -21,7 +21,7 @@ from rollout_worker.schemas import WeightsId, WeightsState
 
 from .balancer import Seat
 from .connections import Connections
-from .routing import Lease, Router
+from .router import Lease, Router
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rollout_client.discovery.members import Member
+from rollout_client.errors import (
+    DeadlineExceeded,
+    NoReplica,
+    RequestError,
+    RequestFailed,
+    RequestRefused,
+    VersionChanged,
+)
+from rollout_client.hooks import Hook
+from rollout_client.results import AttemptReport, Outcome, OutputReport
+from rollout_client.routing.balancer import Bounds
+from rollout_client.routing.connections import Connections
+from rollout_client.routing.router import Lease, Router
 from rollout_worker.schemas import (
     AbortReason,
     GenerateOutput,
@@ -33,21 +47,7 @@ from rollout_worker.schemas import (
     WeightsId,
 )
 
-from .balancer import Bounds
-from .connections import Connections
 from .draft import Draft, continuable, rest_of, rewind_of
-from .errors import (
-    DeadlineExceeded,
-    NoReplica,
-    RequestError,
-    RequestFailed,
-    RequestRefused,
-    VersionChanged,
-)
-from .hooks import Hook
-from .members import Member
-from .results import AttemptReport, Outcome, OutputReport
-from .routing import Lease, Router
 from .wire import Broken, Refusal, attempt
 
 logger = logging.getLogger(__name__)

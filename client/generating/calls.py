@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
+from rollout_client.errors import RequestError, RolloutError
+from rollout_client.results import GenerateResult, joined
 from rollout_worker.schemas import GenerateRequest
 
-from .errors import RequestError, RolloutError
-from .generation import Generation, OnVersionChange, Policy, Shared
-from .results import GenerateResult, joined
+from .attempts import Generation, OnVersionChange, Policy, Shared
 
 MAX_SEED = 2**63
 

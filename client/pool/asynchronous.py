@@ -12,32 +12,38 @@ from typing import Any, Literal, Self
 
 from pydantic import ValidationError
 
-from rollout_worker.schemas import GenerateRequest, WeightsId, WorkerInfo
-
-from .balancer import MAX_IMBALANCE, Balancer
-from .calls import Call, Options, Prompt, request_of
-from .cluster import ClusterSteering
-from .connections import Connections
-from .direct import DirectOptions, DirectSteering
-from .dns import TTL_SECONDS, DnsDiscovery
-from .endpoints import EndpointDiscovery
-from .errors import (
+from rollout_client.discovery.dns import TTL_SECONDS, DnsDiscovery
+from rollout_client.discovery.endpoints import EndpointDiscovery
+from rollout_client.discovery.members import (
+    DATA_PORT,
+    Discovery,
+    Member,
+    StaticDiscovery,
+    static_members,
+)
+from rollout_client.errors import (
     ManyFailed,
     NoReplica,
     PoolClosed,
     RequestRefused,
     RolloutError,
 )
-from .generation import MAX_FAILURES, OnVersionChange, Shared
-from .health import SILENT_SECONDS, Health
-from .hooks import Hook
-from .kube import Kube, access
-from .members import DATA_PORT, Discovery, Member, StaticDiscovery, static_members
-from .results import GenerateResult
-from .routing import Router
-from .steered import Steered
-from .steering import Steering
-from .streams import GenerationStream
+from rollout_client.generating.attempts import MAX_FAILURES, OnVersionChange, Shared
+from rollout_client.generating.calls import Call, Options, Prompt, request_of
+from rollout_client.generating.streams import GenerationStream
+from rollout_client.hooks import Hook
+from rollout_client.kube.access import access
+from rollout_client.kube.client import Kube
+from rollout_client.results import GenerateResult
+from rollout_client.routing.balancer import MAX_IMBALANCE, Balancer
+from rollout_client.routing.connections import Connections
+from rollout_client.routing.health import SILENT_SECONDS, Health
+from rollout_client.routing.router import Router
+from rollout_client.steering.cluster import ClusterSteering
+from rollout_client.steering.direct import DirectOptions, DirectSteering
+from rollout_client.steering.protocol import Steering
+from rollout_client.steering.verbs import Steered
+from rollout_worker.schemas import GenerateRequest, WeightsId, WorkerInfo
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
+from rollout_client.discovery.members import Member
+from rollout_client.errors import NoReplica, PoolClosed, RequestRefused
+
 from .balancer import ANY, Balancer, Bounds
-from .errors import NoReplica, PoolClosed, RequestRefused
-from .members import Member
 
 logger = logging.getLogger(__name__)
 

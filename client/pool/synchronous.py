@@ -14,24 +14,24 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self, TypeVar
 
-from rollout_worker.schemas import StreamDelta, WeightsId, WorkerInfo
-
-from .calls import Prompt
-from .direct import DirectOptions
-from .dns import TTL_SECONDS
-from .errors import PoolClosed, RolloutError
-from .generation import OnVersionChange
-from .members import DATA_PORT, Member
-from .pool import CONCURRENCY, AsyncRolloutPool, Progress
-from .results import GenerateResult
-from .steering import (
+from rollout_client.discovery.dns import TTL_SECONDS
+from rollout_client.discovery.members import DATA_PORT, Member
+from rollout_client.errors import PoolClosed, RolloutError
+from rollout_client.generating.attempts import OnVersionChange
+from rollout_client.generating.calls import Prompt
+from rollout_client.generating.streams import GenerationStream
+from rollout_client.results import GenerateResult
+from rollout_client.steering.direct import DirectOptions
+from rollout_client.steering.protocol import (
     ACQUIRE_SECONDS,
     PUBLISH_SECONDS,
     STATE_SECONDS,
     OnProgress,
     Published,
 )
-from .streams import GenerationStream
+from rollout_worker.schemas import StreamDelta, WeightsId, WorkerInfo
+
+from .asynchronous import CONCURRENCY, AsyncRolloutPool, Progress
 
 T = TypeVar("T")
 
