@@ -1,4 +1,4 @@
-"""A pool of replicas, asynchronously: `AsyncRolloutPool`. `RolloutPool` is the same for others."""
+"""`AsyncRolloutPool`: makes a pool out of its parts, starts and ends it, and says who is in it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
-
-from pydantic import ValidationError
+from typing import Any, Self
 
 from rollout_client.discovery.dns import TTL_SECONDS, DnsDiscovery
 from rollout_client.discovery.endpoints import EndpointDiscovery
@@ -21,20 +19,13 @@ from rollout_client.discovery.members import (
     StaticDiscovery,
     static_members,
 )
-from rollout_client.errors import (
-    ManyFailed,
-    NoReplica,
-    PoolClosed,
-    RequestRefused,
-    RolloutError,
-)
-from rollout_client.generating.attempts import MAX_FAILURES, OnVersionChange, Shared
-from rollout_client.generating.calls import Call, Options, Prompt, request_of
-from rollout_client.generating.streams import GenerationStream
+from rollout_client.errors import NoReplica, PoolClosed
+from rollout_client.generating.attempts import Shared
+from rollout_client.generating.verbs import GeneratingVerbs
+from rollout_client.generating.verdicts import MAX_FAILURES
 from rollout_client.hooks import Hook
 from rollout_client.kube.access import access
 from rollout_client.kube.client import Kube
-from rollout_client.results import GenerateResult
 from rollout_client.routing.balancer import MAX_IMBALANCE, Balancer
 from rollout_client.routing.connections import Connections
 from rollout_client.routing.health import SILENT_SECONDS, Health
@@ -42,22 +33,17 @@ from rollout_client.routing.router import Router
 from rollout_client.steering.cluster import ClusterSteering
 from rollout_client.steering.direct import DirectOptions, DirectSteering
 from rollout_client.steering.protocol import Steering
-from rollout_client.steering.verbs import Steered
-from rollout_worker.schemas import GenerateRequest, WeightsId, WorkerInfo
+from rollout_client.steering.verbs import SteeringVerbs
+from rollout_worker.schemas import WeightsId, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
-CONCURRENCY = 512
-"""Requests in flight of one `generate_many` unless said otherwise."""
-
-FOUND_SECONDS = 10.0
-"""What discovery gets to find its first members before the pool is steered."""
-
-Progress = Callable[[int, int], None]
+DISCOVERY_SECONDS = 10.0
+"""How long steering waits for discovery to find the first members."""
 
 
-class AsyncRolloutPool(Steered):
-    """Generates on all replicas of a pool; members come and go without anybody's help.
+class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
+    """Generates on all replicas of a pool; members come and go by themselves.
 
     Make it with `from_urls`, `from_dns` or `from_cluster`, use it as an async context manager (or
     `close` it), in one event loop.
@@ -65,14 +51,15 @@ class AsyncRolloutPool(Steered):
     Args:
         discovery: Finds the members.
         name: For logs and metrics.
-        max_imbalance: Requests that a conversation's own replica may have above the least loaded
-            one before the conversation moves.
+        max_imbalance: How many requests more than the least loaded replica a conversation's own
+            replica may have before the conversation moves.
         deterministic: Choose replicas by a stable hash instead of by load.
         max_failures: Broken attempts that one output survives.
-        silent_seconds: How long a worker may say nothing before it is asked whether it lives.
+        silent_seconds: How long a worker may send nothing before it is asked whether it is alive.
         hook: Gets measurements.
-        steering: Carries out what `Steered` offers.
-        max_staleness: See `Steered`.
+        steering: Carries out epochs, weights, sleep; None: the pool can only generate.
+        max_staleness: Requests without bounds of their own are served by weights at most so many
+            versions older than the last one published here; None: by any.
     """
 
     def __init__(
@@ -92,12 +79,9 @@ class AsyncRolloutPool(Steered):
             raise ValueError(
                 "max_failures and max_staleness must be 0 or more, silent_seconds above 0"
             )
-        self._hook = hook or Hook()
-        super().__init__(steering, self._hook, max_staleness)
         self.name = name
+        self._hook = hook or Hook()
         self._discovery = discovery
-        self._deterministic = deterministic
-        self._max_failures = max_failures
         self._connections = Connections()
         self._router = Router(
             Balancer(max_imbalance=max_imbalance, deterministic=deterministic),
@@ -105,9 +89,13 @@ class AsyncRolloutPool(Steered):
             self._connections.drop,
         )
         self._health = Health(self._router, self._connections, silent_seconds=silent_seconds)
-        self._shared = Shared(self._router, self._connections, self._hook)
         self._tasks: list[asyncio.Task[None]] = []
-        self._found = asyncio.Event()
+        self._discovered = asyncio.Event()
+        shared = Shared(self._router, self._connections, self._hook)
+        GeneratingVerbs.__init__(
+            self, shared, max_failures=max_failures, deterministic=deterministic
+        )
+        SteeringVerbs.__init__(self, steering, self._hook, max_staleness)
 
     @classmethod
     def from_urls(
@@ -123,7 +111,7 @@ class AsyncRolloutPool(Steered):
         Args:
             urls: Such as `http://10.0.0.7:8000`.
             control_urls: Of the control ports; default: port 8001 beside data port 8000.
-            direct: How its workers are steered: token, in-flight policy, sleep level.
+            direct: How the workers are steered: token, in-flight policy, sleep level.
             **options: See the class.
         """
         pool = cls(StaticDiscovery(static_members(urls, control_urls)), **options)
@@ -143,12 +131,12 @@ class AsyncRolloutPool(Steered):
     ) -> Self:
         """Return a pool of all addresses behind a name, such as `math-heads.train.svc`.
 
-        For those who may not ask the API server: it can generate but not steer.
+        For callers who may not ask the API server: such a pool can generate but not steer.
 
         Args:
             host: Name of a headless Service.
             port: Of the data port.
-            ttl_seconds: Between two looks.
+            ttl_seconds: Between two look-ups.
             **options: See the class.
         """
         return cls(DnsDiscovery(host, port, ttl_seconds), **{"name": host, **options})
@@ -171,19 +159,19 @@ class AsyncRolloutPool(Steered):
         Args:
             name: Of the RolloutReplica.
             namespace: Default: the pod's, or the kubeconfig's.
-            kubeconfig: Default: the pod's account, else `$KUBECONFIG`.
-            context: Of the kubeconfig.
+            kubeconfig: Default: the pod's service account, else `$KUBECONFIG`.
+            context: Of the kubeconfig; default: its current one.
             **options: See the class.
 
         Raises:
             ClusterError: There are no usable credentials.
         """
-        where = access(kubeconfig, context)
-        home, kube = namespace or where.namespace, Kube(where)
+        found = access(kubeconfig, context)
+        namespace, kube = namespace or found.namespace, Kube(found)
         return cls(
-            EndpointDiscovery(kube, name, home),
-            steering=ClusterSteering(kube, name, home),
-            **{"name": f"{home}/{name}", **options},
+            EndpointDiscovery(kube, name, namespace),
+            steering=ClusterSteering(kube, name, namespace),
+            **{"name": f"{namespace}/{name}", **options},
         )
 
     # Life.
@@ -217,10 +205,10 @@ class AsyncRolloutPool(Steered):
                 "%s has %d members", self.name, len(after), extra={"gone": len(before - after)}
             )
         for url in before - after:
-            if url not in balancer.seats:
+            if url not in balancer.records:
                 self._connections.drop(url)
         self._hook.members(len(after), len([m for m in balancer.members() if m.ready]))
-        self._found.set()
+        self._discovered.set()
         self._router.changed()
 
     async def close(self) -> None:
@@ -239,9 +227,13 @@ class AsyncRolloutPool(Steered):
     async def _steer(self) -> Steering:
         self._start()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FOUND_SECONDS):
-                await self._found.wait()
+            async with asyncio.timeout(DISCOVERY_SECONDS):
+                await self._discovered.wait()
         return await super()._steer()
+
+    def _lowest_weights(self) -> WeightsId | None:
+        floors = (self.floor, None if self._steering is None else self._steering.floor)
+        return max((floor for floor in floors if floor is not None), default=None)
 
     def _saw_weights(self, url: str, identity: WeightsId) -> None:
         self._router.balancer.saw_weights(url, identity)
@@ -251,25 +243,25 @@ class AsyncRolloutPool(Steered):
 
     @property
     def members(self) -> list[Member]:
-        """Members that discovery knows now."""
+        """Members that discovery has found; `serving` says which of them get requests."""
         return self._router.balancer.members()
 
     def serving(self) -> list[Member]:
         """Members that may get requests now."""
         now = time.monotonic()
-        seats = self._router.balancer.seats.values()
-        return [seat.member for seat in seats if seat.usable(now)]
+        records = self._router.balancer.records.values()
+        return [record.member for record in records if record.usable(now)]
 
     def load(self) -> dict[str, int]:
-        """Requests of this pool in flight, by the member's name."""
-        seats = self._router.balancer.seats.values()
-        return {seat.member.name: seat.in_flight for seat in seats}
+        """Requests of this pool in flight, by member name."""
+        records = self._router.balancer.records.values()
+        return {record.member.name: record.in_flight for record in records}
 
     async def wait_serving(self, count: int = 1, *, seconds: float = 600) -> list[Member]:
-        """Wait until so many members answer that they serve.
+        """Wait until so many members serve.
 
         Raises:
-            NoReplica: They did not within these seconds.
+            NoReplica: Fewer did within these seconds.
         """
         self._start()
         began = time.monotonic()
@@ -284,7 +276,7 @@ class AsyncRolloutPool(Steered):
         return found
 
     async def info(self, *, seconds: float = 30) -> WorkerInfo:
-        """Return what a replica says of model, length and capabilities.
+        """Return what a replica says about its model, lengths and capabilities.
 
         Raises:
             NoReplica: None serves within these seconds.
@@ -294,149 +286,3 @@ class AsyncRolloutPool(Steered):
             answer = await client.get("/v1/info", timeout=seconds)
         answer.raise_for_status()
         return WorkerInfo.model_validate_json(answer.content, extra="ignore")
-
-    # Generate.
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        group_id: str | None = None,
-        on_version_change: OnVersionChange = "continue",
-        **fields: Any,
-    ) -> GenerateResult:
-        """Sample from one prompt until every output has ended, whatever happens to replicas.
-
-        Args:
-            prompt: token_ids: [P] (a list, an array, a tensor), or a whole `GenerateRequest`.
-            group_id: Requests of one group go to one replica as conversations do (`session_id`);
-                without it the samples of a group spread.
-            on_version_change: What to do when other weights serve the rest of an output: continue
-                (spans tell which token came from which), restart from the prompt, or fail.
-            **fields: Of `GenerateRequest` (API.md §3): `sampling`, `session_id`, `min_version`,
-                `deadline_seconds`, …
-
-        Raises:
-            RequestError: With `kept`: what had been received.
-        """
-        return await self._call(prompt, fields, group_id, on_version_change).run()
-
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        group_id: str | None = None,
-        on_version_change: OnVersionChange = "continue",
-        **fields: Any,
-    ) -> GenerationStream:
-        """Return a stream of deltas, joined over all attempts; arguments as of `generate`.
-
-        `async with pool.stream(…) as stream: async for delta in stream: …`, then `stream.result`.
-        Tokens that might have to be taken back come late: the last few with `stop` strings, all of
-        them with `on_version_change="restart"`, or with presence or frequency penalties.
-        """
-        return GenerationStream(
-            lambda on_tokens: self._call(prompt, fields, group_id, on_version_change, on_tokens)
-        )
-
-    async def as_completed(
-        self,
-        prompts: Iterable[Prompt],
-        *,
-        concurrency: int = CONCURRENCY,
-        **options: Any,
-    ) -> AsyncGenerator[tuple[int, GenerateResult | RolloutError]]:
-        """Yield (index, result or error) as requests end; at most `concurrency` run at once.
-
-        Prompts are taken from the iterable only when there is room for them. Leaving the loop
-        early ends what runs.
-        """
-        if concurrency < 1:
-            raise ValueError("concurrency must be 1 or more")
-        waiting = enumerate(prompts)
-        running: dict[asyncio.Task[GenerateResult], int] = {}
-        try:
-            while True:
-                while len(running) < concurrency and (following := next(waiting, None)):
-                    index, prompt = following
-                    running[asyncio.create_task(self._one_of_many(prompt, options))] = index
-                if not running:
-                    return
-                ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in ended:
-                    index = running.pop(task)
-                    error = task.exception()
-                    if error is not None and not isinstance(error, RolloutError):
-                        raise error
-                    yield index, error if error is not None else task.result()
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-
-    async def _one_of_many(self, prompt: Prompt, options: Mapping[str, Any]) -> GenerateResult:
-        """Generate; a prompt that can't be sent fails like one that was refused."""
-        try:
-            return await self.generate(prompt, **options)
-        except ValidationError as error:
-            wrong = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
-            why = "; ".join(f"{where}: {what}" for where, what in wrong[:4])
-            raise RequestRefused(why, status=422, slug="invalid-request") from error
-
-    async def generate_many(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        concurrency: int = CONCURRENCY,
-        progress: Progress | None = None,
-        on_error: Literal["raise", "return"] = "raise",
-        **options: Any,
-    ) -> list[Any]:
-        """Sample from many prompts; the results are in the order of the prompts.
-
-        Args:
-            prompts: As `generate` takes them.
-            concurrency: How many run at once.
-            progress: Called with (ended, all) after each.
-            on_error: A failed request never stops the others. Afterwards `raise` raises
-                `ManyFailed` with all results, `return` leaves the errors in their places.
-            **options: Further arguments of `generate`, the same for all.
-
-        Raises:
-            ManyFailed: See `on_error`.
-        """
-        if on_error not in ("raise", "return"):
-            raise ValueError(f"on_error is raise or return, not {on_error!r}")
-        results: list[Any] = [None] * len(prompts)
-        ended = 0
-        async for index, result in self.as_completed(prompts, concurrency=concurrency, **options):
-            results[index] = result
-            ended += 1
-            if progress is not None:
-                progress(ended, len(prompts))
-        if on_error == "raise" and any(isinstance(each, RolloutError) for each in results):
-            raise ManyFailed(results)
-        return results
-
-    def _call(
-        self,
-        prompt: Prompt,
-        fields: Mapping[str, Any],
-        group_id: str | None,
-        on_version_change: OnVersionChange,
-        on_tokens: Callable[[int], None] = lambda index: None,
-    ) -> Call:
-        self._start()
-        request = request_of(prompt, fields)
-        options = Options(on_version_change, self._max_failures, group_id, self._deterministic)
-        return Call(self._shared, self._bounded(request), options, on_tokens)
-
-    def _bounded(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with the pool's own floor, unless it has bounds of its own."""
-        bounded = (request.epoch, request.min_version, request.exact_version) != (None, None, None)
-        floors = [self.floor, None if self._steering is None else self._steering.floor]
-        floor = max((each for each in floors if each is not None), default=None)
-        if bounded or floor is None:
-            return request
-        changes = {"epoch": floor.epoch, "min_version": floor.version}
-        return request.model_copy(update=changes)

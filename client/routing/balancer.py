@@ -2,119 +2,49 @@
 
 In this order, among the members that may get it:
 
-1. deterministic mode: the highest hash of (key, member), the same in every process;
-2. the member that had the key before, while it is no slower than usual and comes with this request
-   to at most `max_imbalance` more than the least loaded one (its prefix cache is warm, but no cache
-   is worth any queue, or every token at half the pace);
+1. in deterministic mode: the highest hash of (key, member), the same in every process;
+2. the member that had the key before, while it is no slower than usual and would have at most
+   `max_imbalance` requests more than the least loaded one, this one included (its prefix cache is
+   warm, but no cache is worth a queue, or every token at half the pace);
 3. the least loaded, where a request on a replica that samples at half the usual pace counts
-   double; of equals the one that was chosen least recently. Beyond `SCAN` members: the
-   less loaded of two at random, whose tail is nearly as good and whose cost does not grow.
+   double; of equals, the one that was chosen least recently. Beyond `SCAN` members: the less
+   loaded of two at random, whose tail is nearly as good and whose cost does not grow.
 
-A member is out after a failure or a refusal until a probe or its own later answer says otherwise;
-so health comes from answers, and discovery only says who exists. Counts of requests in flight are
-kept by URL for as long as there are any, also while the member is gone.
+A member is excluded after a failure or a refusal until a probe or its own later answer says
+otherwise: health comes from answers, and discovery only says who exists. Requests in flight are
+counted by URL as long as there are any, even while the member is gone.
 """
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 
 from rollout_client.discovery.members import Member
 from rollout_worker.schemas import WeightsId
 
+from .bounds import ANY, Bounds
+from .records import MemberRecord
+
 SCAN = 64
-"""Members up to which all are looked at."""
+"""Up to so many members, all are compared."""
 
 STICKY_KEYS = 100_000
 SLOW = 1.5
-"""Times the median pace below which a member counts as usual: paces differ with the batch."""
+"""Times the median pace up to which a member is as fast as usual: paces differ with the batch."""
 
-MOST_SLOW = 10.0
+MAX_SLOWNESS = 10.0
 PACE_SECONDS = 60.0
+"""After so long without a measurement a member counts as fast as usual, so that it is tried again."""
+
 PACE_SHARE = 0.2
 """Weight of the newest measurement of a member's pace."""
 
 MAX_IMBALANCE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Which weights a request takes, as the worker's admission reads the same fields."""
-
-    epoch: int | None = None
-    min_version: int | None = None
-    exact_version: int | None = None
-
-    def admits(self, active: WeightsId | None) -> bool:
-        """Whether these weights will do; of unknown ones it is believed."""
-        if active is None:
-            return True
-        epoch = active.epoch if self.epoch is None else self.epoch
-        if self.exact_version is not None and active.as_tuple() != (epoch, self.exact_version):
-            return False
-        return active.as_tuple() >= (epoch, self.min_version or 0)
-
-    def passed_by(self, active: WeightsId | None) -> bool:
-        """Whether these weights are beyond the exact version: waiting is in vain."""
-        if active is None or self.exact_version is None:
-            return False
-        epoch = active.epoch if self.epoch is None else self.epoch
-        return active.as_tuple() > (epoch, self.exact_version)
-
-
-ANY = Bounds()
-
-
-@dataclass(slots=True, eq=False)
-class Seat:
-    """What is known of one member."""
-
-    member: Member
-    in_flight: int = 0
-    present: bool = True
-    """False: discovery has it no more; kept while requests run on it."""
-    out: str = ""
-    """Why it gets nothing, in words; empty: it may."""
-    out_until: float | None = None
-    """When it may get requests again without a probe; None: only after one."""
-    failures: int = 0
-    """Since it last answered well."""
-    active: WeightsId | None = None
-    pace: float | None = None
-    """Seconds per sampled token, smoothed; None: not measured lately."""
-    paced_at: float = 0.0
-    slowness: float = 1.0
-    """Its pace over the median one, 1 for whoever is near it."""
-    chosen: int = 0
-    probe_at: float = 0.0
-    gone_at: float = field(default=0.0)
-
-    @property
-    def load(self) -> float:
-        """Requests in flight, in requests of a usual member."""
-        return self.in_flight * self.slowness
-
-    def usable(self, now: float) -> bool:
-        """Whether it may get requests."""
-        if not (self.present and self.member.ready):
-            return False
-        if self.out and self.out_until is not None and now >= self.out_until:
-            self.out, self.out_until = "", None
-        return not self.out
-
-    def why_not(self, now: float, bounds: Bounds = ANY) -> str:
-        """Why it gets nothing now; empty if it may."""
-        if not self.present:
-            return "gone"
-        if not self.member.ready:
-            return "not ready"
-        if not self.usable(now):
-            return self.out
-        return "" if bounds.admits(self.active) else f"has weights {self.active}"
+MAX_REASONS = 8
+"""Members whose reasons are spelled out in one sentence."""
 
 
 class Balancer:
@@ -123,7 +53,8 @@ class Balancer:
     Args:
         max_imbalance: Requests that a sticky member may have above the least loaded one.
         deterministic: Choose by a stable hash of the key instead of by load.
-        seed: Of the choice of two.
+        sticky_keys: Keys whose member is remembered; the least recently used are forgotten first.
+        seed: Of the random choice of two.
     """
 
     def __init__(
@@ -139,50 +70,53 @@ class Balancer:
         self._max_imbalance = max_imbalance
         self._deterministic = deterministic
         self._sticky_keys = sticky_keys
-        self._sticky: OrderedDict[str, str] = OrderedDict()
-        self._seats: dict[str, Seat] = {}
+        self._last_url: OrderedDict[str, str] = OrderedDict()
+        """By key: the member that got its last request."""
+        self._records: dict[str, MemberRecord] = {}
         self._turn = 0
         self._random = random.Random(seed)
 
     # Who is there.
 
     @property
-    def seats(self) -> Mapping[str, Seat]:
-        """All seats by URL, also of members that are gone while requests run on them."""
-        return self._seats
+    def records(self) -> Mapping[str, MemberRecord]:
+        """By URL: all members, and those that are gone as long as requests run on them."""
+        return self._records
 
     def members(self) -> list[Member]:
-        """Present members in discovery's order."""
-        return [seat.member for seat in self._seats.values() if seat.present]
+        """Members that are present, in discovery's order."""
+        return [record.member for record in self._present()]
 
     def set_members(self, members: Sequence[Member], now: float) -> None:
         """Take discovery's new set."""
         wanted = {member.url: member for member in members}
-        for url, seat in list(self._seats.items()):
-            if url not in wanted and seat.present:
-                seat.present, seat.gone_at = False, now
-            self._forget(url)
+        for url, record in list(self._records.items()):
+            if url not in wanted:
+                record.present = False
+                self._forget_if_done(url)
         for url, member in wanted.items():
-            known = self._seats.get(url)
+            known = self._records.get(url)
             if known is None or not known.present:
                 self._add(member, known, now)
-            else:
-                if member.ready and not known.member.ready:
-                    known.probe_at = now
-                known.member = member
+                continue
+            if member.ready and not known.member.ready:
+                known.probe_at = now
+            known.member = member
 
-    def _add(self, member: Member, known: Seat | None, now: float) -> None:
-        seat = Seat(member, in_flight=known.in_flight if known else 0, chosen=self._turn)
+    def _add(self, member: Member, gone: MemberRecord | None, now: float) -> None:
+        """Begin anew with a member; what runs on it from before it left still counts."""
+        in_flight = gone.in_flight if gone else 0
+        record = MemberRecord(member, in_flight=in_flight, chosen=self._turn)
         if not member.proven:
-            seat.out, seat.probe_at = "not asked yet", now
-        self._seats[member.url] = seat
+            record.excluded, record.probe_at = "not asked yet", now
+        self._records[member.url] = record
 
-    def _forget(self, url: str) -> None:
-        seat = self._seats.get(url)
-        if seat is not None and not seat.present and seat.in_flight == 0:
-            del self._seats[url]
+    def _forget_if_done(self, url: str) -> None:
+        record = self._records.get(url)
+        if record is not None and not record.present and record.in_flight == 0:
+            del self._records[url]
 
-    # Who gets it.
+    # Who gets a request.
 
     def choose(
         self,
@@ -199,106 +133,107 @@ class Balancer:
             bounds: Weights that the request takes.
             avoid: URLs to leave out if others may get it.
         """
-        usable = [s for s in self._seats.values() if s.usable(now) and bounds.admits(s.active)]
-        others = [s for s in usable if s.member.url not in avoid] if avoid else usable
-        usable = others or usable
+        usable = [r for r in self._records.values() if r.usable(now) and bounds.admits(r.active)]
+        usable = [r for r in usable if r.member.url not in avoid] or usable
         if not usable:
             return None
-        seat = self._of_key(key, usable) if key is not None else self._least(usable)
+        record = self._for_key(key, usable) if key is not None else self._least_loaded(usable)
         self._turn += 1
-        seat.chosen = self._turn
-        seat.in_flight += 1
-        return seat.member
+        record.chosen = self._turn
+        record.in_flight += 1
+        return record.member
 
-    def _of_key(self, key: str, usable: Sequence[Seat]) -> Seat:
+    def _for_key(self, key: str, usable: Sequence[MemberRecord]) -> MemberRecord:
         if self._deterministic:
-            return max(usable, key=lambda seat: _weight(key, seat.member.url))
-        seat = self._stuck(key, usable) or self._least(usable)
-        self._sticky[key] = seat.member.url
-        self._sticky.move_to_end(key)
-        if len(self._sticky) > self._sticky_keys:
-            self._sticky.popitem(last=False)
-        return seat
+            return max(usable, key=lambda record: _weight(key, record.member.url))
+        record = self._sticky(key, usable) or self._least_loaded(usable)
+        self._last_url[key] = record.member.url
+        self._last_url.move_to_end(key)
+        if len(self._last_url) > self._sticky_keys:
+            self._last_url.popitem(last=False)
+        return record
 
-    def _stuck(self, key: str, usable: Sequence[Seat]) -> Seat | None:
-        seat = self._seats.get(self._sticky.get(key, ""))
-        if seat is None or seat not in usable or seat.slowness > 1:
+    def _sticky(self, key: str, usable: Sequence[MemberRecord]) -> MemberRecord | None:
+        """Return the member that had the key before, if it may keep it."""
+        record = self._records.get(self._last_url.get(key, ""))
+        if record is None or record not in usable or record.slowness > 1:
             return None
-        least = min(each.load + (each is seat) for each in usable)
-        return seat if seat.load + 1 <= least + self._max_imbalance else None
+        least = min(each.load + (each is record) for each in usable)
+        return record if record.load + 1 <= least + self._max_imbalance else None
 
-    def _least(self, usable: Sequence[Seat]) -> Seat:
+    def _least_loaded(self, usable: Sequence[MemberRecord]) -> MemberRecord:
         if self._deterministic:
-            return min(usable, key=lambda seat: seat.member.url)
+            return min(usable, key=lambda record: record.member.url)
         if len(usable) > SCAN:
             usable = self._random.sample(usable, 2)
-        # What counts is how long the new one would take: with it, not before it.
-        return min(usable, key=lambda seat: (seat.load + seat.slowness, seat.chosen))
+        # What counts is how long the new request would take: with it, not before it.
+        return min(usable, key=lambda record: (record.load + record.slowness, record.chosen))
 
     def release(self, url: str) -> None:
-        """A request ended there."""
-        seat = self._seats.get(url)
-        if seat is not None:
-            seat.in_flight = max(0, seat.in_flight - 1)
-            self._forget(url)
+        """Note that a request ended there."""
+        record = self._records.get(url)
+        if record is not None:
+            record.in_flight = max(0, record.in_flight - 1)
+            self._forget_if_done(url)
 
     # What answers say.
 
-    def take_out(self, url: str, why: str, now: float, until: float | None = None) -> None:
-        """Give it nothing more: until then, or (None) until a probe says that it serves."""
-        seat = self._seats.get(url)
-        if seat is None:
+    def exclude(self, url: str, why: str, now: float, until: float | None = None) -> None:
+        """Give it no more requests: until then, or (None) until a probe says that it serves."""
+        record = self._records.get(url)
+        if record is None:
             return
-        seat.failures += 1
-        seat.out, seat.out_until, seat.probe_at = why, until, now
+        record.failures += 1
+        record.excluded, record.excluded_until, record.probe_at = why, until, now
 
-    def bring_back(self, url: str) -> None:
-        """It answered that it serves."""
-        seat = self._seats.get(url)
-        if seat is not None:
-            seat.out, seat.out_until, seat.failures = "", None, 0
+    def readmit(self, url: str) -> None:
+        """Give it requests again: it answered that it serves."""
+        record = self._records.get(url)
+        if record is not None:
+            record.excluded, record.excluded_until, record.failures = "", None, 0
 
     def saw_weights(self, url: str, active: WeightsId) -> None:
-        """It said which weights are active there."""
-        seat = self._seats.get(url)
-        if seat is not None:
-            seat.active = active
+        """Note which weights it said it serves."""
+        record = self._records.get(url)
+        if record is not None:
+            record.active = active
 
     def saw_pace(self, url: str, seconds_per_token: float, now: float) -> None:
-        """It sampled at this pace."""
-        seat = self._seats.get(url)
-        if seat is None:
+        """Note how fast it sampled, and compare all members anew."""
+        record = self._records.get(url)
+        if record is None:
             return
-        old = seconds_per_token if seat.pace is None else seat.pace
-        seat.pace, seat.paced_at = old + PACE_SHARE * (seconds_per_token - old), now
-        for each in self._seats.values():
+        old = seconds_per_token if record.pace is None else record.pace
+        record.pace, record.paced_at = old + PACE_SHARE * (seconds_per_token - old), now
+        for each in self._records.values():
             if now - each.paced_at > PACE_SECONDS:
-                each.pace = None  # whoever was slow is tried again
-        paces = sorted(s.pace for s in self._seats.values() if s.pace is not None)
+                each.pace = None
+        paces = sorted(r.pace for r in self._records.values() if r.pace is not None)
         usual = paces[(len(paces) - 1) // 2]
-        for each in self._seats.values():
+        for each in self._records.values():
             times = (each.pace or usual) / usual if usual > 0 else 1.0
-            each.slowness = min(MOST_SLOW, times) if times > SLOW else 1.0
+            each.slowness = min(MAX_SLOWNESS, times) if times > SLOW else 1.0
 
-    # What to say when nobody can.
+    # What to say when nobody can take a request.
 
-    def out_of_reach(self, bounds: Bounds) -> bool:
+    def all_beyond(self, bounds: Bounds) -> bool:
         """Whether every present member is beyond the exact version asked for."""
-        present = [seat for seat in self._seats.values() if seat.present]
-        return bool(present) and all(bounds.passed_by(seat.active) for seat in present)
+        present = self._present()
+        return bool(present) and all(bounds.passed_by(record.active) for record in present)
 
     def reasons(self, now: float, bounds: Bounds = ANY) -> str:
-        """One sentence of why nobody gets the request."""
-        told = [
-            f"{seat.member.name}: {seat.why_not(now, bounds) or 'serves'}"
-            for seat in self._present()
+        """Return in one sentence why nobody gets the request."""
+        each = [
+            f"{record.member.name}: {record.why_not(now, bounds) or 'serves'}"
+            for record in self._present()
         ]
-        return "; ".join(told[:8]) + (f"; and {len(told) - 8} more" if len(told) > 8 else "")
+        more = f"; and {len(each) - MAX_REASONS} more" if len(each) > MAX_REASONS else ""
+        return "; ".join(each[:MAX_REASONS]) + more
 
-    def _present(self) -> Iterator[Seat]:
-        return (seat for seat in self._seats.values() if seat.present)
+    def _present(self) -> list[MemberRecord]:
+        return [record for record in self._records.values() if record.present]
 
 
 def _weight(key: str, url: str) -> bytes:
-    """Rendezvous hash: when a member goes, only its own keys move."""
+    """Return a rendezvous hash: when a member goes, only its own keys move."""
     return blake2b(f"{key}\0{url}".encode(), digest_size=8).digest()

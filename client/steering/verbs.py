@@ -27,7 +27,7 @@ from .protocol import (
 logger = logging.getLogger(__name__)
 
 
-class Steered:
+class SteeringVerbs:
     """What needs the right to steer the pool; RBAC and the workers decide who has it.
 
     Args:

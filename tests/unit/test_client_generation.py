@@ -428,7 +428,7 @@ async def test_an_attempt_without_tokens_says_nothing_of_the_weights(
         return await tokens([], "aborted", abort="weights")(request, body)
 
     async def last(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        known.append(pool._router.balancer.seats[url].active)
+        known.append(pool._router.balancer.records[url].active)
         return await tokens([2], "stop", version=5)(request, body)
 
     worker.steps = [tokens([1], "aborted", version=1, abort="weights"), dry, last]
