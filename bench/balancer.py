@@ -104,7 +104,7 @@ class Ours:
 
     def died(self, url: str, now: float) -> None:
         """It answers no more."""
-        self._balancer.take_out(url, "dead", now)
+        self._balancer.exclude(url, "dead", now)
 
 
 class RoundRobin:
