@@ -18,8 +18,8 @@ from itertools import count
 from statistics import median
 from typing import Protocol
 
-from rollout_client.balancer import Balancer
-from rollout_client.members import Member
+from rollout_client.discovery.members import Member
+from rollout_client.routing.balancer import Balancer
 
 from .results import Figure, Options, Result, quantiles
 
@@ -104,7 +104,7 @@ class Ours:
 
     def died(self, url: str, now: float) -> None:
         """It answers no more."""
-        self._balancer.take_out(url, "dead", now)
+        self._balancer.exclude(url, "dead", now)
 
 
 class RoundRobin:

@@ -1,4 +1,4 @@
-"""Leases on members: who waits for one, and which attempts are under way."""
+"""Gives members to attempts: which attempts run where, and who waits for a member."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-from .balancer import ANY, Balancer, Bounds
-from .errors import NoReplica, PoolClosed, RequestRefused
-from .members import Member
+from rollout_client.discovery.members import Member
+from rollout_client.errors import NoReplica, PoolClosed, RequestRefused
+
+from .balancer import Balancer
+from .bounds import ANY, Bounds
 
 logger = logging.getLogger(__name__)
 
 WARN_SECONDS = 10.0
-"""Who waits so long for a replica says why, and again as often."""
+"""How often the log says why requests wait for a replica."""
 
 AGAIN_SECONDS = 0.5
-"""A waiting request looks again at least that often: some seats come back by time alone."""
+"""A waiting request looks again at least this often: some exclusions end by time alone."""
 
 
 class Lease:
-    """A place of one attempt on a member."""
+    """One attempt that runs on a member."""
 
     def __init__(self, member: Member) -> None:
         self.member = member
         self.cut = ""
-        """Why the attempt was cut off from here, if it was."""
+        """Why this client cut the attempt off, if it did."""
         self.heard_at = time.monotonic()
         self._scope: asyncio.Timeout | None = None
 
@@ -37,7 +39,7 @@ class Lease:
         self.heard()
 
     def heard(self) -> None:
-        """The worker sent something."""
+        """Note that the worker sent something."""
         self.heard_at = time.monotonic()
 
     def cut_off(self, why: str) -> None:
@@ -51,9 +53,9 @@ class Router:
     """Gives members to requests; a request that finds none waits for a change.
 
     Args:
-        balancer: Chooses.
-        trouble: What discovery complains of.
-        on_gone: Told the URL of a member that had left, when the last request on it has ended.
+        balancer: Chooses the member.
+        trouble: Returns what discovery has to complain about; empty if nothing.
+        on_gone: Called with the URL of a member that had left, once the last request on it ended.
     """
 
     def __init__(
@@ -68,32 +70,32 @@ class Router:
         self.leases: set[Lease] = set()
         self.closed = False
         self._warned_at = 0.0
-        self._wanted: dict[object, Bounds] = {}
+        self._waiting: dict[object, Bounds] = {}
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
-        """Somebody may get a member now who could not before: all who wait look again."""
+        """Wake all who wait: one of them may get a member now who could not before."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     @property
     def waiting_for(self) -> list[Bounds]:
-        """Bounds of those who wait."""
-        return list(self._wanted.values())
+        """Bounds of the requests that wait for a member."""
+        return list(self._waiting.values())
 
     def reasons(self, bounds: Bounds = ANY) -> str:
-        """Return why nobody gets a request, and what discovery complains of."""
-        known = self.balancer.reasons(time.monotonic(), bounds) or "discovery found no members"
+        """Return why no member takes a request, and what discovery has to complain about."""
+        known = self.balancer.reasons(time.monotonic(), bounds) or "no members have been discovered"
         trouble = self._trouble()
         return f"{known}; {trouble}" if trouble else known
 
     def warn_since(self, began: float, bounds: Bounds = ANY) -> None:
-        """Say why nobody serves one who waits since then, now and again, once for all who wait."""
+        """Log from time to time, once for all, why a request that began then still waits."""
         now = time.monotonic()
         if now - max(began, self._warned_at) >= WARN_SECONDS:
             self._warned_at = now
             why = self.reasons(bounds)
-            logger.warning("waiting for a replica for %.0f s: %s", now - began, why)
+            logger.warning("waited %.0f s for a replica so far: %s", now - began, why)
 
     @contextmanager
     def lease(self, member: Member) -> Iterator[Lease]:
@@ -105,9 +107,9 @@ class Router:
         finally:
             self.leases.discard(lease)
             self.balancer.release(member.url)
-            if member.url not in self.balancer.seats:
+            if member.url not in self.balancer.records:
                 self._on_gone(member.url)
-            if self._wanted:
+            if self._waiting:
                 self.changed()
 
     async def choose(
@@ -116,8 +118,8 @@ class Router:
         """Return a member for one attempt, counted at once: enter `lease` with it next.
 
         Raises:
-            NoReplica: Nobody could take it until then.
-            RequestRefused: The exact weights asked for are served no more.
+            NoReplica: No member could take it by then.
+            RequestRefused: No member serves the exact weights asked for any more.
             PoolClosed: The pool was closed.
         """
         began = time.monotonic()
@@ -129,7 +131,7 @@ class Router:
             member = self.balancer.choose(key, now, bounds, avoid)
             if member is not None:
                 return member
-            if self.balancer.out_of_reach(bounds):
+            if self.balancer.all_beyond(bounds):
                 why = f"all replicas are beyond the exact version {bounds.exact_version}"
                 raise RequestRefused(why, status=409, slug="version-not-met")
             if now >= until:
@@ -140,11 +142,11 @@ class Router:
 
     async def _wait(self, changed: asyncio.Event, seconds: float, bounds: Bounds) -> None:
         token = object()
-        self._wanted[token] = bounds
+        self._waiting[token] = bounds
         try:
             async with asyncio.timeout(seconds):
                 await changed.wait()
         except TimeoutError:
             pass
         finally:
-            del self._wanted[token]
+            del self._waiting[token]

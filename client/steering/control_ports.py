@@ -8,11 +8,10 @@ from typing import TypeVar
 
 import httpx
 
+from rollout_client.control import ControlError, ControlUnreachable, WorkerControl
+from rollout_client.discovery.members import Member
+from rollout_client.errors import SteeringFailed
 from rollout_worker.schemas import WorkerState
-
-from .control import ControlError, ControlUnreachable, WorkerControl
-from .errors import SteeringFailed
-from .members import Member
 
 T = TypeVar("T")
 Token = str | Callable[[], str | None] | None

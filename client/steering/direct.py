@@ -14,6 +14,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from rollout_client.control import QUICK_SECONDS, ControlError, ControlUnreachable, WorkerControl
+from rollout_client.discovery.members import Member
+from rollout_client.errors import EpochLost, PublishFailed, SteeringFailed
 from rollout_worker.schemas import (
     CommitRequest,
     CommitResponse,
@@ -31,11 +34,8 @@ from rollout_worker.schemas import (
 )
 
 from .barrier import POLL_SECONDS, Barrier, Version, refused
-from .control import QUICK_SECONDS, ControlError, ControlUnreachable, WorkerControl
-from .errors import EpochLost, PublishFailed, SteeringFailed
-from .members import Member
-from .ports import ControlPorts, Token
-from .steering import OnProgress, PoolState, Published, PublishProgress
+from .control_ports import ControlPorts, Token
+from .protocol import OnProgress, PoolState, Published, PublishProgress
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A generation as a stream of deltas that never takes a token back."""
+"""A generation as a stream of deltas; no token that was yielded is ever taken back."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Self
 
+from rollout_client.results import GenerateResult
 from rollout_worker.schemas import StreamDelta
 
 from .calls import Call
-from .results import GenerateResult
 
 
 class GenerationStream:
-    """Iterate once, inside `async with`; then `result` has the whole.
+    """Iterate over it once, inside `async with`; afterwards `result` has everything.
 
     Args:
-        make: Makes the call, given what is to be called at new tokens of an output.
+        make: Makes the call, given a function to be called when an output has new tokens.
     """
 
     def __init__(self, make: Callable[[Callable[[int], None]], Call]) -> None:
@@ -32,16 +32,16 @@ class GenerationStream:
         await self.close()
 
     async def close(self) -> None:
-        """End the generation if it runs still."""
+        """End the generation if it is still running."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
             if not self._task.cancelled():
-                self._task.exception()  # who closes early does not ask
+                self._task.exception()  # the caller left early and does not want to know
 
     @property
     def result(self) -> GenerateResult:
-        """The result: final once the iteration has ended, else what there is so far."""
+        """The result: final once the iteration has ended, until then what there is so far."""
         task = self._task
         if task is not None and task.done() and not task.cancelled() and not task.exception():
             return task.result()
@@ -54,7 +54,7 @@ class GenerationStream:
             RequestError: After the last delta, if the generation failed.
         """
         if self._task is not None:
-            raise RuntimeError("a stream can be iterated once")
+            raise RuntimeError("a stream can be iterated only once")
         self._task = asyncio.create_task(self._call.run())
         self._task.add_done_callback(lambda _: self._fresh.set())
         while True:
@@ -71,7 +71,7 @@ class GenerationStream:
         deltas = []
         for index, output in enumerate(self._call.outputs):
             draft, start = output.draft, self._given[index]
-            end = len(draft) - (0 if whole else output.held)
+            end = len(draft) - (0 if whole else output.retractable)
             if end > start:
                 deltas.append(draft.delta(start, end))
                 self._given[index] = end

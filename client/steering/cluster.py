@@ -16,11 +16,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
+from rollout_client.errors import ClusterError, EpochLost, PublishFailed, SteeringFailed, Superseded
+from rollout_client.kube.access import Obj
+from rollout_client.kube.client import Kube
 from rollout_worker.schemas import WeightsId, WeightsSource
 
-from .errors import ClusterError, EpochLost, PublishFailed, SteeringFailed, Superseded
-from .kube import Kube, Obj
-from .steering import OnProgress, PoolState, Published, PublishProgress
+from .protocol import OnProgress, PoolState, Published, PublishProgress
 
 ANNOTATION_EPOCH = "rollout.dev/trainer-epoch"
 CONFLICT = 409

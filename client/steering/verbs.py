@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from pathlib import PurePath
 from typing import Self
 
+from rollout_client.errors import RolloutError, SteeringFailed
+from rollout_client.hooks import Hook
 from rollout_worker.schemas import WeightsId
 
-from .errors import RolloutError, SteeringFailed
-from .hooks import Hook
-from .steering import (
+from .protocol import (
     ACQUIRE_SECONDS,
     PUBLISH_SECONDS,
     STATE_SECONDS,
@@ -27,7 +27,7 @@ from .steering import (
 logger = logging.getLogger(__name__)
 
 
-class Steered:
+class SteeringVerbs:
     """What needs the right to steer the pool; RBAC and the workers decide who has it.
 
     Args:

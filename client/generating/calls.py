@@ -1,4 +1,4 @@
-"""One call of `generate`: `n` outputs, each seen through by itself, joined into one result."""
+"""One call of `generate`: `n` outputs, each seen through on its own, joined into one result."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
+from rollout_client.errors import RequestError, RolloutError
+from rollout_client.results import GenerateResult, joined
 from rollout_worker.schemas import GenerateRequest
 
-from .errors import RequestError, RolloutError
-from .generation import Generation, OnVersionChange, Policy, Shared
-from .results import GenerateResult, joined
+from .attempts import Generation, Shared
+from .verdicts import OnVersionChange, Policy
 
 MAX_SEED = 2**63
 
 MAX_ID = 200
-"""Characters of a request id of the caller: attempts append to it."""
+"""Longest request id that a caller may give: attempts append to it."""
 
 Prompt = GenerateRequest | Sequence[int]
 """A whole request, or token_ids [P]: a list, an array, a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """How a call is to be seen through, beside the request itself."""
+class CallOptions:
+    """How a call is to be seen through, apart from the request itself."""
 
     on_version_change: OnVersionChange
     max_failures: int
@@ -36,15 +37,15 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.on_version_change not in (choices := get_args(OnVersionChange)):
-            why = f"on_version_change is {self.on_version_change!r}: use one of"
-            raise ValueError(f"{why} {', '.join(choices)}")
+            known = ", ".join(choices)
+            raise ValueError(f"on_version_change is {self.on_version_change!r}: use one of {known}")
 
 
 def request_of(prompt: Prompt, fields: Mapping[str, Any]) -> GenerateRequest:
     """Return the request for a prompt with these fields.
 
     Raises:
-        ValueError: A field is wrong.
+        ValueError: A field is unknown or has a bad value.
         TypeError: The prompt is text.
     """
     if isinstance(prompt, GenerateRequest):
@@ -62,17 +63,17 @@ def request_of(prompt: Prompt, fields: Mapping[str, Any]) -> GenerateRequest:
 
 
 class Call:
-    """A request of a caller. Run it once.
+    """A caller's request. Run it once.
 
-    `n` becomes single requests with the seeds that one worker would have derived, so that the
-    outputs spread over replicas and one that breaks does not touch the others.
+    `n` becomes single requests with the seeds that one worker would have derived, so that outputs
+    spread over replicas, and one that breaks does not affect the others.
     """
 
     def __init__(
         self,
         shared: Shared,
         request: GenerateRequest,
-        options: Options,
+        options: CallOptions,
         on_tokens: Callable[[int], None] = lambda index: None,
     ) -> None:
         self._shared = shared
@@ -108,7 +109,7 @@ class Call:
         return found
 
     def result(self) -> GenerateResult:
-        """Return what there is; outputs that have not ended are marked aborted."""
+        """Return what there is so far; outputs that have not ended are marked aborted."""
         return joined(
             self.request_id,
             self.session_id,
@@ -121,7 +122,7 @@ class Call:
         """See all outputs through.
 
         Raises:
-            RequestError: One of them failed; the others ended first, and `kept` has them all.
+            RequestError: One of them failed; the others ran to their end first. `kept` has them all.
         """
         outcome = "cancelled"
         result = None

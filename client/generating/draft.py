@@ -6,12 +6,9 @@ token. What an attempt had sent stays, however the attempt ended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rollout_worker.schemas import (
     AbortReason,
     GenerateOutput,
-    SamplingParams,
     StopMatch,
     StopReason,
     StreamDelta,
@@ -130,39 +127,6 @@ class Draft:
             abort_reason=abort_reason,
             weights=tuple(self.spans),
         )
-
-
-def rewind_of(sampling: SamplingParams) -> int:
-    """How many of the last tokens to sample again when an output is continued.
-
-    A worker looks for stop strings in what it samples itself, so one that began before the break
-    would be missed. Every token has at least one byte: this many bytes hold any beginning.
-    """
-    return max((len(text.encode()) - 1 for text in sampling.stop), default=0)
-
-
-def continuable(sampling: SamplingParams) -> bool:
-    """Whether an output can go on from its tokens, with the same distribution as uninterrupted.
-
-    Presence and frequency penalties count sampled tokens only: to the next worker the tokens so
-    far are prompt, and it would not count them.
-    """
-    return sampling.presence_penalty == 0 and sampling.frequency_penalty == 0
-
-
-def rest_of(sampling: SamplingParams, kept: Sequence[int]) -> SamplingParams:
-    """Return the parameters for what is left after the kept tokens: one budget over all attempts.
-
-    A seed is moved on, since the same one would draw the same random numbers again.
-    """
-    if not kept:
-        return sampling
-    changes: dict[str, object] = {"min_tokens": max(0, sampling.min_tokens - len(kept))}
-    if sampling.max_tokens is not None:
-        changes["max_tokens"] = sampling.max_tokens - len(kept)
-    if sampling.seed is not None:
-        changes["seed"] = (sampling.seed + 0x9E3779B97F4A7C15 * len(kept)) % 2**63
-    return sampling.model_copy(update=changes)
 
 
 def _identity(span: WeightsSpan) -> WeightsId:

@@ -1,7 +1,7 @@
-"""Watches over members by asking them: those that are out, those too old, those that went silent.
+"""Finds out by asking whether members serve: excluded ones, outdated ones, and silent ones.
 
 Only members that gave cause are asked. `GET /ready` decides whether one serves, `GET /v1/weights`
-what it serves, and `GET /health` whether a silent one lives.
+with which weights, and `GET /health` whether a silent one is alive.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from rollout_worker.schemas import WeightsId, WeightsState
 
-from .balancer import Seat
 from .connections import Connections
-from .routing import Lease, Router
+from .records import MemberRecord
+from .router import Lease, Router
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +29,23 @@ TICK_SECONDS = 0.1
 PROBE_SECONDS = 5.0
 FIRST_PAUSE = 0.2
 LONGEST_PAUSE = 3.0
-AGE_PAUSE = 0.5
-"""Between two looks at the weights of a member that somebody finds too old."""
+WEIGHTS_PAUSE = 0.5
+"""Between two looks at the weights of a member that are too old for somebody who waits."""
 
 SILENT_SECONDS = 20.0
 GONE_SECONDS = 10.0
-"""What an attempt on a member that discovery lost gets to end: a dead node sends no reset."""
+"""How long an attempt on a member that discovery lost may be silent: a dead node sends no reset."""
 
 
 class Health:
-    """See the module. `run` it beside the requests."""
+    """See the module. `run` it beside the requests.
+
+    Args:
+        router: Whose members are watched.
+        connections: To them.
+        silent_seconds: How long a worker may say nothing to a request before it is asked.
+        gone_seconds: The same for a member that discovery lost; then the request is cut off.
+    """
 
     def __init__(
         self,
@@ -61,30 +68,32 @@ class Health:
                 self._look(time.monotonic())
                 await asyncio.sleep(TICK_SECONDS)
         finally:
-            for task in self._asking.values():
+            asking = list(self._asking.values())
+            for task in asking:
                 task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
 
     def _look(self, now: float) -> None:
-        for url, seat in self._router.balancer.seats.items():
-            if seat.present and now >= seat.probe_at and self._wants_probe(seat):
-                self._start(url, partial(self._probe, seat))
+        for url, record in self._router.balancer.records.items():
+            if record.present and now >= record.probe_at and self._wants_probe(record, now):
+                self._start(url, partial(self._probe, record))
         suspects: dict[str, list[Lease]] = {}
         for lease in self._router.leases:
             silent = now - lease.heard_at
             if silent < min(self._silent, self._gone):
                 continue
-            lost = self._router.balancer.seats.get(lease.member.url)
-            if (lost is None or not lost.present) and silent >= self._gone:
+            found = self._router.balancer.records.get(lease.member.url)
+            if (found is None or not found.present) and silent >= self._gone:
                 lease.cut_off("its replica is gone")
             elif silent >= self._silent:
                 suspects.setdefault(lease.member.url, []).append(lease)
         for url, leases in suspects.items():
             self._start(("silent", url), partial(self._ask_silent, url, leases))
 
-    def _wants_probe(self, seat: Seat) -> bool:
-        if seat.out:
-            return seat.out_until is None
-        return any(not bounds.admits(seat.active) for bounds in self._router.waiting_for)
+    def _wants_probe(self, record: MemberRecord, now: float) -> bool:
+        if record.exclusion(now):
+            return record.excluded_until is None
+        return any(not bounds.admits(record.active) for bounds in self._router.waiting_for)
 
     def _start(self, what: object, ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if what in self._asking:
@@ -93,27 +102,28 @@ class Health:
         self._asking[what] = task
         task.add_done_callback(lambda _: self._asking.pop(what, None))
 
-    async def _probe(self, seat: Seat) -> None:
-        balancer, url = self._router.balancer, seat.member.url
+    async def _probe(self, record: MemberRecord) -> None:
+        balancer, url = self._router.balancer, record.member.url
         why = await self._why_not(url)
         now = time.monotonic()
-        if balancer.seats.get(url) is not seat:
+        if balancer.records.get(url) is not record:
             return
-        seat.active = await self._weights(url) if not why else seat.active
         if why:
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(seat.failures, 10))
-            seat.probe_at = now + pause * random.uniform(0.7, 1.0)
-            seat.failures += 1
-            seat.out = why
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(record.failures, 10))
+            record.probe_at = now + pause * random.uniform(0.7, 1.0)
+            record.failures += 1
+            record.excluded, record.excluded_until = why, None
             return
-        if seat.out:
-            logger.info("%s serves again", seat.member.name, extra={"replica": seat.member.name})
-        balancer.bring_back(url)
-        seat.probe_at = now + AGE_PAUSE
+        record.active = await self._weights(url)
+        if record.exclusion(now):
+            name = record.member.name
+            logger.info("%s serves again", name, extra={"replica": name})
+        balancer.readmit(url)
+        record.probe_at = now + WEIGHTS_PAUSE
         self._router.changed()
 
     async def _why_not(self, url: str) -> str:
-        """Why a member does not serve; empty if it does."""
+        """Return why a member does not serve; empty if it does."""
         try:
             answer = await self._get(url, "/ready")
         except httpx.HTTPError as error:
@@ -134,7 +144,7 @@ class Health:
         return None if state.active is None else state.active.identity
 
     async def _ask_silent(self, url: str, leases: Sequence[Lease]) -> None:
-        """Ask once whether a member lives on which all of these heard nothing."""
+        """Ask once whether the member on which all of these heard nothing is alive."""
         try:
             answer = await self._get(url, "/health")
             alive = answer.status_code == 200

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
+from rollout_client.routing.router import Lease
 from rollout_worker.schemas import GenerateRequest, StreamDelta, StreamDone, WeightsId
 
 from .draft import BadDelta
-from .routing import Lease
 
 PROBLEM_PREFIX = "urn:rollout:problem:"
 MAX_PROBLEM_BYTES = 65536

@@ -10,7 +10,8 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .kube import Kube
+from rollout_client.kube.client import Kube
+
 from .members import CONTROL_PORT, DATA_PORT, Member, Publish
 
 logger = logging.getLogger(__name__)

@@ -1,96 +1,45 @@
 """`RolloutPool`: `AsyncRolloutPool` for programs without an event loop.
 
-The asynchronous pool runs in a thread with a loop of its own; every method here hands its call to
-it and waits. Threads may share a pool. It does not survive a fork: make it after.
+The asynchronous pool runs in a thread with its own loop; every method here hands its call to that
+loop and waits. Threads may share a pool. It does not survive a fork: make it afterwards.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self, TypeVar
 
-from rollout_worker.schemas import StreamDelta, WeightsId, WorkerInfo
-
-from .calls import Prompt
-from .direct import DirectOptions
-from .dns import TTL_SECONDS
-from .errors import PoolClosed, RolloutError
-from .generation import OnVersionChange
-from .members import DATA_PORT, Member
-from .pool import CONCURRENCY, AsyncRolloutPool, Progress
-from .results import GenerateResult
-from .steering import (
+from rollout_client.discovery.dns import TTL_SECONDS
+from rollout_client.discovery.members import DATA_PORT, Member
+from rollout_client.errors import PoolClosed, RolloutError
+from rollout_client.generating.calls import Prompt
+from rollout_client.generating.streams import GenerationStream
+from rollout_client.generating.verbs import CONCURRENCY, Progress
+from rollout_client.generating.verdicts import OnVersionChange
+from rollout_client.results import GenerateResult
+from rollout_client.steering.direct import DirectOptions
+from rollout_client.steering.protocol import (
     ACQUIRE_SECONDS,
     PUBLISH_SECONDS,
     STATE_SECONDS,
     OnProgress,
     Published,
 )
-from .streams import GenerationStream
+from rollout_worker.schemas import StreamDelta, WeightsId, WorkerInfo
+
+from .asynchronous import AsyncRolloutPool
+from .loop_thread import LoopThread
 
 T = TypeVar("T")
 
-CLOSE_SECONDS = 30.0
-LOOK_SECONDS = 1.0
-"""How often a caller that waits looks whether the loop is still there."""
-
-
-class LoopThread:
-    """A thread with an event loop, for as long as `close` is not called."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
-        self._thread.start()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        # Who still waits for a call gets an end of it, too.
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self._loop.close()
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and return its result; interrupted, it is cancelled.
-
-        Raises:
-            PoolClosed: The loop has ended.
-        """
-        if self._loop.is_closed() or not self._thread.is_alive():
-            work.close()
-            raise PoolClosed("the pool was closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            while not concurrent.futures.wait([future], LOOK_SECONDS).done:
-                if not self._thread.is_alive():  # handed over just after the loop's last turn
-                    raise PoolClosed("the pool was closed")
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise PoolClosed("the pool was closed while this ran") from None
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """End the loop and the thread."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(CLOSE_SECONDS)
-
 
 class RolloutPool:
-    """See `AsyncRolloutPool`: the same methods and arguments, each waits for its end.
+    """`AsyncRolloutPool` with the same methods and arguments, each of which waits for its end.
 
-    Use it as a context manager, or `close` it. `asynchronous` is the pool behind, to be used in its
-    own loop only.
+    Use it as a context manager, or `close` it. `asynchronous` is the pool behind it; it may be used
+    in its own loop only.
     """
 
     def __init__(self, make: Callable[[], AsyncRolloutPool]) -> None:
@@ -181,23 +130,23 @@ class RolloutPool:
 
     @property
     def members(self) -> list[Member]:
-        """Members that discovery knows now."""
-        return self._thread.call(_of(lambda: self.asynchronous.members))
+        """Members that discovery has found; `serving` says which of them get requests."""
+        return self._thread.call(_in_loop(lambda: self.asynchronous.members))
 
     def serving(self) -> list[Member]:
         """Members that may get requests now."""
-        return self._thread.call(_of(self.asynchronous.serving))
+        return self._thread.call(_in_loop(self.asynchronous.serving))
 
     def load(self) -> dict[str, int]:
-        """Requests of this pool in flight, by the member's name."""
-        return self._thread.call(_of(self.asynchronous.load))
+        """Requests of this pool in flight, by member name."""
+        return self._thread.call(_in_loop(self.asynchronous.load))
 
     def wait_serving(self, count: int = 1, *, seconds: float = 600) -> list[Member]:
-        """Wait until so many members answer that they serve."""
+        """Wait until so many members serve."""
         return self._thread.call(self.asynchronous.wait_serving(count, seconds=seconds))
 
     def info(self, *, seconds: float = 30) -> WorkerInfo:
-        """Return what a replica says of model, length and capabilities."""
+        """Return what a replica says about its model, lengths and capabilities."""
         return self._thread.call(self.asynchronous.info(seconds=seconds))
 
     # Generate.
@@ -258,7 +207,7 @@ class RolloutPool:
     ) -> SyncStream:
         """Return a stream of deltas, joined over all attempts; use it with `with`."""
         stream = self._thread.call(
-            _of(
+            _in_loop(
                 lambda: self.asynchronous.stream(
                     prompt, group_id=group_id, on_version_change=on_version_change, **fields
                 )
@@ -270,11 +219,11 @@ class RolloutPool:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that this trainer holds, once it has one."""
+        """The epoch that this trainer holds; None until it has one."""
         return self.asynchronous.epoch
 
     def acquire(self, *, seconds: float = ACQUIRE_SECONDS) -> int:
-        """Take the pool: the next epoch; former trainers are shut out."""
+        """Take the pool: the next epoch, which shuts out earlier trainers."""
         return self._thread.call(self.asynchronous.acquire(seconds=seconds))
 
     def publish_weights(
@@ -285,13 +234,13 @@ class RolloutPool:
         seconds: float = PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,
     ) -> Published:
-        """Bring a version to all replicas and return once it serves."""
+        """Publish a version to all replicas and return once it serves."""
         return self._thread.call(
             self.asynchronous.publish_weights(version, path, seconds=seconds, progress=progress)
         )
 
     def sleep(self, *, seconds: float = STATE_SECONDS) -> None:
-        """Give the engines' memory back."""
+        """Free the engines' memory."""
         self._thread.call(self.asynchronous.sleep(seconds=seconds))
 
     def wake(self, *, seconds: float = STATE_SECONDS) -> None:
@@ -304,7 +253,7 @@ class RolloutPool:
 
     @contextmanager
     def generating(self, *, seconds: float = STATE_SECONDS) -> Iterator[Self]:
-        """Wake the pool for a block and let it sleep at the end."""
+        """Wake the pool for a block and put it to sleep at the end."""
         block = self.asynchronous.generating(seconds=seconds)
         self._thread.call(block.__aenter__())
         try:
@@ -337,11 +286,11 @@ class SyncStream:
 
     @property
     def result(self) -> GenerateResult:
-        """The result: final once the iteration has ended, else what there is so far."""
-        return self._thread.call(_of(lambda: self._stream.result))
+        """The result: final once the iteration has ended, until then what there is so far."""
+        return self._thread.call(_in_loop(lambda: self._stream.result))
 
 
-async def _of(function: Callable[[], T]) -> T:
+async def _in_loop(function: Callable[[], T]) -> T:
     return function()
 
 

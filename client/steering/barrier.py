@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rollout_client.control import ControlError, ControlUnreachable
+from rollout_client.errors import EpochLost, PublishFailed
 from rollout_worker.schemas import (
     DiscardRequest,
     StageRequest,
@@ -16,10 +18,8 @@ from rollout_worker.schemas import (
     WorkerState,
 )
 
-from .control import ControlError, ControlUnreachable
-from .errors import EpochLost, PublishFailed
-from .ports import ControlPorts
-from .steering import OnProgress, PublishProgress
+from .control_ports import ControlPorts
+from .protocol import OnProgress, PublishProgress
 
 logger = logging.getLogger(__name__)
 
