@@ -11,7 +11,8 @@ from .heads import Head
 from .members import MemberPlanner
 from .plan import CallWorker, Note, Plan, SetGate, Wait
 from .report import build_status
-from .updates import plan_weights, target_of
+from .updates.decide import plan_weights
+from .updates.weights_plan import target_of
 from .world import Observed
 
 

@@ -13,7 +13,7 @@ from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.decide import decide
 from rollout_operator.core.gangs import STUCK_SECONDS
 from rollout_operator.core.plan import DeletePod, Plan
-from rollout_operator.core.pods import PodBuilder
+from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.report import conditions_for_invalid
 from rollout_operator.core.status_changes import essence, own
 from rollout_operator.core.world import Observed, Pod, parse_pod
