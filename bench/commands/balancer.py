@@ -67,7 +67,8 @@ def run(options: Options) -> Result:
         f"{TURNS:,} turns of conversations with Zipf lengths, {AT_ONCE} conversations at once; a"
         f" replica runs {SLOTS} turns at once and queues the rest. Replica {SLOW} is"
         f" {SLOW_FACTOR:g} times slower, replica {DYING} dies after {DIES_AT:g} s.",
-        f"Each of the {rounds} samples is one set of conversations.",
+        "Each sample is one set of conversations. Time is simulated: the load of the machine does not"
+        " touch these figures.",
         f"Tokens sampled in vain when the replica died: {median(mine.wasted):.0f} with ours, which"
         f" keeps what a turn had; {lost} with least in flight, which starts it again.",
     ]

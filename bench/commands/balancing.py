@@ -109,7 +109,7 @@ def run(options: Options) -> Result:
                 took = asyncio.run(_measure(workers, name, turns, seed))
                 print(f"  {name}: {took.makespan:.1f} s, p99 {took.tail:.2f} s", flush=True)
                 found[name].append(took)
-    return _result(found, turns, rounds)
+    return _result(found, turns)
 
 
 async def _measure(workers: Workers, name: str, turns: int, seed: int) -> Took:
@@ -130,7 +130,7 @@ async def _measure(workers: Workers, name: str, turns: int, seed: int) -> Took:
     return Took(makespan, p99(talk.seconds), sender.wasted)
 
 
-def _result(found: dict[str, list[Took]], turns: int, rounds: int) -> Result:
+def _result(found: dict[str, list[Took]], turns: int) -> Result:
     mine = found[OURS]
     figures = [each for name in OTHERS for each in _against(name, mine, found[name])]
     wasted = ", ".join(
@@ -138,8 +138,7 @@ def _result(found: dict[str, list[Took]], turns: int, rounds: int) -> Result:
     )
     notes = [
         f"{turns} turns of conversations with Zipf lengths, {AT_ONCE} conversations at once, over"
-        f" {WORKERS} processes of the hf engine; each of the {rounds} samples is one set of"
-        f" conversations. A worker runs {SHARE:.0%} of the time (SIGSTOP and SIGCONT, periods of"
+        f" {WORKERS} processes of the hf engine; each sample is one set of conversations. A worker runs {SHARE:.0%} of the time (SIGSTOP and SIGCONT, periods of"
         f" {PERIOD_MS} ms), the slow one 1/{SLOW_FACTOR:g} of that; one is killed after a third of"
         " the turns and stays dead.",
         "The hf engine has no prefix cache, so staying with a worker gains nothing here: this shows"

@@ -72,17 +72,16 @@ def _measure(kind: EngineKind, files: Files, rounds: int) -> Result:
         finally:
             worker.finish()
     title = f"Start, updates and sleep: {kind.name}"
-    notes = _notes(files, rounds, measured.said)
+    notes = _notes(files, measured.said)
     return Result("engines", title, figures, notes, part=kind.name)
 
 
-def _notes(files: Files, rounds: int, said: dict[str, float]) -> list[str]:
+def _notes(files: Files, said: dict[str, float]) -> list[str]:
     size = (files.model / "model.safetensors").stat().st_size / 2**20
     reported = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in said.items())
     return [
-        f"{files.label}, float32, {size:,.0f} MiB, on the CPU with one thread; updates, pauses and"
-        f" sleep {rounds} times, the start once. A real worker process; start and wake find the"
-        " files in the page cache.",
+        f"{files.label}, float32, {size:,.0f} MiB, on the CPU with one thread. A real worker"
+        " process, started once; start and wake find the files in the page cache.",
         f"Pause: the longest time without a token of any of {RUNNING} streams, from the call of"
         " commit until all of them run again, against the usual time between two tokens of a"
         " stream. A step under way ends first; a request that was aborted or has ended is sent"

@@ -92,7 +92,7 @@ def run(options: Options) -> Result:
         finally:
             workers.close()
             remove(api, NAME)
-    note = f"{runs} runs of each; {REPLICAS} replicas, idle workers, weights of a tiny model."
+    note = f"{REPLICAS} replicas, idle workers, weights of a tiny model."
     return Result("reaction", "Reaction to a change of spec", figures, [note])
 
 

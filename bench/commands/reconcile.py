@@ -58,7 +58,7 @@ def run(options: Options) -> Result:
     notes = [
         f"{pools} pools of {REPLICAS} pods; everything, the API server too, on these cores.",
         f"Requests of the start, by kind: {kinds(start.calls)}.",
-        f"Requests in steady state ({rounds} times {window} s): {kinds(quiet)}.",
+        f"Requests in steady state ({rounds} x {window} s): {kinds(quiet)}.",
         f"Requests of the last restart: {kinds(restarts[-1].calls)}.",
         "Quantiles of passes and waits are interpolated within the buckets of the operator's"
         " histograms, which know no least and no greatest.",

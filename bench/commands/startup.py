@@ -85,7 +85,7 @@ def _result(timelines: list[Timeline], plain: list[float]) -> Result:
         figure("the operator's steps of it, together", share),
     ]
     notes = [
-        f"{len(timelines)} runs; one replica, Hugging Face engine, a tiny model, images on the node.",
+        "One replica, Hugging Face engine, a tiny model, images on the node.",
         "A step is counted from the end of the one before it.",
     ]
     return Result("startup", "Start of a pool", figures, notes)

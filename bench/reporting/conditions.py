@@ -58,7 +58,7 @@ class Conditions:
         said = [f"Measured {self.date} on {self.machine}; {loads}."]
         if self.noisy:
             said.append(
-                f"NOISY: the load average was above {QUIET:g} (the benchmark's own load counts, "
-                "too). Trust the ratios before the absolute figures, and neither to the last digit."
+                f"NOISY: the load average was above {QUIET:g} (the benchmark's own load counts, too)."
+                " Trust the ratios more than the absolute figures, and neither to the last digit."
             )
         return said

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from bench.__main__ import COMMANDS
+from bench.reporting.figures import ROUNDS_FOR_A_VERDICT, SAMPLES_FOR_P99
 from bench.reporting.page import PAGE, merged, write
 
 PAGE_BY_HAND = """# Page
@@ -82,3 +85,39 @@ def test_every_generated_section_of_the_page_belongs_to_a_command() -> None:
     for name in names:
         # It would raise if the section's comments were broken.
         merged(PAGE.read_text(), name, "## new")
+
+
+def rows() -> Iterator[dict[str, str]]:
+    """Every row of the page's tables of figures, by column."""
+    head: list[str] = []
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]
+        if not line.startswith("|"):
+            head = []
+        elif not head:
+            head = cells
+        elif "median" in head and not cells[0].startswith("---"):
+            yield dict(zip(head, cells, strict=True))
+
+
+def test_no_verdict_of_the_page_rests_on_fewer_than_five_rounds() -> None:
+    judged = [row for row in rows() if row["goal"].endswith((": met", ": MISSED"))]
+    assert judged
+    for row in judged:
+        theirs = re.findall(r"\bn (\d+)\)", row["baseline"])
+        counts = [int(row["n"]), *map(int, theirs)]
+        assert min(counts) >= ROUNDS_FOR_A_VERDICT, row
+
+
+def test_no_99th_percentile_of_the_page_is_one_of_fewer_than_100_samples() -> None:
+    for row in rows():
+        if row.get("p99") and row["n"]:
+            assert int(row["n"]) >= SAMPLES_FOR_P99, row
+
+
+def test_a_section_of_the_page_names_its_command() -> None:
+    sections = re.findall(r"<!-- begin: ([^\n]+) -->\n(.*?)<!-- end", PAGE.read_text(), re.DOTALL)
+    for name, text in sections:
+        words = name.split()
+        environ = f"ROLLOUT_ENGINES={words[1]} " if len(words) > 1 else ""
+        assert f"\n`{environ}python -m bench {words[0]}" in text, name
