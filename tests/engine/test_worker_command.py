@@ -46,10 +46,16 @@ def test_sigterm_serves_on_drains_aborts_and_exits_0(
 
 
 def test_a_whole_life(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """Probes answer while torch is imported, logs say what changed, running requests may end."""
-    flags = ("--log-level", "debug", "--shutdown-grace", "0")
+    """Probes answer while torch is imported, logs say what changed, running requests may end.
+
+    It begins in the place of one that was killed, which leaves nothing behind.
+    """
+    with command(tiny_models.model(1), tmp_path, wait=False) as killed:
+        boot, port = killed.state()["boot_id"], str(killed.data.base_url.port)
+    flags = ("--log-level", "debug", "--shutdown-grace", "0", "--data-port", port)
     env = {"ROLLOUT_SERVED_NAME": "t"}
     with command(tiny_models.model(1), tmp_path, *flags, env=env, wait=False) as worker:
+        assert worker.state()["boot_id"] != boot
         assert _slowest_probe_until_active(worker) < 5
         assert worker.data.get("/v1/info").json()["model"] == "t"
         worker.generate(token_ids=[4001, 4002, 4003], sampling={"max_tokens": 3})
@@ -132,17 +138,6 @@ def test_a_signal_during_the_imports_ends_pid_1(
     ended, worker = init(module)
     os.kill(worker.pid, number)
     assert ended.wait(2) == 0
-
-
-def test_after_a_kill_nothing_is_left_over(tiny_models: TinyModels, tmp_path: Path) -> None:
-    model = tiny_models.model(1)
-    with command(model, tmp_path) as worker:
-        boot, port = worker.state()["boot_id"], worker.data.base_url.port
-        worker.process.kill()
-        worker.process.wait(10)
-    with command(model, tmp_path, "--data-port", str(port)) as again:
-        assert again.state()["boot_id"] != boot
-        assert again.state()["weights"]["active"]["version"] == 0
 
 
 def _ended(tiny_models: TinyModels, *flags: str) -> str:

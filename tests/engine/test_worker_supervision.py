@@ -142,6 +142,7 @@ def unlogged() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("unlogged")
 @pytest.mark.timeout(60 + 30 * CYCLES)
 def test_many_deaths_leave_no_thread_file_or_memory(tiny_models: TinyModels) -> None:
