@@ -6,7 +6,7 @@ packages are imported. `control` is the control port of one worker.
 
 from rollout_worker.schemas import GenerateRequest, RolloutRequest, SamplingParams, WeightsId
 
-from .direct import DirectOptions
+from .discovery.members import Member
 from .errors import (
     ClusterError,
     DeadlineExceeded,
@@ -25,11 +25,10 @@ from .errors import (
     VersionChanged,
 )
 from .hooks import Hook, PrometheusHook
-from .members import Member
-from .pool import AsyncRolloutPool
+from .pool import AsyncRolloutPool, RolloutPool
 from .results import AttemptReport, GenerateResult
-from .steering import Published, PublishProgress
-from .sync import RolloutPool
+from .steering.direct import DirectOptions
+from .steering.protocol import Published, PublishProgress
 
 __all__ = [
     "AsyncRolloutPool",

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollout_client.calls import Prompt
-from rollout_client.members import Member
+from rollout_client.discovery.members import Member
+from rollout_client.generating.calls import Prompt
 from rollout_client.pool import AsyncRolloutPool
 from rollout_client.results import GenerateResult
-from rollout_client.steering import Published
+from rollout_client.steering.protocol import Published
 
 CONCURRENCY = 10_000
 """Calls that the actor has open at once: nearly all of them wait for a worker."""

@@ -84,6 +84,16 @@ def head_selector(pool: str) -> str:
     return f"{LABEL_POOL}={pool},{LABEL_ROLE}={ROLE_HEAD}"
 
 
+def pool_labels(pool: str) -> dict[str, str]:
+    """Labels of every child of a pool."""
+    return {
+        LABEL_NAME: WORKER_APP,
+        LABEL_MANAGED_BY: MANAGER,
+        LABEL_INSTANCE: pool,
+        LABEL_POOL: pool,
+    }
+
+
 def controller_reference(name: str, uid: str) -> dict[str, object]:
     """Owner reference of every child: the garbage collector removes it with its object.
 

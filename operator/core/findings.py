@@ -17,7 +17,7 @@ from rollout_worker.schemas import Lifecycle, WeightsId
 from .gangs import Gang, PodPlan
 from .heads import Head
 from .plan import Verb
-from .updates import WeightsPlan
+from .updates.weights_plan import WeightsPlan
 from .world import Observed
 
 
@@ -113,7 +113,7 @@ def _update_failed(view: View) -> Finding | None:
 
 
 def _load_failed(view: View) -> Finding | None:
-    for uid, version in view.weights.bring.items():
+    for uid, version in view.weights.version_for.items():
         text = view.heads[uid].failure(version.identity, "stage", "commit")
         if text:
             return Finding(Kind.DEGRADED, "WeightsFailed", text)

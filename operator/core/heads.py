@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rollout_worker.schemas import Lifecycle, StagedWeights, WeightsId, WeightsSource
@@ -78,3 +79,9 @@ class Head:
         if (slot.epoch, slot.version) != identity.as_tuple():
             return None
         return f"{self.pod.name}: {slot.error or 'staging failed'}"
+
+
+def stage_failures(heads: Iterable[Head], identity: WeightsId) -> list[str]:
+    """Return why these heads could not stage this identity, sorted."""
+    found = (head.failure(identity, "stage") for head in heads)
+    return sorted(text for text in found if text)

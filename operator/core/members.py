@@ -25,7 +25,7 @@ from rollout_worker.schemas import (
 
 from .heads import Head, Version
 from .plan import Body, CallWorker, SetGate, Verb, Wait
-from .updates import WeightsPlan
+from .updates.weights_plan import WeightsPlan
 from .world import Observed
 
 SLACK_SECONDS = 15.0
@@ -90,7 +90,7 @@ class MemberPlanner:
     def _require(self, head: Head, state: WorkerState) -> CallWorker | None:
         """The floor: lifts the fence of a fresh process and shuts out older weights."""
         floor, update = self.floor, self.weights.update
-        if update is not None and head.pod.uid in self.weights.out:
+        if update is not None and head.pod.uid in self.weights.out_of_service:
             floor = update.identity
         if state.weights.required is not None and state.weights.required >= floor:
             return None
@@ -159,7 +159,7 @@ class MemberPlanner:
         return self._call(head, Verb.DISCARD, body)
 
     def _wanted(self, head: Head) -> Version | None:
-        version = self.weights.bring.get(head.pod.uid)
+        version = self.weights.version_for.get(head.pod.uid)
         return None if version is None or head.at_least(version.identity) else version
 
     def _drop_staged(self, head: Head, state: WorkerState) -> CallWorker | None:
@@ -224,7 +224,7 @@ class MemberPlanner:
         active = self.spec.state is State.ACTIVE and not self.spec.suspend and not leaving
         if not active:
             return self._off(head, "the pool is not active" if not leaving else "it is going")
-        if pod.uid in self.weights.out:
+        if pod.uid in self.weights.out_of_service:
             return self._off(head, "it failed to commit the weights that the others serve")
         if state is None or Verb.COMMIT in head.worker.running:
             return None  # silence proves nothing, and a commit flips no gate

@@ -25,7 +25,7 @@ from rollout_worker.schemas import Lifecycle, WeightsId
 
 from .findings import Finding, Kind, View, find, waits_for
 from .heads import Head
-from .updates import weights_status
+from .updates.status import weights_status
 
 Verdict = tuple[bool, str, str]
 """Status, reason and message of a condition."""

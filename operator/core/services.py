@@ -8,8 +8,6 @@ from typing import Any
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 
-from .pods import pool_labels
-
 _DATA = {"name": "data", "port": names.DATA_PORT, "targetPort": "data", "protocol": "TCP"}
 _CONTROL = {
     "name": "control",
@@ -39,7 +37,7 @@ def pool_services(name: str, namespace: str, uid: str) -> list[Obj]:
             "metadata": {
                 "name": service,
                 "namespace": namespace,
-                "labels": pool_labels(name),
+                "labels": names.pool_labels(name),
                 "ownerReferences": [names.controller_reference(name, uid)],
             },
             "spec": spec,

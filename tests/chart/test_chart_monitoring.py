@@ -244,7 +244,7 @@ def test_monitors_scrape_ports_that_exist() -> None:
         for monitor in every(documents, "PodMonitor")
         for endpoint in monitor["spec"]["podMetricsEndpoints"]
     }
-    # `data` is the port of the pods that operator/core/pods.py builds.
+    # `data` is the port of the pods that operator/core/pods/ builds.
     assert ports == {"http": "rollout-operator", "data": "rollout-worker"}
 
 

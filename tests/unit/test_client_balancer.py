@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_client.balancer import SCAN, Balancer, Bounds
-from rollout_client.members import Member, static_members
+from rollout_client.discovery.members import Member, static_members
+from rollout_client.routing.balancer import SCAN, Balancer
+from rollout_client.routing.bounds import Bounds
 from rollout_worker.schemas import WeightsId
 
 
@@ -66,9 +67,9 @@ def test_no_choice_is_ever_beyond_the_bound(steps: list[tuple[str, bool]], bound
     for key, release in steps:
         member = found.choose(key, 0.0)
         assert member is not None
-        least = min(seat.in_flight for seat in found.seats.values())
+        least = min(record.in_flight for record in found.records.values())
         # Whoever was the least loaded one may get it in any case.
-        assert found.seats[member.url].in_flight <= least + max(1, bound)
+        assert found.records[member.url].in_flight <= least + max(1, bound)
         if release:
             found.release(member.url)
 
@@ -87,7 +88,7 @@ def test_a_slow_member_gets_less_and_keeps_no_conversation() -> None:
     assert chosen(found, "c") == other
     # What is not measured any more is not held against it.
     found.saw_pace(f"http://{other}:8000", 0.02, 61.0)
-    assert found.seats[f"http://{home}:8000"].slowness == 1
+    assert found.records[f"http://{home}:8000"].slowness == 1
 
 
 def test_beyond_some_members_two_are_compared() -> None:
@@ -98,7 +99,7 @@ def test_beyond_some_members_two_are_compared() -> None:
 
 def test_the_stable_hash_is_the_same_in_every_process() -> None:
     program = (
-        "from rollout_client.balancer import Balancer; from rollout_client.members import Member\n"
+        "from rollout_client.routing.balancer import Balancer; from rollout_client.discovery.members import Member\n"
         "b = Balancer(deterministic=True)\n"
         "b.set_members([Member(f'http://w{i}:8000', f'w{i}') for i in range(5)], 0.0)\n"
         "print([b.choose(str(k), 0.0).name for k in range(50)])"
@@ -128,25 +129,25 @@ def test_counts_survive_a_member_that_goes_and_comes_back() -> None:
     for _ in range(6):
         found.choose(None, 0.0)
     found.set_members(members(1), 1.0)
-    assert found.seats["http://w1:8000"].in_flight == 3
+    assert found.records["http://w1:8000"].in_flight == 3
     found.release("http://w1:8000")
     found.set_members(members(2), 2.0)
-    assert found.seats["http://w1:8000"].in_flight == 2
+    assert found.records["http://w1:8000"].in_flight == 2
     found.set_members(members(1), 3.0)
     for _ in range(2):
         found.release("http://w1:8000")
-    assert list(found.seats) == ["http://w0:8000"], "nothing is left of it"
+    assert list(found.records) == ["http://w0:8000"], "nothing is left of it"
     found.release("http://w1:8000")  # late, unknown: no harm
 
 
 def test_who_is_out_gets_nothing_until_then_or_until_it_proves_itself() -> None:
     found = balancer(2)
-    found.take_out("http://w0:8000", "its queue is full", 0.0, until=5.0)
-    found.take_out("http://w1:8000", "asleep", 0.0)
+    found.exclude("http://w0:8000", "its queue is full", 0.0, until=5.0)
+    found.exclude("http://w1:8000", "asleep", 0.0)
     assert found.choose(None, 1.0) is None
     assert found.reasons(1.0) == "w0: its queue is full; w1: asleep"
     assert chosen(found, now=5.0) == "w0"
-    found.bring_back("http://w1:8000")
+    found.readmit("http://w1:8000")
     assert chosen(found, now=5.0) == "w1"
 
 
@@ -184,21 +185,21 @@ def test_bounds_read_as_the_workers_admission_reads_them(
     assert (found.choose(None, 0.0, bounds) is not None) is admitted
 
 
-def test_an_exact_version_that_all_have_passed_is_out_of_reach() -> None:
+def test_an_exact_version_that_all_have_passed_is_all_beyond() -> None:
     found = balancer(2)
     exact = Bounds(epoch=1, exact_version=3)
     found.saw_weights("http://w0:8000", weights(1, 4))
-    assert not found.out_of_reach(exact), "the other one may have it"
+    assert not found.all_beyond(exact), "the other one may have it"
     found.saw_weights("http://w1:8000", weights(2, 0))
-    assert found.out_of_reach(exact)
-    assert not found.out_of_reach(Bounds(epoch=1, min_version=9))
+    assert found.all_beyond(exact)
+    assert not found.all_beyond(Bounds(epoch=1, min_version=9))
 
 
 def test_unproven_members_wait_for_their_probe() -> None:
     found = Balancer()
     found.set_members([Member("http://w0:8000", "w0", proven=False)], 0.0)
     assert found.choose(None, 0.0) is None
-    found.bring_back("http://w0:8000")
+    found.readmit("http://w0:8000")
     assert chosen(found) == "w0"
 
 

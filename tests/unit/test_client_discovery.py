@@ -13,10 +13,11 @@ from aiohttp import web
 
 from loopback import Loopback, kubeconfig, loopback
 from rollout_client import AsyncRolloutPool, ClusterError
-from rollout_client.dns import DnsDiscovery
-from rollout_client.endpoints import EndpointDiscovery, members_of
-from rollout_client.kube import Kube, access
-from rollout_client.members import Member
+from rollout_client.discovery.dns import DnsDiscovery
+from rollout_client.discovery.endpoints import EndpointDiscovery, members_of
+from rollout_client.discovery.members import Member
+from rollout_client.kube.access import access
+from rollout_client.kube.client import Kube
 from waiting import until
 
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/train/endpointslices"

@@ -1,4 +1,4 @@
-"""Outputs joined from attempts: spans shift and merge, budgets shrink, nothing odd is taken."""
+"""Outputs joined from attempts: spans shift and merge, nothing odd is taken."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_client.draft import BadDelta, Draft, continuable, rest_of, rewind_of
-from rollout_worker.schemas import SamplingParams, StopReason, StreamDelta, WeightsSpan
+from rollout_client.generating.draft import BadDelta, Draft
+from rollout_worker.schemas import StopReason, StreamDelta, WeightsSpan
 
 
 def delta(start: int, tokens: list[int], version: int = 0, stale: bool = False) -> StreamDelta:
@@ -90,22 +90,3 @@ def test_spans_always_cover_the_tokens(attempts: list[list[tuple[int, int]]], re
     assert sum(s.end - s.start for s in draft.spans) == len(draft)
     kinds = [s.version for s in draft.spans]
     assert all(a != b for a, b in itertools.pairwise(kinds))
-
-
-def test_one_budget_over_all_attempts() -> None:
-    sampling = SamplingParams(max_tokens=10, min_tokens=4, seed=5, temperature=0.7)
-    assert rest_of(sampling, []) is sampling
-    rest = rest_of(sampling, [1, 2, 3])
-    assert (rest.max_tokens, rest.min_tokens, rest.temperature) == (7, 1, 0.7)
-    assert rest.seed not in (None, 5), "the same seed would draw the same numbers again"
-    assert rest_of(sampling, [1, 2, 3]).seed == rest.seed
-    assert rest_of(SamplingParams(), [1]).max_tokens is None
-    assert rest_of(sampling, [0] * 9).min_tokens == 0
-
-
-def test_what_a_break_could_hide_is_sampled_again() -> None:
-    assert rewind_of(SamplingParams(stop=("</a>", "é"))) == 3
-    assert rewind_of(SamplingParams()) == 0
-    assert continuable(SamplingParams(repetition_penalty=1.2))
-    assert not continuable(SamplingParams(presence_penalty=0.1))
-    assert not continuable(SamplingParams(frequency_penalty=0.1))

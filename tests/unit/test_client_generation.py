@@ -29,7 +29,7 @@ from rollout_client import (
     RequestRefused,
     WeightsId,
 )
-from rollout_client.connections import SHARE, Connections
+from rollout_client.routing.connections import SHARE, Connections
 from waiting import until
 
 Step = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -428,7 +428,7 @@ async def test_an_attempt_without_tokens_says_nothing_of_the_weights(
         return await tokens([], "aborted", abort="weights")(request, body)
 
     async def last(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        known.append(pool._router.balancer.seats[url].active)
+        known.append(pool._router.balancer.records[url].active)
         return await tokens([2], "stop", version=5)(request, body)
 
     worker.steps = [tokens([1], "aborted", version=1, abort="weights"), dry, last]

@@ -6,7 +6,7 @@ from typing import Any
 
 from rollout_operator.api.revision import is_current, revision
 from rollout_operator.config import EngineDefaults
-from rollout_operator.core.pods import PodBuilder
+from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.services import differs, pool_services, repair
 from world import spec_of
 

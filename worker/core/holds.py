@@ -1,7 +1,7 @@
-"""Holds: who keeps a worker from generating, and for how long.
+"""Holds: who is keeping a worker from generating, and for how long.
 
-Each caller has at most one hold, Paused or Asleep. The effective state is the most restrictive of
-all live ones, so nobody's resume opens what another keeps closed. Pure: the clock is passed in.
+Each caller has at most one hold, Paused or Asleep. The most restrictive live hold decides the
+state, so a caller's resume can't reopen what another caller keeps closed. Pure: time is passed in.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Literal
 from rollout_worker.schemas import Hold, MemoryTag, WeightsId
 
 COMMIT = "commit"
-"""Holder of the hold that a running commit is."""
+"""The holder shown for a running commit, which acts as a hold of its own."""
 
 SleepLevel = Literal[1, 2]
 
 
 class Want(IntEnum):
-    """Effective states, the more restrictive the higher."""
+    """Effective states, from least to most restrictive."""
 
     ACTIVE = 0
     PAUSED = 1
@@ -30,7 +30,7 @@ class Want(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What all live holds together ask for: `released` memory is given back at `level`."""
+    """What all live holds together ask for: `released` memory is freed at sleep `level`."""
 
     want: Want
     released: frozenset[MemoryTag] = frozenset()
@@ -51,14 +51,14 @@ class Holds:
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
         self.committing: WeightsId | None = None
-        """Set while a commit runs; shown as a hold of its own."""
+        """Set while a commit runs; listed as a hold of its own."""
 
     def pause(self, holder: str, expires: float = inf) -> None:
-        """Set the holder's hold to Paused until `expires`; replaces its former hold."""
+        """Set the holder's hold to Paused until `expires`, replacing any earlier hold."""
         self._held[holder] = _Held(Want.PAUSED, expires)
 
     def sleep(self, holder: str, level: SleepLevel, tags: Collection[MemoryTag]) -> None:
-        """Set the holder's hold to Asleep for these tags, besides those it already holds."""
+        """Set the holder's hold to Asleep for these tags, adding to those it already holds."""
         former = self._held.get(holder)
         if former is not None and former.want is Want.ASLEEP:
             level = 2 if 2 in (level, former.level) else 1
@@ -70,7 +70,7 @@ class Holds:
         self._held.pop(holder, None)
 
     def wake(self, holder: str, tags: Collection[MemoryTag]) -> None:
-        """Take these tags out of the holder's sleep; the hold falls with its last tag."""
+        """Remove these tags from the holder's sleep; the hold ends with its last tag."""
         held = self._held.get(holder)
         if held is None or held.want is not Want.ASLEEP:
             return
@@ -81,7 +81,7 @@ class Holds:
             del self._held[holder]
 
     def expire(self, now: float) -> list[str]:
-        """Drop what has expired and name its holders."""
+        """Drop expired holds and return their holders."""
         gone = [holder for holder, held in self._held.items() if held.expires <= now]
         for holder in gone:
             del self._held[holder]
@@ -93,7 +93,7 @@ class Holds:
         return held.want if held is not None and held.expires > now else Want.ACTIVE
 
     def others(self, holder: str, now: float) -> list[str]:
-        """Everyone else with a live hold."""
+        """Everyone else who has a live hold."""
         return sorted(h for h, held in self._held.items() if h != holder and held.expires > now)
 
     def target(self, now: float) -> Target:
@@ -106,7 +106,7 @@ class Holds:
         )
 
     def next_expiry(self) -> float:
-        """When the first hold falls by itself; infinite if none does."""
+        """When the next hold expires; infinite if none will."""
         return min((held.expires for held in self._held.values()), default=inf)
 
     def listing(self, now: float) -> tuple[Hold, ...]:

@@ -1,7 +1,8 @@
-"""What all parts of one worker share: state, engine, locks, and guarded calls to the engine.
+"""What all parts of a worker share: state, engine, locks, and guarded calls to the engine.
 
-The parts are `flights` (requests), `updates` (weights), `governor` (holds → lifecycle), `supervisor`
-(the engine's life); `service` puts them together. They meet only here. Everything runs on one loop.
+The parts are `flights` (requests), `updates` (weights), `governor` (holds → lifecycle) and
+`supervisor` (the engine's life); `service` puts them together. They meet only here. Everything runs
+on one event loop.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ NOTHING_RESIDENT = Resident(weights=False, kv_cache=False)
 
 
 class Pulse:
-    """Wakes everyone who waits now; who waits checks its condition again."""
+    """Wakes all current waiters, each of which then rechecks its condition."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def fire(self) -> None:
-        """Wake all present waiters."""
+        """Wake all current waiters."""
         self._event.set()
         self._event = asyncio.Event()
 
     async def wait(self, seconds: float | None) -> bool:
-        """Wait for the next pulse; False if none came within `seconds`."""
+        """Wait for the next pulse; return False if none came within `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._event.wait()
@@ -61,19 +62,19 @@ class Runtime:
         self.lifecycle = Tracker(self._moved)
         self.holds = Holds()
         self.changed = Pulse()
-        """Fires when a state, a hold or a request changed."""
+        """Fires when the state, a hold or a request changes."""
         self.exclusive = asyncio.Lock()
         """Held by whoever moves the lifecycle, commits weights or replaces the engine."""
         self.engine: Engine | None = None
         self.info: EngineInfo | None = None
         self.died: asyncio.Future[str] | None = None
-        """Of the present engine: done with the reason once it crashed."""
+        """For the current engine; resolves to the reason once it crashes."""
         self.progress: Progress | None = None
         self.last_error: str | None = None
         self.restarts = 0
         self.shutting_down = False
         self.admitting = True
-        """False once a shutdown refuses new requests."""
+        """False once a shutdown starts to refuse new requests."""
         self.generation: int | None = None
 
     def _moved(self, old: Lifecycle, new: Lifecycle) -> None:
@@ -82,10 +83,10 @@ class Runtime:
         self.changed.fire()
 
     def target(self) -> Target:
-        """What the live holds ask for now."""
+        """What the live holds currently ask for."""
         now = time.monotonic()
         for holder in self.holds.expire(now):
-            logger.info("the hold of %r expired", holder)
+            logger.info("the hold by %r expired", holder)
         return self.holds.target(now)
 
     @property
@@ -94,7 +95,7 @@ class Runtime:
         return self.target().want is not Want.ACTIVE
 
     def stats(self) -> EngineStats:
-        """The engine's counts; zeros while none is loaded."""
+        """The engine's counts; zeros while no engine is loaded."""
         if self.engine is None or not self.lifecycle.has_engine:
             return EngineStats(running=0, resident=NOTHING_RESIDENT)
         return self.engine.stats()
@@ -106,7 +107,7 @@ class Runtime:
             ProblemError: 409 that names the state.
         """
         if self.engine is None or self.info is None or not self.lifecycle.has_engine:
-            raise self.wrong_state("wait until the engine has loaded and try again")
+            raise self.wrong_state("wait for the engine to load and try again")
         return self.engine, self.info
 
     def wrong_state(self, fix: str) -> Exception:
@@ -119,11 +120,11 @@ class Runtime:
 
     @property
     def alive(self) -> bool:
-        """Whether an engine is there and nobody found it dead."""
+        """Whether there is an engine that is not known to be dead."""
         return self.engine is not None and self.died is not None and not self.died.done()
 
     def check_alive(self) -> None:
-        """Stop a verb whose engine died while it waited for something else.
+        """Stop a verb whose engine died while the verb was waiting for something else.
 
         Raises:
             EngineCrashed: with the reason.
@@ -138,25 +139,25 @@ class Runtime:
             self.changed.fire()
 
     def see_generation(self, generation: int | None) -> None:
-        """Remember the object's generation of an operator's call.
+        """Remember the object generation of an operator's call.
 
         Raises:
-            ProblemError: 409 if a newer one was seen: the call is of a stale reader.
+            ProblemError: 409 if a newer one was seen: the caller has read a stale object.
         """
         if generation is None:
             return
         if self.generation is not None and generation < self.generation:
             raise conflict(
                 "stale-generation",
-                f"generation {generation} is older than {self.generation}, which was seen already:"
-                " read the object again",
+                f"generation {generation} is older than {self.generation}, which this worker has"
+                " already seen: read the object again",
                 generation=self.generation,
             )
         self.generation = generation
 
     @asynccontextmanager
     async def alone(self, seconds: float) -> AsyncIterator[None]:
-        """Hold `exclusive`, waiting for it at most `seconds`.
+        """Hold `exclusive`, waiting at most `seconds` to acquire it.
 
         Raises:
             ProblemError: another verb took longer.
@@ -178,16 +179,16 @@ class Runtime:
     async def call(
         self, work: Coroutine[Any, Any, T], seconds: float, what: str, *, fatal: bool = True
     ) -> T:
-        """Await a call to the engine that may hang or die under way.
+        """Await a call to an engine that may hang or die during it.
 
-        With `fatal` an error that the engine did not raise on purpose leaves it in an unknown
-        state: it counts as a crash.
+        With `fatal`, an error other than `EngineError` counts as a crash: it leaves the engine in an
+        unknown state.
 
         Raises:
-            EngineCrashed: the engine died, or did not answer within `seconds` and is given up.
+            EngineCrashed: the engine died, or did not answer within `seconds` and is presumed dead.
         """
         died = self.died
-        assert died is not None, "called only while an engine is there"
+        assert died is not None, "call it only while there is an engine"
         task = asyncio.ensure_future(work)
         try:
             both: set[asyncio.Future[Any]] = {task, died}

@@ -1,4 +1,4 @@
-"""What moves the worker from state to state: verbs, holds carried out, the engine's life.
+"""What moves the worker from state to state: verbs, the governor, the engine's supervisor.
 
-The table of moves itself and the shared state are `core`; weights are changed in `updates`.
+The table of moves and the shared state are in `core`; weights change in `updates`.
 """

@@ -1,7 +1,7 @@
-"""Moves the worker to the state that all live holds together ask for.
+"""Moves the worker to the state that its live holds ask for.
 
-One task, level-triggered: it looks at the target and the state and takes one step at a time, under
-the same lock as commits. Verbs only change holds and wait until the worker has `settled`.
+One level-triggered task compares target and state and takes one step at a time, under the same lock
+as commits. Verbs only change holds and wait until the worker has `settled`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Mode = Literal["drain", "abort", "keep"]
 
 PAUSE_SECONDS = 120.0
 MEMORY_SECONDS = 600.0
-"""Longest time for giving memory back or taking it, weights included."""
+"""Longest time to release or restore memory, weights included."""
 RETRY_SECONDS = 5.0
 
 _SETTLED = {
@@ -56,7 +56,7 @@ class Governor:
         self.engine_replaced()
 
     def engine_replaced(self) -> None:
-        """Start from a fresh engine: it runs and holds all its memory."""
+        """Start over with a fresh engine, which is running and has all its memory."""
         self._frozen = False
         self._released: frozenset[MemoryTag] = frozenset()
         self._level = 1
@@ -67,7 +67,7 @@ class Governor:
         self._keep = False
 
     def ask(self, mode: Mode, deadline_seconds: float) -> None:
-        """Say how to bring running requests to an end; the earliest deadline wins."""
+        """Set how running requests end; the earliest deadline wins."""
         self._keep = mode == "keep"
         if mode != "keep":
             until = time.monotonic() + (deadline_seconds if mode == "drain" else 0.0)
@@ -88,33 +88,35 @@ class Governor:
         return target.level > self._level and "weights" in target.released & self._released
 
     def resident(self, tags: Collection[MemoryTag]) -> bool:
-        """Whether this memory is there, or some hold wants it given back."""
+        """Whether all of this memory that no hold wants released is allocated."""
         return self._released.difference(self._runtime.target().released).isdisjoint(tags)
 
     async def reach(
         self, reached: Callable[[], bool], seconds: float, wanted: Callable[[], bool]
     ) -> None:
-        """Wait until the worker has got somewhere.
+        """Wait until `reached` is true.
 
         Raises:
-            ProblemError: it failed, took longer than `seconds`, or `wanted` turned false.
+            ProblemError: the transition failed, took over `seconds`, or `wanted` became false.
         """
         runtime, failures = self._runtime, self._failures
         until = time.monotonic() + seconds
         while not reached():
             if not runtime.lifecycle.has_engine or runtime.shutting_down:
-                raise runtime.wrong_state("try again when it serves")
+                raise runtime.wrong_state("try again once it is serving")
             if self._failures != failures:
                 rejected = isinstance(self._failure, WeightsRejected)
                 slug = "weights-rejected" if rejected else "internal-error"
-                raise ProblemError(slug, f"{self._failure}; it is tried again")
+                raise ProblemError(slug, f"{self._failure}; the worker keeps retrying")
             if not wanted():
-                raise conflict("changed-meanwhile", "the hold was dropped or expired meanwhile")
+                raise conflict(
+                    "changed-meanwhile", "the hold expired or was released in the meantime"
+                )
             left = until - time.monotonic()
             if left <= 0 or not await runtime.changed.wait(left):
                 raise ProblemError(
                     "deadline-exceeded",
-                    f"still {runtime.lifecycle.state.value} after {seconds:g} s; the hold stays",
+                    f"still {runtime.lifecycle.state.value} after {seconds:g} s; the hold remains",
                 )
 
     async def run(self) -> None:
@@ -126,7 +128,7 @@ class Governor:
                 if await self._advance():
                     continue
             except EngineCrashed as error:
-                logger.warning("the engine died in a transition: %s", error)
+                logger.warning("the engine died during a transition: %s", error)
             except EngineError as error:
                 self._failed(error)
                 pause = min(pause, RETRY_SECONDS)
@@ -135,13 +137,13 @@ class Governor:
             await runtime.changed.wait(None if pause == inf else pause)
 
     def _failed(self, error: EngineError) -> None:
-        logger.error("the transition failed: %s", error)
+        logger.error("a transition failed: %s", error)
         self._failure, self._failures = error, self._failures + 1
         self._runtime.last_error = str(error)
         self._runtime.changed.fire()
 
     async def _advance(self) -> bool:
-        """Take one step; False if there is none to take."""
+        """Take one step; return False if there is none to take."""
         runtime = self._runtime
         if self.settled or not runtime.lifecycle.has_engine or runtime.shutting_down:
             return False
@@ -150,7 +152,7 @@ class Governor:
             if self.settled or step is None or not runtime.alive or runtime.shutting_down:
                 return False
             await step()
-        # Some steps change memory and no state: who waits must look again.
+        # Some steps change memory but not the state: waiters must check again.
         runtime.changed.fire()
         return True
 
@@ -166,7 +168,7 @@ class Governor:
 
     async def _resume(self) -> None:
         engine, _ = self._runtime.loaded()
-        # Before the await: a pause that arrives during it brings a plan of its own.
+        # Before the await: a pause that arrives during it sets a plan of its own.
         self._forget_plan()
         with self._runtime.telemetry.transition("resume"):
             await self._runtime.call(engine.resume(), PAUSE_SECONDS, "resume")
@@ -174,7 +176,7 @@ class Governor:
         self._runtime.lifecycle.move(Lifecycle.ACTIVE)
 
     async def _quiesce(self) -> None:
-        """From Pausing or Draining: end or freeze what runs, then go where the holds say."""
+        """From Pausing or Draining: end or freeze running requests, then follow the holds."""
         runtime = self._runtime
         engine, _ = runtime.loaded()
         with runtime.telemetry.transition("quiesce"):
@@ -190,7 +192,7 @@ class Governor:
                 self._frozen = True
             elif want is Want.ASLEEP:
                 await self._end_rest(want)
-        # The holds may have changed while the engine came to rest.
+        # The holds may have changed while the engine was pausing.
         want = runtime.target().want
         if want is Want.PAUSED:
             runtime.lifecycle.move(Lifecycle.PAUSED)
@@ -200,7 +202,7 @@ class Governor:
             await self._resume()
 
     async def _drain(self) -> None:
-        """Wait for accepted requests; returns early if the plan or the target changes."""
+        """Wait for accepted requests to finish; return early if the plan or target changes."""
         runtime = self._runtime
         while not self._frozen and not self._keep and len(self._flights) and runtime.alive:
             left = self._drain_until - time.monotonic()
@@ -232,7 +234,7 @@ class Governor:
         self._released, self._level = self._released | target.released, target.level
 
     async def _change_sleep(self) -> None:
-        """From Asleep: take memory back that nobody wants released, or give more of it."""
+        """From Asleep: restore memory that no hold wants released, or release more."""
         target = self._runtime.target()
         surplus = self._released - target.released
         if surplus:

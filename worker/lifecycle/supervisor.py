@@ -1,8 +1,8 @@
-"""The engine's life inside this process: load, watch, restart with back-off, seed again.
+"""The engine's life inside this process: load, watch, restart with back-off, reload weights.
 
-A dead engine ends its requests as aborted (`engine`), is replaced, and gets the last active weights
-from their source before anything is served. If they can't be had any more the worker comes up with
-the checkpoint and a floor that keeps it fenced until somebody commits the lost weights or later.
+When an engine dies, its requests end as aborted (`engine`). Its replacement loads the last active
+weights from their source before it serves anything. If that source is gone, the worker comes up
+with the checkpoint, fenced by a floor until someone commits the lost weights or later ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .governor import Governor
 logger = logging.getLogger(__name__)
 
 HEALTHY_SECONDS = 600.0
-"""Life of an engine after which the back-off starts over."""
+"""An engine that lives this long resets the back-off."""
 WATCH_SECONDS = 0.5
 STOP_SECONDS = 30.0
 HEARTBEAT_SECONDS = 30.0
@@ -51,16 +51,16 @@ class Supervisor:
         self._busy_until = time.monotonic() + HEARTBEAT_SECONDS
 
     def health(self) -> str | None:
-        """None while this supervisor makes progress, else what it hangs on."""
+        """None while this supervisor makes progress, else what is wrong."""
         late = time.monotonic() - self._busy_until
-        return None if late < 0 else f"the supervisor is stuck since {late:.0f} s"
+        return None if late < 0 else f"the supervisor has been stuck for {late:.0f} s"
 
     def _expect(self, seconds: float) -> None:
-        """Promise progress within so many seconds."""
+        """Promise progress within this many seconds."""
         self._busy_until = time.monotonic() + seconds + HEARTBEAT_SECONDS
 
     async def run(self) -> None:
-        """Supervise until cancelled; no failure of an engine ends it."""
+        """Supervise until cancelled; no engine failure ends it."""
         runtime, failures, first = self._runtime, 0, True
         delays = runtime.settings.restart_delays
         while True:
@@ -74,12 +74,12 @@ class Supervisor:
             await self._bury(reason)
             delay = delays[min(failures, len(delays) - 1)]
             failures += 1
-            logger.warning("the engine is restarted in %g s", delay)
+            logger.warning("restarting the engine in %g s", delay)
             self._expect(delay)
             await asyncio.sleep(delay)
 
     async def _live_once(self) -> str:
-        """Load an engine and watch it; returns why it ended."""
+        """Load an engine and watch it; return why it ended."""
         runtime = self._runtime
         try:
             with runtime.telemetry.transition("load"):
@@ -87,7 +87,8 @@ class Supervisor:
         except EngineError as error:
             return str(error)
         except TimeoutError:
-            return f"not loaded within --start-timeout {runtime.settings.start_timeout:g} s"
+            timeout = runtime.settings.start_timeout
+            return f"the engine did not load within --start-timeout {timeout:g} s"
         except Exception as error:  # top loop: whatever the adapter raised, the process goes on
             logger.exception("loading the engine failed")
             return f"{type(error).__name__}: {error}"
@@ -101,7 +102,7 @@ class Supervisor:
             runtime.lifecycle.move(Lifecycle.LOADING)
             runtime.died = asyncio.get_running_loop().create_future()
             async with asyncio.timeout(runtime.settings.start_timeout):
-                # In a thread: importing an engine takes seconds, and probes want answers.
+                # In a thread: importing an engine takes seconds, and probes need answers.
                 engine = runtime.engine = await asyncio.to_thread(self._create)
                 info = await engine.start(self._report)
             runtime.info = info
@@ -117,15 +118,15 @@ class Supervisor:
         self._runtime.progress = progress
 
     async def _seed(self, engine: Engine, info: EngineInfo) -> None:
-        """Give a new engine the last active weights."""
+        """Load the last active weights into a new engine."""
         identity = self._updates.identity
         if identity is None or identity == CHECKPOINT:
             return
-        self._report(Progress(message=f"loading weights {identity} again"))
+        self._report(Progress(message=f"reloading weights {identity}"))
         try:
             await self._commit(engine, identity)
         except EngineError as error:
-            self._runtime.last_error = f"weights {identity} could not be loaded again: {error}"
+            self._runtime.last_error = f"weights {identity} could not be reloaded: {error}"
             logger.warning("%s: the worker is fenced", self._runtime.last_error)
             self._updates.lost(info)
 
@@ -155,7 +156,7 @@ class Supervisor:
                 runtime.crashed(wrong)
 
     async def _bury(self, reason: str) -> None:
-        """End what ran on the dead engine and free it."""
+        """End the dead engine's requests and free its resources."""
         runtime = self._runtime
         logger.error("the engine failed: %s", reason)
         runtime.crashed(reason)
@@ -169,7 +170,7 @@ class Supervisor:
             await self.stop_engine()
 
     async def stop_engine(self) -> None:
-        """Free the engine; what it can't do in time it won't do at all."""
+        """Stop the engine; give up on it after `STOP_SECONDS`."""
         runtime = self._runtime
         engine, runtime.engine = runtime.engine, None
         if engine is None:
@@ -180,7 +181,7 @@ class Supervisor:
         except TimeoutError:
             logger.warning("the engine did not stop within %g s", STOP_SECONDS)
         except EngineError as error:
-            logger.warning("the engine did not stop: %s", error)
+            logger.warning("the engine failed to stop: %s", error)
 
 
 _FIRST = {

@@ -1,6 +1,6 @@
-"""The control port's verbs on holds and requests: pause, resume, sleep, wake, abort, cache reset.
+"""The control port's verbs for holds and requests: pause, resume, sleep, wake, abort, cache reset.
 
-Each is idempotent, waits until the worker has got there, and answers its state.
+Each is idempotent and waits until the worker has reached the state it asks for.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .governor import Governor, Mode
 logger = logging.getLogger(__name__)
 
 SLACK_SECONDS = 660.0
-"""What a transition may take beyond its drain: aborting, moving weights."""
+"""How long a transition may take beyond its drain, to abort requests and move weights."""
 
 
 class Verbs:
-    """Verbs of one worker."""
+    """The verbs of one worker."""
 
     def __init__(self, runtime: Runtime, flights: Flights, governor: Governor) -> None:
         self._runtime = runtime
@@ -43,10 +43,10 @@ class Verbs:
         self._governor = governor
 
     async def pause(self, holder: str, request: PauseRequest) -> None:
-        """Hold the worker Paused for this caller; renews or replaces the caller's former hold.
+        """Hold the worker Paused for this caller, renewing or replacing the caller's earlier hold.
 
         Raises:
-            ProblemError: it can't get there now.
+            ProblemError: the worker can't be paused now.
         """
         self._ready_for_verbs(request.generation)
         ttl = request.ttl_seconds
@@ -54,15 +54,19 @@ class Verbs:
         await self._close(holder, request.mode, request.deadline_seconds, AbortReason.CONTROL)
 
     async def sleep(self, holder: str, request: SleepRequest) -> None:
-        """Hold the worker Asleep for this caller, giving the tags' memory back.
+        """Hold the worker Asleep for this caller, releasing the tags' memory.
 
         Raises:
-            ProblemError: it can't get there now.
+            ProblemError: the worker can't be put to sleep now.
         """
         engine = self._ready_for_verbs(request.generation)
         if request.level not in engine.capabilities.sleep_levels:
             able = " and ".join(map(str, engine.capabilities.sleep_levels))
-            fix = f"this engine sleeps at level {able}" if able else "pause it: it can't sleep"
+            fix = (
+                f"this engine only supports sleep level {able}"
+                if able
+                else "this engine can't sleep: pause it instead"
+            )
             raise ProblemError("unsupported", fix, errors=[{"field": "level", "message": fix}])
         self._runtime.holds.sleep(holder, request.level, request.tags)
         await self._close(holder, request.mode, request.deadline_seconds, AbortReason.SLEEP)
@@ -71,7 +75,9 @@ class Verbs:
         runtime = self._runtime
         runtime.see_generation(generation)
         if runtime.shutting_down:
-            raise conflict("shutting-down", "the worker shuts down: its memory is freed soon")
+            raise conflict(
+                "shutting-down", "the worker is shutting down and will free its memory soon"
+            )
         return runtime.loaded()[0]
 
     async def _close(
@@ -85,37 +91,40 @@ class Verbs:
             deadline_seconds + SLACK_SECONDS,
             lambda: runtime.holds.of(holder, time.monotonic()) is not Want.ACTIVE,
         )
-        # Requests that an earlier `keep` froze are still there.
+        # Requests frozen by an earlier `keep` are still there.
         if mode == "abort" and runtime.held:
             await self._flights.abort_all(reason)
 
     async def resume(self, holder: str, request: ReleaseRequest) -> None:
-        """Drop this caller's pause.
+        """Release this caller's pause.
 
         Raises:
-            ProblemError: 409, the caller sleeps, or others hold; the pause is dropped nevertheless.
+            ProblemError: 409, this caller holds it asleep, or others hold it; the latter still
+                releases the pause.
         """
         runtime = self._runtime
         runtime.see_generation(request.generation)
         if runtime.holds.of(holder, time.monotonic()) is Want.ASLEEP:
-            raise conflict("asleep", "this caller holds the worker asleep: POST /v1/wake instead")
+            raise conflict(
+                "asleep", "this caller's hold is a sleep, not a pause: use POST /v1/wake"
+            )
         runtime.holds.release(holder)
         await self._open(holder, ())
 
     async def wake(self, holder: str, request: WakeRequest) -> None:
-        """Drop this caller's sleep for these tags.
+        """Release this caller's sleep for these tags.
 
         Raises:
-            ProblemError: 409, others hold; the sleep is dropped nevertheless.
+            ProblemError: 409, others hold the worker; the sleep is released anyway.
         """
         self._runtime.see_generation(request.generation)
         self._runtime.holds.wake(holder, request.tags)
         await self._open(holder, request.tags)
 
     async def _open(self, holder: str, tags: Collection[MemoryTag]) -> None:
-        """Wait until the tags' memory is there and, unless somebody holds, requests run."""
+        """Wait until the tags' memory is back and, unless someone holds the worker, it serves."""
         runtime, governor = self._runtime, self._governor
-        logger.info("let go by %r", holder)
+        logger.info("released by %r", holder)
         runtime.changed.fire()
         runtime.loaded()
         await governor.reach(lambda: governor.resident(tags), SLACK_SECONDS, lambda: True)
@@ -124,13 +133,13 @@ class Verbs:
         if others:
             raise conflict(
                 "held",
-                f"the worker stays {runtime.lifecycle.state.value}: held by {', '.join(others)};"
-                " the caller's own hold is dropped",
+                f"the caller's hold is released, but the worker stays"
+                f" {runtime.lifecycle.state.value}: it is also held by {', '.join(others)}",
                 holders=others,
             )
 
     async def abort(self, request: AbortRequest) -> AbortResponse:
-        """End requests with what they have and return once they ended."""
+        """End requests with partial output; return once they have ended."""
         ids = self._flights.ids() if request.all else list(dict.fromkeys(request.request_ids or ()))
         aborted = await self._flights.abort_ids(ids, AbortReason.CONTROL)
         return AbortResponse(
@@ -139,10 +148,10 @@ class Verbs:
         )
 
     async def reset_cache(self) -> None:
-        """Forget reusable prefixes.
+        """Clear the prefix cache.
 
         Raises:
-            ProblemError: 409, no engine is there.
+            ProblemError: 409, no engine is loaded.
         """
         engine, _ = self._runtime.loaded()
         try:

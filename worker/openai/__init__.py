@@ -1,4 +1,4 @@
-"""OpenAI's routes: their models, text to token ids and back, chat templates, tool calls.
+"""OpenAI's routes: request models, text to token ids and back, chat templates, tool calls.
 
-Everything is turned into the worker's own requests; nothing in here talks to an engine.
+Every call becomes one of the worker's own requests; nothing here talks to an engine.
 """

@@ -1,4 +1,4 @@
-"""Finished and growing outputs in OpenAI's shapes."""
+"""Finished and streaming outputs in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Decode = Callable[[Sequence[int], bool], str]
 Choice = dict[str, Any]
 
 FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.ABORTED: "abort"}
-"""`abort` is no word of OpenAI's, but none of theirs says that there is more to come."""
+"""`abort` is not an OpenAI value, but none of theirs says that the answer is incomplete."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One call of an OpenAI route: what was asked, and the flights that answer it."""
+    """One call to an OpenAI route: the request, and the flights that answer it."""
 
     id: str
     model: str
@@ -32,16 +32,16 @@ class Exchange:
     flights: list[Flight]
     decode: Decode
     tools: bool = False
-    """Whether tool calls are looked for."""
+    """Whether to parse tool calls."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def chat(self) -> bool:
-        """Which of the two routes."""
+        """Whether this is the chat route."""
         return isinstance(self.request, ChatRequest)
 
     def outputs(self) -> Iterator[tuple[int, Flight, Output]]:
-        """Every output with the index of its choice: prompt after prompt."""
+        """Every output with the index of its choice, prompt by prompt."""
         index = 0
         for flight in self.flights:
             for output in flight.outputs:
@@ -49,17 +49,17 @@ class Exchange:
                 index += 1
 
     def oldest(self) -> WeightsSpan | None:
-        """The span of the oldest weights that made a token so far."""
+        """The span of the oldest weights that have produced a token so far."""
         spans = [span for _, _, output in self.outputs() for span in output.spans]
         return min(spans, key=lambda span: (span.epoch, span.version), default=None)
 
     def envelope(self, kind: str, choices: list[Choice], **more: Any) -> dict[str, Any]:
-        """What every answer and chunk begins with."""
+        """The fields common to every answer and chunk."""
         about = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**about, "choices": choices, **more}
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of all prompts and outputs."""
+        """Token counts over all prompts and outputs."""
         prompt = sum(len(flight.outputs[0].request.token_ids) for flight in self.flights)
         made = sum(len(output.token_ids) for _, _, output in self.outputs())
         cached = sum(output.cached_tokens for _, _, output in self.outputs())
@@ -73,7 +73,7 @@ class Exchange:
     def logprobs(
         self, ids: Sequence[int], logprobs: Sequence[float] | None, offset: int = 0
     ) -> dict[str, Any] | None:
-        """Logprobs of these tokens, in the shape of the route; None if they were not asked for."""
+        """Logprobs of these tokens, in the route's format; None if they were not requested."""
         if logprobs is None:
             return None
         as_ids = self.request.return_tokens_as_token_ids
@@ -95,10 +95,10 @@ class Exchange:
             "text_offset": offsets,
         }
 
-    # A whole answer.
+    # A complete answer.
 
     def answer(self) -> dict[str, Any]:
-        """The answer once every output ended."""
+        """The answer, once every output has ended."""
         choices = [self._choice(*each) for each in self.outputs()]
         kind = "chat.completion" if self.chat else "text_completion"
         more: dict[str, Any] = {"usage": self.usage()}
@@ -143,7 +143,7 @@ class Exchange:
 
 
 class Chunks:
-    """A streamed answer: what each delta of the engine becomes."""
+    """A streamed answer: turns the engine's deltas into chunks."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -156,7 +156,7 @@ class Chunks:
         self._offset = dict.fromkeys(self._outputs, 0)
 
     def first(self) -> Iterator[dict[str, Any]]:
-        """Chunks that come before any token."""
+        """The chunks before the first token."""
         if not self._exchange.chat:
             return
         more: dict[str, Any] = {}
@@ -168,7 +168,7 @@ class Chunks:
             yield self._chunk([_piece(index, delta=delta)], **more)
 
     def delta(self, flight: Flight, delta: StreamDelta) -> dict[str, Any]:
-        """The chunk of new tokens; its text may be empty while characters are incomplete."""
+        """The chunk for new tokens; its text may be empty while a character is incomplete."""
         key = (id(flight), delta.index)
         index, _, output = self._outputs[key]
         begin, ids = self._made[key], delta.token_ids
@@ -182,7 +182,7 @@ class Chunks:
         return self._chunk([self._text(index, key, text) | {"logprobs": logprobs} | more])
 
     def ends(self) -> Iterator[dict[str, Any]]:
-        """The closing chunks: held text, tool calls, why each choice ended, usage if asked for."""
+        """The closing chunks: held-back text, tool calls, finish reasons, usage if requested."""
         for key, (index, _, output) in self._outputs.items():
             rest, finish = self._growing[key].end(), _finish(output)
             if not self._exchange.chat:
@@ -221,6 +221,6 @@ def _finish(output: Output) -> str:
 
 
 def _said(ids: Sequence[int], output: Output) -> Sequence[int]:
-    """The last ids without the stop id that completed the output: it is no part of the text."""
+    """The ids without the stop id that ended the output, which is not part of the text."""
     match = output.stop_match
     return ids[:-1] if match is not None and match.token_id is not None else ids

@@ -1,4 +1,4 @@
-"""Messages as chat templates want them: plain text, arguments of tool calls as objects."""
+"""Messages as chat templates expect them: plain text, tool call arguments as objects."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rollout_worker.wire.problems import ProblemError
 
 
 def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Flatten parts of text and open the arguments of earlier tool calls.
+    """Join text parts and parse the arguments of earlier tool calls.
 
     Raises:
-        ProblemError: 422 that names the message: no role, or a part that is no text.
+        ProblemError: 422 that names the message: it has no role, or a part that is not text.
     """
     return [_message(f"messages.{number}", each) for number, each in enumerate(messages)]
 
@@ -26,7 +26,7 @@ def _message(field: str, message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if calls:
         if not isinstance(calls, list):
-            raise bad(f"{field}.tool_calls", "give a list")
+            raise bad(f"{field}.tool_calls", "must be a list")
         kept["tool_calls"] = [_call(f"{field}.tool_calls", call) for call in calls]
     return kept
 
@@ -37,11 +37,11 @@ def _text(field: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise bad(field, "give a string or a list of parts")
+        raise bad(field, "must be a string or a list of parts")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise bad(field, f"parts of type {kind!r} are not served: send text")
+            raise bad(field, f"parts of type {kind!r} are not supported: send text")
     return "".join(str(part.get("text", "")) for part in content)
 
 
@@ -51,11 +51,11 @@ def _call(field: str, call: Any) -> dict[str, Any]:
         raise bad(field, "every tool call needs a function with a name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        # Templates write arguments out as JSON: given as text they would be quoted twice.
+        # Templates print arguments as JSON; a string would be quoted twice.
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            raise bad(field, f"arguments of {function['name']!r} are no JSON") from None
+            raise bad(field, f"arguments of {function['name']!r} are not valid JSON") from None
     return {**call, "function": {**function, "arguments": arguments or {}}}
 
 

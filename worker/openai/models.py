@@ -1,7 +1,7 @@
-"""Requests of the OpenAI routes, as far as they mean something here.
+"""Request models of the OpenAI routes: the fields that have an effect here.
 
-Unknown fields that don't alter what is sampled are ignored, as OpenAI's clients expect. Those that
-would alter it are refused by name: an answer that ignores them would be a wrong one.
+Unknown fields that don't change what is sampled are ignored, as OpenAI clients expect. Those that
+would change it are refused by name: an answer that ignored them would be wrong.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ ALTERING = {
     "repeat_penalty": "use repetition_penalty",
     "sampling_seed": "use seed",
 }
-"""Fields of other servers that change the output, and what to do instead."""
+"""Fields of other servers that would change the output, and what to do instead."""
 
 SAME = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "seed", "n", "min_tokens"),
     *("stop_token_ids", "allowed_token_ids", "ignore_eos"),
 )
-"""Fields that mean what `sampling` means by the same name."""
+"""Fields that mean the same as their namesakes in `sampling`."""
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides its pieces."""
+    """What a stream reports besides its chunks."""
 
     include_usage: bool = False
 
 
 class OpenAIRequest(BaseModel):
-    """What both routes share; defaults are OpenAI's."""
+    """The fields of both routes; defaults are OpenAI's."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -68,7 +68,7 @@ class OpenAIRequest(BaseModel):
     seed: int | None = None
     response_format: Mapping[str, Any] | None = None
     # Ours, and other servers'.
-    top_k: int | None = Field(default=None, description="0 or -1: all.")
+    top_k: int | None = Field(default=None, description="0 or -1: all tokens.")
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
@@ -87,7 +87,7 @@ class OpenAIRequest(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def check(self, served: str) -> None:
-        """Refuse another model, and what would alter the output.
+        """Refuse a different model, and fields that would change the output.
 
         Raises:
             ProblemError: names the field.
@@ -95,7 +95,7 @@ class OpenAIRequest(BaseModel):
         if self.model not in (None, served):
             raise ProblemError(
                 "not-found",
-                f"the model {self.model!r} is not served here: {served!r} is",
+                f"model {self.model!r} is not served here: use {served!r}",
                 errors=[{"field": "model", "message": "unknown"}],
             )
         if (self.response_format or {}).get("type", "text") != "text":
@@ -137,7 +137,9 @@ class CompletionRequest(OpenAIRequest):
     """Body of `POST /v1/completions`: text or token ids, one prompt or several."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = Field(default=None, ge=0, description="0 or 1: of the sampled tokens.")
+    logprobs: int | None = Field(
+        default=None, ge=0, description="0 or 1: logprobs of the sampled tokens."
+    )
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -145,12 +147,12 @@ class CompletionRequest(OpenAIRequest):
         one = isinstance(value, str) or _all(str, value) or _all(int, value)
         lists = cast(list[object], value) if _all(list, value) else ()
         if not one and not (lists and all(_all(int, ids) for ids in lists)):
-            raise ValueError("give text, a list of token ids, or a list of texts or of such lists")
+            raise ValueError("must be a string, a list of token ids, or a list of either")
         return value
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt."""
+        """The prompts, one by one."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -184,13 +186,13 @@ class ChatRequest(OpenAIRequest):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of an answer; None: up to the maximum length."""
+        """Maximum number of tokens to generate; None: up to the maximum length."""
         newer = self.max_completion_tokens
         return self.max_tokens if newer is None else newer
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of."""
+        """The tools to show to the model."""
         if self.tool_choice == "none":
             return []
         return [tool.model_dump() for tool in self.tools or ()]
@@ -199,15 +201,15 @@ class ChatRequest(OpenAIRequest):
         """See `OpenAIRequest.check`."""
         super().check(served)
         if self.top_logprobs:
-            raise unable("top_logprobs", "logprobs are of the sampled tokens only: leave it out")
+            raise unable("top_logprobs", "only sampled tokens have logprobs: leave it out")
         if self.tool_choice not in (None, "auto", "none"):
-            raise unable("tool_choice", "a call can't be forced: use 'auto' or 'none'")
+            raise unable("tool_choice", "tool calls can't be forced: use 'auto' or 'none'")
 
 
 def in_openais_words(problem: Problem, prompt: str) -> tuple[str, str | None]:
-    """Detail and first field of a refusal, by the names that the client used.
+    """Detail and first field of a refusal, under the names the client used.
 
-    `prompt`: the route's field that the token ids come from.
+    `prompt`: the field of the route that the token ids come from.
     """
     detail, fields = problem.detail, []
     for said in (problem.model_extra or {}).get("errors", ()):
@@ -220,11 +222,11 @@ def in_openais_words(problem: Problem, prompt: str) -> tuple[str, str | None]:
 
 
 def _all(kind: type, value: object) -> bool:
-    """Whether a list holds nothing else: JSON's true is no number here."""
+    """Whether it is a list of exactly this type: JSON's true does not count as a number."""
     return isinstance(value, list) and all(type(each) is kind for each in value)
 
 
 def unable(field: str, fix: str) -> ProblemError:
-    """A field that is refused because it would be ignored."""
-    detail = f"{field} can't be done here: {fix}"
+    """The refusal of a field that would otherwise be ignored."""
+    detail = f"{field} is not supported here: {fix}"
     return ProblemError("unsupported", detail, errors=[{"field": field, "message": detail}])

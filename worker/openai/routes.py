@@ -1,7 +1,7 @@
-"""OpenAI's routes: for clients that know no token ids, over the same flights as `/v1/generate`.
+"""OpenAI's routes, for clients without token ids, over the same flights as `/v1/generate`.
 
-Errors have OpenAI's shape and our statuses. `X-Weights-Version` names the oldest weights that made
-a token of the answer, or the active ones if there is none.
+Errors have OpenAI's format and our status codes. `X-Weights-Version` names the oldest weights that
+produced a token of the answer, or the active ones if there are no tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 DEADLINE_SECONDS = 600.0
 COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` for completions; chats go to the maximum length."""
+"""OpenAI's default `max_tokens` for completions; chats default to the maximum length."""
 MAX_PROMPTS = 256
 CHAT = "/v1/chat/completions"
 
@@ -44,7 +44,7 @@ MinVersion = Annotated[int | None, Header(alias="X-Rollout-Min-Version", ge=0, l
 
 
 class OpenAIRoute(APIRoute):
-    """A route whose errors are OpenAI's."""
+    """A route with errors in OpenAI's format."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """Wrap the handler."""
@@ -63,13 +63,13 @@ class OpenAIRoute(APIRoute):
                     raise
                 return error_response(too_large(), chat=chat)
             except ClientGone:
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # the client is gone: nobody will read this
 
         return handle
 
 
 def error_body(error: ProblemError, *, chat: bool) -> dict[str, Any]:
-    """A problem in OpenAI's shape and by the names of the route's own fields."""
+    """A problem in OpenAI's format, under the names of the route's own fields."""
     problem = error.problem
     detail, field = in_openais_words(problem, "messages" if chat else "prompt")
     return {
@@ -83,7 +83,7 @@ def error_body(error: ProblemError, *, chat: bool) -> dict[str, Any]:
 
 
 def error_response(error: ProblemError, *, chat: bool) -> Response:
-    """The answer that an error becomes."""
+    """The response for an error."""
     return JSONResponse(error_body(error, chat=chat), error.problem.status, headers=error.headers)
 
 
@@ -96,10 +96,10 @@ def add_openai(app: FastAPI, worker: Worker, texts: Texts) -> None:
     async def completions(
         body: CompletionRequest, request: Request, min_version: MinVersion = None
     ) -> Response:
-        """Continue one prompt or several, of text or token ids."""
+        """Complete one or more prompts, given as text or token ids."""
         body.check(worker.settings.served_name)
         if (body.logprobs or 0) > 1:
-            raise unable("logprobs", "they are of the sampled tokens only: use 0 or 1")
+            raise unable("logprobs", "only sampled tokens have logprobs: use 0 or 1")
         worker.check_serving()
         prompts = [p if isinstance(p, list) else await texts.encode(p) for p in body.prompts]
         limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -108,7 +108,7 @@ def add_openai(app: FastAPI, worker: Worker, texts: Texts) -> None:
 
     @router.post(CHAT)
     async def chat(body: ChatRequest, request: Request, min_version: MinVersion = None) -> Response:
-        """Continue a conversation; tool calls are parsed if the model's template teaches them."""
+        """Continue a conversation; tool calls are parsed if the chat template defines them."""
         body.check(worker.settings.served_name)
         worker.check_serving()
         ids = await texts.render(
@@ -140,14 +140,14 @@ def _add_models(router: APIRouter, worker: Worker) -> None:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model that is served, as a list."""
+        """The served model, as a list of one."""
         return {"object": "list", "data": [served()]}
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
-        """The model that is served, by its name."""
+        """The served model, by name."""
         if model != worker.settings.served_name:
-            raise ProblemError("not-found", f"the model {model!r} is not served here")
+            raise ProblemError("not-found", f"model {model!r} is not served here")
         return served()
 
 
@@ -170,9 +170,9 @@ class _Call:
     async def answer(
         self, kind: str, prompts: Sequence[list[int]], max_tokens: int | None, *, logprobs: bool
     ) -> Response:
-        """Generate and answer, at once or as events."""
+        """Generate and answer, in one response or as a stream."""
         if not 0 < len(prompts) <= MAX_PROMPTS:
-            raise unable("prompt", f"give between 1 and {MAX_PROMPTS} prompts")
+            raise unable("prompt", f"send between 1 and {MAX_PROMPTS} prompts")
         decode = await self._texts.decoder()
         name = f"{kind}-{uuid.uuid4().hex}"
         flights: list[Flight] = []
@@ -202,7 +202,7 @@ class _Call:
         return {"X-Weights-Epoch": str(found.epoch), "X-Weights-Version": str(found.version)}
 
     async def _stream(self, exchange: Exchange) -> Response:
-        """The headers name the weights, so they wait for the first token."""
+        """Wait for the first token before the headers, which name its weights."""
         pieces = _merged(exchange.flights)
         first: tuple[Flight, StreamDelta] | None = None
         try:
@@ -218,7 +218,7 @@ class _Call:
 
 
 async def _merged(flights: Sequence[Flight]) -> AsyncIterator[tuple[Flight, StreamDelta]]:
-    """Deltas of all flights as they come."""
+    """Yield the deltas of all flights as they arrive."""
     ready: asyncio.Queue[tuple[Flight, StreamDelta] | None] = asyncio.Queue()
 
     async def pump(flight: Flight) -> None:
@@ -262,9 +262,11 @@ async def _events(
     except ProblemError as error:
         yield _event(error_body(error, chat=exchange.chat))
     except Exception:
-        # The status is sent: only an event can tell.
-        logger.exception("a stream broke", extra={"request": exchange.id})
-        broken = ProblemError("internal-error", "the stream broke; its log has the traceback")
+        # The status line is already sent: only an event can report the error.
+        logger.exception("a stream failed", extra={"request": exchange.id})
+        broken = ProblemError(
+            "internal-error", "the stream failed; the traceback is in the worker's log"
+        )
         yield _event(error_body(broken, chat=exchange.chat))
     finally:
         await asyncio.shield(drop(worker.flights, exchange.flights))

@@ -1,7 +1,7 @@
-"""Text at the edges of the OpenAI routes: chat templates, prompts to ids, ids to growing text.
+"""Text at the edges of the OpenAI routes: chat templates, prompts to ids, ids to streamed text.
 
-Between the edges everything is token ids, so what is learnt from is what was sampled. The tokenizer
-is loaded with transformers at the first request that needs it, in a thread.
+Between the edges everything is token ids, so a trainer learns from exactly what was sampled. The
+first request that needs the tokenizer loads it with transformers, in a thread.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .tool_calls import begun, parser_of
 T = TypeVar("T")
 
 HALF = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder shows for a character whose last bytes are still to come."""
+"""What a decoder shows for a character whose last bytes have not arrived yet."""
 
 
 def template_of(folder: Path) -> str:
-    """The chat template of a model's folder, empty if it has none; read without transformers."""
+    """The chat template in a model's folder, empty if there is none; read without transformers."""
     try:
         return (folder / "chat_template.jinja").read_text()
     except OSError:
@@ -45,13 +45,13 @@ def template_of(folder: Path) -> str:
 
 
 class Texts:
-    """Tokenizer and chat template of the served model."""
+    """The served model's tokenizer and chat template."""
 
     def __init__(self, folder: Callable[[], Path]) -> None:
         self._folder = folder
         self._tokenizer: Any = None
         self._template: str | None = None
-        # One at a time: a tokenizer is not made for two threads.
+        # One at a time: tokenizers are not thread-safe.
         self._thread = ThreadPoolExecutor(1, "texts")
 
     @property
@@ -63,14 +63,14 @@ class Texts:
 
     @property
     def tool_parser(self) -> str | None:
-        """Name of the format of tool calls that this model's template teaches, if it is known."""
+        """Name of the tool call format in this model's template; None if there is no known one."""
         return parser_of(self.template)
 
     async def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, as its tokenizer begins one.
+        """Token ids of a plain prompt, with the special tokens that the tokenizer adds.
 
         Raises:
-            ProblemError: 422, it is no text.
+            ProblemError: 422, the string is not valid text.
         """
         _check_text("prompt", text)
         return await self._run(lambda tokenizer: list(tokenizer(text)["input_ids"]))
@@ -82,16 +82,16 @@ class Texts:
         variables: Mapping[str, Any],
         **options: bool,
     ) -> list[int]:
-        """Token ids of a conversation; `variables` are the template's own.
+        """Token ids of a conversation; `variables` are passed to the template.
 
         Raises:
-            ProblemError: 422, the template is missing or refuses these messages, tools or
+            ProblemError: 422, there is no template, or it rejects these messages, tools or
                 variables.
         """
         if not self.template:
             raise _unable("messages", "the model has no chat template: use /v1/completions")
         if tools and "tools" not in self.template:
-            raise _unable("tools", "the model's chat template takes no tools: leave them out")
+            raise _unable("tools", "the model's chat template supports no tools: leave them out")
 
         def render(tokenizer: Any) -> list[int]:
             from jinja2 import TemplateError
@@ -106,14 +106,16 @@ class Texts:
                     **variables,
                 )
             except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-                raise _unable("messages", f"the model's chat template refuses: {error}") from error
+                raise _unable(
+                    "messages", f"the model's chat template rejects them: {error}"
+                ) from error
             _check_text("messages", text)
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
         return await self._run(render)
 
     async def decoder(self) -> Callable[[Sequence[int], bool], str]:
-        """A function (ids, keep special tokens) -> text, quick enough for the loop."""
+        """A function (ids, keep special tokens) -> text, fast enough to call on the event loop."""
         tokenizer = await self._run(lambda tokenizer: tokenizer)
 
         return lambda ids, special: decode(tokenizer, ids, special=special)
@@ -129,7 +131,7 @@ class Texts:
 
 def _load(folder: Path) -> Any:
     missing = _unable(
-        "prompt", "the model's folder holds no tokenizer: send token ids to /v1/generate"
+        "prompt", "the model's folder has no tokenizer: send token ids to /v1/generate"
     )
     try:
         tokenizer = load_tokenizer(folder)
@@ -141,15 +143,15 @@ def _load(folder: Path) -> Any:
 
 
 def _check_variables(variables: Mapping[str, Any], apply: Callable[..., Any]) -> None:
-    """Refuse what would set the rendering's own parameters in place of a template's variable."""
+    """Refuse names that are parameters of the rendering call, not variables of a template."""
     taken = inspect.signature(apply).parameters.keys() - {"documents"} | {"messages"}
     for name in taken.intersection(variables):
         field = f"chat_template_kwargs.{name}"
-        raise _unable(field, f"{field}: no variable of a template: leave it out")
+        raise _unable(field, f"{field}: not a template variable: leave it out")
 
 
 def _check_text(field: str, text: str) -> None:
-    """Refuse half of a surrogate pair, which JSON can escape and no tokenizer takes."""
+    """Refuse half of a surrogate pair, which JSON can escape but no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -162,9 +164,9 @@ def _unable(field: str, detail: str) -> ProblemError:
 
 
 class Growing:
-    """Text of an output while its ids arrive; half characters and half stop strings are held back.
+    """An output's text as its ids arrive; holds back partial characters and partial stop strings.
 
-    `stops` end the text, which does not hold them.
+    The text ends before the first of `stops`.
     """
 
     def __init__(
@@ -173,12 +175,12 @@ class Growing:
         self._decode = decode
         self._stops = stops
         self._ids: list[int] = []
-        self._from = self._upto = 0  # ids whose text is known begin and end here
+        self._from = self._upto = 0  # the range of ids whose text is known
         self._held = ""
         self._over = False
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take new ids and return the text that is certain now."""
+        """Add new ids and return the text that is now certain."""
         self._ids += ids
         known = self._decode(self._ids[self._from : self._upto], False)
         text = self._decode(self._ids[self._from :], False)
@@ -188,7 +190,7 @@ class Growing:
         return self._certain(text[len(known) :])
 
     def end(self) -> str:
-        """The rest."""
+        """Return the rest of the text."""
         known = self._decode(self._ids[self._from : self._upto], False)
         self._held += self._decode(self._ids[self._from :], False)[len(known) :]
         text, self._held = self._cut(self._held), ""

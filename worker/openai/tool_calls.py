@@ -1,7 +1,7 @@
-"""Tool calls in a model's text: found, taken out, and given in OpenAI's shape.
+"""Extract tool calls from a model's text, in OpenAI's format.
 
-Known is the format that Hermes and Qwen models are taught: `<tool_call>{"name": …, "arguments":
-{…}}</tool_call>`. What does not parse stays text: nothing that a model said is lost.
+The one supported format is that of Hermes and Qwen models: `<tool_call>{"name": …, "arguments":
+{…}}</tool_call>`. Whatever does not parse stays text, so no output is lost.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def parser_of(template: str) -> str | None:
-    """Name of the format that a chat template teaches, None if it is unknown."""
+    """Name of the tool call format in a chat template; None if it is unknown."""
     return "hermes" if OPEN in template and "tools" in template else None
 
 
@@ -42,7 +42,7 @@ def _call(body: str) -> dict[str, Any] | None:
         arguments = said.get("arguments", {})
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        # Half of a surrogate pair, which JSON can escape, can be sent to nobody.
+        # JSON can escape half of a surrogate pair, but it can't be sent as UTF-8.
         (said["name"] + arguments).encode()
     except (ValueError, RecursionError):
         return None
@@ -54,13 +54,13 @@ def _call(body: str) -> dict[str, Any] | None:
 
 
 class Gate:
-    """Lets the text of a stream through until a tool call may have begun."""
+    """Passes streamed text through until a tool call may have started."""
 
     def __init__(self) -> None:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Take new text and return what is certainly no part of a tool call."""
+        """Add new text and return what is certainly not part of a tool call."""
         self._held += text
         at = self._held.find(OPEN)
         if at < 0:
@@ -69,12 +69,12 @@ class Gate:
         return certain
 
     def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """What was held: text that is no call, and the calls."""
+        """What was held back: text that is not a call, and the calls."""
         return parse(self._held)
 
 
 def begun(text: str, mark: str) -> int:
-    """How many of the last characters may be the beginning of `mark`."""
+    """How many trailing characters may be the start of `mark`."""
     for size in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:size]):
             return size

@@ -117,6 +117,8 @@ async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = N
     servers = Servers(worker, make_authorizer(settings))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    # Until here a signal ends the process at once (`__main__`). The loop hears of one that comes
+    # in between: it listens before it takes the handler's place.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     data, control = servers.ports

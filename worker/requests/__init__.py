@@ -1,4 +1,4 @@
-"""Requests in flight: admission, one pump per output, abort, the client that goes away.
+"""Requests in flight: admission, one pump per output, abort, clients that disconnect.
 
-It knows the engine by its contract only, and nothing of HTTP routes.
+It knows the engine only through its contract, and knows nothing about HTTP routes.
 """

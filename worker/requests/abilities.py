@@ -1,7 +1,7 @@
-"""What an engine declares that it can't do, refused by name before it sees the request.
+"""Refuse by name what an engine does not support, before it sees the request.
 
-An adapter declares `Capabilities` and is spared these checks; its own `validate` refuses what
-depends on the model, such as ids beyond the vocabulary.
+An adapter declares `Capabilities` and needs no such checks of its own; its `validate` only refuses
+what depends on the model, such as ids beyond the vocabulary.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from rollout_worker.schemas import Capabilities, SamplingParams
 _DEFAULTS = SamplingParams()
 _TRUNCATION = frozenset({"top_p", "top_k", "min_p"})
 _NEUTRAL = frozenset({"max_tokens", "n", "seed", "stop", "stop_token_ids", "ignore_eos"})
-"""Fields that do not alter the distribution which a token is drawn from."""
+"""Fields that leave the distribution a token is sampled from unchanged."""
 
 
 def check_abilities(request: EngineRequest, able: Capabilities) -> None:
-    """Refuse what the engine declares that it can't do.
+    """Refuse what the engine's capabilities exclude.
 
     Raises:
         InvalidRequest: names the field and the fix.
@@ -40,33 +40,33 @@ def check_abilities(request: EngineRequest, able: Capabilities) -> None:
 
 
 def _check_logprobs(request: EngineRequest, able: Capabilities) -> None:
-    """Either kind goes where both are the same numbers; else it must have been declared."""
+    """Serve either kind where both have the same values; otherwise it must be declared."""
     altering = _altering(request.sampling)
     if request.logprobs is None:
         return
     if not able.logprobs:
-        raise _unable("logprobs", "it records none, ask for 'none'")
+        raise _unable("logprobs", "it records no logprobs, use 'none'")
     if not altering:
         return
     if request.logprobs not in able.logprobs:
         others = " or ".join(able.logprobs)
         raise _unable(
             "logprobs",
-            f"{request.logprobs!r} differ from those it records ({others}) once {_names(altering)}"
-            f" is set: ask for {others}, or leave the sampling parameters at their defaults",
+            f"with {_names(altering)} set, {request.logprobs!r} logprobs differ from the ones it"
+            f" records ({others}): ask for {others}, or leave those parameters at their defaults",
         )
     beyond = altering.difference(able.sampling_logprobs)
     if request.logprobs == "sampling" and beyond:
-        instead = "ask for 'raw'" if "raw" in able.logprobs else "leave logprobs out ('none')"
+        instead = "ask for 'raw'" if "raw" in able.logprobs else "use 'none'"
         raise _unable(
             "logprobs",
-            f"it has no logprobs of the distribution that {_names(beyond)} makes: {instead}, or"
-            " leave that parameter at its default",
+            f"it can't record 'sampling' logprobs with {_names(beyond)} set: {instead}, or leave"
+            " those parameters at their defaults",
         )
 
 
 def _altering(sampling: SamplingParams) -> frozenset[str]:
-    """Fields that make the distribution differ from the model's; T = 0 counts as T = 1."""
+    """Fields that change the distribution from the model's own; T = 0 counts as T = 1."""
     changed = _changed(sampling) - _NEUTRAL
     if sampling.temperature == 0:
         changed -= _TRUNCATION | {"temperature"}
@@ -83,4 +83,4 @@ def _names(fields: Collection[str]) -> str:
 
 
 def _unable(field: str, what: str) -> InvalidRequest:
-    return InvalidRequest(field, f"this engine can't do that: {what}")
+    return InvalidRequest(field, f"this engine does not support it: {what}")

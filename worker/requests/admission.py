@@ -1,7 +1,7 @@
 """What a request must meet before it is queued, as ordered checks that name the fix.
 
-Everything here is quick and without side effects, so that the check and the registration of a
-request happen in one step of the loop and no commit fits between them.
+Everything here is fast and free of side effects, so a request is checked and registered in one
+step of the event loop, and no commit can come in between.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from .abilities import check_abilities
 MAX_SEED = 2**63
 
 _NO_ENGINE = {
-    Lifecycle.STARTING: ("starting", "the worker starts", 2),
-    Lifecycle.LOADING: ("starting", "the model is being loaded", 2),
-    Lifecycle.FAILED: ("failed", "the engine failed and will be restarted", 5),
+    Lifecycle.STARTING: ("starting", "the worker is starting", 2),
+    Lifecycle.LOADING: ("starting", "the model is loading", 2),
+    Lifecycle.FAILED: ("failed", "the engine failed and is being restarted", 5),
 }
 
 
 def not_serving(
     runtime: Runtime, active: WeightsId | None, required: WeightsId | None
 ) -> ProblemError | None:
-    """Why no request may run now, or None. The same answer decides readiness.
+    """Why no request may run now, or None. Readiness follows the same answer.
 
-    `active`: the weights that serve; `required`: the floor below which nothing is served.
+    `active`: the serving weights; `required`: the floor below which nothing is served.
     """
     if not runtime.admitting:
-        return _refusal("shutting-down", "the worker shuts down: use another replica", 1)
+        return _refusal("shutting-down", "the worker is shutting down: use another replica", 1)
     state = runtime.lifecycle.state
     if state in _NO_ENGINE:
         return _refusal(*_NO_ENGINE[state])
     if not runtime.alive:
-        return _refusal("failed", "the engine failed and will be restarted", 5)
+        return _refusal("failed", "the engine failed and is being restarted", 5)
     want = runtime.target().want
     if want is Want.ASLEEP or state in (Lifecycle.DRAINING, Lifecycle.ASLEEP, Lifecycle.WAKING):
         return _refusal("asleep", "the worker is asleep: wake it, or use another replica", 5)
@@ -53,12 +53,12 @@ def _fenced(
     if required is None:
         if not runtime.settings.in_pool:
             return None
-        return _refusal("fenced", "no floor of weights was set yet (POST /v1/require)", 1)
+        return _refusal("fenced", "no weights floor has been set yet (POST /v1/require)", 1)
     if active is None or active < required:
         return ProblemError(
             "fenced",
-            f"active weights {active} are below the required {required}: stage and commit them,"
-            " or use another replica",
+            f"the active weights {active} are below the required {required}: stage and commit"
+            f" {required} or later, or use another replica",
             retry_after=1,
             active=_identity(active),
             required=_identity(required),
@@ -75,10 +75,10 @@ def _identity(weights: WeightsId | None) -> dict[str, int] | None:
 
 
 def check_version(request: GenerateRequest, active: WeightsId) -> WeightsId | None:
-    """Compare the request's bounds with the active weights; returns the exact identity if asked.
+    """Compare the request's bounds with the active weights; return the exact identity, if any.
 
     Raises:
-        ProblemError: 409 `version-not-met`, retryable, with `active`.
+        ProblemError: 409 `version-not-met`, retryable, which names the active weights.
     """
     epoch = active.epoch if request.epoch is None else request.epoch
     exact = None
@@ -96,7 +96,7 @@ def check_version(request: GenerateRequest, active: WeightsId) -> WeightsId | No
 def _not_met(wanted: str, active: WeightsId) -> ProblemError:
     return ProblemError(
         "version-not-met",
-        f"the request wants weights {wanted}, active are {active}: try again after the update,"
+        f"the request wants weights {wanted}, but {active} are active: try again after the update,"
         " use another replica, or change the bound",
         retry_after=1,
         active=_identity(active),
@@ -110,7 +110,7 @@ def expand(
     info: EngineInfo,
     default_logprobs: LogprobsOf,
 ) -> Sequence[EngineRequest]:
-    """Return one engine request per output: lengths and logprobs resolved, seeds derived.
+    """Return one engine request per output, with lengths, logprobs and seeds resolved.
 
     Raises:
         ProblemError: 413 or 422 that names the field.
@@ -146,7 +146,7 @@ def expand(
 
 
 def invalid(error: InvalidRequest) -> ProblemError:
-    """A refusal of the engine as a problem that names the field."""
+    """The engine's refusal, as a problem that names the field."""
     slug = "too-long" if error.status == 413 else "unsupported"
     named = f"{error.field}: {error}"
     return ProblemError(slug, named, errors=[{"field": error.field, "message": str(error)}])
@@ -160,7 +160,7 @@ def _max_tokens(request: GenerateRequest, max_length: int) -> int:
     if room < needed:
         raise ProblemError(
             "too-long",
-            f"the prompt has {prompt} tokens and {needed} must follow, but the maximum length is"
+            f"{prompt} prompt tokens plus {needed} to generate exceed the maximum length of"
             f" {max_length}: shorten the prompt, or lower sampling.max_tokens or min_tokens",
             errors=[{"field": "token_ids", "message": f"{prompt} of {max_length} tokens"}],
         )
@@ -168,7 +168,7 @@ def _max_tokens(request: GenerateRequest, max_length: int) -> int:
 
 
 def check_room(runtime: Runtime, waiting: int, wanted: int) -> None:
-    """Refuse what the queue can't take.
+    """Refuse a request that does not fit in the queue.
 
     Raises:
         ProblemError: 429 with Retry-After.
@@ -177,7 +177,8 @@ def check_room(runtime: Runtime, waiting: int, wanted: int) -> None:
     if waiting + wanted > limit:
         raise ProblemError(
             "queue-full",
-            f"{waiting} outputs wait and --max-queue is {limit}: try again, or use another replica",
+            f"{waiting} outputs are queued and --max-queue is {limit}: try again, or use another"
+            " replica",
             retry_after=1,
             queued=waiting,
         )

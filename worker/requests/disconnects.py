@@ -1,4 +1,4 @@
-"""Waiting for a request's end while its client may go away."""
+"""Wait for a request to end while its client may disconnect."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client disconnected: nobody is waiting for the answer."""
 
 
 async def finish(
     flights: Flights, waited: Sequence[Flight], seconds: float, request: Request
 ) -> None:
-    """Wait for the end of flights; abort them if the client goes away meanwhile."""
+    """Wait for flights to end; abort them if the client disconnects first."""
     ends = asyncio.gather(*(flight.finish(seconds) for flight in waited))
     try:
         await unless_gone(request, ends)
@@ -34,15 +34,15 @@ async def finish(
 
 
 async def drop(flights: Flights, left: Sequence[Flight]) -> None:
-    """Abort those flights that have not ended: their client is gone."""
+    """Abort the flights that have not ended, because their client is gone."""
     await flights.abort([each for each in left if not each.done.is_set()], AbortReason.CLIENT)
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Await something for a client.
+    """Await some work on behalf of a client.
 
     Raises:
-        ClientGone: the client went away first; the work is cancelled.
+        ClientGone: the client disconnected first; the work is cancelled.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.create_task(_gone(request))

@@ -1,8 +1,8 @@
 """Requests in flight: one pump per output, abort with partial output, deadlines.
 
-A *flight* is an accepted request, an *output* one of its `n` continuations and one request to the
-engine. Whatever happens, a flight ends with every output stopped: by the model, or aborted with a
-reason and what it had made.
+A *flight* is an accepted request; an *output* is one of its `n` continuations, and one request to
+the engine. Whatever happens, a flight ends with every output finished by the model, or aborted with
+a reason and its partial output.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .outputs import Output
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 90.0
-"""How long a request may outlive its own deadline before it is given up on."""
+"""How long a request may outlive its own deadline before the worker gives up on it."""
 
 ABORT_SECONDS = 30.0
-"""What the engine gets to end an aborted request; then its output ends without the engine."""
+"""How long the engine may take to end an aborted request; then the worker ends it itself."""
 
 
 class Flight:
@@ -52,29 +52,29 @@ class Flight:
         self.first_token: float | None = None
         self.ended: float | None = None
         self.deltas: asyncio.Queue[StreamDelta | None] = asyncio.Queue()
-        """Everything made so far for a stream; None at the end."""
+        """The deltas of a streamed request; None marks the end."""
         self.streamed = False
         self.done = asyncio.Event()
         self.refusal: InvalidRequest | None = None
-        """What the engine had against it after it was accepted."""
+        """Why the engine refused it after it was accepted."""
         self.deadline: asyncio.TimerHandle | None = None
 
     @property
     def logprobs_of(self) -> LogprobsOf | None:
-        """Kind of the logprobs, None if there are none."""
+        """Kind of its logprobs; None if it has none."""
         return self.outputs[0].request.logprobs
 
     def check(self) -> None:
-        """See that a finished flight has an answer.
+        """Make sure that a finished flight has an answer.
 
         Raises:
-            ProblemError: the engine refused it before it made a token.
+            ProblemError: the engine refused it before it generated a token.
         """
         if self.refusal is not None and not any(output.token_ids for output in self.outputs):
             raise invalid(self.refusal)
 
     async def finish(self, deadline_seconds: float) -> None:
-        """Wait until it ended; its own deadline ends it in any case.
+        """Wait until it ends, by its own deadline at the latest.
 
         Raises:
             ProblemError: see `check`.
@@ -84,7 +84,7 @@ class Flight:
         self.check()
 
     async def stream(self, deadline_seconds: float) -> AsyncIterator[StreamDelta]:
-        """Yield its deltas until it ended.
+        """Yield its deltas until it ends.
 
         Raises:
             ProblemError: see `check`.
@@ -141,7 +141,7 @@ class Flight:
 
 
 class Flights:
-    """All requests in flight of one worker, by request id."""
+    """All requests in flight on one worker, by request id."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -157,7 +157,7 @@ class Flights:
 
     @property
     def unfinished(self) -> dict[str, Output]:
-        """All outputs under way, by the engine's request id."""
+        """All unfinished outputs, by the engine's request id."""
         return {
             output.request.request_id: output
             for flight in self._flights.values()
@@ -171,11 +171,11 @@ class Flights:
         return max(0, len(self.unfinished) - self._runtime.stats().running)
 
     def exact_elsewhere(self, active: WeightsId) -> list[Flight]:
-        """Flights that asked for exactly other weights than these."""
+        """Flights that asked for exactly one identity, other than this one."""
         return [f for f in self._flights.values() if f.exact is not None and f.exact != active]
 
     def launch(self, flight: Flight, deadline_seconds: float) -> None:
-        """Register a flight and start its pumps; to be called right after its admission check."""
+        """Register a flight and start its pumps; call it right after the admission check."""
         self._flights[flight.request_id] = flight
         loop = asyncio.get_running_loop()
         flight.deadline = loop.call_later(deadline_seconds, self._expire, flight)
@@ -197,17 +197,19 @@ class Flights:
         except InvalidRequest as error:
             flight.refusal = error
         except asyncio.CancelledError:
-            # Only `abort` and `fail` cancel a pump, after they said why.
+            # Only `abort` and `fail` cancel a pump, after they have recorded why.
             pass
         except Exception:
-            logger.exception("the engine failed in a request", extra={"request": flight.request_id})
+            logger.exception(
+                "the engine failed during a request", extra={"request": flight.request_id}
+            )
         finally:
             output.end(output.aborting or AbortReason.ENGINE)
             self._land(flight, output)
 
     async def _generate(self, output: Output) -> AsyncIterator[EngineDelta]:
         engine = self._runtime.engine
-        # Between admission and here somebody may have aborted it: the engine can't know it yet.
+        # It may have been aborted since admission: the engine doesn't know about it yet.
         if output.aborting is not None or engine is None:
             return
         async for delta in engine.generate(output.request):
@@ -247,12 +249,12 @@ class Flights:
         self._runtime.changed.fire()
 
     async def abort(self, flights: Iterable[Flight], reason: AbortReason) -> None:
-        """End these flights with what they have and return once they ended."""
+        """End these flights with their partial output; return once they have ended."""
         outputs = [o for flight in flights for o in flight.outputs if o.stop_reason is None]
         await self.abort_outputs(outputs, reason)
 
     async def abort_outputs(self, outputs: Collection[Output], reason: AbortReason) -> None:
-        """End single outputs with what they have and return once they ended."""
+        """End single outputs with what they have so far; return once they have ended."""
         if not outputs:
             return
         for output in outputs:
@@ -263,18 +265,18 @@ class Flights:
             try:
                 await runtime.call(runtime.engine.abort(ids, reason), ABORT_SECONDS, "abort")
             except EngineCrashed:
-                logger.warning("the engine died while requests were aborted")
+                logger.warning("the engine died while requests were being aborted")
         pumps = {output.pump for output in outputs if output.pump is not None}
         _, late = await asyncio.wait(pumps, timeout=ABORT_SECONDS)
         for pump in late:
             pump.cancel()
 
     async def abort_all(self, reason: AbortReason) -> None:
-        """End everything in flight with what it has."""
+        """End everything in flight, with partial output."""
         await self.abort(list(self._flights.values()), reason)
 
     async def abort_ids(self, ids: Collection[str], reason: AbortReason) -> set[str]:
-        """End the named requests; returns those that were in flight."""
+        """End the named requests; return those that were in flight."""
         known = {request_id for request_id in ids if request_id in self._flights}
         await self.abort([self._flights[request_id] for request_id in known], reason)
         return known
@@ -284,7 +286,7 @@ class Flights:
         return list(self._flights)
 
     def fail(self) -> None:
-        """End everything without the engine, which is dead: aborted, reason `engine`."""
+        """End everything as aborted (`engine`), without the engine, which is dead."""
         for output in self.unfinished.values():
             output.aborting = output.aborting or AbortReason.ENGINE
             if output.pump is not None:

@@ -1,4 +1,4 @@
-"""One continuation under way: what it has made so far and how it ended."""
+"""One continuation: what has been generated so far, and how it ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout_worker.schemas import AbortReason, GenerateOutput, StopMatch, StopR
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """One continuation under way. token_ids: [T], logprobs: [T] if asked for."""
+    """One continuation. token_ids: [T], logprobs: [T] if requested."""
 
     index: int
     request: EngineRequest
@@ -25,11 +25,11 @@ class Output:
     preemptions: int = 0
     queued_seconds: float = 0.0
     aborting: AbortReason | None = None
-    """Set once somebody asked to end it; the engine may not know the output yet."""
+    """Set once someone asks to end it; the engine may not know the output yet."""
     pump: asyncio.Task[None] | None = None
 
     def take(self, delta: EngineDelta) -> None:
-        """Append a delta of the engine."""
+        """Append a delta from the engine."""
         self.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
             self.logprobs.extend(delta.logprobs)
@@ -51,12 +51,12 @@ class Output:
             self.spans.append(span)
 
     def end(self, reason: AbortReason) -> None:
-        """End without the engine."""
+        """Mark it aborted, without the engine."""
         if self.stop_reason is None:
             self.stop_reason, self.abort_reason = StopReason.ABORTED, reason
 
     def result(self) -> GenerateOutput:
-        """The finished output as the client gets it."""
+        """The finished output, as the client receives it."""
         assert self.stop_reason is not None
         return GenerateOutput(
             index=self.index,

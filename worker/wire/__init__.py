@@ -1,4 +1,4 @@
-"""The models that cross a process border, and every problem that an answer can be.
+"""The models that cross a process boundary, and every problem a worker can answer with.
 
-Pure data, imported by clients through `rollout_worker.schemas`; no torch, no web framework.
+Pure data that clients import through `rollout_worker.schemas`: no torch, no web framework.
 """

@@ -1,4 +1,4 @@
-"""What every wire model is made of: strict scalars, identities of weights, the closed sets of names."""
+"""The building blocks of every wire model: strict scalars, identities of weights, enumerations."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pydantic import (
 )
 
 MAX_IDENTITY = 2**53 - 1
-"""Largest epoch or version: what a JSON number keeps exactly."""
+"""Largest epoch or version: the largest integer that JSON numbers represent exactly."""
 
 
 MAX_TOKEN_ID = 2**31 - 1
-"""Largest token id that engines can hold; each model's vocabulary is far smaller."""
+"""Largest token id that engines can store; real vocabularies are far smaller."""
 
 
 class Wire(BaseModel):
-    """Base of everything that crosses a process border."""
+    """Base of everything that crosses a process boundary."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-# JSON has numbers, booleans and strings; a client that mixes them up has a mistake to find.
+# JSON tells numbers, booleans and strings apart; a client that mixes them up has a bug to find.
 Int = Annotated[int, Field(strict=True)]
 
 
@@ -45,18 +45,18 @@ Seconds = Annotated[Float, Field(ge=0)]
 
 
 def _absent(value: object) -> bool:
-    """Whether a field is left out of JSON: what was not given is not shown as null."""
+    """Whether to omit a field from JSON: an unset field is left out, not written as null."""
     return value is None
 
 
 class WeightsId(Wire):
-    """Identity of weights; (0, 0) is the model's own checkpoint."""
+    """Identity of a set of weights; (0, 0) is the model's own checkpoint."""
 
     epoch: Identity
     version: Identity
 
     def as_tuple(self) -> tuple[int, int]:
-        """Return `(epoch, version)`, which orders identities."""
+        """Return `(epoch, version)`, the order of identities."""
         return (self.epoch, self.version)
 
     def __lt__(self, other: WeightsId) -> bool:
@@ -87,7 +87,7 @@ class StopReason(StrEnum):
 
 
 class AbortReason(StrEnum):
-    """Who or what ended an aborted output."""
+    """What ended an aborted output."""
 
     CLIENT = "client"
     CONTROL = "control"
@@ -98,7 +98,7 @@ class AbortReason(StrEnum):
 
 
 class Lifecycle(StrEnum):
-    """State of a worker; `lifecycle.py` holds the table of allowed moves."""
+    """State of a worker; `core/states.py` holds the table of allowed moves."""
 
     STARTING = "Starting"
     LOADING = "Loading"
@@ -124,14 +124,14 @@ MemoryTag = Literal["weights", "kv_cache"]
 
 
 class Problem(BaseModel):
-    """An `application/problem+json` error (RFC 9457); extensions carry machine-readable facts."""
+    """An `application/problem+json` error (RFC 9457); extension members carry machine-readable facts."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     type: str = Field(description="urn:rollout:problem:<slug>")
     title: str
     status: int
-    detail: str = Field(description="What happened and what to do.")
+    detail: str = Field(description="What happened and how to fix it.")
 
 
 class Progress(Wire):

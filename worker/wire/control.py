@@ -1,4 +1,4 @@
-"""Wire models of the control port: the worker's state, holds, sleep and abort."""
+"""Wire models of the control port: the worker's state, holds, sleep, and abort."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from .weights import WeightsState
 
 
 class Resident(Wire):
-    """Which memory the engine holds."""
+    """Which memory the engine has allocated."""
 
     weights: bool
     kv_cache: bool
 
 
 class Hold(Wire):
-    """A live hold: the effective state is the most restrictive of all."""
+    """A live hold; the most restrictive hold decides the worker's state."""
 
     holder: str
     state: Literal["Paused", "Asleep"]
-    ttl: Seconds | None = Field(default=None, description="Seconds left; None: for ever.")
+    ttl: Seconds | None = Field(
+        default=None, description="Seconds until the hold expires; null: it does not expire."
+    )
 
 
 class WorkerState(Wire):
-    """Answer of `GET /v1/state`."""
+    """Response of `GET /v1/state`."""
 
-    boot_id: str = Field(description="New with every process.")
+    boot_id: str = Field(description="Identifies this worker process; a restart changes it.")
     engine: str
     lifecycle: Lifecycle
-    serving: bool = Field(description="What GET /ready says: it may serve now.")
+    serving: bool = Field(description="Whether the worker accepts requests; same as GET /ready.")
     weights: WeightsState
     resident: Resident
     holds: tuple[Hold, ...] = ()
     caller: str = Field(
-        default="", description="Holder under which the caller of this request puts its holds."
+        default="", description="The name under which this caller's holds are listed."
     )
     generation: int | None = Field(
-        default=None, description="Highest object generation seen in an operator's call."
+        default=None, description="Highest metadata.generation seen in an operator's call."
     )
     in_flight: int = 0
     queued: int = 0
@@ -62,14 +64,14 @@ class PauseRequest(Wire):
 
 
 class ReleaseRequest(Wire):
-    """Body of `POST /v1/resume`: drops the caller's hold."""
+    """Body of `POST /v1/resume`, which releases the caller's pause."""
 
     generation: Int | None = Field(default=None, ge=0)
 
 
 def _whole(level: object) -> object:
     if type(level) is not int:  # True and 1.0 equal 1
-        raise ValueError("give 1 or 2")
+        raise ValueError("must be 1 or 2")
     return level
 
 
@@ -84,18 +86,18 @@ class SleepRequest(Wire):
 
 
 class WakeRequest(Wire):
-    """Body of `POST /v1/wake`: drops the caller's sleep hold for these tags."""
+    """Body of `POST /v1/wake`, which releases the caller's sleep for these tags."""
 
     tags: tuple[MemoryTag, ...] = Field(default=("weights", "kv_cache"), min_length=1)
     generation: Int | None = Field(default=None, ge=0)
 
 
 class ResetRequest(Wire):
-    """Body of `POST /v1/cache/reset`: empty."""
+    """Body of `POST /v1/cache/reset`: an empty object."""
 
 
 class AbortRequest(Wire):
-    """Body of `POST /v1/abort`: some ids, or all."""
+    """Body of `POST /v1/abort`: either request ids or `all`."""
 
     request_ids: tuple[Annotated[str, Field(max_length=256)], ...] | None = None
     all: Bool = False
@@ -103,12 +105,12 @@ class AbortRequest(Wire):
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
         if (self.request_ids is None) != self.all:
-            raise ValueError('give either request_ids or {"all": true}')
+            raise ValueError('set either request_ids or "all": true')
         return self
 
 
 class AbortResponse(Wire):
-    """Which requests were aborted and which ids nobody knows."""
+    """The requests that were aborted, and the ids that were not in flight."""
 
     aborted: tuple[str, ...]
     unknown: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Wire models of the data port: a request to generate, its answer, its stream, and what is served."""
+"""Wire models of the data port: a generate request, its response, its stream, and `/v1/info`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_BATCH_N = 128
 
 
 def _token_key(key: object) -> object:
-    """Keys of JSON objects are strings: take decimal digits, nothing that merely looks like them."""
+    """JSON keys are strings: accept plain decimal digits, nothing else that `int()` would take."""
     if isinstance(key, str) and re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
         return int(key)
     return key
@@ -44,17 +44,19 @@ TokenKey = Annotated[TokenId, BeforeValidator(_token_key)]
 
 
 class SamplingParams(Wire):
-    """How tokens are drawn; the defaults sample the model's own distribution.
+    """How tokens are sampled; the defaults sample from the model's own distribution.
 
-    Order of application (vLLM's): allowed ids and logit bias, penalties, `min_tokens` (EOS and
-    stop ids masked), temperature, `min_p`, `top_k`, `top_p`.
+    They apply in vLLM's order: allowed ids and logit bias, penalties, `min_tokens` (masks EOS and
+    stop ids), temperature, `min_p`, `top_k`, `top_p`.
     """
 
-    max_tokens: Int | None = Field(default=None, ge=1, description="None: up to max length.")
+    max_tokens: Int | None = Field(
+        default=None, ge=1, description="null: up to the maximum length."
+    )
     min_tokens: Int = Field(default=0, ge=0)
     temperature: Float = Field(default=1.0, ge=0, le=100)
     top_p: Float = Field(default=1.0, gt=0, le=1)
-    top_k: Int = Field(default=0, ge=0, le=MAX_TOKEN_ID, description="0: all.")
+    top_k: Int = Field(default=0, ge=0, le=MAX_TOKEN_ID, description="0: all tokens.")
     min_p: Float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: Float = Field(default=1.0, gt=0, le=10)
     presence_penalty: Float = Field(default=0.0, ge=-2, le=2)
@@ -74,7 +76,7 @@ class SamplingParams(Wire):
     def _within_max_tokens(cls, value: int, info: ValidationInfo) -> int:
         most = info.data.get("max_tokens")
         if most is not None and value > most:
-            raise ValueError("above max_tokens: lower it, or raise max_tokens")
+            raise ValueError("exceeds max_tokens: lower it, or raise max_tokens")
         return value
 
 
@@ -82,46 +84,50 @@ class GenerateRequest(Wire):
     """Body of `POST /v1/generate`: one prompt of token ids."""
 
     request_id: str | None = Field(
-        default=None, min_length=1, max_length=256, description="None: the worker makes one."
+        default=None, min_length=1, max_length=256, description="null: the worker generates one."
     )
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     token_ids: tuple[TokenId, ...] = Field(min_length=1)
     sampling: SamplingParams = SamplingParams()
     logprobs: Literal["sampling", "raw", "none"] | None = Field(
-        default=None, description="None: the pool's kind; 'none' leaves them out."
+        default=None, description="null: the pool's default; 'none': no logprobs."
     )
     epoch: Identity | None = Field(
-        default=None, description="Epoch of the version bounds; None: the active one."
+        default=None, description="Epoch that the version bounds refer to; null: the active epoch."
     )
     min_version: Identity | None = None
     exact_version: Identity | None = None
     cache_salt: str | None = Field(default=None, max_length=256)
-    priority: Int = Field(default=0, ge=-(2**31), le=2**31 - 1, description="Lower runs first.")
+    priority: Int = Field(
+        default=0, ge=-(2**31), le=2**31 - 1, description="Lower values run first."
+    )
     deadline_seconds: Float = Field(default=600, gt=0, le=86400)
     stream: Bool = False
 
 
 class StopMatch(Wire):
-    """What completed a `stop`: an id (EOS or stop id) or a stop string; the other is left out."""
+    """What caused a `stop`: a token id (EOS or stop id) or a stop string; the other is omitted."""
 
     token_id: TokenId | None = Field(default=None, exclude_if=_absent)
     text: str | None = Field(default=None, exclude_if=_absent)
 
 
 class WeightsSpan(Wire):
-    """Tokens `[start, end)` of an output were made by a forward pass of these weights."""
+    """A forward pass of these weights produced tokens `[start, end)` of an output."""
 
     epoch: Identity
     version: Identity
     start: int = Field(ge=0)
     end: int = Field(ge=0)
-    stale_kv: bool = Field(default=False, description="KV of older weights was reused.")
+    stale_kv: bool = Field(
+        default=False, description="Whether KV computed with older weights was reused."
+    )
 
 
 class GenerateOutput(Wire):
-    """One sampled continuation: token_ids [T], logprobs [T] natural log, float32 precision.
+    """One sampled continuation: token_ids [T], logprobs [T] (natural log, float32 precision).
 
-    `logprobs` is left out if the request wants none.
+    `logprobs` is omitted if the request asked for none.
     """
 
     index: int = Field(ge=0)
@@ -134,7 +140,7 @@ class GenerateOutput(Wire):
 
 
 class Usage(Wire):
-    """Token counts of a request; `cached_tokens` of the prompt came from a prefix cache."""
+    """Token counts of a request; `cached_tokens` prompt tokens came from the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -142,7 +148,7 @@ class Usage(Wire):
 
 
 class Timing(Wire):
-    """Where a request's time went, in seconds."""
+    """Where a request spent its time, in seconds."""
 
     queued_seconds: Seconds
     first_token_seconds: Seconds | None = None
@@ -151,7 +157,7 @@ class Timing(Wire):
 
 
 class GenerateResponse(Wire):
-    """Answer of `POST /v1/generate`."""
+    """Response of `POST /v1/generate`."""
 
     request_id: str
     logprobs_of: Literal["sampling", "raw"] | None
@@ -161,7 +167,7 @@ class GenerateResponse(Wire):
 
 
 class StreamDelta(Wire):
-    """Event `delta` of a stream; spans count from the output's first token."""
+    """Event `delta` of a stream; span offsets count from the output's first token."""
 
     index: int
     token_ids: tuple[TokenId, ...]
@@ -179,7 +185,7 @@ class DoneOutput(Wire):
 
 
 class StreamDone(Wire):
-    """Event `done` of a stream: the answer without its arrays."""
+    """Event `done` of a stream: the response without its arrays."""
 
     request_id: str
     logprobs_of: Literal["sampling", "raw"] | None
@@ -191,41 +197,45 @@ class StreamDone(Wire):
 SAMPLING_FIELDS = tuple(
     sorted(SamplingParams.model_fields.keys() - {"max_tokens", "n", "seed", "stop"})
 )
-"""Fields of `sampling` that an engine has to know by itself."""
+"""Fields of `sampling` that the engine itself must support."""
 
 
 class Capabilities(Wire):
-    """What the engine can do; what it can't is refused (422, names the field), never ignored."""
+    """What the engine supports; anything else is refused (422 naming the field), never ignored."""
 
     logprobs: tuple[LogprobsOf, ...] = Field(
-        description="Kinds it records. Either kind is served where both are the same numbers."
+        description="Kinds it records. Either kind is served when both have the same values."
     )
     sampling: tuple[str, ...] = Field(
-        default=SAMPLING_FIELDS, description="Fields of `sampling` that it applies."
+        default=SAMPLING_FIELDS, description="Fields of `sampling` that it supports."
     )
     sampling_logprobs: tuple[str, ...] = Field(
         default=SAMPLING_FIELDS,
-        description="Fields of `sampling` that may differ from their defaults where logprobs of"
-        " kind `sampling` are asked for.",
+        description="Fields of `sampling` that may differ from their defaults when `sampling`"
+        " logprobs are requested.",
     )
-    seed: bool = Field(description="Equal seeds draw equal tokens, whatever runs beside them.")
-    priority: bool = Field(description="Requests of lower `priority` start first.")
-    stop_strings: bool = Field(description="It finds `sampling.stop` in the text.")
+    seed: bool = Field(
+        description="The same seed samples the same tokens, whatever else is in the batch."
+    )
+    priority: bool = Field(description="Requests with a lower `priority` start first.")
+    stop_strings: bool = Field(description="It supports `sampling.stop`.")
     in_flight: tuple[InFlightPolicy, ...] = Field(
-        description="What a commit may do to running requests; `Drain` and `Abort` always."
+        description="Policies for requests in flight at a commit; always `Drain` and `Abort`."
     )
     sleep_levels: tuple[Literal[1, 2], ...] = Field(description="Empty: it can't sleep.")
-    memory_release: bool = Field(description="Sleep gives memory back to the machine.")
-    prefix_cache: bool = Field(description="Prompts reuse the KV of equal prefixes.")
-    cache_salt: bool = Field(description="`cache_salt` keeps requests' prefixes apart.")
+    memory_release: bool = Field(description="Sleep returns memory to the system.")
+    prefix_cache: bool = Field(description="Prompts reuse the KV of shared prefixes.")
+    cache_salt: bool = Field(
+        description="Requests with different `cache_salt` share no cached prefixes."
+    )
     chat: bool = Field(default=False, description="The model has a chat template.")
     tool_parser: str | None = Field(
-        default=None, description="Format in which tool calls are found; None: they stay text."
+        default=None, description="Format of the tool calls it parses; null: they stay text."
     )
 
 
 class WorkerInfo(Wire):
-    """Answer of `GET /v1/info`."""
+    """Response of `GET /v1/info`."""
 
     api: Literal["v1"] = "v1"
     engine: str

@@ -1,8 +1,8 @@
-"""Every error that a caller can get, as RFC 9457 problems.
+"""Every error a caller can get, as RFC 9457 problems.
 
-`KINDS` is the whole list: slug, HTTP status, title. The detail is written where the error is raised
-and says what to do. Some slugs name a state of the worker: a 503 where a request can't run now, a
-409 where a verb comes in the wrong order.
+`KINDS` lists them all: slug, HTTP status, title. The code that raises an error writes its detail,
+which says how to fix it. Slugs that name a state of the worker are 503 for a request that can't
+run now, and 409 for a verb that is out of order.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ MEDIA_TYPE: Final = "application/problem+json"
 
 KINDS: Final[dict[str, tuple[int, str]]] = {
     # The request itself.
-    "invalid-request": (422, "The request has bad values"),
-    "unsupported": (422, "The engine can't do this"),
-    "too-long": (413, "The prompt and max_tokens do not fit"),
+    "invalid-request": (422, "The request is invalid"),
+    "unsupported": (422, "The engine does not support this"),
+    "too-long": (413, "The prompt and max_tokens exceed the maximum length"),
     "body-too-large": (413, "The body is too large"),
     "not-found": (404, "No such route"),
-    "method-not-allowed": (405, "The route has another method"),
-    "http-error": (400, "The request can't be handled"),
-    # Who asks.
-    "unauthenticated": (401, "A valid bearer token is needed"),
-    "forbidden": (403, "The caller may not do this"),
-    "auth-unavailable": (503, "The caller's rights can't be checked now"),
+    "method-not-allowed": (405, "The route does not allow this method"),
+    "http-error": (400, "The request could not be handled"),
+    # The caller.
+    "unauthenticated": (401, "A valid bearer token is required"),
+    "forbidden": (403, "The caller lacks permission"),
+    "auth-unavailable": (503, "The caller's permissions can't be checked right now"),
     # Admission of requests.
-    "duplicate-request": (409, "The request_id is in flight"),
-    "version-not-met": (409, "Other weights are active"),
+    "duplicate-request": (409, "The request_id is already in flight"),
+    "version-not-met": (409, "The active weights are not the requested ones"),
     "queue-full": (429, "The queue is full"),
-    "fenced": (503, "The weights are below the required ones"),
-    "shutting-down": (503, "The worker shuts down"),
+    "fenced": (503, "The worker is fenced"),
+    "shutting-down": (503, "The worker is shutting down"),
     # States of the worker.
-    "starting": (503, "The worker starts"),
-    "loading": (503, "The engine loads"),
-    "failed": (503, "The engine failed and is restarted"),
-    "pausing": (503, "The worker is being paused"),
+    "starting": (503, "The worker is starting"),
+    "loading": (503, "The engine is loading"),
+    "failed": (503, "The engine failed and is being restarted"),
+    "pausing": (503, "The worker is pausing"),
     "paused": (503, "The worker is paused"),
-    "draining": (503, "The worker drains"),
+    "draining": (503, "The worker is draining"),
     "asleep": (503, "The worker is asleep"),
-    "waking": (503, "The worker wakes up"),
+    "waking": (503, "The worker is waking up"),
     # Verbs.
-    "held": (409, "Others hold the worker"),
-    "stale-generation": (409, "A newer generation was seen"),
-    "stale-epoch": (409, "A newer epoch was seen"),
-    "version-regressed": (409, "Versions only rise"),
-    "content-mismatch": (409, "The identity is bound to other content"),
+    "held": (409, "Another caller holds the worker"),
+    "stale-generation": (409, "The worker has seen a newer generation"),
+    "stale-epoch": (409, "The worker has seen a newer epoch"),
+    "version-regressed": (409, "Versions must increase"),
+    "content-mismatch": (409, "The identity is bound to different content"),
     "not-staged": (409, "These weights are not staged"),
-    "weights-rejected": (409, "The bytes are not weights of this model"),
+    "weights-rejected": (409, "The engine rejected the weights"),
     "changed-meanwhile": (409, "Another call changed the outcome"),
     "deadline-exceeded": (504, "The deadline passed"),
-    "internal-error": (500, "The worker has a defect"),
+    "internal-error": (500, "Internal error in the worker"),
 }
 
 
 class ProblemError(Exception):
-    """An answer that is not a success; becomes a problem body with `facts` as extensions."""
+    """An error response: a problem body with `facts` as extension members."""
 
     def __init__(
         self,
@@ -82,18 +82,19 @@ class ProblemError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that belong to the answer."""
+        """Headers of the response."""
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
 
 def conflict(slug: str, detail: str, **facts: Any) -> ProblemError:
-    """A verb in the wrong order: always 409, also for slugs that name a state."""
+    """A verb that is out of order: always 409, even for slugs that name a state."""
     return ProblemError(slug, detail, status=409, **facts)
 
 
 def too_large() -> ProblemError:
-    """The problem of a body beyond the limit."""
+    """The problem of a body above the size limit."""
     return ProblemError(
         "body-too-large",
-        "send less: prompts of millions of tokens and control bodies above 1 MiB are mistakes",
+        "the body exceeds the size limit (1 MiB on the control port, 64 MiB on the data port):"
+        " send less",
     )

@@ -1,4 +1,4 @@
-"""What pydantic says of a body or a header, as a problem in the words of JSON."""
+"""pydantic's errors about a body or a header, as a problem in JSON's terms."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .problems import ProblemError
 MAX_ERRORS = 16
 
 
-def invalid_request(said_of: Sequence[Mapping[str, Any]]) -> ProblemError:
-    """The problem of what pydantic says of a body or a header."""
-    found = [(_location(each), each) for each in said_of]
-    # A list that lost its bad items is too short as well: the item is what to mend.
+def invalid_request(found_errors: Sequence[Mapping[str, Any]]) -> ProblemError:
+    """Turn pydantic's errors about a body or a header into a problem."""
+    found = [(_location(each), each) for each in found_errors]
+    # A list that lost its bad items is also reported as too short: the item is what to fix.
     inner = [(loc, each) for loc, each in found if not any(_below(o, loc) for o, _ in found)]
     errors = [
         {"field": field_path(loc), "message": _message(each)} for loc, each in inner[:MAX_ERRORS]
@@ -23,7 +23,7 @@ def invalid_request(said_of: Sequence[Mapping[str, Any]]) -> ProblemError:
 
 
 def _location(error: Mapping[str, Any]) -> tuple[int | str, ...]:
-    # Of what is no JSON the location is a character's.
+    # For malformed JSON, pydantic's location is a character offset, not a field.
     return () if error["type"] == "json_invalid" else tuple(error["loc"])
 
 
@@ -32,17 +32,17 @@ def _below(location: tuple[int | str, ...], other: tuple[int | str, ...]) -> boo
 
 
 def _message(error: Mapping[str, Any]) -> str:
-    """What is wrong, in the words of JSON."""
+    """What is wrong, in JSON's terms."""
     context = error.get("ctx", {})
     match error["type"]:
         case "json_invalid":
-            return f"not JSON at character {error['loc'][-1]}: {context['error']}"
+            return f"invalid JSON at character {error['loc'][-1]}: {context['error']}"
         case "tuple_type":
             return "must be a list"
         case "dict_type" | "model_type" | "model_attributes_type" | "mapping_type":
             return "must be an object"
         case "extra_forbidden":
-            return "unknown field: correct its name or leave it out; /openapi.json lists all"
+            return "unknown field: correct its name or remove it; /openapi.json lists all fields"
         case "too_short":
             return f"needs at least {context['min_length']} item(s)"
         case "value_error":

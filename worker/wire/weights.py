@@ -1,4 +1,4 @@
-"""Wire models of weights: where they are, which are staged and active, and the verbs that change it."""
+"""Wire models of weights: their source, what is staged and active, and the verbs that change it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .base import Float, Identity, InFlightPolicy, OnDeadline, Seconds, WeightsI
 
 
 class Checkpoint(Wire):
-    """The model's own checkpoint, named as a source (going back)."""
+    """Names the model's own checkpoint as the source, to go back to it."""
 
 
 class WeightsSource(Wire):
-    """Where the bytes of a version are; exactly one field is set."""
+    """Where to read the bytes of a version; exactly one field is set."""
 
     path: str | None = Field(
         default=None,
@@ -49,11 +49,13 @@ class StagedWeights(Wire):
     bytes_total: int = 0
     root_hash: str | None = None
     labels: Mapping[str, str] = Field(default_factory=dict)
-    error: str | None = Field(default=None, description="Names the tensor or file and the fix.")
+    error: str | None = Field(
+        default=None, description="Names the tensor or file at fault, and the fix."
+    )
 
 
 class ActiveWeights(Wire):
-    """Weights that serve, or served before the last commit."""
+    """The serving weights, or those that served before the last commit."""
 
     epoch: Identity
     version: Identity
@@ -62,21 +64,22 @@ class ActiveWeights(Wire):
 
     @property
     def identity(self) -> WeightsId:
-        """The identity without content."""
+        """The identity alone, without the content."""
         return WeightsId(epoch=self.epoch, version=self.version)
 
 
 class WeightsState(Wire):
-    """Answer of `GET /v1/weights` and part of `/v1/state`."""
+    """Response of `GET /v1/weights`, and part of `/v1/state`."""
 
-    active: ActiveWeights | None = Field(description="None until a model is loaded.")
+    active: ActiveWeights | None = Field(description="null until a model is loaded.")
     previous: ActiveWeights | None = None
     staged: StagedWeights | None = None
     required: WeightsId | None = Field(
-        default=None, description="Floor of `POST /v1/require`; None: none arrived in this process."
+        default=None,
+        description="Floor set by `POST /v1/require`; null: not set in this process yet.",
     )
     fence_epoch: Identity = Field(
-        default=0, description="Stage and commit of lower epochs are refused (`stale-epoch`)."
+        default=0, description="Stage and commit refuse lower epochs (`stale-epoch`)."
     )
     commit_seq: int = 0
 
@@ -106,13 +109,13 @@ class CommitRequest(Wire):
 
 
 class CommitResponse(Wire):
-    """What a commit did; `pause_seconds` is the time in which no token could be made."""
+    """What a commit did; for `pause_seconds` the engine could not generate tokens."""
 
     active: ActiveWeights
     previous: ActiveWeights | None
     commit_seq: int
     pause_seconds: Seconds
-    finished: int = Field(description="Running requests that ended within the drain.")
+    finished: int = Field(description="Running requests that completed during the drain.")
     aborted: int
     kept: int
 
@@ -125,18 +128,18 @@ class DiscardRequest(Wire):
 
 
 class DiscardResponse(Wire):
-    """Whether the slot held that identity; discarding what is not there is no error."""
+    """Whether the slot held that identity; discarding an absent one is not an error."""
 
     outcome: Literal["discarded", "unchanged"]
 
 
 class RequireRequest(Wire):
-    """Body of `POST /v1/require`: lifts the fence, raises the epoch and the floor of admission.
+    """Body of `POST /v1/require`: lifts the fence, raises the epoch and the admission floor.
 
-    Stage and commit of an epoch below `epoch` are refused from then on (`stale-epoch`). With
-    `min_version` the worker serves only at or above (epoch, min_version). Without it the floor and
-    the fence of a fresh process stay as they are: the operator shuts out a dead trainer that way
-    while the old weights go on serving.
+    From then on, stage and commit refuse epochs below `epoch` (`stale-epoch`). With `min_version`
+    the worker serves only weights at or above (epoch, min_version). Without it the floor, and the
+    fence of a fresh process, stay as they are: this is how the operator shuts out a dead trainer
+    while the old weights keep serving.
     """
 
     epoch: Identity

@@ -1,0 +1,83 @@
+"""Members from the EndpointSlices of a pool's data Service: heads, and whether each is ready.
+
+Requests then go to the pods themselves. Through the Service a kept-alive connection would stay with
+one pod: no balance, no prefix cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rollout_client.kube.client import Kube
+
+from .members import CONTROL_PORT, DATA_PORT, Member, Publish
+
+logger = logging.getLogger(__name__)
+
+PORT_NAME = "data"
+SERVICE_LABEL = "kubernetes.io/service-name"
+
+
+class EndpointDiscovery:
+    """Follows the slices by list and watch; what it knew last stays while nobody answers.
+
+    Args:
+        kube: Where; closed with this.
+        name: Of the RolloutReplica.
+        namespace: Its namespace.
+    """
+
+    def __init__(self, kube: Kube, name: str, namespace: str) -> None:
+        self.trouble = ""
+        """Why it knows nothing new at the moment."""
+        self._kube = kube
+        self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+        self._params = {"labelSelector": f"{SERVICE_LABEL}={name}"}
+        self._name = name
+
+    async def run(self, publish: Publish) -> None:
+        """Publish each new set until cancelled."""
+        last: tuple[Member, ...] | None = None
+        async for slices in self._kube.follow(self._path, self._params, self._tell):
+            found = members_of(slices.values())
+            if found != last:
+                last = found
+                publish(found)
+
+    def _tell(self, trouble: str) -> None:
+        if trouble and trouble != self.trouble:
+            logger.warning("members of %s are not told: %s", self._name, trouble)
+        self.trouble = trouble
+
+
+def members_of(slices: Iterable[dict[str, Any]]) -> tuple[Member, ...]:
+    """Return the members of all slices, in the order of their names.
+
+    An endpoint may be in two slices while they are rearranged: it is ready if either says so.
+    """
+    found: dict[str, Member] = {}
+    for each in slices:
+        for member in _members(each):
+            known = found.get(member.url)
+            if known is None or member.ready:
+                found[member.url] = member
+    return tuple(sorted(found.values(), key=lambda member: (member.name, member.url)))
+
+
+def _members(each: dict[str, Any]) -> Iterator[Member]:
+    ports = {port.get("name"): port.get("port") for port in each.get("ports") or ()}
+    port = ports.get(PORT_NAME) or DATA_PORT
+    for endpoint in each.get("endpoints") or ():
+        for address in (endpoint.get("addresses") or ())[:1]:
+            host = f"[{address}]" if ":" in address else address
+            conditions = endpoint.get("conditions") or {}
+            target = endpoint.get("targetRef") or {}
+            yield Member(
+                url=f"http://{host}:{port}",
+                name=target.get("name") or f"{host}:{port}",
+                control_url=f"http://{host}:{CONTROL_PORT}",
+                # Not told means ready (the API's own words).
+                ready=conditions.get("ready") is not False,
+            )

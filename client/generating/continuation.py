@@ -1,0 +1,95 @@
+"""What the next attempt is asked for, so that an output goes on as if it had never stopped. Pure."""
+
+from __future__ import annotations
+
+from rollout_client.routing.bounds import Bounds
+from rollout_worker.schemas import GenerateRequest, SamplingParams
+
+from .draft import Draft
+
+LONGEST_DEADLINE = 86400.0
+"""Seconds that a worker takes for a request at most."""
+
+SEED_STEP = 0x9E3779B97F4A7C15
+"""An odd number far from any that callers use: seeds of continuations meet nobody else's."""
+
+
+def rest_of(
+    request: GenerateRequest,
+    draft: Draft,
+    bounds: Bounds,
+    *,
+    request_id: str,
+    session_id: str,
+    seconds: float,
+) -> GenerateRequest:
+    """Return the request for what is left after the tokens of a draft.
+
+    Args:
+        request: The whole one.
+        draft: Its tokens become part of the prompt.
+        bounds: Which weights may make the rest.
+        request_id: Of the attempt.
+        session_id: Of the conversation.
+        seconds: Until the caller's deadline.
+    """
+    tokens = draft.token_ids
+    changes: dict[str, object] = {
+        "request_id": request_id,
+        "session_id": session_id,
+        "token_ids": (*request.token_ids, *tokens) if tokens else request.token_ids,
+        "sampling": sampling_of_rest(request.sampling, len(tokens)),
+        "deadline_seconds": min(LONGEST_DEADLINE, max(0.001, seconds)),
+        "stream": True,
+        "epoch": bounds.epoch,
+        "min_version": bounds.min_version,
+        "exact_version": bounds.exact_version,
+    }
+    return request.model_copy(update=changes)
+
+
+def bounds_of_rest(asked: Bounds, draft: Draft, *, one_version: bool) -> Bounds:
+    """Return which weights may make the rest: what the caller asked for, until there are tokens.
+
+    A caller who minds a change, or who asked for exact weights, wants the rest from the same ones;
+    everybody else from no older ones: while replicas commit one after the other, the next one may
+    still be behind.
+    """
+    first, last = draft.first, draft.last
+    if first is None or last is None:
+        return asked
+    if one_version or asked.exact_version is not None:
+        return Bounds(first.epoch, asked.min_version, first.version)
+    return Bounds(last.epoch, last.version)
+
+
+def sampling_of_rest(sampling: SamplingParams, tokens: int) -> SamplingParams:
+    """Return the parameters after so many tokens: one budget over all attempts.
+
+    A seed is moved on, since the same one would draw the same random numbers again.
+    """
+    if not tokens:
+        return sampling
+    changes: dict[str, object] = {"min_tokens": max(0, sampling.min_tokens - tokens)}
+    if sampling.max_tokens is not None:
+        changes["max_tokens"] = sampling.max_tokens - tokens
+    if sampling.seed is not None:
+        changes["seed"] = (sampling.seed + SEED_STEP * tokens) % 2**63
+    return sampling.model_copy(update=changes)
+
+
+def rewind_of(sampling: SamplingParams, tokens: int, *, end_known: bool) -> int:
+    """Return how many of so many tokens the next attempt must sample again.
+
+    - All of them with presence or frequency penalties. These count sampled tokens only: to the next
+      worker the tokens so far are prompt, and it would not count them.
+    - Those that may be the beginning of a stop string. A worker looks for stop strings in what it
+      samples itself. Every token has at least one byte: so many bytes hold any beginning.
+    - The last one, as long as no worker has told which id ends outputs (`end_known`): an output cut
+      off right after its end must not go on beyond it.
+    """
+    if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
+        return tokens
+    unsure = not sampling.ignore_eos and not end_known
+    beginnings = max((len(text.encode()) - 1 for text in sampling.stop), default=0)
+    return min(tokens, max(beginnings, int(unsure)))

@@ -1,0 +1,137 @@
+"""One output while it is being made, over any number of attempts.
+
+Each attempt counts its tokens and spans from zero; the draft keeps them from the output's own first
+token. What an attempt had sent stays, however the attempt ended.
+"""
+
+from __future__ import annotations
+
+from rollout_worker.schemas import (
+    AbortReason,
+    GenerateOutput,
+    StopMatch,
+    StopReason,
+    StreamDelta,
+    WeightsId,
+    WeightsSpan,
+)
+
+
+class BadDelta(ValueError):
+    """A worker sent what does not fit together."""
+
+
+class Draft:
+    """Tokens so far: token_ids [T], logprobs [T] if asked for, spans covering [0, T)."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[WeightsSpan] = []
+        self.has_logprobs = False
+        self._base = 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def begin(self, rewind: int = 0) -> None:
+        """A new attempt begins after the tokens so far, less the last `rewind` of them."""
+        self._cut(max(0, len(self) - rewind))
+        self._base = len(self)
+
+    def clear(self) -> None:
+        """Forget everything: the output starts anew."""
+        self._cut(0)
+        self._base = 0
+
+    def _cut(self, length: int) -> None:
+        del self.token_ids[length:]
+        del self.logprobs[length:]
+        while self.spans and self.spans[-1].start >= length:
+            self.spans.pop()
+        if self.spans and self.spans[-1].end > length:
+            self.spans[-1] = self.spans[-1].model_copy(update={"end": length})
+
+    def take(self, delta: StreamDelta) -> None:
+        """Append what an attempt sent.
+
+        Raises:
+            BadDelta: Logprobs or spans do not cover the tokens.
+        """
+        count = len(delta.token_ids)
+        if delta.logprobs is not None:
+            if len(delta.logprobs) != count:
+                raise BadDelta(f"{len(delta.logprobs)} logprobs for {count} tokens")
+            self.has_logprobs = True
+        elif self.has_logprobs and count:
+            raise BadDelta("logprobs stopped within an output")
+        end = len(self)
+        for span in delta.weights:
+            if self._base + span.start != end:
+                raise BadDelta(f"a span starts at {span.start}, expected {end - self._base}")
+            end = self._base + span.end
+            self._append(span)
+        if end != len(self) + count:
+            raise BadDelta(f"spans end at {end}, tokens at {len(self) + count}")
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs or ())
+
+    def _append(self, span: WeightsSpan) -> None:
+        last = self.spans[-1] if self.spans else None
+        if last is not None and _kind(last) == _kind(span):
+            self.spans[-1] = last.model_copy(update={"end": self._base + span.end})
+        else:
+            moved = {"start": self._base + span.start, "end": self._base + span.end}
+            self.spans.append(span.model_copy(update=moved))
+
+    @property
+    def first(self) -> WeightsId | None:
+        """Identity that made the first token."""
+        return _identity(self.spans[0]) if self.spans else None
+
+    @property
+    def last(self) -> WeightsId | None:
+        """Identity that made the last token."""
+        return _identity(self.spans[-1]) if self.spans else None
+
+    def delta(self, start: int, end: int) -> StreamDelta:
+        """Return tokens [start, end) as an event of the joined stream."""
+        spans = tuple(
+            span.model_copy(update={"start": max(span.start, start), "end": min(span.end, end)})
+            for span in self.spans
+            if span.start < end and span.end > start
+        )
+        return StreamDelta(
+            index=self.index,
+            token_ids=tuple(self.token_ids[start:end]),
+            logprobs=tuple(self.logprobs[start:end]) if self.has_logprobs else None,
+            weights=spans,
+        )
+
+    def output(
+        self,
+        stop_reason: StopReason,
+        stop_match: StopMatch | None = None,
+        abort_reason: AbortReason | None = None,
+        *,
+        logprobs: bool = True,
+    ) -> GenerateOutput:
+        """Return the output as the caller gets it."""
+        return GenerateOutput(
+            index=self.index,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs) if self.has_logprobs or logprobs else None,
+            stop_reason=stop_reason,
+            stop_match=stop_match,
+            abort_reason=abort_reason,
+            weights=tuple(self.spans),
+        )
+
+
+def _identity(span: WeightsSpan) -> WeightsId:
+    return WeightsId(epoch=span.epoch, version=span.version)
+
+
+def _kind(span: WeightsSpan) -> tuple[int, int, bool]:
+    return (span.epoch, span.version, span.stale_kv)

@@ -1,0 +1,189 @@
+"""The verbs that prompts are sent with. `AsyncRolloutPool` has them all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from rollout_client.errors import ManyFailed, RequestRefused, RolloutError
+from rollout_client.results import GenerateResult
+from rollout_worker.schemas import GenerateRequest, WeightsId
+
+from .attempts import Shared
+from .calls import Call, CallOptions, Prompt, request_of
+from .streams import GenerationStream
+from .verdicts import OnVersionChange
+
+CONCURRENCY = 512
+"""Requests in flight of one `generate_many` unless said otherwise."""
+
+Progress = Callable[[int, int], None]
+
+
+class GeneratingVerbs:
+    """Sends prompts and sees each through to its end.
+
+    Args:
+        shared: Router, connections and hook of the pool.
+        max_failures: Broken attempts that one output survives.
+        deterministic: Whether replicas are chosen by a stable hash.
+    """
+
+    def __init__(self, shared: Shared, *, max_failures: int, deterministic: bool) -> None:
+        self._shared = shared
+        self._max_failures = max_failures
+        self._deterministic = deterministic
+
+    def _start(self) -> None:
+        """Begin to look for members; called with each prompt."""
+        raise NotImplementedError
+
+    def _lowest_weights(self) -> WeightsId | None:
+        """Return what must at least serve requests without bounds of their own."""
+        raise NotImplementedError
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        group_id: str | None = None,
+        on_version_change: OnVersionChange = "continue",
+        **fields: Any,
+    ) -> GenerateResult:
+        """Sample from one prompt until every output has ended, whatever happens to replicas.
+
+        Args:
+            prompt: token_ids: [P] (a list, an array, a tensor), or a whole `GenerateRequest`.
+            group_id: Requests of one group go to one replica, as those of a conversation do
+                (`session_id`); without it the samples of a group spread over replicas.
+            on_version_change: What to do if the weights change within an output: `continue` (spans
+                tell which weights made which token), `restart` from the prompt, or `fail`.
+            **fields: Of `GenerateRequest` (API.md §3): `sampling`, `session_id`, `min_version`,
+                `deadline_seconds`, …
+
+        Raises:
+            RequestError: An output did not end; `kept` is what had been received.
+        """
+        return await self._call(prompt, fields, group_id, on_version_change).run()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        group_id: str | None = None,
+        on_version_change: OnVersionChange = "continue",
+        **fields: Any,
+    ) -> GenerationStream:
+        """Return a stream of deltas, joined over all attempts; arguments as of `generate`.
+
+        `async with pool.stream(…) as stream: async for delta in stream: …`, then `stream.result`.
+        Tokens that might still be sampled again are held back: the last few with `stop` strings, all
+        of them with `on_version_change="restart"` or with presence or frequency penalties.
+        """
+        return GenerationStream(
+            lambda on_tokens: self._call(prompt, fields, group_id, on_version_change, on_tokens)
+        )
+
+    async def as_completed(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        concurrency: int = CONCURRENCY,
+        **options: Any,
+    ) -> AsyncGenerator[tuple[int, GenerateResult | RolloutError]]:
+        """Yield (index, result or error) as requests end; at most `concurrency` run at once.
+
+        A prompt is taken from the iterable only when there is room for it. Leaving the loop early
+        ends the requests that are still running.
+        """
+        if concurrency < 1:
+            raise ValueError("concurrency must be 1 or more")
+        waiting = enumerate(prompts)
+        running: dict[asyncio.Task[GenerateResult], int] = {}
+        try:
+            while True:
+                while len(running) < concurrency and (following := next(waiting, None)):
+                    index, prompt = following
+                    running[asyncio.create_task(self._one_of_many(prompt, options))] = index
+                if not running:
+                    return
+                ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    index = running.pop(task)
+                    error = task.exception()
+                    if error is not None and not isinstance(error, RolloutError):
+                        raise error
+                    yield index, error if error is not None else task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _one_of_many(self, prompt: Prompt, options: Mapping[str, Any]) -> GenerateResult:
+        """Generate; a prompt that can't be sent fails like one that a worker refused."""
+        try:
+            return await self.generate(prompt, **options)
+        except ValidationError as error:
+            wrong = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
+            why = "; ".join(f"{where}: {what}" for where, what in wrong[:4])
+            raise RequestRefused(why, status=422, slug="invalid-request") from error
+
+    async def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        concurrency: int = CONCURRENCY,
+        progress: Progress | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        **options: Any,
+    ) -> list[Any]:
+        """Sample from many prompts; the results are in the order of the prompts.
+
+        Args:
+            prompts: As `generate` takes them.
+            concurrency: How many requests run at once.
+            progress: Called with (ended, total) after each.
+            on_error: A failed request never stops the others. Afterwards `raise` raises
+                `ManyFailed` with all results; `return` returns the errors in their places.
+            **options: Further arguments of `generate`, the same for all prompts.
+
+        Raises:
+            ManyFailed: See `on_error`.
+        """
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error must be raise or return, not {on_error!r}")
+        results: list[Any] = [None] * len(prompts)
+        ended = 0
+        async for index, result in self.as_completed(prompts, concurrency=concurrency, **options):
+            results[index] = result
+            ended += 1
+            if progress is not None:
+                progress(ended, len(prompts))
+        if on_error == "raise" and any(isinstance(each, RolloutError) for each in results):
+            raise ManyFailed(results)
+        return results
+
+    def _call(
+        self,
+        prompt: Prompt,
+        fields: Mapping[str, Any],
+        group_id: str | None,
+        on_version_change: OnVersionChange,
+        on_tokens: Callable[[int], None] = lambda index: None,
+    ) -> Call:
+        self._start()
+        request = request_of(prompt, fields)
+        options = CallOptions(on_version_change, self._max_failures, group_id, self._deterministic)
+        return Call(self._shared, self._bounded(request), options, on_tokens)
+
+    def _bounded(self, request: GenerateRequest) -> GenerateRequest:
+        """Return the request with the pool's bounds, unless it has bounds of its own."""
+        lowest = self._lowest_weights()
+        own = (request.epoch, request.min_version, request.exact_version)
+        if lowest is None or own != (None, None, None):
+            return request
+        changes = {"epoch": lowest.epoch, "min_version": lowest.version}
+        return request.model_copy(update=changes)

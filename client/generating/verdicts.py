@@ -1,0 +1,292 @@
+"""What the end of an attempt means for its output. Pure: no clock, no randomness, no network.
+
+stop, length                         → Finish
+aborted: weights, sleep, control     → Continue, after the tokens so far
+aborted: engine, client; broken, 5xx → Continue, but at most `max_failures` times
+429, 503, weights too old            → Continue elsewhere or later, until the deadline
+new weights, and the caller minds    → StartOver, or GiveUp
+4xx, aborted: deadline               → GiveUp, with what was received
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Literal
+
+from rollout_client.errors import (
+    DeadlineExceeded,
+    NoReplica,
+    RequestError,
+    RequestFailed,
+    RequestRefused,
+    VersionChanged,
+)
+from rollout_client.results import Outcome
+from rollout_worker.schemas import (
+    AbortReason,
+    DoneOutput,
+    SamplingParams,
+    StopMatch,
+    StopReason,
+    WeightsId,
+)
+
+from .wire import Refusal
+
+OnVersionChange = Literal["continue", "restart", "fail"]
+
+MAX_FAILURES = 8
+"""Broken attempts of one output: enough to outlast a pool whose replicas are being killed, few
+enough that a request that crashes its engine does not crash them all."""
+
+FIRST_PAUSE = 0.05
+LONGEST_PAUSE = 2.0
+RETRY_SECONDS = 1.0
+"""When to ask a replica again that is busy and does not say until when."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How one request is to be seen through.
+
+    Attributes:
+        key: Requests with the same key go to the same replica if possible.
+        session_id: Sent with every attempt.
+        until: Deadline on the monotonic clock.
+    """
+
+    key: str | None
+    session_id: str
+    until: float
+    on_version_change: OnVersionChange = "continue"
+    max_failures: int = MAX_FAILURES
+
+    @property
+    def one_version(self) -> bool:
+        """Whether all tokens must come from the same weights."""
+        return self.on_version_change != "continue"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where an output stood when an attempt ended.
+
+    Attributes:
+        replica: Name of the one that the attempt ran on; None: there was no attempt.
+        now: On the monotonic clock.
+        tokens: All that are kept.
+        first: Weights of the first token.
+        last: Weights of the last token.
+        failures: Attempts that broke before this one.
+        dry: Attempts in a row, before this one, that gave no token.
+        end_tokens: Ids known to end outputs of this model.
+    """
+
+    replica: str | None
+    now: float
+    sampling: SamplingParams
+    policy: Policy
+    tokens: Sequence[int] = ()
+    first: WeightsId | None = None
+    last: WeightsId | None = None
+    failures: int = 0
+    dry: int = 0
+    end_tokens: Set[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The output is whole."""
+
+    reason: StopReason
+    match: StopMatch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Another attempt goes on after the tokens so far.
+
+    Attributes:
+        pause: Seconds before it, to be spread so that many requests do not come back at once.
+    """
+
+    pause: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StartOver:
+    """Another attempt begins from the prompt; the tokens so far are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The caller gets an error."""
+
+    error: RequestError
+
+
+Next = Finish | Continue | StartOver | GiveUp
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """The replica gets no requests.
+
+    Attributes:
+        why: In words, for those who wait for a replica.
+        seconds: For how long; None: until a probe says that it serves.
+    """
+
+    why: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What to report of an attempt, what to do next, and what the balancer should know.
+
+    Attributes:
+        broke: It counts towards `max_failures`.
+        exclusion: Why the replica gets nothing more for now, if so.
+        weights: The weights that the replica said it serves, if it did.
+    """
+
+    outcome: Outcome
+    cause: str
+    next: Next
+    broke: bool = False
+    exclusion: Exclusion | None = None
+    weights: WeightsId | None = None
+
+
+def after_answer(output: DoneOutput | None, at: Standing) -> Verdict:
+    """Judge the worker's own end of a stream."""
+    if output is None:
+        return after_break("it ended a stream without an output", at)
+    if output.stop_reason is not StopReason.ABORTED:
+        return Verdict("finished", "", Finish(output.stop_reason, output.stop_match))
+    match output.abort_reason or AbortReason.ENGINE:
+        case AbortReason.DEADLINE as reason:
+            return Verdict("aborted", reason, GiveUp(overdue(at)))
+        case AbortReason.ENGINE | AbortReason.CLIENT as reason:
+            return after_break(f"aborted: {reason}", at, "aborted")
+        case reason:
+            asleep = Exclusion("it fell asleep") if reason is AbortReason.SLEEP else None
+            follows = finished_by(at) or Continue(_pause_if_dry(at))
+            return Verdict("aborted", reason, follows, exclusion=asleep)
+
+
+def after_break(why: str, at: Standing, outcome: Outcome = "broken") -> Verdict:
+    """Judge an attempt that broke: the connection, the engine or the worker failed."""
+    return Verdict(outcome, why, _after_failure(why, at), broke=True, exclusion=Exclusion(why))
+
+
+def _after_failure(why: str, at: Standing) -> Next:
+    if (whole := finished_by(at)) is not None:
+        return whole
+    if at.now >= at.policy.until:
+        return GiveUp(overdue(at))
+    failures = at.failures + 1
+    if failures > at.policy.max_failures:
+        text = f"{failures} attempts broke, the last one: {why}"
+        return GiveUp(RequestFailed(text, replica=at.replica))
+    return Continue(_pause(at))
+
+
+def after_refusal(refusal: Refusal, at: Standing) -> Verdict:
+    """Judge an answer that is a problem instead of a stream."""
+    slug = refusal.slug or str(refusal.status)
+    follows: Next = Continue(_pause_if_dry(at))
+    exclusion = None
+    if refusal.status == 429:
+        exclusion = Exclusion("its queue is full", refusal.retry_after or RETRY_SECONDS)
+    elif refusal.status == 503:
+        exclusion = Exclusion(refusal.detail)
+    elif slug == "version-not-met":
+        return _after_wrong_weights(refusal, at)
+    elif slug == "duplicate-request":
+        pass
+    elif refusal.status >= 500:
+        return after_break(str(refusal), at, "refused")
+    elif slug == "too-long" and at.tokens and at.sampling.max_tokens is None:
+        # As much as the model's length allows was asked for, and that is reached.
+        follows = Finish(StopReason.LENGTH)
+    else:
+        follows = GiveUp(
+            RequestRefused(
+                refusal.detail, replica=at.replica, status=refusal.status, slug=refusal.slug
+            )
+        )
+    return Verdict("refused", slug, follows, exclusion=exclusion)
+
+
+def _after_wrong_weights(refusal: Refusal, at: Standing) -> Verdict:
+    """Judge a refusal because of the weights: the replica's are too old, or too new."""
+    if refusal.active is None:
+        later = Exclusion(refusal.detail, refusal.retry_after or RETRY_SECONDS)
+        return Verdict("refused", refusal.slug, Continue(), exclusion=later)
+    follows: Next = Continue()
+    if at.policy.one_version and at.first is not None and refusal.active != at.first:
+        follows = _when_weights_changed(at, refusal.active)
+    return Verdict("refused", refusal.slug, follows, weights=refusal.active)
+
+
+def after_new_weights(at: Standing) -> Verdict:
+    """Judge an attempt that was left because other weights came and the caller minds."""
+    return Verdict("moved", "the weights changed", when_weights_are_gone(at))
+
+
+def when_weights_are_gone(at: Standing) -> Next:
+    """Say what follows when no replica serves the weights of the tokens so far any more."""
+    return _when_weights_changed(at, at.last)
+
+
+def _when_weights_changed(at: Standing, to: WeightsId | None) -> Next:
+    if at.policy.on_version_change == "fail":
+        text = f"the weights changed from {at.first} to {to} within an output"
+        return GiveUp(VersionChanged(text, replica=at.replica))
+    return StartOver()
+
+
+def finished_by(at: Standing) -> Finish | None:
+    """Return the end if nothing is missing but the worker's own word for it."""
+    sampling, tokens = at.sampling, at.tokens
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else at.end_tokens)}
+    if tokens and tokens[-1] in stops and len(tokens) >= sampling.min_tokens:
+        return Finish(StopReason.STOP, StopMatch(token_id=tokens[-1]))
+    if sampling.max_tokens is not None and len(tokens) >= sampling.max_tokens:
+        return Finish(StopReason.LENGTH)
+    return None
+
+
+def overdue(at: Standing) -> DeadlineExceeded:
+    """Return the error for a request whose time is over."""
+    return DeadlineExceeded("its deadline passed", replica=at.replica)
+
+
+def out_of_time(at: Standing, last: Outcome | None, reasons: str) -> RequestError:
+    """Return the error when there is no time for another attempt.
+
+    Args:
+        at: Where the output stands.
+        last: How the attempt before ended; None: there was none.
+        reasons: Why no replica serves now.
+    """
+    if at.tokens or last != "refused":
+        return overdue(at)
+    return NoReplica(f"no replica took the request in time ({reasons})")
+
+
+def no_replica(error: NoReplica, at: Standing) -> RequestError:
+    """Return the right word for it: with tokens in hand the deadline ended the output."""
+    return DeadlineExceeded(error.cause) if at.tokens else error
+
+
+def _pause_if_dry(at: Standing) -> float:
+    """Attempts that give nothing must not follow each other at once for ever."""
+    return _pause(at) if at.dry > 1 else 0.0
+
+
+def _pause(at: Standing) -> float:
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(at.dry, 10))

@@ -1,0 +1,177 @@
+"""One request to one worker: `POST /v1/generate` as a stream, event by event.
+
+It always streams, so that what was made is here when the worker dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from rollout_client.routing.router import Lease
+from rollout_worker.schemas import GenerateRequest, StreamDelta, StreamDone, WeightsId
+
+from .draft import BadDelta
+
+PROBLEM_PREFIX = "urn:rollout:problem:"
+MAX_PROBLEM_BYTES = 65536
+MAX_EVENT_BYTES = 64 * 2**20
+_HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+
+
+class Broken(Exception):
+    """The attempt ended without the worker's own end: cut off, silent, or talking nonsense."""
+
+
+@dataclass(eq=False)
+class Refusal(Exception):
+    """The worker answered with a problem instead of a stream."""
+
+    status: int
+    slug: str
+    detail: str
+    retry_after: float | None = None
+    active: WeightsId | None = None
+
+    def __str__(self) -> str:
+        return f"{self.status} {self.slug}: {self.detail}" if self.slug else self.detail
+
+
+async def attempt(
+    client: httpx.AsyncClient,
+    lease: Lease,
+    request: GenerateRequest,
+    take: Callable[[StreamDelta], None],
+    seconds: float,
+) -> StreamDone:
+    """Send a request and hand on its deltas until the worker ends it.
+
+    Args:
+        client: Connections to the member.
+        lease: Says who waits, for the watch over silent workers, which may cut it off.
+        request: With `stream`.
+        take: Called with each delta.
+        seconds: Everything together may take that long.
+
+    Raises:
+        Refusal: The worker answered with a problem.
+        Broken: There was no proper end; what was taken is good.
+    """
+    try:
+        async with asyncio.timeout(seconds) as scope:
+            lease.watch(scope)
+            return await _exchange(client, lease, request, take)
+    except TimeoutError:
+        # Its own deadline, or cut off from outside.
+        raise Broken(lease.cut or f"no end within {seconds:.1f} s") from None
+    except httpx.HTTPError as error:
+        raise Broken(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+    except (BadDelta, ValidationError, ValueError) as error:
+        raise Broken(f"it sent what can't be used: {str(error)[:300]}") from error
+    finally:
+        lease.watch(None)
+
+
+async def _exchange(
+    client: httpx.AsyncClient,
+    lease: Lease,
+    request: GenerateRequest,
+    take: Callable[[StreamDelta], None],
+) -> StreamDone:
+    body = request.model_dump_json(exclude_none=True, exclude_defaults=True)
+    done: StreamDone | None = None
+    route = _route(lease.member.url)
+    async with client.stream("POST", route, content=body, headers=_HEADERS) as answer:
+        if answer.status_code != 200:
+            raise await _refusal(answer)
+        # Read to the end also after `done`: only then is the connection used again.
+        try:
+            async for name, data in _events(answer, lease):
+                done = done or _taken(name, data, take)
+        except httpx.HTTPError:
+            if done is None:
+                raise
+    if done is None:
+        raise Broken("the connection ended within the stream")
+    return done
+
+
+@lru_cache(maxsize=4096)
+def _route(url: str) -> httpx.URL:
+    """Where a member generates; httpx parses a relative one twice with every request."""
+    return httpx.URL(f"{url}/v1/generate")
+
+
+def _taken(name: str, data: bytes, take: Callable[[StreamDelta], None]) -> StreamDone | None:
+    """Hand a delta on, or return the end; a newer worker may say more than this client knows of."""
+    match name:
+        case "delta":
+            take(StreamDelta.model_validate_json(data, extra="ignore"))
+        case "done":
+            return StreamDone.model_validate_json(data, extra="ignore")
+        case "error":
+            raise Broken(f"the stream broke: {_problem(data).get('detail', 'no detail')}")
+    return None
+
+
+async def _events(answer: httpx.Response, lease: Lease) -> AsyncIterator[tuple[str, bytes]]:
+    """Server-sent events; a comment or an event of another kind is the reader's to skip."""
+    pending = b""
+    async for chunk in answer.aiter_bytes():
+        lease.heard()
+        *whole, pending = (pending + chunk).split(b"\n\n")
+        if len(pending) > MAX_EVENT_BYTES:
+            raise ValueError("an event without an end")
+        for block in whole:
+            name, data = "message", b""
+            for line in block.split(b"\n"):
+                if line.startswith(b"data:"):
+                    data += line[5:].strip()
+                elif line.startswith(b"event:"):
+                    name = line[6:].strip().decode()
+            yield name, data
+
+
+async def _refusal(answer: httpx.Response) -> Refusal:
+    content = (await answer.aread())[:MAX_PROBLEM_BYTES]
+    problem = _problem(content)
+    detail = str(problem.get("detail") or problem.get("title") or "") or (
+        content[:200].decode(errors="replace") or "no message"
+    )
+    return Refusal(
+        answer.status_code,
+        str(problem.get("type", "")).removeprefix(PROBLEM_PREFIX),
+        detail,
+        _seconds(answer.headers.get("Retry-After")),
+        _identity(problem.get("active")),
+    )
+
+
+def _problem(content: bytes) -> dict[str, Any]:
+    try:
+        problem = json.loads(content)
+    except ValueError:
+        return {}
+    return problem if isinstance(problem, dict) else {}
+
+
+def _seconds(text: str | None) -> float | None:
+    """Retry-After in seconds; a date is no form that a worker uses."""
+    try:
+        return None if text is None else min(60.0, max(0.0, float(text)))
+    except ValueError:
+        return None
+
+
+def _identity(value: object) -> WeightsId | None:
+    try:
+        return None if value is None else WeightsId.model_validate(value, extra="ignore")
+    except ValidationError:
+        return None

@@ -1,0 +1,130 @@
+"""How to reach an API server: the pod's service account, or a kubeconfig.
+
+In a pod the service account's token is read again for each request, because the kubelet renews it;
+elsewhere a kubeconfig with a token or a client certificate is used.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import ssl
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout_client.errors import ClusterError
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+Obj = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How to reach an API server."""
+
+    server: str
+    tls: ssl.SSLContext
+    token: Callable[[], str | None]
+    namespace: str
+
+
+def access(kubeconfig: str | Path | None = None, context: str | None = None) -> Access:
+    """Return the access of this process.
+
+    It is the given kubeconfig's, else the pod's account's, else that of `$KUBECONFIG` or
+    `~/.kube/config`.
+
+    Raises:
+        ClusterError: There is none, or it can't be used.
+    """
+    if kubeconfig is None and "KUBECONFIG" not in os.environ and (ACCOUNT / "token").exists():
+        return _of_pod()
+    path = Path(kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config").split(os.pathsep)[0])
+    try:
+        return _of_file(path.expanduser(), context)
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise ClusterError(f"the kubeconfig {path} can't be used: {error!r}") from error
+
+
+def _of_pod() -> Access:
+    host = os.environ.get("KUBERNETES_SERVICE_HOST", "kubernetes.default.svc")
+    host = f"[{host}]" if ":" in host else host
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return Access(
+        server=f"https://{host}:{port}",
+        tls=ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt")),
+        token=lambda: (ACCOUNT / "token").read_text().strip(),
+        namespace=(ACCOUNT / "namespace").read_text().strip(),
+    )
+
+
+def _of_file(path: Path, context: str | None) -> Access:
+    document = _parsed(path.read_text())
+    name = context or document["current-context"]
+    chosen = _named(document, "contexts", name)["context"]
+    cluster = _named(document, "clusters", chosen["cluster"])["cluster"]
+    user = _named(document, "users", chosen["user"])["user"]
+    tls = ssl.create_default_context(
+        cafile=_file(cluster, "certificate-authority", path), cadata=_text(cluster)
+    )
+    if cluster.get("insecure-skip-tls-verify"):
+        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    _load_certificate(tls, user, path)
+    token_file = _file(user, "tokenFile", path)
+    given = user.get("token")
+    if "exec" in user or "auth-provider" in user:
+        raise ValueError("users with exec or auth-provider are not supported: give a token")
+    return Access(
+        server=str(cluster["server"]).rstrip("/"),
+        tls=tls,
+        token=lambda: Path(token_file).read_text().strip() if token_file else given,
+        namespace=chosen.get("namespace") or "default",
+    )
+
+
+def _parsed(text: str) -> Obj:
+    try:
+        document = json.loads(text)
+    except ValueError:
+        import yaml
+
+        document = yaml.safe_load(text)
+    if not isinstance(document, dict):
+        raise ValueError("it is no mapping")
+    return document
+
+
+def _named(document: Obj, kind: str, name: str) -> Obj:
+    for entry in document.get(kind) or ():
+        if entry.get("name") == name:
+            found: Obj = entry
+            return found
+    raise KeyError(f"{kind}: {name}")
+
+
+def _file(section: Obj, key: str, beside: Path) -> str | None:
+    value = section.get(key)
+    return None if value is None else str(beside.parent / value)
+
+
+def _text(cluster: Obj) -> str | None:
+    data = cluster.get("certificate-authority-data")
+    return None if data is None else base64.b64decode(data).decode()
+
+
+def _load_certificate(tls: ssl.SSLContext, user: Obj, path: Path) -> None:
+    certificate, key = _file(user, "client-certificate", path), _file(user, "client-key", path)
+    if certificate and key:
+        tls.load_cert_chain(certificate, key)
+    if "client-certificate-data" in user:
+        # The ssl module takes files only; this one is private and gone at once.
+        with tempfile.NamedTemporaryFile() as file:
+            for part in ("client-certificate-data", "client-key-data"):
+                file.write(base64.b64decode(user[part]) + b"\n")
+            file.flush()
+            tls.load_cert_chain(file.name)

@@ -1,0 +1,288 @@
+"""`AsyncRolloutPool`: makes a pool out of its parts, starts and ends it, and says who is in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from rollout_client.discovery.dns import TTL_SECONDS, DnsDiscovery
+from rollout_client.discovery.endpoints import EndpointDiscovery
+from rollout_client.discovery.members import (
+    DATA_PORT,
+    Discovery,
+    Member,
+    StaticDiscovery,
+    static_members,
+)
+from rollout_client.errors import NoReplica, PoolClosed
+from rollout_client.generating.attempts import Shared
+from rollout_client.generating.verbs import GeneratingVerbs
+from rollout_client.generating.verdicts import MAX_FAILURES
+from rollout_client.hooks import Hook
+from rollout_client.kube.access import access
+from rollout_client.kube.client import Kube
+from rollout_client.routing.balancer import MAX_IMBALANCE, Balancer
+from rollout_client.routing.connections import Connections
+from rollout_client.routing.health import SILENT_SECONDS, Health
+from rollout_client.routing.router import Router
+from rollout_client.steering.cluster import ClusterSteering
+from rollout_client.steering.direct import DirectOptions, DirectSteering
+from rollout_client.steering.protocol import Steering
+from rollout_client.steering.verbs import SteeringVerbs
+from rollout_worker.schemas import WeightsId, WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+DISCOVERY_SECONDS = 10.0
+"""How long steering waits for discovery to find the first members."""
+
+
+class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
+    """Generates on all replicas of a pool; members come and go by themselves.
+
+    Make it with `from_urls`, `from_dns` or `from_cluster`, use it as an async context manager (or
+    `close` it), in one event loop.
+
+    Args:
+        discovery: Finds the members.
+        name: For logs and metrics.
+        max_imbalance: How many requests more than the least loaded replica a conversation's own
+            replica may have before the conversation moves.
+        deterministic: Choose replicas by a stable hash instead of by load.
+        max_failures: Broken attempts that one output survives.
+        silent_seconds: How long a worker may send nothing before it is asked whether it is alive.
+        hook: Gets measurements.
+        steering: Carries out epochs, weights, sleep; None: the pool can only generate.
+        max_staleness: Requests without bounds of their own are served by weights at most so many
+            versions older than the last one published here; None: by any.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        *,
+        name: str = "pool",
+        max_imbalance: int = MAX_IMBALANCE,
+        deterministic: bool = False,
+        max_failures: int = MAX_FAILURES,
+        silent_seconds: float = SILENT_SECONDS,
+        hook: Hook | None = None,
+        steering: Steering | None = None,
+        max_staleness: int | None = None,
+    ) -> None:
+        if max_failures < 0 or silent_seconds <= 0 or (max_staleness or 0) < 0:
+            raise ValueError(
+                "max_failures and max_staleness must be 0 or more, silent_seconds above 0"
+            )
+        self.name = name
+        self._hook = hook or Hook()
+        self._discovery = discovery
+        self._connections = Connections()
+        self._router = Router(
+            Balancer(max_imbalance=max_imbalance, deterministic=deterministic),
+            lambda: self._discovery.trouble,
+            self._connections.drop,
+        )
+        self._health = Health(self._router, self._connections, silent_seconds=silent_seconds)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._discovered = asyncio.Event()
+        shared = Shared(self._router, self._connections, self._hook)
+        GeneratingVerbs.__init__(
+            self, shared, max_failures=max_failures, deterministic=deterministic
+        )
+        SteeringVerbs.__init__(self, steering, self._hook, max_staleness)
+
+    @classmethod
+    def from_urls(
+        cls,
+        urls: Sequence[str],
+        *,
+        control_urls: Sequence[str | None] | None = None,
+        direct: DirectOptions | None = None,
+        **options: Any,
+    ) -> Self:
+        """Return a pool of workers at fixed data URLs, without an operator.
+
+        Args:
+            urls: Such as `http://10.0.0.7:8000`.
+            control_urls: Of the control ports; default: port 8001 beside data port 8000.
+            direct: How the workers are steered: token, in-flight policy, sleep level.
+            **options: See the class.
+        """
+        pool = cls(StaticDiscovery(static_members(urls, control_urls)), **options)
+        pool._steering = DirectSteering(
+            lambda: pool.members, direct or DirectOptions(), pool._saw_weights
+        )
+        return pool
+
+    @classmethod
+    def from_dns(
+        cls,
+        host: str,
+        *,
+        port: int = DATA_PORT,
+        ttl_seconds: float = TTL_SECONDS,
+        **options: Any,
+    ) -> Self:
+        """Return a pool of all addresses behind a name, such as `math-heads.train.svc`.
+
+        For callers who may not ask the API server: such a pool can generate but not steer.
+
+        Args:
+            host: Name of a headless Service.
+            port: Of the data port.
+            ttl_seconds: Between two look-ups.
+            **options: See the class.
+        """
+        return cls(DnsDiscovery(host, port, ttl_seconds), **{"name": host, **options})
+
+    @classmethod
+    def from_cluster(
+        cls,
+        name: str,
+        namespace: str | None = None,
+        *,
+        kubeconfig: str | Path | None = None,
+        context: str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Return the pool of a RolloutReplica.
+
+        Needs the role `rollout-trainer`, or for generating alone the right to list and watch
+        EndpointSlices.
+
+        Args:
+            name: Of the RolloutReplica.
+            namespace: Default: the pod's, or the kubeconfig's.
+            kubeconfig: Default: the pod's service account, else `$KUBECONFIG`.
+            context: Of the kubeconfig; default: its current one.
+            **options: See the class.
+
+        Raises:
+            ClusterError: There are no usable credentials.
+        """
+        found = access(kubeconfig, context)
+        namespace, kube = namespace or found.namespace, Kube(found)
+        return cls(
+            EndpointDiscovery(kube, name, namespace),
+            steering=ClusterSteering(kube, name, namespace),
+            **{"name": f"{namespace}/{name}", **options},
+        )
+
+    # Life.
+
+    async def __aenter__(self) -> Self:
+        self._start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _start(self) -> None:
+        if self._router.closed:
+            raise PoolClosed("the pool was closed")
+        if not self._tasks:
+            self._tasks = [
+                asyncio.create_task(self._discover(), name=f"{self.name}: discovery"),
+                asyncio.create_task(self._health.run(), name=f"{self.name}: health"),
+            ]
+
+    async def _discover(self) -> None:
+        await self._discovery.run(self._take_members)
+
+    def _take_members(self, members: Sequence[Member]) -> None:
+        balancer = self._router.balancer
+        before = {member.url for member in balancer.members()}
+        balancer.set_members(members, time.monotonic())
+        after = {member.url for member in balancer.members()}
+        if before != after:
+            logger.info(
+                "%s has %d members", self.name, len(after), extra={"gone": len(before - after)}
+            )
+        for url in before - after:
+            if url not in balancer.records:
+                self._connections.drop(url)
+        self._hook.members(len(after), len([m for m in balancer.members() if m.ready]))
+        self._discovered.set()
+        self._router.changed()
+
+    async def close(self) -> None:
+        """End everything; requests under way raise `PoolClosed`."""
+        self._router.closed = True
+        self._router.changed()
+        for lease in list(self._router.leases):
+            lease.cut_off("the pool was closed")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._steering is not None:
+            await self._steering.close()
+        await self._connections.close()
+
+    async def _steer(self) -> Steering:
+        self._start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCOVERY_SECONDS):
+                await self._discovered.wait()
+        return await super()._steer()
+
+    def _lowest_weights(self) -> WeightsId | None:
+        floors = (self.floor, None if self._steering is None else self._steering.floor)
+        return max((floor for floor in floors if floor is not None), default=None)
+
+    def _saw_weights(self, url: str, identity: WeightsId) -> None:
+        self._router.balancer.saw_weights(url, identity)
+        self._router.changed()
+
+    # Who is there.
+
+    @property
+    def members(self) -> list[Member]:
+        """Members that discovery has found; `serving` says which of them get requests."""
+        return self._router.balancer.members()
+
+    def serving(self) -> list[Member]:
+        """Members that may get requests now."""
+        now = time.monotonic()
+        records = self._router.balancer.records.values()
+        return [record.member for record in records if record.usable(now)]
+
+    def load(self) -> dict[str, int]:
+        """Requests of this pool in flight, by member name."""
+        records = self._router.balancer.records.values()
+        return {record.member.name: record.in_flight for record in records}
+
+    async def wait_serving(self, count: int = 1, *, seconds: float = 600) -> list[Member]:
+        """Wait until so many members serve.
+
+        Raises:
+            NoReplica: Fewer did within these seconds.
+        """
+        self._start()
+        began = time.monotonic()
+        until = began + seconds
+        while len(found := self.serving()) < count:
+            now = time.monotonic()
+            if now >= until:
+                why = self._router.reasons()
+                raise NoReplica(f"{len(found)} of {count} replicas serve ({why})")
+            self._router.warn_since(began)
+            await asyncio.sleep(min(0.05, until - now))
+        return found
+
+    async def info(self, *, seconds: float = 30) -> WorkerInfo:
+        """Return what a replica says about its model, lengths and capabilities.
+
+        Raises:
+            NoReplica: None serves within these seconds.
+        """
+        member = (await self.wait_serving(seconds=seconds))[0]
+        with self._connections.to(member.url) as client:
+            answer = await client.get("/v1/info", timeout=seconds)
+        answer.raise_for_status()
+        return WorkerInfo.model_validate_json(answer.content, extra="ignore")

@@ -1,0 +1,63 @@
+"""A thread with an event loop, for programs that have none."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from rollout_client.errors import PoolClosed
+
+T = TypeVar("T")
+
+CLOSE_SECONDS = 30.0
+LOOK_SECONDS = 1.0
+"""How often a waiting caller checks that the loop is still there."""
+
+
+class LoopThread:
+    """Runs coroutines for other threads until `close`."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        # Callers that are still waiting get an end, too.
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.close()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and return its result; if the caller is interrupted, cancel it.
+
+        Raises:
+            PoolClosed: The loop has ended.
+        """
+        if self._loop.is_closed() or not self._thread.is_alive():
+            work.close()
+            raise PoolClosed("the pool was closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            while not concurrent.futures.wait([future], LOOK_SECONDS).done:
+                if not self._thread.is_alive():  # handed over just after the loop's last turn
+                    raise PoolClosed("the pool was closed")
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise PoolClosed("the pool was closed while this ran") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the loop and the thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_SECONDS)

@@ -1,0 +1,298 @@
+"""`RolloutPool`: `AsyncRolloutPool` for programs without an event loop.
+
+The asynchronous pool runs in a thread with its own loop; every method here hands its call to that
+loop and waits. Threads may share a pool. It does not survive a fork: make it afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any, Literal, Self, TypeVar
+
+from rollout_client.discovery.dns import TTL_SECONDS
+from rollout_client.discovery.members import DATA_PORT, Member
+from rollout_client.errors import PoolClosed, RolloutError
+from rollout_client.generating.calls import Prompt
+from rollout_client.generating.streams import GenerationStream
+from rollout_client.generating.verbs import CONCURRENCY, Progress
+from rollout_client.generating.verdicts import OnVersionChange
+from rollout_client.results import GenerateResult
+from rollout_client.steering.direct import DirectOptions
+from rollout_client.steering.protocol import (
+    ACQUIRE_SECONDS,
+    PUBLISH_SECONDS,
+    STATE_SECONDS,
+    OnProgress,
+    Published,
+)
+from rollout_worker.schemas import StreamDelta, WeightsId, WorkerInfo
+
+from .asynchronous import AsyncRolloutPool
+from .loop_thread import LoopThread
+
+T = TypeVar("T")
+
+
+class RolloutPool:
+    """`AsyncRolloutPool` with the same methods and arguments, each of which waits for its end.
+
+    Use it as a context manager, or `close` it. `asynchronous` is the pool behind it; it may be used
+    in its own loop only.
+    """
+
+    def __init__(self, make: Callable[[], AsyncRolloutPool]) -> None:
+        self._thread = LoopThread("rollout-pool")
+        try:
+            self.asynchronous = self._thread.call(self._made(make))
+        except BaseException:
+            self._thread.close()
+            raise
+
+    @staticmethod
+    async def _made(make: Callable[[], AsyncRolloutPool]) -> AsyncRolloutPool:
+        return await make().__aenter__()
+
+    @classmethod
+    def from_urls(
+        cls,
+        urls: Sequence[str],
+        *,
+        control_urls: Sequence[str | None] | None = None,
+        direct: DirectOptions | None = None,
+        **options: Any,
+    ) -> Self:
+        """Return a pool of workers at fixed data URLs, without an operator."""
+        return cls(
+            lambda: AsyncRolloutPool.from_urls(
+                urls, control_urls=control_urls, direct=direct, **options
+            )
+        )
+
+    @classmethod
+    def from_dns(
+        cls,
+        host: str,
+        *,
+        port: int = DATA_PORT,
+        ttl_seconds: float = TTL_SECONDS,
+        **options: Any,
+    ) -> Self:
+        """Return a pool of all addresses behind a name, such as `math-heads.train.svc`."""
+        return cls(
+            lambda: AsyncRolloutPool.from_dns(host, port=port, ttl_seconds=ttl_seconds, **options)
+        )
+
+    @classmethod
+    def from_cluster(
+        cls,
+        name: str,
+        namespace: str | None = None,
+        *,
+        kubeconfig: str | Path | None = None,
+        context: str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Return the pool of a RolloutReplica."""
+        return cls(
+            lambda: AsyncRolloutPool.from_cluster(
+                name, namespace, kubeconfig=kubeconfig, context=context, **options
+            )
+        )
+
+    # Life.
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything; requests under way raise `PoolClosed`."""
+        try:
+            self._thread.call(self.asynchronous.close())
+        except PoolClosed:
+            return
+        self._thread.close()
+
+    # Who is there.
+
+    @property
+    def floor(self) -> WeightsId | None:
+        """Requests without bounds of their own are served by these weights or newer ones."""
+        return self.asynchronous.floor
+
+    @floor.setter
+    def floor(self, floor: WeightsId | None) -> None:
+        self.asynchronous.floor = floor
+
+    @property
+    def members(self) -> list[Member]:
+        """Members that discovery has found; `serving` says which of them get requests."""
+        return self._thread.call(_in_loop(lambda: self.asynchronous.members))
+
+    def serving(self) -> list[Member]:
+        """Members that may get requests now."""
+        return self._thread.call(_in_loop(self.asynchronous.serving))
+
+    def load(self) -> dict[str, int]:
+        """Requests of this pool in flight, by member name."""
+        return self._thread.call(_in_loop(self.asynchronous.load))
+
+    def wait_serving(self, count: int = 1, *, seconds: float = 600) -> list[Member]:
+        """Wait until so many members serve."""
+        return self._thread.call(self.asynchronous.wait_serving(count, seconds=seconds))
+
+    def info(self, *, seconds: float = 30) -> WorkerInfo:
+        """Return what a replica says about its model, lengths and capabilities."""
+        return self._thread.call(self.asynchronous.info(seconds=seconds))
+
+    # Generate.
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        group_id: str | None = None,
+        on_version_change: OnVersionChange = "continue",
+        **fields: Any,
+    ) -> GenerateResult:
+        """Sample from one prompt until every output has ended."""
+        return self._thread.call(
+            self.asynchronous.generate(
+                prompt, group_id=group_id, on_version_change=on_version_change, **fields
+            )
+        )
+
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        concurrency: int = CONCURRENCY,
+        progress: Progress | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        **options: Any,
+    ) -> list[Any]:
+        """Sample from many prompts; `progress` is called in the pool's thread."""
+        return self._thread.call(
+            self.asynchronous.generate_many(
+                prompts,
+                concurrency=concurrency,
+                progress=progress,
+                on_error=on_error,
+                **options,
+            )
+        )
+
+    def as_completed(
+        self, prompts: Iterable[Prompt], *, concurrency: int = CONCURRENCY, **options: Any
+    ) -> Iterator[tuple[int, GenerateResult | RolloutError]]:
+        """Yield (index, result or error) as requests end."""
+        found = self.asynchronous.as_completed(prompts, concurrency=concurrency, **options)
+        try:
+            while (following := self._thread.call(_next(found))) is not None:
+                yield following
+        finally:
+            self._thread.call(found.aclose())
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        group_id: str | None = None,
+        on_version_change: OnVersionChange = "continue",
+        **fields: Any,
+    ) -> SyncStream:
+        """Return a stream of deltas, joined over all attempts; use it with `with`."""
+        stream = self._thread.call(
+            _in_loop(
+                lambda: self.asynchronous.stream(
+                    prompt, group_id=group_id, on_version_change=on_version_change, **fields
+                )
+            )
+        )
+        return SyncStream(self._thread, stream)
+
+    # Steer.
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that this trainer holds; None until it has one."""
+        return self.asynchronous.epoch
+
+    def acquire(self, *, seconds: float = ACQUIRE_SECONDS) -> int:
+        """Take the pool: the next epoch, which shuts out earlier trainers."""
+        return self._thread.call(self.asynchronous.acquire(seconds=seconds))
+
+    def publish_weights(
+        self,
+        version: int,
+        path: str | PurePath | None,
+        *,
+        seconds: float = PUBLISH_SECONDS,
+        progress: OnProgress = lambda progress: None,
+    ) -> Published:
+        """Publish a version to all replicas and return once it serves."""
+        return self._thread.call(
+            self.asynchronous.publish_weights(version, path, seconds=seconds, progress=progress)
+        )
+
+    def sleep(self, *, seconds: float = STATE_SECONDS) -> None:
+        """Free the engines' memory."""
+        self._thread.call(self.asynchronous.sleep(seconds=seconds))
+
+    def wake(self, *, seconds: float = STATE_SECONDS) -> None:
+        """Undo `sleep` and `pause`; returns once the replicas serve."""
+        self._thread.call(self.asynchronous.wake(seconds=seconds))
+
+    def pause(self, *, seconds: float = STATE_SECONDS) -> None:
+        """Stop generating and keep the memory."""
+        self._thread.call(self.asynchronous.pause(seconds=seconds))
+
+    @contextmanager
+    def generating(self, *, seconds: float = STATE_SECONDS) -> Iterator[Self]:
+        """Wake the pool for a block and put it to sleep at the end."""
+        block = self.asynchronous.generating(seconds=seconds)
+        self._thread.call(block.__aenter__())
+        try:
+            yield self
+        finally:
+            self._thread.call(block.__aexit__(None, None, None))
+
+
+class SyncStream:
+    """A `GenerationStream` for programs without an event loop."""
+
+    def __init__(self, thread: LoopThread, stream: GenerationStream) -> None:
+        self._thread = thread
+        self._stream = stream
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.call(self._stream.close())
+
+    def __iter__(self) -> Iterator[StreamDelta]:
+        """Yield deltas; their spans count from the output's first token."""
+        deltas = self._stream.__aiter__()
+        try:
+            while (delta := self._thread.call(_next(deltas))) is not None:
+                yield delta
+        finally:
+            self._thread.call(deltas.aclose())
+
+    @property
+    def result(self) -> GenerateResult:
+        """The result: final once the iteration has ended, until then what there is so far."""
+        return self._thread.call(_in_loop(lambda: self._stream.result))
+
+
+async def _in_loop(function: Callable[[], T]) -> T:
+    return function()
+
+
+async def _next(iterator: Any) -> Any:
+    return await anext(iterator, None)

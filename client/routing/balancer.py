@@ -1,0 +1,239 @@
+"""Which member gets a request. Pure: no network, and the clock is passed in.
+
+In this order, among the members that may get it:
+
+1. in deterministic mode: the highest hash of (key, member), the same in every process;
+2. the member that had the key before, while it is no slower than usual and would have at most
+   `max_imbalance` requests more than the least loaded one, this one included (its prefix cache is
+   warm, but no cache is worth a queue, or every token at half the pace);
+3. the least loaded, where a request on a replica that samples at half the usual pace counts
+   double; of equals, the one that was chosen least recently. Beyond `SCAN` members: the less
+   loaded of two at random, whose tail is nearly as good and whose cost does not grow.
+
+A member is excluded after a failure or a refusal until a probe or its own later answer says
+otherwise: health comes from answers, and discovery only says who exists. Requests in flight are
+counted by URL as long as there are any, even while the member is gone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from hashlib import blake2b
+
+from rollout_client.discovery.members import Member
+from rollout_worker.schemas import WeightsId
+
+from .bounds import ANY, Bounds
+from .records import MemberRecord
+
+SCAN = 64
+"""Up to so many members, all are compared."""
+
+STICKY_KEYS = 100_000
+SLOW = 1.5
+"""Times the median pace up to which a member is as fast as usual: paces differ with the batch."""
+
+MAX_SLOWNESS = 10.0
+PACE_SECONDS = 60.0
+"""After so long without a measurement a member counts as fast as usual, so that it is tried again."""
+
+PACE_SHARE = 0.2
+"""Weight of the newest measurement of a member's pace."""
+
+MAX_IMBALANCE = 8
+MAX_REASONS = 8
+"""Members whose reasons are spelled out in one sentence."""
+
+
+class Balancer:
+    """See the module.
+
+    Args:
+        max_imbalance: Requests that a sticky member may have above the least loaded one.
+        deterministic: Choose by a stable hash of the key instead of by load.
+        sticky_keys: Keys whose member is remembered; the least recently used are forgotten first.
+        seed: Of the random choice of two.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_imbalance: int = MAX_IMBALANCE,
+        deterministic: bool = False,
+        sticky_keys: int = STICKY_KEYS,
+        seed: int | None = None,
+    ) -> None:
+        if max_imbalance < 0:
+            raise ValueError("max_imbalance must be 0 or more")
+        self._max_imbalance = max_imbalance
+        self._deterministic = deterministic
+        self._sticky_keys = sticky_keys
+        self._last_url: OrderedDict[str, str] = OrderedDict()
+        """By key: the member that got its last request."""
+        self._records: dict[str, MemberRecord] = {}
+        self._turn = 0
+        self._random = random.Random(seed)
+
+    # Who is there.
+
+    @property
+    def records(self) -> Mapping[str, MemberRecord]:
+        """By URL: all members, and those that are gone as long as requests run on them."""
+        return self._records
+
+    def members(self) -> list[Member]:
+        """Members that are present, in discovery's order."""
+        return [record.member for record in self._present()]
+
+    def set_members(self, members: Sequence[Member], now: float) -> None:
+        """Take discovery's new set."""
+        wanted = {member.url: member for member in members}
+        for url, record in list(self._records.items()):
+            if url not in wanted:
+                record.present = False
+                self._forget_if_done(url)
+        for url, member in wanted.items():
+            known = self._records.get(url)
+            if known is None or not known.present:
+                self._add(member, known, now)
+                continue
+            if member.ready and not known.member.ready:
+                known.probe_at = now
+            known.member = member
+
+    def _add(self, member: Member, gone: MemberRecord | None, now: float) -> None:
+        """Begin anew with a member; what runs on it from before it left still counts."""
+        in_flight = gone.in_flight if gone else 0
+        record = MemberRecord(member, in_flight=in_flight, chosen=self._turn)
+        if not member.proven:
+            record.excluded, record.probe_at = "not asked yet", now
+        self._records[member.url] = record
+
+    def _forget_if_done(self, url: str) -> None:
+        record = self._records.get(url)
+        if record is not None and not record.present and record.in_flight == 0:
+            del self._records[url]
+
+    # Who gets a request.
+
+    def choose(
+        self,
+        key: str | None,
+        now: float,
+        bounds: Bounds = ANY,
+        avoid: Collection[str] = (),
+    ) -> Member | None:
+        """Return the member for a request and count it there; None: nobody may get it now.
+
+        Args:
+            key: The conversation's (or group's); None: any member will do.
+            now: Monotonic seconds.
+            bounds: Weights that the request takes.
+            avoid: URLs to leave out if others may get it.
+        """
+        usable = [r for r in self._records.values() if r.usable(now) and bounds.admits(r.active)]
+        usable = [r for r in usable if r.member.url not in avoid] or usable
+        if not usable:
+            return None
+        record = self._for_key(key, usable) if key is not None else self._least_loaded(usable)
+        self._turn += 1
+        record.chosen = self._turn
+        record.in_flight += 1
+        return record.member
+
+    def _for_key(self, key: str, usable: Sequence[MemberRecord]) -> MemberRecord:
+        if self._deterministic:
+            return max(usable, key=lambda record: _weight(key, record.member.url))
+        record = self._sticky(key, usable) or self._least_loaded(usable)
+        self._last_url[key] = record.member.url
+        self._last_url.move_to_end(key)
+        if len(self._last_url) > self._sticky_keys:
+            self._last_url.popitem(last=False)
+        return record
+
+    def _sticky(self, key: str, usable: Sequence[MemberRecord]) -> MemberRecord | None:
+        """Return the member that had the key before, if it may keep it."""
+        record = self._records.get(self._last_url.get(key, ""))
+        if record is None or record not in usable or record.slowness > 1:
+            return None
+        least = min(each.load + (each is record) for each in usable)
+        return record if record.load + 1 <= least + self._max_imbalance else None
+
+    def _least_loaded(self, usable: Sequence[MemberRecord]) -> MemberRecord:
+        if self._deterministic:
+            return min(usable, key=lambda record: record.member.url)
+        if len(usable) > SCAN:
+            usable = self._random.sample(usable, 2)
+        # What counts is how long the new request would take: with it, not before it.
+        return min(usable, key=lambda record: (record.load + record.slowness, record.chosen))
+
+    def release(self, url: str) -> None:
+        """Note that a request ended there."""
+        record = self._records.get(url)
+        if record is not None:
+            record.in_flight = max(0, record.in_flight - 1)
+            self._forget_if_done(url)
+
+    # What answers say.
+
+    def exclude(self, url: str, why: str, now: float, until: float | None = None) -> None:
+        """Give it no more requests: until then, or (None) until a probe says that it serves."""
+        record = self._records.get(url)
+        if record is None:
+            return
+        record.failures += 1
+        record.excluded, record.excluded_until, record.probe_at = why, until, now
+
+    def readmit(self, url: str) -> None:
+        """Give it requests again: it answered that it serves."""
+        record = self._records.get(url)
+        if record is not None:
+            record.excluded, record.excluded_until, record.failures = "", None, 0
+
+    def saw_weights(self, url: str, active: WeightsId) -> None:
+        """Note which weights it said it serves."""
+        record = self._records.get(url)
+        if record is not None:
+            record.active = active
+
+    def saw_pace(self, url: str, seconds_per_token: float, now: float) -> None:
+        """Note how fast it sampled, and compare all members anew."""
+        record = self._records.get(url)
+        if record is None:
+            return
+        old = seconds_per_token if record.pace is None else record.pace
+        record.pace, record.paced_at = old + PACE_SHARE * (seconds_per_token - old), now
+        for each in self._records.values():
+            if now - each.paced_at > PACE_SECONDS:
+                each.pace = None
+        paces = sorted(r.pace for r in self._records.values() if r.pace is not None)
+        usual = paces[(len(paces) - 1) // 2]
+        for each in self._records.values():
+            times = (each.pace or usual) / usual if usual > 0 else 1.0
+            each.slowness = min(MAX_SLOWNESS, times) if times > SLOW else 1.0
+
+    # What to say when nobody can take a request.
+
+    def all_beyond(self, bounds: Bounds) -> bool:
+        """Whether every present member is beyond the exact version asked for."""
+        present = self._present()
+        return bool(present) and all(bounds.passed_by(record.active) for record in present)
+
+    def reasons(self, now: float, bounds: Bounds = ANY) -> str:
+        """Return in one sentence why nobody gets the request."""
+        each = [
+            f"{record.member.name}: {record.why_not(now, bounds) or 'serves'}"
+            for record in self._present()
+        ]
+        more = f"; and {len(each) - MAX_REASONS} more" if len(each) > MAX_REASONS else ""
+        return "; ".join(each[:MAX_REASONS]) + more
+
+    def _present(self) -> list[MemberRecord]:
+        return [record for record in self._records.values() if record.present]
+
+
+def _weight(key: str, url: str) -> bytes:
+    """Return a rendezvous hash: when a member goes, only its own keys move."""
+    return blake2b(f"{key}\0{url}".encode(), digest_size=8).digest()

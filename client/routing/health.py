@@ -1,0 +1,162 @@
+"""Finds out by asking whether members serve: excluded ones, outdated ones, and silent ones.
+
+Only members that gave cause are asked. `GET /ready` decides whether one serves, `GET /v1/weights`
+with which weights, and `GET /health` whether a silent one is alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from rollout_worker.schemas import WeightsId, WeightsState
+
+from .connections import Connections
+from .records import MemberRecord
+from .router import Lease, Router
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.1
+PROBE_SECONDS = 5.0
+FIRST_PAUSE = 0.2
+LONGEST_PAUSE = 3.0
+WEIGHTS_PAUSE = 0.5
+"""Between two looks at the weights of a member that are too old for somebody who waits."""
+
+SILENT_SECONDS = 20.0
+GONE_SECONDS = 10.0
+"""How long an attempt on a member that discovery lost may be silent: a dead node sends no reset."""
+
+
+class Health:
+    """See the module. `run` it beside the requests.
+
+    Args:
+        router: Whose members are watched.
+        connections: To them.
+        silent_seconds: How long a worker may say nothing to a request before it is asked.
+        gone_seconds: The same for a member that discovery lost; then the request is cut off.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        connections: Connections,
+        *,
+        silent_seconds: float = SILENT_SECONDS,
+        gone_seconds: float = GONE_SECONDS,
+    ) -> None:
+        self._router = router
+        self._connections = connections
+        self._silent = silent_seconds
+        self._gone = gone_seconds
+        self._asking: dict[object, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Look around until cancelled."""
+        try:
+            while True:
+                self._look(time.monotonic())
+                await asyncio.sleep(TICK_SECONDS)
+        finally:
+            asking = list(self._asking.values())
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    def _look(self, now: float) -> None:
+        for url, record in self._router.balancer.records.items():
+            if record.present and now >= record.probe_at and self._wants_probe(record, now):
+                self._start(url, partial(self._probe, record))
+        suspects: dict[str, list[Lease]] = {}
+        for lease in self._router.leases:
+            silent = now - lease.heard_at
+            if silent < min(self._silent, self._gone):
+                continue
+            found = self._router.balancer.records.get(lease.member.url)
+            if (found is None or not found.present) and silent >= self._gone:
+                lease.cut_off("its replica is gone")
+            elif silent >= self._silent:
+                suspects.setdefault(lease.member.url, []).append(lease)
+        for url, leases in suspects.items():
+            self._start(("silent", url), partial(self._ask_silent, url, leases))
+
+    def _wants_probe(self, record: MemberRecord, now: float) -> bool:
+        if record.exclusion(now):
+            return record.excluded_until is None
+        return any(not bounds.admits(record.active) for bounds in self._router.waiting_for)
+
+    def _start(self, what: object, ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if what in self._asking:
+            return
+        task = asyncio.create_task(ask())
+        self._asking[what] = task
+        task.add_done_callback(lambda _: self._asking.pop(what, None))
+
+    async def _probe(self, record: MemberRecord) -> None:
+        balancer, url = self._router.balancer, record.member.url
+        why = await self._why_not(url)
+        now = time.monotonic()
+        if balancer.records.get(url) is not record:
+            return
+        if why:
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(record.failures, 10))
+            record.probe_at = now + pause * random.uniform(0.7, 1.0)
+            record.failures += 1
+            record.excluded, record.excluded_until = why, None
+            return
+        record.active = await self._weights(url)
+        if record.exclusion(now):
+            name = record.member.name
+            logger.info("%s serves again", name, extra={"replica": name})
+        balancer.readmit(url)
+        record.probe_at = now + WEIGHTS_PAUSE
+        self._router.changed()
+
+    async def _why_not(self, url: str) -> str:
+        """Return why a member does not serve; empty if it does."""
+        try:
+            answer = await self._get(url, "/ready")
+        except httpx.HTTPError as error:
+            return f"{type(error).__name__}: {error}".rstrip(": ")
+        if answer.status_code == 200:
+            return ""
+        try:
+            return str(answer.json()["detail"])[:200]
+        except (ValueError, KeyError, TypeError):
+            return f"GET /ready: {answer.status_code}"
+
+    async def _weights(self, url: str) -> WeightsId | None:
+        try:
+            answer = await self._get(url, "/v1/weights")
+            state = WeightsState.model_validate_json(answer.content, extra="ignore")
+        except (httpx.HTTPError, ValidationError):
+            return None
+        return None if state.active is None else state.active.identity
+
+    async def _ask_silent(self, url: str, leases: Sequence[Lease]) -> None:
+        """Ask once whether the member on which all of these heard nothing is alive."""
+        try:
+            answer = await self._get(url, "/health")
+            alive = answer.status_code == 200
+            why = f"GET /health: {answer.status_code}"
+        except httpx.HTTPError as error:
+            alive, why = False, f"{type(error).__name__}: {error}".rstrip(": ")
+        for lease in leases:
+            if alive:
+                lease.heard()
+            elif time.monotonic() - lease.heard_at >= self._silent:
+                lease.cut_off(f"silent for {self._silent:g} s, and then {why}")
+
+    async def _get(self, url: str, path: str) -> httpx.Response:
+        with self._connections.to(url) as client:
+            return await client.get(path, timeout=PROBE_SECONDS)

@@ -1,0 +1,92 @@
+"""The control ports of all members of a pool, asked at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import httpx
+
+from rollout_client.control import ControlError, ControlUnreachable, WorkerControl
+from rollout_client.discovery.members import Member
+from rollout_client.errors import SteeringFailed
+from rollout_worker.schemas import WorkerState
+
+T = TypeVar("T")
+Token = str | Callable[[], str | None] | None
+
+
+class ControlPorts:
+    """See the module.
+
+    Args:
+        members: Who is there now.
+        token: Bearer token, or a function that returns it.
+    """
+
+    def __init__(self, members: Callable[[], Sequence[Member]], token: Token) -> None:
+        self._members = members
+        self._bearer = token
+        self._http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody can be asked any more."""
+        return self._http.is_closed
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    def names(self) -> list[str]:
+        """Names of the members that are there now.
+
+        Raises:
+            SteeringFailed: Nobody said where a member's control port is.
+        """
+        return list(self._controls())
+
+    async def states(self) -> dict[str, WorkerState]:
+        """States of those that answer, by the member's name.
+
+        Raises:
+            SteeringFailed: Nobody does, or one refuses to tell.
+        """
+        answers = await self.ask(self.names(), lambda control: control.state())
+        for name, answer in answers.items():
+            if isinstance(answer, ControlError):
+                raise SteeringFailed(answer.detail, replica=name) from answer
+        found = {n: a for n, a in answers.items() if isinstance(a, WorkerState)}
+        if not found:
+            said = "; ".join(str(answer) for answer in answers.values())
+            raise SteeringFailed(f"no worker answers ({said or 'the pool has no members'})")
+        return found
+
+    async def ask(
+        self, names: Sequence[str], question: Callable[[WorkerControl], Awaitable[T]]
+    ) -> dict[str, T | ControlError | ControlUnreachable]:
+        """Ask all of these at once; refusals and silence are answers."""
+        controls = self._controls()
+
+        async def one(name: str) -> T | ControlError | ControlUnreachable:
+            if name not in controls:
+                return ControlUnreachable(f"{name} is no member any more")
+            try:
+                return await question(controls[name])
+            except (ControlError, ControlUnreachable) as error:
+                return error
+
+        return dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
+
+    def _controls(self) -> dict[str, WorkerControl]:
+        found = {}
+        for member in self._members():
+            if member.control_url is None:
+                why = "its control port is not known: give control_urls to from_urls"
+                raise SteeringFailed(why, replica=member.name)
+            found[member.name] = WorkerControl(member.control_url, self._token, self._http)
+        return found
+
+    async def _token(self) -> str | None:
+        return self._bearer() if callable(self._bearer) else self._bearer

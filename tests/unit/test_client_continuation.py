@@ -1,0 +1,106 @@
+"""What the next attempt is asked for: one budget, one seed on, the right weights, the right tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout_client.generating.continuation import (
+    bounds_of_rest,
+    rest_of,
+    rewind_of,
+    sampling_of_rest,
+)
+from rollout_client.generating.draft import Draft
+from rollout_client.routing.bounds import Bounds
+from rollout_worker.schemas import GenerateRequest, SamplingParams, StreamDelta, WeightsSpan
+
+
+def draft(*versions: int) -> Draft:
+    """A draft with a token of each version, in epoch 1."""
+    made = Draft(0)
+    made.begin()
+    for at, version in enumerate(versions):
+        span = WeightsSpan(epoch=1, version=version, start=at, end=at + 1)
+        made.take(StreamDelta(index=0, token_ids=(10 + at,), logprobs=None, weights=(span,)))
+    return made
+
+
+def test_one_budget_over_all_attempts() -> None:
+    sampling = SamplingParams(max_tokens=10, min_tokens=4, temperature=0.7)
+    assert sampling_of_rest(sampling, 0) is sampling
+    rest = sampling_of_rest(sampling, 3)
+    assert (rest.max_tokens, rest.min_tokens, rest.temperature) == (7, 1, 0.7)
+    assert sampling_of_rest(sampling, 9).min_tokens == 0
+    assert sampling_of_rest(SamplingParams(), 1).max_tokens is None
+
+
+def test_a_continuation_draws_other_numbers_but_always_the_same_ones() -> None:
+    sampling = SamplingParams(seed=5)
+    seeds = [sampling_of_rest(sampling, tokens).seed for tokens in range(5)]
+    assert len(set(seeds)) == 5
+    assert seeds == [sampling_of_rest(sampling, tokens).seed for tokens in range(5)]
+    # Part of the contract of a seeded run: it may be repeated with another version of the client.
+    assert seeds[:3] == [5, 2177342782468422682, 4354685564936845359]
+    assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds)
+    assert sampling_of_rest(SamplingParams(), 3).seed is None
+
+
+@pytest.mark.parametrize(
+    ("sampling", "end_known", "tokens", "rewind"),
+    [
+        (SamplingParams(), True, 5, 0),
+        (SamplingParams(), False, 5, 1),
+        (SamplingParams(), False, 0, 0),
+        (SamplingParams(ignore_eos=True), False, 5, 0),
+        (SamplingParams(stop=("</a>", "é")), True, 5, 3),
+        (SamplingParams(stop=("</a>", "é")), False, 5, 3),
+        (SamplingParams(stop=("éé",)), True, 5, 3),
+        (SamplingParams(stop=("a",)), False, 5, 1),
+        (SamplingParams(stop=("a",)), True, 5, 0),
+        (SamplingParams(stop=("abcdef",)), True, 2, 2),
+        (SamplingParams(repetition_penalty=1.2), True, 5, 0),
+        (SamplingParams(presence_penalty=0.1), True, 5, 5),
+        (SamplingParams(frequency_penalty=-0.1), True, 5, 5),
+    ],
+)
+def test_what_a_break_could_hide_is_sampled_again(
+    sampling: SamplingParams, end_known: bool, tokens: int, rewind: int
+) -> None:
+    assert rewind_of(sampling, tokens, end_known=end_known) == rewind
+
+
+@pytest.mark.parametrize(
+    ("asked", "versions", "one_version", "rest"),
+    [
+        (Bounds(2, 3, 4), (), True, Bounds(2, 3, 4)),
+        (Bounds(), (), True, Bounds()),
+        (Bounds(), (5, 6), False, Bounds(1, 6)),
+        (Bounds(0, 2), (5, 6), False, Bounds(1, 6)),
+        (Bounds(0, 2), (5,), True, Bounds(1, 2, 5)),
+        (Bounds(1, None, 5), (5,), False, Bounds(1, None, 5)),
+    ],
+)
+def test_the_rest_comes_from_the_same_weights_or_from_no_older_ones(
+    asked: Bounds, versions: tuple[int, ...], one_version: bool, rest: Bounds
+) -> None:
+    assert bounds_of_rest(asked, draft(*versions), one_version=one_version) == rest
+
+
+def test_the_rest_is_asked_for_behind_the_tokens_so_far() -> None:
+    request = GenerateRequest(token_ids=(1, 2), sampling=SamplingParams(max_tokens=5))
+
+    def rest(made: Draft, seconds: float = 7.5) -> GenerateRequest:
+        bounds = Bounds(1, 2, 3)
+        return rest_of(request, made, bounds, request_id="r.a1", session_id="s", seconds=seconds)
+
+    first, second = rest(draft()), rest(draft(4, 4))
+    assert first.token_ids == (1, 2)
+    assert first.sampling == request.sampling
+    assert second.token_ids == (1, 2, 10, 11)
+    assert second.sampling.max_tokens == 3
+    assert second.stream
+    assert (second.request_id, second.session_id) == ("r.a1", "s")
+    assert (second.epoch, second.min_version, second.exact_version) == (1, 2, 3)
+    assert second.deadline_seconds == 7.5
+    assert rest(draft(), seconds=-1).deadline_seconds == 0.001
+    assert rest(draft(), seconds=1e6).deadline_seconds == 86400

@@ -1,0 +1,44 @@
+"""What `import rollout_client` costs a trainer, and which names it gives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import rollout_client
+
+HEAVY = {
+    *("torch", "transformers", "safetensors", "numpy"),
+    *("kopf", "kubernetes", "aiohttp", "yaml", "ray", "prometheus_client"),
+    *("rollout_operator", "rollout_worker.engine"),
+}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "rollout_client",
+        "rollout_client.control",
+        "rollout_client.integrations.ray",
+        "rollout_client.integrations.verl",
+    ],
+)
+def test_importing_the_client_imports_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == []
+
+
+def test_every_public_name_exists_and_they_are_in_order() -> None:
+    names = rollout_client.__all__
+    assert names == sorted(set(names))
+    assert [name for name in names if not hasattr(rollout_client, name)] == []
