@@ -62,6 +62,10 @@ prepared: $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.in
 test: prepared ## run every test but the soak, in two lanes (PYTEST_ARGS="-k commit")
 	@$(BIN)/python hack/run_tests.py $(addprefix --beside ,$(BESIDE)) -- $(PYTEST_ARGS)
 
+.PHONY: soak
+soak: prepared ## run what is too long for every day: long cycles, many examples of each property
+	$(BIN)/pytest --soak --timeout 3600 $(PYTEST_ARGS)
+
 .PHONY: test-fast
 test-fast: $(VENV) ## run the tests that need no cluster
 	$(BIN)/pytest tests/unit tests/chart $(PYTEST_ARGS)
