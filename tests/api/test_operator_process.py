@@ -217,7 +217,10 @@ def holder_or_none(cluster: Cluster, lease: str) -> str:
 
 def test_an_outage_of_the_api_server_fences_and_passes(cluster: Cluster, start: Any) -> None:
     process = start("patient")
-    until_sync(lambda: process.get("/readyz")[0] == 200, 10, what="readiness")
+    # A standby is ready, too. A pass tells that this one leads and has listed everything.
+    until_sync(process.passes, 30, what="the first pass")
+    assert process.leads()
+    assert process.get("/readyz")[0] == 200
     server = recorded(cluster.state, "kube-apiserver")
     assert server is not None
     os.kill(server.pid, signal.SIGSTOP)

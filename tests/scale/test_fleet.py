@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from apiclient import PODS, POOLS, Obj
-from pools import eventually
 from scalelab import NAMESPACE, Call, Lab, processless_pool
 from stuck import GRACE_SECONDS, POOL, StuckPod
+from waiting import eventually
 
 POOLS_COUNT, REPLICAS = 50, 4
 FLEET = {f"fleet-{number:02}" for number in range(POOLS_COUNT)}
