@@ -1,8 +1,8 @@
 """Entry point for `kopf run operator/handlers.py` or `kopf run -m rollout_operator.handlers`.
 
-kopf streams and handles signals here, the rest runs beside it, set up from the environment. Nothing
-may import this module (see docs/architecture.md), and as it may be loaded as a script, its imports
-are absolute.
+Here kopf streams and handles signals, and the rest, configured by the environment, runs beside it.
+Nothing may import this module (see docs/architecture.md). It may be loaded as a script, so its
+imports are absolute.
 """
 
 from __future__ import annotations

@@ -33,16 +33,16 @@ _DROPPED: Final = ("title", API_DEFAULT, "$defs", "const")
 COLUMNS: Final = (
     # name, JSON path, type, priority (1: wide only), description
     ("Mode", ".spec.mode", "string", 0, "Whose accelerators the pool uses."),
-    ("Engine", ".spec.engine.type", "string", 0, "The inference software."),
-    ("Desired", ".spec.replicas", "integer", 0, "Wanted replicas."),
+    ("Engine", ".spec.engine.type", "string", 0, "Inference engine."),
+    ("Desired", ".spec.replicas", "integer", 0, "Desired replicas."),
     ("Ready", ".status.readyReplicas", "integer", 0, "Replicas that serve."),
     ("Weights", ".status.weights.committed.version", "integer", 0, "Committed version."),
     ("Phase", ".status.phase", "string", 0, "Summary of the conditions."),
     ("Age", ".metadata.creationTimestamp", "date", 0, "Time since creation."),
-    ("Updated", ".status.updatedReplicas", "integer", 1, "Replicas of the newest revision."),
-    ("Asleep", ".status.asleepReplicas", "integer", 1, "Replicas that sleep."),
+    ("Updated", ".status.updatedReplicas", "integer", 1, "Replicas at the latest revision."),
+    ("Asleep", ".status.asleepReplicas", "integer", 1, "Replicas that are asleep."),
     ("Restarts", ".status.restarts", "integer", 1, "Restarts of replicas."),
-    ("Message", ".status.message", "string", 1, "What is waited for."),
+    ("Message", ".status.message", "string", 1, "What the pool is waiting for, or what is wrong."),
 )
 SELECTABLE: Final = (".spec.engine.type", ".spec.state", ".status.phase")
 
@@ -179,7 +179,7 @@ def _root() -> Schema:
                 f"self.metadata.name.size() <= {MAX_NAME} && "
                 "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$') && "
                 "!self.metadata.name.endsWith('-heads')",
-                f"metadata.name must be a DNS-1035 label (a-z, 0-9, '-', first a letter) of at "
+                f"metadata.name must be a DNS-1035 label (a-z, 0-9 and '-', starting with a letter) of at "
                 f"most {MAX_NAME} characters that does not end in -heads: choose another name",
             )
         ],

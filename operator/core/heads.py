@@ -56,7 +56,7 @@ class Head:
         )
 
     def in_service(self, committed: WeightsId) -> bool:
-        """It serves, or only a pause of the pool keeps it from serving."""
+        """It serves, or would if the pool were not paused."""
         state = self.worker.state
         if state is None:
             return self.pod.gate and self.pod.ready

@@ -23,7 +23,7 @@ PROGRESS_SECONDS = 1.0
 """Least time between two writes of status that only report progress."""
 
 OBSTACLE_SECONDS = 10.0
-"""How soon a name that was taken or a pod that was refused is tried again."""
+"""How soon a name that was taken or a pod that was rejected is tried again."""
 
 
 async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | None:
@@ -93,7 +93,7 @@ async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) 
         engine = spec.engine.type.value
         writer.obstacles.rejections["image"] = (
             f"engine {engine} has no image: set spec.engine.image, or engines.{engine}.image "
-            "of the operator's chart"
+            "in the operator's chart"
         )
     await writer.all(writer.gate(g) for g in plan.gates if g.serving)
     return writer.obstacles

@@ -124,7 +124,7 @@ def _begin(
     floor = plan.committed.identity
     serving = [h for h in heads.values() if h.in_service(floor)]
     if resting or not serving:
-        finish(plan, now, "committed while nobody served; each replica loads it before it serves")
+        finish(plan, now, "committed while no replica served; each loads it before it serves")
     elif any(h.at_least(target.identity) for h in heads.values()):
         _enter_committing(plan)
     else:
