@@ -27,7 +27,7 @@ from .errors import (
 from .hooks import Hook, PrometheusHook
 from .pool import AsyncRolloutPool, RolloutPool
 from .results import AttemptReport, GenerateResult
-from .steering.direct import DirectOptions
+from .steering.options import DirectOptions
 from .steering.protocol import Published, PublishProgress
 
 __all__ = [
