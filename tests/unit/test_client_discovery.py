@@ -161,7 +161,7 @@ async def test_a_closed_pool_leaves_nothing_running() -> None:
     ("change", "said"),
     [
         ({"current-context": "other"}, "other"),
-        ({"users": [{"name": "u", "user": {"exec": {}}}]}, "give a token"),
+        ({"users": [{"name": "u", "user": {"exec": {}}}]}, "give the user a token"),
         ({"contexts": []}, "contexts: c"),
     ],
 )
