@@ -208,7 +208,7 @@ def test_urls_become_members_with_their_control_ports() -> None:
     assert (first.url, first.control_url) == ("http://10.0.0.1:8000", "http://10.0.0.1:8001")
     assert (second.url, second.control_url) == ("http://[fd00::1]:9000", None)
     assert len(static_members(["http://a:8000", "http://a:8000/"])) == 1
-    with pytest.raises(ValueError, match="no URL"):
+    with pytest.raises(ValueError, match="is not a URL"):
         static_members(["10.0.0.1:8000"])
     with pytest.raises(ValueError, match="1 urls but 2"):
         static_members(["http://a:1"], ["http://a:2", None])
