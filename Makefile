@@ -66,6 +66,10 @@ test: prepared ## run every test but the soak, in two lanes (PYTEST_ARGS="-k com
 test-fast: $(VENV) ## run the tests that need no cluster
 	$(BIN)/pytest tests/unit tests/chart $(PYTEST_ARGS)
 
+.PHONY: mutants
+mutants: $(VENV) ## break the code on purpose: do the tests notice? (MODULES=core/gangs SAMPLE=40 SEED=1)
+	PYTHONPATH=hack $(BIN)/python -m mutants $(MODULES) --sample $(or $(SAMPLE),40) --seed $(or $(SEED),1)
+
 .PHONY: lint
 lint: $(VENV) ## ruff, mypy, import-linter, stale generated files
 	$(BIN)/ruff format --check .

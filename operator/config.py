@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-ENGINES = ("hf", "vllm", "sglang")
 PREFIX = "ROLLOUT_OPERATOR_"
 DEFAULT_FILE = Path("/etc/rollout/config.yaml")
 ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -12,34 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import time
-import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from rollout_client.control import ControlError, WorkerControl
-from rollout_operator.api.objects import Key
-from rollout_worker.schemas import WorkerState
-
-from .api.names import audience
-from .cache.expectations import Expectations
-from .cache.feed import RELIST_SECONDS, Feed
-from .cache.resync import Resync
-from .cache.store import Store
-from .cache.streams import Streams
-from .cache.workqueue import WorkQueue
+from .cache.feed import RELIST_SECONDS
 from .config import Config, ConfigError
 from .health import LoopLag, Probes
-from .kube.client import Kube
-from .kube.events import Recorder
-from .kube.lease import Leadership, LeadershipLost, SoleLeader
+from .kube.lease import LeadershipLost
 from .passes.context import Context, Reconcile
-from .passes.loop import Passes
-from .telemetry import Telemetry
-from .workers.calls import Calls
-from .workers.connections import Connections
-from .workers.poller import Poller
-from .workers.talk import Workers
+from .wiring import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -74,78 +55,18 @@ class Operator:
     ) -> None:
         self._config = config
         self._embedded = embedded
-        self.telemetry = Telemetry()
-        self.kube = Kube(on_request=self.telemetry.request, service_account=config.account())
-        self.leadership = _leadership(config, self.kube)
-        self.kube.fence_with(self.leadership.write_seconds)
-        self._wire(make_reconcile)
-        self.port = 0
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._ended: asyncio.Queue[asyncio.Task[None] | None] = asyncio.Queue()
-
-    def _wire(self, make_reconcile: Callable[[Context], Reconcile]) -> None:
-        config, telemetry = self._config, self.telemetry
-        self._connections = Connections()
-        self.store = Store()
-        self.expectations = Expectations(
-            on_timeout=lambda resource: telemetry.expectation_timeouts.labels(resource).inc()
-        )
-        self.queue: WorkQueue[Key] = WorkQueue(on_wait=telemetry.queue_wait.observe)
-        self.poller = Poller(self._ask, lambda key: self.feed.part_changed(key))
-        may_write = self.leadership.may_write
-        self.calls = Calls(self.queue.add, after=self.poller.refresh, may_start=may_write)
-        self.recorder = Recorder(self.kube, instance=config.pod_name)
-        self.resync = Resync(
-            self.kube,
-            self.store,
-            self.expectations,
-            self.queue,
-            telemetry,
-            namespaces=config.watch_namespaces,
-            interval=config.resync_seconds,
-        )
-        self.feed = Feed(self.store, self.expectations, self.queue, telemetry, self.resync)
-        self.streams = Streams(
-            self.feed,
-            namespaces=config.watch_namespaces,
-            spawned=self.handle_signals,
-            listed=self.resync.first,
-        )
-        reconcile = make_reconcile(self._context())
-        self.passes = Passes(
-            reconcile, self.queue, telemetry, workers=config.workers, may_run=may_write
-        )
+        self._parts = Parts(config, make_reconcile, spawned=self.handle_signals)
+        self.feed = self._parts.feed
         self._lag = LoopLag()
         self._probes = Probes(
-            telemetry,
+            self._parts.telemetry,
             healthy=[self._lag.check, self._dead_task, self._stuck_election],
             ready=[self._leads_badly],
             refresh=self._refresh_metrics,
         )
-
-    def _context(self) -> Context:
-        return Context(
-            config=self._config,
-            store=self.store,
-            expectations=self.expectations,
-            kube=self.kube,
-            workers=Workers(self.poller, self.calls, self.control),
-            recorder=self.recorder,
-            telemetry=self.telemetry,
-            queue=self.queue,
-            clock=time.time,
-            fence=self.leadership.may_write,
-        )
-
-    def control(self, key: Key, address: str) -> WorkerControl:
-        """Return the client of a worker's control port at `host:port`."""
-
-        async def token() -> str | None:
-            if self._config.service_account is None:
-                return None  # a worker that wants one says so
-            return await self.kube.token(audience(key.namespace, key.name))
-
-        return WorkerControl(f"http://{address}", token, self._connections.send)
+        self.port = 0
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ended: asyncio.Queue[asyncio.Task[None] | None] = asyncio.Queue()
 
     def handle_signals(self) -> None:
         """Let SIGTERM and SIGINT end `run` in an orderly way (only in a main thread)."""
@@ -188,31 +109,31 @@ class Operator:
                 return 1
 
     async def _lead(self) -> None:
-        await self.leadership.acquire()
-        self._start("lease", self.leadership.hold())
+        await self._parts.leadership.acquire()
+        self._start("lease", self._parts.leadership.hold())
         self._start("fence", self._watch_fence())
-        self._start("events", self.recorder.run())
-        await self.resync.first()
-        logger.info("the first list is complete", extra={"known": self.store.counts()})
+        self._start("events", self._parts.recorder.run())
+        await self._parts.resync.first()
+        logger.info("the first list is complete", extra={"known": self._parts.store.counts()})
         if self._embedded:
-            self._start("streams", self.streams.run())
-        self._start("poller", self.poller.run())
-        self._start("resync", self.resync.run())
-        self._start("passes", self.passes.run())
-        self.resync.soon(RELIST_SECONDS)  # what went between the list and the streams' start
+            self._start("streams", self._parts.streams.run())
+        self._start("poller", self._parts.poller.run())
+        self._start("resync", self._parts.resync.run())
+        self._start("passes", self._parts.passes.run())
+        self._parts.resync.soon(RELIST_SECONDS)  # what went between the list and the streams' start
 
     async def _watch_fence(self) -> None:
         """Cut running calls off as soon as this process may not act, and look again when it may."""
         could = True
         while True:
             await asyncio.sleep(FENCE_TICK_SECONDS)
-            can = self.leadership.may_write()
+            can = self._parts.leadership.may_write()
             if could and not can:
                 logger.error("fenced: the Lease was not renewed in time; nothing is written")
-                await self.calls.cancel_all()
+                await self._parts.calls.cancel_all()
             elif can and not could:
                 logger.warning("the Lease is renewed: going on")
-                self.resync.soon(0)
+                self._parts.resync.soon(0)
             could = can
 
     def _start(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -236,25 +157,25 @@ class Operator:
     async def _end_well(self) -> None:
         if "passes" not in self._tasks:
             self._tasks["leading"].cancel()
-        await self.passes.finish(self._tasks.get("passes"), FINISH_SECONDS)
-        await self.calls.cancel_all()
+        await self._parts.passes.finish(self._tasks.get("passes"), FINISH_SECONDS)
+        await self._parts.calls.cancel_all()
         if events := self._tasks.get("events"):
-            await self.recorder.flush(events)
+            await self._parts.recorder.flush(events)
         await self._cancel("leading", "lease", "poller", "resync", "fence")
-        await self.leadership.release()
+        await self._parts.leadership.release()
         await self._stop_streams()
         await self._close()
 
     async def _end_badly(self, reason: str) -> None:
         """End at once: a successor may be at work already."""
         await self._cancel("passes", "poller", "resync", "leading", "lease", "events")
-        await self.calls.cancel_all()
+        await self._parts.calls.cancel_all()
         if reason == DIED:
-            await self.leadership.release()
+            await self._parts.leadership.release()
         await self._cancel(*self._tasks)
 
     async def _stop_streams(self) -> None:
-        self.streams.stop()
+        self._parts.streams.stop()
         if streams := self._tasks.get("streams"):
             await asyncio.wait({streams}, timeout=STREAMS_SECONDS)
 
@@ -268,16 +189,8 @@ class Operator:
     async def _close(self) -> None:
         await self._cancel(*self._tasks)
         await self._probes.stop()
-        await self._connections.close()
-        await self.kube.close()
-
-    async def _ask(self, key: Key, address: str) -> WorkerState:
-        try:
-            return await self.control(key, address).state()
-        except ControlError as error:
-            if error.status == 401:
-                self.kube.forget_token(audience(key.namespace, key.name))
-            raise
+        await self._parts.connections.close()
+        await self._parts.kube.close()
 
     def _dead_task(self) -> str | None:
         for name, task in self._tasks.items():
@@ -286,38 +199,27 @@ class Operator:
         return None
 
     def _stuck_election(self) -> str | None:
-        if self.leadership.silent_seconds() > SILENT_SECONDS:
+        if self._parts.leadership.silent_seconds() > SILENT_SECONDS:
             return "the loop that renews the Lease is stuck"
         return None
 
     def _leads_badly(self) -> str | None:
         """Return what keeps a leader from its work; a standby has none to do."""
-        if not self.leadership.held():
+        if not self._parts.leadership.held():
             return None
-        if not self.leadership.may_write():
+        if not self._parts.leadership.may_write():
             return "the Lease could not be renewed: fenced"
-        age = self.resync.age()
+        age = self._parts.resync.age()
         if age is None:
             return "the first list is not complete"
-        if age > 2 * self.resync.interval + RELIST_SECONDS:
+        if age > 2 * self._parts.resync.interval + RELIST_SECONDS:
             return f"the last whole list was {age:.0f} s ago"
-        waited = self.queue.oldest_age()
+        waited = self._parts.queue.oldest_age()
         if waited > QUEUE_AGE_SECONDS:
             return f"a pool has waited {waited:.0f} s for a worker"
         return None
 
     def _refresh_metrics(self) -> None:
-        self.telemetry.leader.set(self.leadership.held())
-        self.telemetry.queue_depth.set(self.queue.depth())
-        self.telemetry.event_loop_lag.set(self._lag.worst())
-
-
-def _leadership(config: Config, kube: Kube) -> Leadership | SoleLeader:
-    if not config.leader_elect:
-        return SoleLeader()
-    return Leadership(
-        kube,
-        namespace=config.lease_namespace,
-        name=config.lease_name,
-        identity=f"{config.pod_name}_{uuid.uuid4()}",
-    )
+        self._parts.telemetry.leader.set(self._parts.leadership.held())
+        self._parts.telemetry.queue_depth.set(self._parts.queue.depth())
+        self._parts.telemetry.event_loop_lag.set(self._lag.worst())

@@ -128,10 +128,6 @@ class Telemetry:
         """Show nothing of a pool any more."""
         self._pools.figures.pop(key, None)
 
-    def forget_pools(self) -> None:
-        """Show no pools: this process does not lead (any more)."""
-        self._pools.figures.clear()
-
     def page(self) -> bytes:
         """Return the text of `/metrics`."""
         return generate_latest(self.registry)

@@ -190,9 +190,10 @@ class Sink(Protocol):
     `allocate`, `seal` and `close` may block and are called in threads, never two at once.
     """
 
-    memory: Literal["host", "device"]
-    """Where `allocate`'s buffers lie: any source can fill host memory, device memory only a
-    transport that writes to devices."""
+    @property
+    def memory(self) -> Literal["host", "device"]:
+        """Where `allocate`'s buffers lie; device memory needs a transport that writes to it."""
+        ...
 
     @property
     def nbytes(self) -> int:

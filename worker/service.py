@@ -1,4 +1,4 @@
-"""One worker: its parts put together, what both ports call, and an orderly end."""
+"""One worker: assembles its parts, offers what both ports call, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -35,18 +35,15 @@ logger = logging.getLogger(__name__)
 
 
 def engine_factory(settings: Settings) -> Callable[[], Engine]:
-    """How to make the engine that the settings name; a model of the hub is fetched by then."""
-    roots = settings.weights_roots
+    """How to create the engine that the settings name, downloading a Hub model first."""
 
     def make() -> Engine:
-        model = local_model(settings.model, settings.model_revision)
         options = EngineOptions(
-            model=model,
+            model=local_model(settings.model, settings.model_revision),
             dtype=settings.dtype,
             max_length=settings.max_length,
             device=settings.device,
             max_batch_tokens=settings.max_batch_tokens,
-            weights_roots=(model, *roots) if roots else (),
             logprobs=settings.logprobs,
             args=settings.engine_arg,
             **({} if settings.spill_dir is None else {"spill_dir": settings.spill_dir}),
@@ -76,7 +73,7 @@ class Worker:
         )
 
     async def run(self) -> None:
-        """Supervise and govern until cancelled; a defect of either ends the process."""
+        """Supervise and govern until cancelled; a bug in either ends the process."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.supervisor.run())
             tasks.create_task(self.governor.run())
@@ -84,12 +81,12 @@ class Worker:
     # The data port.
 
     def submit(self, request: GenerateRequest) -> Flight:
-        """Accept a request, or refuse it with nothing done.
+        """Accept a request, or refuse it without side effects.
 
-        Does not await: the checks and the registration are one step, no commit fits between.
+        Never awaits: checks and registration are one step, so no commit can come in between.
 
         Raises:
-            ProblemError: 4xx or 503 that names the fix.
+            ProblemError: 4xx or 503, which names the fix.
         """
         self.check_serving()
         engine, info = self.runtime.loaded()
@@ -97,11 +94,12 @@ class Worker:
         assert active is not None, "an engine has loaded weights"
         exact = check_version(request, active)
         request_id = request.request_id or uuid.uuid4().hex
-        # Before the queue's 429, after which the client would send its duplicate again.
+        # Before the queue's 429, after which the client would retry its duplicate.
         if request_id in self.flights:
             raise ProblemError(
                 "duplicate-request",
-                f"request_id {request_id!r} is in flight: use a new one, or abort it first",
+                f"request_id {request_id!r} is already in flight: use a new one, or abort that"
+                " request first",
             )
         check_room(self.runtime, self.flights.waiting, request.sampling.n)
         requests = expand(request, request_id, engine, info, self.settings.logprobs)
@@ -111,10 +109,10 @@ class Worker:
         return flight
 
     def check_serving(self) -> None:
-        """Refuse work while no request may run.
+        """Refuse requests while none may run.
 
         Raises:
-            ProblemError: 503 that says why.
+            ProblemError: 503, which says why.
         """
         refusal = not_serving(self.runtime, self.updates.identity, self.updates.fence.floor)
         if refusal is not None:
@@ -123,21 +121,23 @@ class Worker:
     def readiness(self) -> ProblemError | None:
         """None if requests may be sent here, else why not."""
         if self.runtime.shutting_down:
-            return ProblemError("shutting-down", "the worker shuts down", retry_after=1)
+            return ProblemError("shutting-down", "the worker is shutting down", retry_after=1)
         return not_serving(self.runtime, self.updates.identity, self.updates.fence.floor)
 
     def model_folder(self) -> Path:
-        """Where the served model lies; one of the hub is fetched by the time that an engine loads."""
+        """The served model's folder; a Hub model is downloaded by the time an engine loads."""
         return local_model(self.settings.model, self.settings.model_revision)
 
     def info(self, *, chat: bool, tool_parser: str | None) -> WorkerInfo:
-        """What is served; `chat` and `tool_parser`: what the OpenAI routes can do with its template.
+        """What is served; `chat` and `tool_parser` say what the OpenAI routes support.
 
         Raises:
             ProblemError: nothing is loaded yet.
         """
         if self.runtime.info is None or self.runtime.engine is None:
-            raise ProblemError("starting", "no engine has loaded yet: try again", retry_after=2)
+            raise ProblemError(
+                "starting", "the engine has not loaded yet: try again", retry_after=2
+            )
         engine, info = self.runtime.engine, self.runtime.info
         return WorkerInfo(
             engine=info.engine,
@@ -150,7 +150,7 @@ class Worker:
         )
 
     def metrics(self) -> bytes:
-        """The page for Prometheus."""
+        """The metrics page that Prometheus scrapes."""
         runtime = self.runtime
         own = runtime.engine is not None and runtime.lifecycle.has_engine
         return runtime.telemetry.page(runtime.engine.metrics() if own and runtime.engine else "")
@@ -158,7 +158,7 @@ class Worker:
     # The control port.
 
     def state(self, caller: str = "") -> WorkerState:
-        """Everything that an operator or a trainer wants to see of this worker."""
+        """Everything an operator or a trainer needs to know about this worker."""
         runtime, now = self.runtime, time.monotonic()
         stats = runtime.stats()
         return WorkerState(
@@ -178,21 +178,23 @@ class Worker:
             progress=runtime.progress,
         )
 
-    # The end.
+    # Shutdown.
 
     async def shut_down(self) -> None:
-        """Serve on for a grace while not ready, then drain, then abort what is left."""
+        """Keep serving for a grace period while not ready, then drain, then abort the rest."""
         runtime, settings = self.runtime, self.settings
         runtime.shutting_down = True
         runtime.changed.fire()
-        logger.info("shutting down: not ready, serving %g s more", settings.shutdown_grace)
+        logger.info(
+            "shutting down: no longer ready, still serving for %g s", settings.shutdown_grace
+        )
         await asyncio.sleep(settings.shutdown_grace)
         runtime.admitting = False
         until = time.monotonic() + settings.drain_seconds
         with contextlib.suppress(ProblemError):
             if not runtime.lifecycle.has_engine:
                 return
-            # A commit under way ends first: half of one helps nobody.
+            # Let a running commit finish first: half a commit is of no use.
             async with runtime.alone(settings.drain_seconds):
                 frozen = runtime.lifecycle.state is not Lifecycle.ACTIVE
                 if runtime.lifecycle.state in (Lifecycle.ACTIVE, Lifecycle.PAUSED):
@@ -200,5 +202,5 @@ class Worker:
                 while len(self.flights) and not frozen and time.monotonic() < until:
                     await runtime.changed.wait(until - time.monotonic())
         if len(self.flights):
-            logger.info("aborting %d requests at the end of the drain", len(self.flights))
+            logger.info("the drain is over: aborting %d requests", len(self.flights))
             await self.flights.abort_all(AbortReason.CONTROL)

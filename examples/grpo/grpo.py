@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollout_client import RolloutPool
-from rollout_worker.weights import write_manifest
+from rollout_worker.sources.files import write_manifest
 
 GROUP, TEMPERATURE, KEPT_VERSIONS, DEADLINE = 8, 0.8, 4, 300.0
 CLIP_LOW, CLIP_HIGH, TRUNCATE, TOLERANCE = 0.2, 0.28, 2.0, 1e-3

@@ -12,12 +12,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from rollout_worker.schemas import CHECKPOINT, WeightsId
-
 from .schema import (
     ApiModel,
     Dns1123,
-    ResourceName,
     api_default,
     cel,
     checked,
@@ -27,6 +24,7 @@ from .schema import (
 from .spec_engine import Engine, EngineType, Hub, Model, ModelSource
 from .spec_env import EnvVar
 from .spec_pod import PodTemplate, Resources
+from .spec_shape import Accelerator, Parallelism
 from .spec_weights import (
     Claim,
     InFlight,
@@ -77,65 +75,6 @@ class State(StrEnum):
     ACTIVE = "Active"
     PAUSED = "Paused"
     ASLEEP = "Asleep"
-
-
-class Parallelism(ApiModel):
-    """How one replica spreads over accelerators and pods; immutable."""
-
-    model_config = checked(
-        cel(
-            "(self.tensor * self.pipeline * self.data) % self.nodes == 0",
-            "'spec.parallelism: tensor*pipeline*data = %d does not divide over %d nodes: set nodes "
-            "to a divisor of it'.format([self.tensor * self.pipeline * self.data, self.nodes])",
-            expression=True,
-        ),
-        cel(
-            "self == oldSelf",
-            "spec.parallelism is immutable: make another RolloutReplica with the new shape",
-        ),
-    )
-
-    tensor: int = Field(
-        default=1,
-        ge=1,
-        le=4096,
-        description="Tensor parallel size.",
-        json_schema_extra=api_default(),
-    )
-    pipeline: int = Field(
-        default=1,
-        ge=1,
-        le=4096,
-        description="Pipeline parallel size.",
-        json_schema_extra=api_default(),
-    )
-    data: int = Field(
-        default=1,
-        ge=1,
-        le=4096,
-        description="Data parallel size within the replica.",
-        json_schema_extra=api_default(),
-    )
-    nodes: int = Field(
-        default=1,
-        ge=1,
-        le=999,
-        description="Pods of one replica; must divide tensor*pipeline*data.",
-        json_schema_extra=api_default(),
-    )
-
-    @property
-    def world(self) -> int:
-        """Ranks of one replica."""
-        return self.tensor * self.pipeline * self.data
-
-
-class Accelerator(ApiModel):
-    """What the engine computes on."""
-
-    resource: ResourceName = Field(
-        description="Extended resource of one accelerator, for example `nvidia.com/gpu`."
-    )
 
 
 class Sleep(ApiModel):
@@ -268,11 +207,6 @@ class RolloutReplicaSpec(ApiModel):
         return self.parallelism.world
 
     @property
-    def pods_per_replica(self) -> int:
-        """Pods of one gang."""
-        return self.parallelism.nodes
-
-    @property
     def accelerators_per_pod(self) -> int:
         """Accelerators that each pod asks for; 0 on CPU."""
         return self.world // self.parallelism.nodes if self.accelerator else 0
@@ -281,11 +215,6 @@ class RolloutReplicaSpec(ApiModel):
     def target(self) -> WeightsTarget | None:
         """The pointer, if a trainer has set it."""
         return self.weights.target
-
-    @property
-    def target_id(self) -> WeightsId:
-        """Identity that the pool must come to serve."""
-        return self.target.identity if self.target else CHECKPOINT
 
     @property
     def in_flight_deadline_seconds(self) -> int:

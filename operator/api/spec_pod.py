@@ -29,7 +29,6 @@ from .schema import (
 LabelValue = Annotated[
     str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
 ]
-Text = Annotated[str, Field(max_length=1024)]
 OpenObject = Mapping[str, Any]
 
 OPERATOR_LABELS = (LABEL_NAME, LABEL_INSTANCE, LABEL_MANAGED_BY)

@@ -152,7 +152,7 @@ class Resync:
                 if attempt == LIST_TRIES:
                     raise
                 continue
-            touched, ghosts = self._store.replace_counted(
+            touched, ghosts = self._store.replace(
                 resource, objs, listed_at=version, namespace=namespace
             )
             touched |= self._expectations.listed(

@@ -1,11 +1,10 @@
 """What the operator believes the cluster holds: pools and the pods and Services labelled as theirs.
 
-Fed by the watch streams (`observe`), by the answers to our own writes (`upsert`) and by whole
-lists (`replace`). The last one removes ghosts: objects whose DELETED event never came, which
-happens after a 410 and when a stream was cut. Order is by `resourceVersion`, so a late event never
-undoes a newer one: a deleted object leaves a tombstone until the next list, and what is older than
-a list is not believed after it. Nothing here talks to the network and nothing is copied on reading: callers must not change
-what they get.
+Fed by the watch streams (`take`), by the answers to our own writes (`upsert`) and by whole lists
+(`replace`). A list removes ghosts: objects whose DELETED event never came, which happens after a
+410 and when a stream was cut. Order is by `resourceVersion`, so a late event never undoes a newer
+one: a deleted object leaves a tombstone until the next list, and what is older than a list is not
+believed after it. Nothing is copied on reading: callers must not change what they get.
 """
 
 from __future__ import annotations
@@ -43,20 +42,13 @@ class Store:
         """Return the keys of all pools."""
         return self._kinds["pools"].keys()
 
-    def observe(self, resource: ResourceName, event: str | None, obj: Obj) -> Key | None:
+    def take(self, resource: ResourceName, event: str | None, obj: Obj) -> set[Key]:
         """Take a watch event; `event` is None for an object from a stream's first list.
 
         Returns:
-            The pool to look at, or None where nothing of ours changed: an older version than the
-            one known, or an object that belongs to no pool. A child that moved from one pool to
-            another returns the pool it is in now; `take` returns both.
+            The pools to look at: none where nothing of ours changed (an older version than the one
+            known, an object that belongs to no pool), two where a child moved between pools.
         """
-        touched = self.take(resource, event, obj)
-        current = owner(resource, obj)
-        return current if current in touched else next(iter(touched), None)
-
-    def take(self, resource: ResourceName, event: str | None, obj: Obj) -> set[Key]:
-        """Take a watch event like `observe` and return every pool that it touched."""
         kind = self._kinds[resource]
         if event == "DELETED":
             return kind.remove(obj)
@@ -73,8 +65,8 @@ class Store:
         *,
         listed_at: str,
         namespace: str | None = None,
-    ) -> set[Key]:
-        """Take a finished list: what it lacks and what is not newer than it goes.
+    ) -> tuple[set[Key], int]:
+        """Take a finished list: what it holds, and what it lacks although it should hold it.
 
         Args:
             resource: What was listed.
@@ -83,19 +75,8 @@ class Store:
             namespace: The namespace that was listed; None for all.
 
         Returns:
-            The pools in which something came, changed or went.
+            The pools in which something came, changed or went, and the number of ghosts.
         """
-        return self.replace_counted(resource, objs, listed_at=listed_at, namespace=namespace)[0]
-
-    def replace_counted(
-        self,
-        resource: ResourceName,
-        objs: Iterable[Obj],
-        *,
-        listed_at: str,
-        namespace: str | None = None,
-    ) -> tuple[set[Key], int]:
-        """Do as `replace` does, and return the number of ghosts as well."""
         return self._kinds[resource].replace(objs, _number(listed_at), namespace)
 
     def counts(self) -> dict[ResourceName, int]:

@@ -9,7 +9,7 @@ from .findings import View
 from .gangs import gangs_of, plan_pods
 from .heads import Head
 from .members import MemberPlanner
-from .plan import CallWorker, Note, Plan, SetGate, Wait
+from .plan import CallWorker, Plan, SetGate, Wait
 from .report import build_status
 from .updates.decide import plan_weights
 from .updates.weights_plan import target_of
@@ -49,7 +49,7 @@ def decide(
         delete=tuple(pods.delete),
         gates=tuple(gates),
         calls=tuple(calls),
-        notes=tuple(Note(*note) for note in weights.notes),
+        notes=tuple(weights.notes),
         restarts=pods.restarts,
         barrier=weights.barrier,
         requeue=wait.seconds,

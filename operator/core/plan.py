@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_worker.schemas import (
@@ -97,7 +98,7 @@ class CallWorker:
 class Note:
     """An event for a person."""
 
-    type: str
+    type: Literal["Normal", "Warning"]
     reason: str
     message: str
 
@@ -114,8 +115,6 @@ class Plan:
     notes: tuple[Note, ...] = ()
     restarts: Mapping[int, int] = field(default_factory=dict)
     """Failures to carry over to the pods that replace deleted ones, by replica."""
-    services: bool = True
-    """Make or mend the two Services."""
     barrier: frozenset[str] | None = None
     requeue: float | None = None
     """Seconds until the next look, if nothing happens before."""

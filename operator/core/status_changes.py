@@ -7,16 +7,7 @@ from typing import Any
 from rollout_operator.api.names import Condition
 from rollout_operator.api.status import RolloutReplicaStatus
 
-OURS = frozenset(c.value for c in Condition)
-
-
-def own(status: RolloutReplicaStatus) -> dict[str, Any]:
-    """The part of status that is ours to write, as a document."""
-    document = status.document()
-    kept = [c for c in document.get("conditions", ()) if c["type"] in OURS]
-    document["conditions"] = sorted(kept, key=lambda c: str(c["type"]))
-    return document
-
+_OUR_CONDITIONS = frozenset(c.value for c in Condition)
 
 _PROGRESS = frozenset(
     {
@@ -26,7 +17,15 @@ _PROGRESS = frozenset(
 )  # fmt: skip
 
 
-def essence(document: dict[str, Any]) -> dict[str, Any]:
+def owned_fields(status: RolloutReplicaStatus) -> dict[str, Any]:
+    """The part of status that the operator owns, as a document: no conditions of others."""
+    document = status.document()
+    kept = [c for c in document.get("conditions", ()) if c["type"] in _OUR_CONDITIONS]
+    document["conditions"] = sorted(kept, key=lambda c: str(c["type"]))
+    return document
+
+
+def without_progress(document: dict[str, Any]) -> dict[str, Any]:
     """Status without the texts and counts that change with mere progress."""
     out = {k: v for k, v in document.items() if k not in _PROGRESS}
     out["conditions"] = [(c["type"], c["status"], c["reason"]) for c in document["conditions"]]

@@ -35,7 +35,6 @@ class Pod:
     phase: str
     owned: bool
     """Our object is its controller."""
-    created_at: float = 0.0
     deletion_at: float | None = None
     """When its grace period ends or ended; None: nobody deletes it."""
     started: bool = False
@@ -53,7 +52,6 @@ class Pod:
     retry: str = ""
     """Value of the retry annotation of the object when the pod was made."""
     finished_at: float | None = None
-    ran_since: float | None = None
     trouble: str = ""
     """What the kubelet or the scheduler complains of, for a person."""
 
@@ -157,7 +155,7 @@ def parse_pod(obj: Obj, owner_uid: str) -> Pod | None:
         return None
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     gate = conditions.get(names.GATE_SERVING, {})
-    ends, starts = _run_times(status)
+    ends, started = _run_times(status)
     return Pod(
         name=meta["name"],
         uid=meta["uid"],
@@ -166,9 +164,8 @@ def parse_pod(obj: Obj, owner_uid: str) -> Pod | None:
         revision=labels.get(names.LABEL_REVISION, ""),
         phase=status.get("phase", "Pending"),
         owned=_controller(meta) == owner_uid,
-        created_at=timestamp(meta.get("creationTimestamp")) or 0.0,
         deletion_at=timestamp(meta.get("deletionTimestamp")),
-        started=bool(starts),
+        started=started,
         ready=conditions.get("Ready", {}).get("status") == "True",
         gate=gate.get("status") == "True",
         gate_boot=boot_of(gate.get("message", "")),
@@ -178,7 +175,6 @@ def parse_pod(obj: Obj, owner_uid: str) -> Pod | None:
         restarts=restarts,
         retry=notes.get(names.ANNOTATION_RETRY, ""),
         finished_at=max(ends, default=None),
-        ran_since=min(starts, default=None),
         trouble=_trouble(status, conditions),
     )
 
@@ -200,18 +196,18 @@ def _controller(meta: Obj) -> str | None:
     return None
 
 
-def _run_times(status: Obj) -> tuple[list[float], list[float]]:
+def _run_times(status: Obj) -> tuple[list[float], bool]:
+    """When containers ended, and whether any has run."""
     ends: list[float] = []
-    starts: list[float] = []
+    started = False
     for container in status.get("containerStatuses") or ():
         for state in (container.get("state") or {}, container.get("lastState") or {}):
-            ended = timestamp((state.get("terminated") or {}).get("finishedAt"))
-            begun = timestamp(
-                (state.get("terminated") or state.get("running") or {}).get("startedAt")
-            )
+            terminated = state.get("terminated") or {}
+            ended = timestamp(terminated.get("finishedAt"))
             ends += [ended] if ended else []
-            starts += [begun] if begun else []
-    return ends, starts
+            run = terminated or state.get("running") or {}
+            started = started or bool(run.get("startedAt"))
+    return ends, started
 
 
 def _last_words(log: str) -> str:

@@ -1,44 +1,25 @@
 """A thin asynchronous client of the API server: the few verbs and resources that we use.
 
 Every request has a deadline, is counted, and either returns the object or raises one error of
-`kube_errors`. Writes are fenced: none is sent unless this process holds the Lease, and none may
-take longer than the Lease lasts, so that a successor never meets a write of ours.
+`errors`. Writes are fenced (see `transport`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
-
-import aiohttp
-import kopf
+from typing import Any, NamedTuple
 
 from rollout_operator.api.names import API_VERSION, GROUP, KIND, MANAGER, PLURAL, VERSION
 from rollout_operator.api.objects import Obj
 
-from .credentials import LoginFailed, login
-from .errors import FencedError, Forbidden, KubeError, Unauthorized, Unavailable, from_answer
+from .errors import Forbidden
+from .transport import REQUEST_SECONDS, PatchKind, Request, Transport
 
-logger = logging.getLogger(__name__)
-
-REQUEST_SECONDS = 30.0
-CONNECT_SECONDS = 5.0
-MAX_CONNECTIONS = 100
 TOKEN_RENEW_SHARE = 0.7
 """A minted token is replaced when this share of its life is over."""
-
-PatchKind = Literal["merge", "json", "apply"]
-_CONTENT_TYPES: Mapping[PatchKind, str] = {
-    "merge": "application/merge-patch+json",
-    "json": "application/json-patch+json",
-    "apply": "application/apply-patch+yaml",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +62,8 @@ class Kube:
         write_seconds: Callable[[], float] = lambda: REQUEST_SECONDS,
         service_account: tuple[str, str] | None = None,
     ) -> None:
-        self._on_request = on_request
-        self._write_seconds = write_seconds
+        self._transport = Transport(on_request, write_seconds)
         self._account = service_account
-        self._session: aiohttp.ClientSession | None = None
-        self._info: kopf.ConnectionInfo | None = None
-        self._ssl: ssl.SSLContext | None = None
-        self._login_until = 0.0
-        self._login_lock = asyncio.Lock()
         self._tokens: dict[str, tuple[float, str]] = {}
         self._token_locks: dict[str, asyncio.Lock] = {}
 
@@ -100,13 +75,11 @@ class Kube:
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._transport.close()
 
     def fence_with(self, write_seconds: Callable[[], float]) -> None:
         """Set who says for how long writes are allowed."""
-        self._write_seconds = write_seconds
+        self._transport.write_seconds = write_seconds
 
     async def get(self, resource: str, namespace: str, name: str) -> Obj:
         """Return one object, or raise `NotFound`."""
@@ -126,7 +99,6 @@ class Kube:
         *,
         uid: str | None = None,
         grace: int | None = None,
-        propagation: str | None = None,
     ) -> None:
         """Delete an object; with `uid` only that very object (else `Conflict`)."""
         options: Obj = {"apiVersion": "v1", "kind": "DeleteOptions"}
@@ -134,8 +106,6 @@ class Kube:
             options["preconditions"] = {"uid": uid}
         if grace is not None:
             options["gracePeriodSeconds"] = grace
-        if propagation is not None:
-            options["propagationPolicy"] = propagation
         await self._send("delete", resource, namespace, name, body=options)
 
     async def patch(
@@ -238,111 +208,15 @@ class Kube:
         content: PatchKind | None = None,
         fenced: bool | None = None,
     ) -> Obj:
-        """Send one request; once more with fresh credentials if these were refused."""
         what = f"{verb} {resource} {namespace or '*'}/{path}".rstrip("/")
         url = _url(RESOURCES[resource], resource, namespace, path)
         if fenced is None:
             # The Lease is how the fence is kept; reading changes nothing.
             fenced = verb not in ("get", "list") and resource != "leases"
-        request = _Request(verb, resource, url, what, body, dict(params or {}), content, fenced)
-        try:
-            return await self._attempt(request)
-        except Unauthorized:
-            self._login_until = 0.0
-            return await self._attempt(request)
-
-    async def _attempt(self, request: _Request) -> Obj:
-        session, info = await self._connected(request.what)
-        seconds = self._deadline(request)
-        headers = {"Accept": "application/json", **info.as_http_headers()}
-        if request.body is not None:
-            kind = _CONTENT_TYPES[request.content] if request.content else "application/json"
-            headers["Content-Type"] = kind
-        code = 0
-        try:
-            async with session.request(
-                _METHODS[request.verb],
-                info.server.rstrip("/") + request.url,
-                params=request.params,
-                data=None if request.body is None else json.dumps(request.body).encode(),
-                headers=headers,
-                ssl=self._ssl if self._ssl is not None else True,
-                proxy=info.proxy_url,
-                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
-            ) as response:
-                code = response.status
-                raw = await response.read()
-                retry_after = response.headers.get("Retry-After")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            code = 0
-            if isinstance(error, aiohttp.ClientSSLError):
-                self._login_until, self._ssl = 0.0, None  # perhaps the CA is another one now
-            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-            reason = str(cause) or type(error).__name__
-            raise Unavailable(0, "NoAnswer", f"{request.what}: {reason}") from error
-        finally:
-            self._on_request(request.verb, request.resource, code)
-        if code >= 400:
-            raise from_answer(code, raw, request.what, retry_after)
-        return _parsed(raw, request.what)
-
-    def _deadline(self, request: _Request) -> float:
-        if not request.fenced:
-            return REQUEST_SECONDS
-        left = self._write_seconds()
-        if left <= 0:
-            raise FencedError(request.what)
-        return min(REQUEST_SECONDS, left)
-
-    async def _connected(self, what: str) -> tuple[aiohttp.ClientSession, kopf.ConnectionInfo]:
-        async with self._login_lock:
-            if self._info is None or time.monotonic() >= self._login_until:
-                try:
-                    info = await login()
-                except LoginFailed as error:
-                    raise Unauthorized(0, "LoginFailed", f"{what}: {error}") from error
-                if self._ssl is None or info.expiration is None:
-                    self._ssl = info.as_ssl_context()  # a pod's CA does not change with its token
-                self._info = info
-                renewed = info.expiration is not None
-                self._login_until = time.monotonic() + (60.0 if renewed else 3600.0)
-            if self._session is None:
-                connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS)
-                self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
-            return self._session, self._info
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    verb: str
-    resource: str
-    url: str
-    what: str
-    body: Any
-    params: dict[str, str]
-    content: PatchKind | None
-    fenced: bool
-
-
-_METHODS = {
-    "get": "GET",
-    "list": "GET",
-    "create": "POST",
-    "patch": "PATCH",
-    "delete": "DELETE",
-}
+        request = Request(verb, resource, url, what, body, params or {}, content, fenced)
+        return await self._transport.send(request)
 
 
 def _url(known: _Resource, resource: str, namespace: str | None, path: str) -> str:
     scope = f"/namespaces/{namespace}" if namespace is not None else ""
     return f"{known.prefix}{scope}/{resource}" + (f"/{path}" if path else "")
-
-
-def _parsed(raw: bytes, what: str) -> Obj:
-    try:
-        answer = json.loads(raw)
-    except ValueError as error:
-        raise KubeError(200, "BadAnswer", f"{what}: the answer is no JSON") from error
-    if not isinstance(answer, dict):
-        raise KubeError(200, "BadAnswer", f"{what}: the answer is no object")
-    return answer

@@ -55,8 +55,6 @@ class Recorder:
         type: Literal["Normal", "Warning"],  # noqa: A002 - the API's word
         reason: str,
         message: str,
-        *,
-        related: Obj | None = None,
     ) -> None:
         """Post an event about a pool, unless the same was posted within ten minutes.
 
@@ -65,14 +63,13 @@ class Recorder:
             type: As in Kubernetes.
             reason: CamelCase, for machines.
             message: One sentence, for people.
-            related: A pod that it is about as well.
         """
         ident = (str(pool["metadata"].get("uid")), reason, message)
         now = self._clock()
         if now - self._seen.get(ident, -REPEAT_SECONDS) < REPEAT_SECONDS:
             return
         self._seen[ident] = now
-        body = self._build(pool, type, reason, message, related)
+        body = self._build(pool, type, reason, message)
         try:
             self._waiting.put_nowait(body)
         except asyncio.QueueFull:
@@ -100,10 +97,10 @@ class Recorder:
         except (asyncio.QueueFull, TimeoutError):
             task.cancel()
 
-    def _build(self, pool: Obj, kind: str, reason: str, message: str, related: Obj | None) -> Obj:
+    def _build(self, pool: Obj, kind: str, reason: str, message: str) -> Obj:
         meta = pool["metadata"]
         moment = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        body: Obj = {
+        return {
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",
             "metadata": {
@@ -119,9 +116,6 @@ class Recorder:
             "reportingInstance": self._instance,
             "regarding": _reference(pool),
         }
-        if related is not None:
-            body["related"] = _reference(related)
-        return body
 
     def _forget_old(self) -> None:
         if len(self._seen) <= MAX_WAITING:

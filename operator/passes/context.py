@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from rollout_operator.api.objects import Key
 from rollout_operator.cache.expectations import Expectations
 from rollout_operator.cache.store import Store
-from rollout_operator.cache.workqueue import WorkQueue
 from rollout_operator.config import Config
 from rollout_operator.kube.client import Kube
 from rollout_operator.kube.events import Recorder
@@ -22,7 +21,6 @@ class Context:
 
     Attributes:
         clock: Wall-clock seconds.
-        fence: Whether this process may act now; writes are refused otherwise anyway.
     """
 
     config: Config
@@ -32,9 +30,7 @@ class Context:
     workers: Workers
     recorder: Recorder
     telemetry: Telemetry
-    queue: WorkQueue[Key]
     clock: Callable[[], float]
-    fence: Callable[[], bool]
 
 
 Reconcile = Callable[[Key], Awaitable[float | None]]

@@ -8,7 +8,7 @@ from typing import Any
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
-from rollout_operator.core.status_changes import own
+from rollout_operator.core.status_changes import owned_fields
 from rollout_operator.core.world import PodReader
 
 from .writes import Obstacles
@@ -25,21 +25,22 @@ class Memory:
     pods: PodReader = field(default_factory=PodReader)
     first_look: float | None = None
     """When this process first looked at the pool."""
-    acquainted: bool = False
-    """Each head was asked once, or had its time: what is decided now is not a guess."""
+    first_polls_done: bool = False
+    """Each head was polled once, or had its time: what is decided now is not a guess."""
     written_at: float = 0.0
     sentence: str = ""
     pool: Obj | None = None
-    """The object that `stored`, `before` and `spec` were read from; the store never changes one."""
+    """The object that `stored` and `spec` were read from; the store never changes one."""
     stored: RolloutReplicaStatus = field(default_factory=RolloutReplicaStatus)
-    before: dict[str, Any] = field(default_factory=dict)
+    stored_fields: dict[str, Any] = field(default_factory=dict)
+    """What of `stored` the operator owns, as a document."""
     spec: RolloutReplicaSpec | None = None
 
     def read_status(self, pool: Obj) -> RolloutReplicaStatus:
         """Return the object's status, parsed once."""
         if self.pool is not pool:
             self.stored = parse_status(pool)
-            self.before = own(self.stored)
+            self.stored_fields = owned_fields(self.stored)
         return self.stored
 
     def read_spec(self, pool: Obj) -> RolloutReplicaSpec:

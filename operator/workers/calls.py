@@ -1,8 +1,9 @@
 """Slow calls to workers, run beside the passes.
 
 A pass never waits for a worker: it starts a call and ends; the end of the call wakes the pool. One
-call at a time runs for each slot (a pod's uid). What a call *did* is read from the worker's own
-state afterwards; only its failure is remembered here, for the back-off and the message.
+call at a time runs in each lane; a pod has two, one for staging and one for all other calls. What a
+call *did* is read from the worker's own state afterwards; only its failure is remembered here, for
+the back-off and the message.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class CallFailure:
 
 
 class Calls:
-    """Calls in flight and failures, by slot; see the module.
+    """Calls in flight and failures, by lane; see the module.
 
     Args:
         wake: Called with the key after each end.
-        after: Awaited with the slot before that, to look at the worker again (bounded by the
-            callee); the slot stays taken meanwhile, so that the next pass sees what the call did.
+        after: Awaited with the lane before that, to look at the worker again (bounded by the
+            callee); the lane stays taken meanwhile, so that the next pass sees what the call did.
         clock: Wall-clock seconds.
         may_start: Asked before each start; False refuses it (fenced).
     """
@@ -74,58 +75,50 @@ class Calls:
     def start(
         self,
         key: Key,
-        slot: str,
+        lane: str,
         name: str,
         make: Callable[[], Awaitable[object]],
         deadline: float,
         about: Hashable = None,
     ) -> bool:
-        """Start a call unless one is in flight for the slot.
+        """Start a call unless one is in flight for the lane.
 
         Args:
             key: The pool to wake at the end.
-            slot: The pod's uid.
+            lane: The pod's uid, or the uid and the kind of call.
             name: What is called; failures are kept by it.
             make: Makes the awaitable; its result is dropped.
             deadline: Seconds after which the call is cancelled and has failed.
             about: Failures are counted as long as this stays the same.
 
         Returns:
-            False if the slot is busy, or if this process may not act (any more).
+            False if the lane is busy, or if this process may not act (any more).
         """
-        if slot in self._running or not self._may_start():
+        if lane in self._running or not self._may_start():
             return False
         task = asyncio.create_task(
-            self._run(key, slot, name, make, deadline, about), name=f"{name} {key} {slot}"
+            self._run(key, lane, name, make, deadline, about), name=f"{name} {key} {lane}"
         )
-        self._running[slot] = (name, task)
+        self._running[lane] = (name, task)
         # Not a `finally` in the task: one that is cancelled before its first step never gets there.
-        task.add_done_callback(lambda _: self._end(key, slot))
+        task.add_done_callback(lambda _: self._end(key, lane))
         return True
 
-    def running(self, slot: str) -> str | None:
+    def running(self, lane: str) -> str | None:
         """Return the name of the call in flight."""
-        entry = self._running.get(slot)
+        entry = self._running.get(lane)
         return entry[0] if entry else None
 
-    def failure(self, slot: str, name: str) -> CallFailure | None:
-        """Return how the call failed since it last went well, or None."""
-        return self._failures.get(slot, {}).get(name)
+    def failures(self, lane: str) -> Mapping[str, CallFailure]:
+        """Return all failures of a lane, by the call's name."""
+        return self._failures.get(lane, {})
 
-    def failures(self, slot: str) -> Mapping[str, CallFailure]:
-        """Return all failures of a slot, by the call's name."""
-        return self._failures.get(slot, {})
-
-    def forget(self, slot: str) -> None:
-        """Drop everything of a slot and cancel its call, because the pod is gone."""
-        self._failures.pop(slot, None)
-        entry = self._running.get(slot)
+    def forget(self, lane: str) -> None:
+        """Drop everything of a lane and cancel its call, because the pod is gone."""
+        self._failures.pop(lane, None)
+        entry = self._running.get(lane)
         if entry:
             entry[1].cancel()
-
-    def count(self) -> int:
-        """Return how many calls are in flight."""
-        return len(self._running)
 
     async def cancel_all(self) -> None:
         """Cancel every call and wait, not for long, until all have ended."""
@@ -138,7 +131,7 @@ class Calls:
     async def _run(
         self,
         key: Key,
-        slot: str,
+        lane: str,
         name: str,
         make: Callable[[], Awaitable[object]],
         deadline: float,
@@ -148,39 +141,39 @@ class Calls:
             async with asyncio.timeout(deadline):
                 await make()
         except TimeoutError:
-            self._fail(key, slot, name, f"no answer within {deadline:g} s", about)
+            self._fail(key, lane, name, f"no answer within {deadline:g} s", about)
         except ControlError as error:
-            self._fail(key, slot, name, error.detail, about, problem=error.slug or None)
+            self._fail(key, lane, name, error.detail, about, problem=error.slug or None)
         except (ControlUnreachable, KubeError) as error:
-            self._fail(key, slot, name, str(error), about)
+            self._fail(key, lane, name, str(error), about)
         except Exception as error:
-            logger.exception("%s failed", name, extra={"pool": str(key), "slot": slot})
-            self._fail(key, slot, name, f"{type(error).__name__}: {error}", about)
+            logger.exception("%s failed", name, extra={"pool": str(key), "lane": lane})
+            self._fail(key, lane, name, f"{type(error).__name__}: {error}", about)
         else:
-            self._failures.get(slot, {}).pop(name, None)
+            self._failures.get(lane, {}).pop(name, None)
         if self._after is not None:
-            await self._after(slot)
+            await self._after(lane)
 
-    def _end(self, key: Key, slot: str) -> None:
-        self._running.pop(slot, None)
+    def _end(self, key: Key, lane: str) -> None:
+        self._running.pop(lane, None)
         self._wake(key)
 
     def _fail(
         self,
         key: Key,
-        slot: str,
+        lane: str,
         name: str,
         message: str,
         about: Hashable,
         *,
         problem: str | None = None,
     ) -> None:
-        failures = self._failures.setdefault(slot, {})
+        failures = self._failures.setdefault(lane, {})
         before = failures.get(name)
         count = before.count + 1 if before and before.about == about else 1
         delay = min(MAX_SECONDS, BASE_SECONDS * 2.0 ** min(count - 1, 10))
         now = self._clock()
         failures[name] = CallFailure(count, message, now, now + delay, problem, about)
         logger.info(
-            "%s failed (%d): %s", name, count, message, extra={"pool": str(key), "slot": slot}
+            "%s failed (%d): %s", name, count, message, extra={"pool": str(key), "lane": lane}
         )

@@ -65,7 +65,7 @@ class _Head:
     address: str
     since: float
     state: WorkerState | None = None
-    digest: object = None
+    fingerprint: object = None
     error: str | None = None
     answered_at: float | None = None
     failures: int = 0
@@ -118,10 +118,6 @@ class Poller:
         """Forget this head."""
         self._heads.pop(pod_uid, None)
         self._fast.discard(pod_uid)
-
-    def watched(self) -> list[str]:
-        """Return the uids that are polled."""
-        return list(self._heads)
 
     def poke(self, pod_uid: str) -> None:
         """Poll this head now."""
@@ -190,9 +186,9 @@ class Poller:
     def _note(self, head: _Head, state: WorkerState | None, error: str | None) -> bool:
         """Take the outcome of a poll; return whether the pool should look."""
         if state is not None:
-            digest = _essence(state)
-            changed = digest != head.digest or head.error is not None or head.was_stale
-            head.state, head.digest = state, digest
+            fingerprint = _without_load(state)
+            changed = fingerprint != head.fingerprint or head.error is not None or head.was_stale
+            head.state, head.fingerprint = state, fingerprint
             head.answered_at = self._clock()
             head.failures = 0
         else:
@@ -229,7 +225,7 @@ class Poller:
         return interval * random.uniform(1 - JITTER, 1 + JITTER)
 
 
-def _essence(state: WorkerState) -> object:
-    """Return the answer without what changes all the time and means nothing to a pass."""
+def _without_load(state: WorkerState) -> object:
+    """Return the answer without its load, which changes all the time and means nothing to a pass."""
     holds = tuple((hold.holder, hold.state) for hold in state.holds)
     return state.model_copy(update={"in_flight": 0, "queued": 0, "holds": ()}), holds

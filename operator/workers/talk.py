@@ -37,8 +37,8 @@ class Workers:
         """What is known of a head; silence after one missed poll is no news."""
         seen = self.poller.last(pod.uid)
         believed = seen is not None and not seen.stale and seen.failures < 2
-        slots = (pod.uid, slot_of(pod.uid, Verb.STAGE))
-        running = frozenset(name for slot in slots if (name := self.calls.running(slot)))
+        lanes = (pod.uid, lane_of(pod.uid, Verb.STAGE))
+        running = frozenset(name for lane in lanes if (name := self.calls.running(lane)))
         failures = {
             verb: CallError(
                 failed.message,
@@ -47,8 +47,8 @@ class Workers:
                 failed.problem,
                 failed.about if isinstance(failed.about, WeightsId) else None,
             )
-            for slot in slots
-            for verb, failed in self.calls.failures(slot).items()
+            for lane in lanes
+            for verb, failed in self.calls.failures(lane).items()
         }
         return Worker(
             state=seen.state if seen is not None and believed else None,
@@ -70,7 +70,7 @@ class Workers:
         """Drop everything about a head that is gone."""
         self.poller.unwatch(uid)
         for verb in Verb:
-            self.calls.forget(slot_of(uid, verb))
+            self.calls.forget(lane_of(uid, verb))
 
     def start(self, key: Key, pod: Pod, call: CallWorker) -> bool:
         """Start a planned call; its end wakes the pool."""
@@ -79,16 +79,16 @@ class Workers:
         async def make() -> None:
             await _send(worker, call)
             if call.verb is Verb.STAGE:
-                # Other calls refresh the view of their worker by themselves: their slot is the pod.
+                # Other calls refresh the view of their worker by themselves: their lane is the pod.
                 await self.poller.refresh(call.uid)
 
         return self.calls.start(
-            key, slot_of(call.uid, call.verb), call.verb, make, call.deadline_seconds, call.about
+            key, lane_of(call.uid, call.verb), call.verb, make, call.deadline_seconds, call.about
         )
 
 
-def slot_of(uid: str, verb: Verb) -> str:
-    """Staging runs beside the other calls: it may take minutes, and sleep must not wait for it."""
+def lane_of(uid: str, verb: Verb) -> str:
+    """Return the lane of a call: staging has its own, for it may take minutes and sleep must not wait."""
     return f"{uid}/stage" if verb is Verb.STAGE else uid
 
 

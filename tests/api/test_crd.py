@@ -104,7 +104,9 @@ def test_takes_every_field(space: Namespace) -> None:
     space.kubectl("create", "-f", "-", manifest=manifest)
     stored = json.loads(space.kubectl("get", "rr", "full", "-o", "json"))
     assert stored["spec"] == manifest["spec"]
-    assert parse_spec(stored).target_id == WeightsId(epoch=1, version=7)
+    target = parse_spec(stored).target
+    assert target is not None
+    assert target.identity == WeightsId(epoch=1, version=7)
 
 
 def test_fills_in_what_people_must_see(space: Namespace) -> None:

@@ -310,7 +310,7 @@ async def test_events_are_posted_once(kube: Kube, cluster: Cluster, math: Obj) -
     running = asyncio.create_task(recorder.run())
     name = math["metadata"]["name"]
     for _ in range(3):
-        recorder.event(math, "Warning", "NameConflict", "pod/x belongs to another", related=math)
+        recorder.event(math, "Warning", "NameConflict", "pod/x belongs to another")
     recorder.event(math, "Normal", "Created", "ü" * 2000)
     await recorder.flush(running)
     assert running.done()

@@ -28,7 +28,7 @@ def reasons(folder: Path) -> set[str]:
 def _of_function(function: ast.FunctionDef) -> Iterator[str]:
     for node in ast.walk(function):
         match node:
-            case ast.Call(func=ast.Name(id="Finding"), args=[_, reason, *_]):
+            case ast.Call(func=ast.Name(id="Finding" | "Note"), args=[_, reason, *_]):
                 yield from _texts(reason, function)
             case ast.Return(value=ast.Tuple(elts=[_, reason, _])):
                 yield from _texts(reason, function)

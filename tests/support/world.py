@@ -259,7 +259,6 @@ class World:
             revision=revision(self.spec),
             phase="Running",
             owned=True,
-            created_at=self.now,
             started=True,
             ip="10.0.0.1",
             node="node-1",

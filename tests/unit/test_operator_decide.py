@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.core.updates.weights_plan import target_of
 from rollout_worker.schemas import StageRequest, WeightsId
 from world import World, spec_of, target
 
@@ -532,11 +533,11 @@ def test_any_history_ends_right(actions: list[str], strategy: str, random: objec
     world.set(state="Active", suspend=False)
     for _ in range(600):
         world.step()
-        if ready(world) and committed(world) == world.spec.target_id.as_tuple():
+        if ready(world) and committed(world) == target_of(world.spec).identity.as_tuple():
             break
     world.run()
     assert ready(world), world.status.message
-    assert committed(world) == world.spec.target_id.as_tuple()
+    assert committed(world) == target_of(world.spec).identity.as_tuple()
     assert {w.active.as_tuple() for w in world.workers.values()} <= {committed(world)}
     assert condition(world.status, "Degraded")[0] == "False"
 
@@ -545,7 +546,7 @@ def _apply(world: World, action: str, random: object) -> None:
     from random import Random
 
     assert isinstance(random, Random)
-    now = world.spec.target_id
+    now = target_of(world.spec).identity
     simple: dict[str, dict[str, object]] = {
         "pause": {"state": "Paused"},
         "sleep": {"state": "Asleep"},

@@ -97,7 +97,7 @@ class Runtime:
     def stats(self) -> EngineStats:
         """The engine's counts; zeros while no engine is loaded."""
         if self.engine is None or not self.lifecycle.has_engine:
-            return EngineStats(running=0, queued=0, resident=NOTHING_RESIDENT)
+            return EngineStats(running=0, resident=NOTHING_RESIDENT)
         return self.engine.stats()
 
     def loaded(self) -> tuple[Engine, EngineInfo]:

@@ -234,7 +234,8 @@ class Governor:
         runtime = self._runtime
         engine, _ = runtime.loaded()
         with runtime.telemetry.transition("sleep"):
-            await runtime.call(engine.sleep(target.level, target.released), MEMORY_SECONDS, "sleep")
+            asleep = engine.sleep(target.level, target.released, self._updates.refill)
+            await runtime.call(asleep, MEMORY_SECONDS, "sleep")
         self._released, self._level = self._released | target.released, target.level
 
     async def _change_sleep(self) -> None:
@@ -252,8 +253,8 @@ class Governor:
         runtime.lifecycle.move(Lifecycle.WAKING)
         try:
             with runtime.telemetry.transition("wake"):
-                source = self._updates.source
-                await runtime.call(engine.wake(tags, source), MEMORY_SECONDS, "wake")
+                awake = engine.wake(tags, self._updates.refill)
+                await runtime.call(awake, MEMORY_SECONDS, "wake")
         except EngineCrashed:
             raise
         except EngineError:

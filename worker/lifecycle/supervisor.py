@@ -131,14 +131,14 @@ class Supervisor:
             self._updates.lost(info)
 
     async def _commit(self, engine: Engine, identity: WeightsId) -> None:
-        call, updates = self._runtime.call, self._updates
-        stage = engine.stage(identity, updates.source, lambda done, total: None)
-        staged = await call(stage, SEED_SECONDS, "stage")
-        active = updates.active
-        if active is not None and active.root_hash not in (None, staged.root_hash):
-            raise EngineError(f"their source has changed (root_hash is now {staged.root_hash})")
-        await call(engine.pause(), CALL_SECONDS, "pause")
-        await call(engine.commit(identity, "recompute"), CALL_SECONDS, "commit")
+        call = self._runtime.call
+        sink = await call(self._updates.refill(), SEED_SECONDS, "stage")
+        try:
+            await call(engine.pause(), CALL_SECONDS, "pause")
+        except BaseException:
+            await asyncio.to_thread(sink.close)
+            raise
+        await call(engine.commit(identity, sink, "recompute"), CALL_SECONDS, "commit")
         await call(engine.resume(), CALL_SECONDS, "resume")
 
     async def _watch(self) -> str:
@@ -165,7 +165,7 @@ class Supervisor:
         async with runtime.exclusive:
             runtime.last_error, runtime.progress = reason, None
             runtime.lifecycle.move(Lifecycle.FAILED)
-            self._updates.engine_lost()
+            await self._updates.engine_lost()
             self._flights.fail()
             await self.stop_engine()
 

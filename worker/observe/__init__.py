@@ -1,4 +1,4 @@
-"""What is measured: the Prometheus metrics and the processes below the worker.
+"""What is measured: the Prometheus metrics, and the worker's child processes.
 
-It only looks. Nothing in here changes what the worker does.
+It only observes. Nothing here changes what the worker does.
 """

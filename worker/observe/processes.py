@@ -1,4 +1,4 @@
-"""The processes below this one: found, and ended without leaving any behind."""
+"""Find this process's descendants, and kill them without leaving any behind."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process; its start time tells it from a later one with the same number."""
+    """One process; its start time tells it apart from a later one with the same pid."""
 
     pid: int
     started: int
 
     def alive(self) -> bool:
-        """Whether it still runs (a zombie does not)."""
+        """Whether it is still running (a zombie is not)."""
         seen = _stat(self.pid)
         return seen is not None and seen[1] == self.started and seen[2] != "Z"
 
@@ -34,7 +34,7 @@ class Process:
         return line.replace(b"\0", b" ").decode(errors="replace")
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it, if it is still alive."""
         if self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -50,7 +50,7 @@ def _stat(pid: int) -> tuple[int, int, str] | None:
 
 
 def descendants(pid: int) -> set[Process]:
-    """Return all processes below `pid`."""
+    """Return all descendants of `pid`."""
     children: dict[int, list[Process]] = {}
     for folder in PROC.iterdir():
         if folder.name.isdigit() and (seen := _stat(int(folder.name))) is not None:
@@ -65,7 +65,7 @@ def descendants(pid: int) -> set[Process]:
 
 
 def end(processes: set[Process], seconds: float) -> set[Process]:
-    """Kill these and wait until they are gone; returns those that are not after `seconds`.
+    """Kill these and wait until they are gone; return those still alive after `seconds`.
 
     Blocks.
     """

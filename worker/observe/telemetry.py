@@ -1,6 +1,6 @@
-"""The worker's metrics: names, meanings and the page that Prometheus scrapes.
+"""The worker's metrics: names, help texts, and the page that Prometheus scrapes.
 
-`docs` and dashboards rely on these names. The engine's own metrics follow on the same page.
+Docs and dashboards rely on these names. The engine's own metrics follow on the same page.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Telemetry:
             registry=registry,
         )
         memory.set_function(resident_bytes)
-        # Shown from the start: a rate over a series that appears later misses its first event.
+        # Exported from the start: a rate over a series that appears later misses its first event.
         for reason in StopReason:
             self.requests.labels(reason.value)
         for phase in PHASES:
@@ -74,33 +74,37 @@ class Telemetry:
     def _traffic(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "rollout_worker_requests_total",
-            "Finished outputs (a request with n > 1 has n).",
+            "Finished outputs; a request with n > 1 counts n times.",
             ["stop_reason"],
             registry=registry,
         )
         self._in_flight = Gauge(
             "rollout_worker_requests_in_flight",
-            "Outputs that the engine works on.",
+            "Outputs the engine is working on.",
             registry=registry,
         )
         self._queued = Gauge(
-            "rollout_worker_requests_queued", "Accepted outputs that wait.", registry=registry
+            "rollout_worker_requests_queued",
+            "Accepted outputs waiting for the engine.",
+            registry=registry,
         )
         self.generated_tokens = Counter(
-            "rollout_worker_generated_tokens_total", "Tokens sampled.", registry=registry
+            "rollout_worker_generated_tokens_total", "Generated tokens.", registry=registry
         )
         self.prompt_tokens = Counter(
-            "rollout_worker_prompt_tokens_total", "Tokens of accepted prompts.", registry=registry
+            "rollout_worker_prompt_tokens_total",
+            "Prompt tokens of accepted requests.",
+            registry=registry,
         )
         self.request_seconds = Histogram(
             "rollout_worker_request_duration_seconds",
-            "From acceptance of a request to its end.",
+            "Time from accepting a request to its end.",
             buckets=_REQUEST_BUCKETS,
             registry=registry,
         )
         self.first_token_seconds = Histogram(
             "rollout_worker_time_to_first_token_seconds",
-            "From acceptance of a request to its first token.",
+            "Time from accepting a request to its first token.",
             buckets=_FIRST_TOKEN_BUCKETS,
             registry=registry,
         )
@@ -108,20 +112,20 @@ class Telemetry:
     def _changes(self, registry: CollectorRegistry) -> None:
         self.update_seconds = Histogram(
             "rollout_worker_weights_update_seconds",
-            "Duration of the phases of weight updates, failed ones too.",
+            "Duration of each phase of a weights update, including failed ones.",
             ["phase"],
             buckets=_UPDATE_BUCKETS,
             registry=registry,
         )
         self.pause_seconds = Histogram(
             "rollout_worker_engine_pause_seconds",
-            "Time of a commit in which no token could be made.",
+            "Time during a commit in which the engine generated no tokens.",
             buckets=_PAUSE_BUCKETS,
             registry=registry,
         )
         self.restarts = Counter(
             "rollout_worker_engine_restarts_total",
-            "Restarts of the engine inside this process.",
+            "Engine restarts within this process.",
             registry=registry,
         )
         self._transitions = Histogram(
@@ -133,28 +137,28 @@ class Telemetry:
         )
 
     def info(self, engine: str, engine_version: str, model: str) -> None:
-        """Publish what is served."""
+        """Export what is served."""
         self._info.clear()
         self._info.labels(engine, engine_version, model).set(1)
 
     def lifecycle(self, state: Lifecycle) -> None:
-        """Publish the state."""
+        """Export the state."""
         for each in Lifecycle:
             self._state.labels(each.value).set(each is state)
 
     def weights(self, active: WeightsId) -> None:
-        """Publish the active identity."""
+        """Export the active identity."""
         self._version.set(active.version)
         self._epoch.set(active.epoch)
 
     def watch_load(self, in_flight: Callable[[], float], queued: Callable[[], float]) -> None:
-        """Read the load from these at each scrape."""
+        """Read the load from these callbacks at each scrape."""
         self._in_flight.set_function(in_flight)
         self._queued.set_function(queued)
 
     @contextmanager
     def transition(self, name: str) -> Iterator[None]:
-        """Measure one transition that succeeds; a failed one leaves no figure."""
+        """Time a transition; a failed one is not recorded."""
         start = time.monotonic()
         yield
         self._transitions.labels(name).observe(time.monotonic() - start)
@@ -165,9 +169,9 @@ class Telemetry:
 
 
 def resident_bytes() -> float:
-    """Memory of this process and the engine's below it; what they share counts once.
+    """Memory of this process and its engine's processes; shared memory counts once.
 
-    That is the sum of their proportional set sizes; 0 where the system does not tell.
+    It is the sum of their proportional set sizes; 0 where the system does not report them.
     """
     pids = (os.getpid(), *(process.pid for process in descendants(os.getpid())))
     return float(sum(map(_proportional_bytes, pids)))
@@ -176,6 +180,6 @@ def resident_bytes() -> float:
 def _proportional_bytes(pid: int) -> int:
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:  # it has ended meanwhile
+    except OSError:  # it has ended in the meantime
         return 0
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)

@@ -1,4 +1,4 @@
 """Both HTTP ports: applications, routes, authentication, sockets.
 
-Routes translate between HTTP and the worker; no rule about requests or weights lives in here.
+Routes translate between HTTP and the worker; no rules about requests or weights belong here.
 """

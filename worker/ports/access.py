@@ -1,8 +1,8 @@
-"""What the control port asks of a caller: a name, and the right that a route needs.
+"""What the control port needs from a caller: a name, and the right that the route requires.
 
-A route names what it needs as (subresource, verb) of `rolloutreplicas.rollout.dev`. With a bearer
-token whoever has it may do everything; in a cluster RBAC decides (`kubeauth`). The caller's name is
-the holder of its holds.
+A route names that right as (subresource, verb) of `rolloutreplicas.rollout.dev`. In a cluster, RBAC
+decides (`kubeauth`); otherwise anyone with the bearer token may do everything. A caller's holds are
+listed under its name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Verb = Literal["get", "create", "update"]
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """What a route needs: a verb on a subresource of the pool's RolloutReplica."""
+    """What a route requires: a verb on a subresource of the pool's RolloutReplica."""
 
     subresource: Subresource
     verb: Verb
@@ -30,18 +30,18 @@ STAGE = Right("weights", "create")
 
 
 class Authorizer(Protocol):
-    """Decides who calls and whether they may."""
+    """Decides who is calling and whether they may."""
 
     async def check(self, authorization: str | None, right: Right) -> str:
         """Return the caller's name.
 
         Raises:
-            ProblemError: 401 nobody, 403 not this, 503 it can't be found out now.
+            ProblemError: 401 unknown caller, 403 not allowed, 503 can't be checked right now.
         """
         ...
 
     async def close(self) -> None:
-        """Free connections."""
+        """Close connections."""
         ...
 
 
@@ -49,7 +49,7 @@ def bearer(authorization: str | None) -> str:
     """Return the token of an Authorization header.
 
     Raises:
-        ProblemError: 401, there is none.
+        ProblemError: 401 if there is none.
     """
     scheme, _, token = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
@@ -58,5 +58,5 @@ def bearer(authorization: str | None) -> str:
 
 
 def unauthenticated(detail: str) -> ProblemError:
-    """A 401 with the header that belongs to it."""
+    """A 401 problem."""
     return ProblemError("unauthenticated", detail)

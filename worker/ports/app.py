@@ -1,4 +1,4 @@
-"""What both ports share: applications whose every error is a problem, and bounded bodies."""
+"""What both ports share: applications that answer every error as a problem, and bounded bodies."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ logger = logging.getLogger(__name__)
 MIB = 2**20
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": Problem, "description": "A problem (RFC 9457); the detail says what to do."},
-    "5XX": {"model": Problem, "description": "A problem (RFC 9457); retry after Retry-After."},
+    "4XX": {"model": Problem, "description": "A problem (RFC 9457); its detail says what to do."},
+    "5XX": {
+        "model": Problem,
+        "description": "A problem (RFC 9457); if there is a Retry-After header, retry after it.",
+    },
 }
 
 
 def new_app(title: str, description: str, *, max_body_bytes: int) -> FastAPI:
-    """An application without pages of its own, whose errors are problems."""
+    """A FastAPI application without docs pages, whose errors are problems."""
     app = FastAPI(
         title=title,
         description=description,
@@ -45,7 +48,7 @@ def new_app(title: str, description: str, *, max_body_bytes: int) -> FastAPI:
 
 
 def problem_response(error: ProblemError) -> Response:
-    """The answer that an error becomes."""
+    """The response for an error."""
     headers = error.headers
     if error.problem.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -71,16 +74,19 @@ async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         found = ProblemError(
-            "not-found", f"there is no route {request.url.path}: see /openapi.json"
+            "not-found", f"no route {request.url.path}: /openapi.json lists all routes"
         )
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        detail = f"{request.url.path} does not take {request.method}: use {allowed}"
+        detail = f"{request.url.path} does not allow {request.method}: use {allowed}"
         found = ProblemError("method-not-allowed", detail)
     elif error.status_code == 413:
         found = too_large()
     elif error.status_code == 400:
-        found = ProblemError("invalid-request", "body: not JSON in UTF-8, or one beyond all bounds")
+        found = ProblemError(
+            "invalid-request",
+            "body: not valid UTF-8 JSON, or nested too deeply, or a number too long",
+        )
     else:
         found = ProblemError("http-error", str(error.detail), status=error.status_code)
     answer = problem_response(found)
@@ -90,14 +96,14 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    # Starlette logs the traceback; the caller gets nothing of it.
+    # Starlette logs the traceback; the caller does not get to see it.
     return problem_response(
-        ProblemError("internal-error", "a defect of the worker; its log has the traceback")
+        ProblemError("internal-error", "internal error: the traceback is in the worker's log")
     )
 
 
 class JsonBody:
-    """Takes every body for JSON: `curl -d` and `kubectl create --raw` name another type or none."""
+    """Treats every body as JSON: `curl -d` and `kubectl create --raw` don't declare it as such."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -133,7 +139,7 @@ class BodyLimit:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._max_bytes:
-                # FastAPI lets no other exception out of the reading of a body.
+                # The only exception that FastAPI lets through while it reads a body.
                 raise HTTPException(413)
             return message
 

@@ -1,4 +1,4 @@
-"""Who may use the control port: nobody without asking. The answers of `--auth`."""
+"""Who may use the control port: the modes of `--auth`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .access import Authorizer, Right, bearer, unauthenticated
 
 
 class Anyone:
-    """`--auth none`: whoever reaches the loopback port."""
+    """`--auth none`: anyone who can reach the loopback port."""
 
     async def check(self, authorization: str | None, right: Right) -> str:
-        """Everybody may."""
+        """Let everyone in."""
         return "anonymous"
 
     async def close(self) -> None:
@@ -24,7 +24,7 @@ class Anyone:
 
 
 class BearerToken:
-    """`--auth token`: one secret from a file, read again at each call so that it can be rotated."""
+    """`--auth token`: one secret from a file, reread at every call so that it can be rotated."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -40,16 +40,16 @@ class BearerToken:
             ) from error
 
     async def check(self, authorization: str | None, right: Right) -> str:
-        """Whoever has the token may do everything."""
+        """Let anyone with the token do everything."""
         given = bearer(authorization)
         try:
             secret = self._secret()
         except BadSettings as error:
             raise ProblemError("auth-unavailable", str(error), retry_after=5) from error
-        # Digests have one length, so that the comparison tells nothing about the secret's.
+        # Digests have equal length, so the comparison does not reveal the secret's length.
         same = hmac.compare_digest(_digest(given.encode()), _digest(secret))
         if not secret or not same:
-            raise unauthenticated("the bearer token is not the one of --auth-token-file")
+            raise unauthenticated("the bearer token does not match --auth-token-file")
         return "token"
 
     async def close(self) -> None:
@@ -61,17 +61,17 @@ def _digest(data: bytes) -> bytes:
 
 
 def make_authorizer(settings: Settings) -> Authorizer:
-    """The authorizer of `--auth`.
+    """The authorizer for `--auth`.
 
     Raises:
-        BadSettings: the token's file can't be used.
+        BadSettings: the token file can't be used.
     """
     if settings.auth == "none":
         return Anyone()
     if settings.auth == "token":
         assert settings.auth_token_file is not None
         return BearerToken(settings.auth_token_file)
-    # Imported late: it needs a client, and only a cluster needs it.
+    # Imported late: it brings an HTTP client that only clusters need.
     from .kubeauth import KubernetesReview
 
     return KubernetesReview(settings)

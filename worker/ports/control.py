@@ -1,4 +1,4 @@
-"""Routes of the control port: state, holds, abort, weights. Every one asks who calls."""
+"""Routes of the control port: state, holds, abort, weights. All of them require authentication."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LESSER_RIGHTS: Final[Mapping[str, Right]] = {
     "/v1/weights/stage": STAGE,
     "/v1/weights/discard": STAGE,
 }
-"""Paths that need another right than `CONTROL`, which all the rest needs."""
+"""Paths that need a lesser right than `CONTROL`, which all others need."""
 
 _RELEASE = ReleaseRequest()
 _PAUSE = PauseRequest()
@@ -55,7 +55,7 @@ def control_app(worker: Worker, authorizer: Authorizer) -> FastAPI:
         "rollout-worker control", "State, sleep and weights of one worker.", max_body_bytes=MIB
     )
     app.add_middleware(Gate, authorizer=authorizer)
-    # For the document only: the gate has looked already.
+    # For the OpenAPI document only: the gate has already checked.
     app.router.dependencies.append(Depends(HTTPBearer(auto_error=False)))
     _add_holds(app, worker)
     _add_requests(app, worker)
@@ -64,7 +64,7 @@ def control_app(worker: Worker, authorizer: Authorizer) -> FastAPI:
 
 
 class Gate:
-    """Asks who calls and whether they may, before anything of a request is read or looked up."""
+    """Authenticates and authorizes a call before anything else of its request is read."""
 
     def __init__(self, app: ASGIApp, authorizer: Authorizer) -> None:
         self._app = app
@@ -96,30 +96,30 @@ def _add_holds(app: FastAPI, worker: Worker) -> None:
 
     @app.get("/v1/state")
     async def state(caller: Caller) -> WorkerState:
-        """Everything about this worker."""
+        """Return the full state of this worker."""
         return worker.state(caller)
 
     @app.post("/v1/pause")
     async def pause(caller: Caller, body: PauseRequest = _PAUSE) -> WorkerState:
-        """Hold the worker Paused; answers once it is."""
+        """Hold the worker Paused; answers once it is paused."""
         await verbs.pause(caller, body)
         return worker.state(caller)
 
     @app.post("/v1/resume")
     async def resume(caller: Caller, body: ReleaseRequest = _RELEASE) -> WorkerState:
-        """Drop the caller's pause; 409 `held` if others still hold."""
+        """Release the caller's pause; 409 `held` if others still hold the worker."""
         await verbs.resume(caller, body)
         return worker.state(caller)
 
     @app.post("/v1/sleep")
     async def sleep(caller: Caller, body: SleepRequest = _SLEEP) -> WorkerState:
-        """Hold the worker Asleep; answers once its memory is given back."""
+        """Hold the worker Asleep; answers once its memory is released."""
         await verbs.sleep(caller, body)
         return worker.state(caller)
 
     @app.post("/v1/wake")
     async def wake(caller: Caller, body: WakeRequest = _WAKE) -> WorkerState:
-        """Drop the caller's sleep for these tags; answers once the memory is back."""
+        """Release the caller's sleep for these tags; answers once their memory is restored."""
         await verbs.wake(caller, body)
         return worker.state(caller)
 
@@ -127,12 +127,12 @@ def _add_holds(app: FastAPI, worker: Worker) -> None:
 def _add_requests(app: FastAPI, worker: Worker) -> None:
     @app.post("/v1/abort")
     async def abort(body: AbortRequest) -> AbortResponse:
-        """End requests with partial output; answers once they ended."""
+        """End requests with partial output; answers once they have ended."""
         return await worker.verbs.abort(body)
 
     @app.post("/v1/cache/reset")
     async def reset_cache(caller: Caller, body: ResetRequest = _RESET) -> WorkerState:
-        """Forget reusable prefixes; running requests are unaffected."""
+        """Clear the prefix cache; running requests are unaffected."""
         await worker.verbs.reset_cache()
         return worker.state(caller)
 
@@ -140,20 +140,20 @@ def _add_requests(app: FastAPI, worker: Worker) -> None:
 def _add_weights(app: FastAPI, worker: Worker) -> None:
     @app.post("/v1/weights/stage", status_code=202)
     async def stage(body: StageRequest) -> StagedWeights:
-        """Begin to stage beside the serving weights; progress on GET /v1/weights."""
+        """Start staging weights beside the serving ones; GET /v1/weights shows progress."""
         return await worker.updates.stage(body)
 
     @app.post("/v1/weights/commit")
     async def commit(body: CommitRequest) -> CommitResponse:
-        """Flip to the staged weights in one critical section."""
+        """Switch to the staged weights in one critical section."""
         return await worker.commits.commit(body)
 
     @app.post("/v1/weights/discard")
     async def discard(body: DiscardRequest) -> DiscardResponse:
-        """Drop this identity from the staging slot."""
+        """Discard this identity from the staging slot."""
         return await worker.updates.discard(body)
 
     @app.post("/v1/require")
     async def require(body: RequireRequest) -> WeightsState:
-        """Lift the fence and set the floor of admission."""
+        """Lift the fence and set the admission floor."""
         return worker.updates.require(body)

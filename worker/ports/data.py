@@ -1,4 +1,4 @@
-"""Routes of the data port: generate, what is served, health, readiness, metrics. No authentication."""
+"""Routes of the data port: generate, info, health, readiness, metrics. No authentication."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .app import MIB, new_app
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * MIB
-"""A prompt of millions of tokens."""
+"""Enough for a prompt of millions of tokens."""
 
 
 def data_app(worker: Worker) -> FastAPI:
@@ -49,7 +49,7 @@ def data_app(worker: Worker) -> FastAPI:
 def _add_generate(app: FastAPI, worker: Worker) -> None:
     @app.post("/v1/generate", response_model=GenerateResponse)
     async def generate(body: GenerateRequest, request: Request) -> Response:
-        """Sample continuations of one prompt; answers when all ended, or streams events."""
+        """Sample continuations of one prompt; answers once all have ended, or streams events."""
         flight = worker.submit(body)
         if body.stream:
             return StreamingResponse(
@@ -62,7 +62,7 @@ def _add_generate(app: FastAPI, worker: Worker) -> None:
 
 
 async def _events(worker: Worker, flight: Flight, seconds: float) -> AsyncIterator[bytes]:
-    """Server-sent events `delta`, then `done`, or `error` if something breaks after the 200."""
+    """Server-sent events `delta`, then `done`, or `error` if something fails after the 200."""
     try:
         async for delta in flight.stream(seconds):
             yield _event("delta", delta)
@@ -70,13 +70,15 @@ async def _events(worker: Worker, flight: Flight, seconds: float) -> AsyncIterat
     except ProblemError as error:
         yield _problem(error)
     except Exception:
-        # The status is sent: only an event can tell.
-        logger.exception("a stream broke", extra={"request": flight.request_id})
+        # The status line is already sent: only an event can report the error.
+        logger.exception("a stream failed", extra={"request": flight.request_id})
         yield _problem(
-            ProblemError("internal-error", "the stream broke; its log has the traceback")
+            ProblemError(
+                "internal-error", "the stream failed; the traceback is in the worker's log"
+            )
         )
     finally:
-        # Also when the client went away: the generator is closed then.
+        # Also runs when the client disconnects, which closes the generator.
         if not flight.done.is_set():
             await asyncio.shield(drop(worker.flights, [flight]))
 
@@ -92,19 +94,19 @@ def _event(name: str, data: Wire | Problem) -> bytes:
 def _add_facts(app: FastAPI, worker: Worker, texts: Texts) -> None:
     @app.get("/v1/info")
     async def info() -> WorkerInfo:
-        """What is served and what the engine can do."""
+        """Return what is served and what the engine supports."""
         return worker.info(chat=bool(texts.template), tool_parser=texts.tool_parser)
 
     @app.get("/v1/weights")
     async def weights() -> WeightsState:
-        """Active, previous, staged and required weights."""
+        """Return the active, previous, staged and required weights."""
         return worker.updates.view()
 
 
 def _add_probes(app: FastAPI, worker: Worker) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """200 while the supervisor makes progress, also while an engine restarts."""
+        """200 while the supervisor makes progress, even while the engine restarts."""
         wrong = worker.supervisor.health()
         if wrong is not None:
             raise ProblemError("internal-error", f"{wrong}: restart the worker", status=503)
@@ -112,7 +114,7 @@ def _add_probes(app: FastAPI, worker: Worker) -> None:
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """200 only if requests may be sent here now."""
+        """200 only while the worker accepts requests."""
         refusal = worker.readiness()
         if refusal is not None:
             raise refusal
@@ -120,5 +122,5 @@ def _add_probes(app: FastAPI, worker: Worker) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus text format, the engine's own metrics included."""
+        """Return metrics in the Prometheus text format, including the engine's own."""
         return Response(worker.metrics(), media_type=CONTENT_TYPE)

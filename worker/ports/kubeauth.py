@@ -1,7 +1,7 @@
-"""`--auth kubernetes`: TokenReview says who calls, LocalSubjectAccessReview whether they may.
+"""`--auth kubernetes`: TokenReview says who is calling, LocalSubjectAccessReview whether they may.
 
-Only tokens made for this pool's audience count. If the API server can't be asked the answer is 503,
-never yes.
+Only tokens issued for this pool's audience count. If the API server can't be asked, the answer is
+503, never yes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 
 class Cache(Generic[T]):
-    """Answers with an expiry of their own, the oldest dropped beyond `MAX_CACHED`."""
+    """Answers that each have an expiry; beyond `MAX_CACHED` the oldest are dropped."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Any, tuple[float, T]] = OrderedDict()
 
     def get(self, key: Any, now: float) -> T | None:
-        """The live answer, if any."""
+        """The unexpired answer, if any."""
         entry = self._entries.get(key)
         if entry is None or entry[0] <= now:
             return None
@@ -56,19 +56,19 @@ class Cache(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Who the API server says a token belongs to."""
+    """The owner of a token, according to the API server."""
 
     name: str
     spec: dict[str, Any] = field(hash=False, compare=False, repr=False)
-    """`user`, `uid`, `groups`, `extra`, as an access review wants them."""
+    """`user`, `uid`, `groups`, `extra`, as in the spec of an access review."""
 
 
 NOBODY = User(name="", spec={})
-"""Remembered for tokens that the API server did not accept."""
+"""Cached for tokens that the API server rejected."""
 
 
 class KubernetesReview:
-    """Asks the API server of the cluster, and remembers its answers for a short while."""
+    """Asks the cluster's API server, and caches its answers for a short time."""
 
     def __init__(self, settings: Settings) -> None:
         assert settings.pool is not None
@@ -77,13 +77,13 @@ class KubernetesReview:
         self._pool, self._namespace = settings.pool, settings.namespace
         self._users: Cache[User] = Cache()
         self._rights: Cache[str] = Cache()
-        # Whoever invents tokens must not flood the API server through us.
+        # A caller that makes up tokens must not flood the API server through us.
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._http = httpx.AsyncClient(
             base_url=_api_url(settings),
             verify=_tls(settings),
             timeout=REQUEST_SECONDS,
-            trust_env=False,  # a proxy of the pod's environment is not meant for the API server
+            trust_env=False,  # a proxy in the pod's environment is not meant for the API server
         )
 
     async def check(self, authorization: str | None, right: Right) -> str:
@@ -105,7 +105,7 @@ class KubernetesReview:
             self._users.put(key, known, now + seconds)
         if known is NOBODY:
             raise unauthenticated(
-                f"the token is not valid for audience {self._settings.audience!r}: request one by"
+                f"the token is not valid for audience {self._settings.audience!r}: request one with"
                 f" `kubectl create token ACCOUNT --audience {self._settings.audience}`"
             )
         return known
@@ -120,8 +120,8 @@ class KubernetesReview:
                 "spec": {"token": token, "audiences": [audience]},
             },
         )
-        # `error` is set for invalid tokens, too, so it tells nothing more. An API server that knows
-        # no audiences would accept a token made for anybody: hence the second look.
+        # `error` is also set for invalid tokens, so it adds nothing. An API server that does not
+        # support audiences would accept a token issued for anyone: hence the second check.
         if not status.get("authenticated") or audience not in status.get("audiences", []):
             return None
         user = status.get("user", {})
@@ -147,7 +147,7 @@ class KubernetesReview:
         if not status.get("allowed"):
             denial = (
                 f"{user.name} may not {right.verb} {RESOURCE}.{GROUP}/{right.subresource} of"
-                f" {self._pool!r} in namespace {self._namespace!r}: grant it by a Role"
+                f" {self._pool!r} in namespace {self._namespace!r}: grant it with a Role"
             )
         self._rights.put(
             (key, right), denial, now + (DENIED_SECONDS if denial else ALLOWED_SECONDS)
@@ -177,7 +177,7 @@ class KubernetesReview:
         except (OSError, httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise ProblemError(
                 "auth-unavailable",
-                f"the Kubernetes API can't be asked about the caller ({_reason(error)}): try again",
+                f"the Kubernetes API could not review the caller ({_reason(error)}): try again",
                 retry_after=2,
             ) from error
         if not isinstance(status, dict):
@@ -203,7 +203,7 @@ def _api_url(settings: Settings) -> str:
     host = os.environ.get("KUBERNETES_SERVICE_HOST")
     if not host:
         raise BadSettings(
-            "--auth kubernetes works inside a pod (KUBERNETES_SERVICE_HOST is not set): use"
+            "--auth kubernetes only works inside a pod (KUBERNETES_SERVICE_HOST is not set): use"
             " --auth token elsewhere"
         )
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")

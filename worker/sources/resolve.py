@@ -1,4 +1,8 @@
-"""Where the bytes of weights may lie: which paths of a stage request are allowed."""
+"""Where the bytes of weights may lie: which paths of a stage request are allowed, and what below.
+
+Every path is confined here and nowhere else; `files` holds single files to the same roots, since
+what a folder holds may change until it is read.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,20 @@ def resolve(source: WeightsSource, settings: Settings) -> WeightsSource:
         names = ", ".join(str(root) for root in allowed)
         raise _refused(source.path, f"it must lie below one of {names}")
     return WeightsSource(path=str(path))
+
+
+def locate(source: WeightsSource, settings: Settings, model: Path) -> tuple[Path, tuple[Path, ...]]:
+    """Return where a resolved source lies, and below which roots all its files must lie.
+
+    Args:
+        source: What `resolve` returned.
+        settings: The worker's.
+        model: The folder of the model, whose own weights are the checkpoint.
+    """
+    if source.path is None:
+        return model, ()  # whoever gave the model may link its files from anywhere
+    roots = settings.weights_roots
+    return Path(source.path), (model, *roots) if roots else ()
 
 
 def _real(given: str, path: Path) -> Path:

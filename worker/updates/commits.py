@@ -10,17 +10,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from rollout_worker.core.runtime import Runtime
-from rollout_worker.engine import Engine, EngineCrashed, KvPolicy, WeightsRejected
+from rollout_worker.engine import (
+    Engine,
+    EngineCrashed,
+    EngineError,
+    EngineStats,
+    KvPolicy,
+    WeightsRejected,
+)
 from rollout_worker.requests.flights import Flights
 from rollout_worker.requests.outputs import Output
 from rollout_worker.schemas import (
     AbortReason,
-    ActiveWeights,
     CommitRequest,
     CommitResponse,
     Lifecycle,
@@ -92,7 +98,6 @@ class Commits:
             try:
                 answer = await self._flip(request, slot)
             except WeightsRejected as error:
-                slot.error = str(error)
                 raise ProblemError(
                     "weights-rejected", f"the old weights serve on: {error}"
                 ) from error
@@ -176,8 +181,12 @@ class Commits:
             await self._await_unpinned(request)
         section = _Section(running=self._running())
         async with self._closed(engine, request, slot.identity, section):
-            kv = _kv(request)
-            await runtime.call(engine.commit(slot.identity, kv), FLIP_SECONDS, "commit")
+            flip = engine.commit(slot.identity, slot.take(), _kv(request))
+            try:
+                await runtime.call(flip, FLIP_SECONDS, "commit")
+            except EngineError as error:
+                slot.error = str(error)
+                raise
             updates.activate(slot)
             await self._end_exact(slot.identity, section)
         runtime.telemetry.pause_seconds.observe(section.pause_seconds)
@@ -228,16 +237,15 @@ class Commits:
         if request.in_flight == "Drain":
             # What another's hold has frozen can't end by itself.
             if ours:
-                await self._drain(request.deadline_seconds)
+                await self._wait_while(lambda now: now.running, request.deadline_seconds)
                 self._runtime.check_alive()
             if request.on_deadline == "Keep":
                 return
         await self._flights.abort_outputs(self._running(), AbortReason.WEIGHTS)
 
-    async def _drain(self, seconds: float) -> None:
-        runtime = self._runtime
-        until = time.monotonic() + seconds
-        while runtime.alive and runtime.stats().running and time.monotonic() < until:
+    async def _wait_while(self, still: Callable[[EngineStats], object], seconds: float) -> None:
+        runtime, until = self._runtime, time.monotonic() + seconds
+        while runtime.alive and still(runtime.stats()) and time.monotonic() < until:
             left = max(0.0, until - time.monotonic())
             await runtime.changed.wait(min(POLL_SECONDS, left))
 
@@ -248,12 +256,9 @@ class Commits:
         over to the weights committed now.
         """
         runtime = self._runtime
-        seconds = request.deadline_seconds
         # What another's hold has frozen can't end by itself.
-        until = time.monotonic() + (seconds if runtime.lifecycle.state is Lifecycle.ACTIVE else 0)
-        while runtime.alive and runtime.stats().pinned_ids and time.monotonic() < until:
-            left = max(0.0, until - time.monotonic())
-            await runtime.changed.wait(min(POLL_SECONDS, left))
+        seconds = request.deadline_seconds if runtime.lifecycle.state is Lifecycle.ACTIVE else 0
+        await self._wait_while(lambda now: now.pinned_ids, seconds)
         runtime.check_alive()
         if request.on_deadline == "Abort":
             pinned = self._outputs(runtime.stats().pinned_ids)
@@ -300,15 +305,7 @@ def _kv(request: CommitRequest) -> KvPolicy:
 
 
 def _log(answer: CommitResponse) -> None:
-    was: ActiveWeights | None = answer.previous
-    logger.info(
-        "committed weights %s, before %s",
-        answer.active.identity,
-        None if was is None else was.identity,
-        extra={
-            "pause_seconds": round(answer.pause_seconds, 6),
-            "finished": answer.finished,
-            "aborted": answer.aborted,
-            "kept": answer.kept,
-        },
-    )
+    was = None if answer.previous is None else answer.previous.identity
+    figures = {name: getattr(answer, name) for name in ("finished", "aborted", "kept")}
+    figures["pause_seconds"] = round(answer.pause_seconds, 6)
+    logger.info("committed weights %s, before %s", answer.active.identity, was, extra=figures)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 from rollout_worker.core.runtime import Runtime
-from rollout_worker.engine import EngineCrashed, EngineError, EngineInfo
+from rollout_worker.engine import EngineError, EngineInfo, Sink, WeightsRejected
 from rollout_worker.schemas import (
     CHECKPOINT,
     ActiveWeights,
@@ -26,16 +27,15 @@ from rollout_worker.schemas import (
     WeightsSource,
     WeightsState,
 )
-from rollout_worker.sources.resolve import resolve
+from rollout_worker.sources.resolve import locate, resolve
 from rollout_worker.wire.problems import ProblemError, conflict
 
 from .fence import Fence
-from .slot import Slot, mismatch, same_content
+from .slot import Located, Slot, fill, mismatch, same_content
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_SOURCE = WeightsSource(checkpoint=Checkpoint())
-DISCARD_SECONDS = 60.0
 
 
 class Updates:
@@ -51,6 +51,8 @@ class Updates:
         self.slot: Slot | None = None
         self.slot_lock = asyncio.Lock()
         """Held while the slot is replaced or committed."""
+        self._room = asyncio.Lock()
+        """Held while a slot is filled: a thread that is slow to give up still holds its memory."""
         self.fence = Fence()
         self.commit_seq = 0
 
@@ -167,10 +169,9 @@ class Updates:
         start = time.monotonic()
         seconds = slot.deadline_seconds
         try:
-            engine, _ = self._runtime.loaded()
             async with asyncio.timeout(seconds):
-                info = await self._runtime.call(
-                    engine.stage(slot.identity, slot.resolved, slot.report),
+                await self._runtime.call(
+                    self._fill(slot),
                     seconds * 2 + 60,  # the timeout above ends it first
                     "stage",
                     fatal=False,
@@ -182,9 +183,6 @@ class Updates:
         except Exception as error:
             logger.exception("staging %s failed", slot.identity)
             slot.error = f"internal error: {error}"
-        else:
-            slot.done = slot.total = info.bytes_total
-            await self._verify(slot, info.root_hash)
         self._runtime.telemetry.update_seconds.labels("stage").observe(time.monotonic() - start)
         if slot.error:
             logger.warning("staging weights %s failed: %s", slot.identity, slot.error)
@@ -192,35 +190,37 @@ class Updates:
             logger.info("staged weights %s", slot.identity)
         self._runtime.changed.fire()
 
-    async def _verify(self, slot: Slot, root_hash: str) -> None:
-        if slot.expected is None or slot.expected == root_hash:
-            slot.root_hash = root_hash
-            return
-        slot.error = (
-            f"content-mismatch: {slot.identity} should have root_hash {slot.expected}, its source"
-            f" has {root_hash}: publish the right bytes under a higher version"
-        )
-        await self._discard_engine()
+    async def _fill(self, slot: Slot) -> None:
+        engine, info = self._runtime.loaded()
+        async with self._room:
+            await slot.fill(engine, info.layout, self._located(slot.resolved, info))
 
-    async def _discard_engine(self) -> None:
-        engine = self._runtime.engine
-        if engine is None or not self._runtime.alive:
-            return
-        try:
-            await self._runtime.call(engine.discard(), DISCARD_SECONDS, "discard")
-        except EngineCrashed:
-            logger.warning("the engine died while staged weights were discarded")
+    def _located(self, source: WeightsSource, info: EngineInfo) -> Located:
+        return locate(source, self._runtime.settings, Path(info.model))
+
+    async def refill(self, *, on_disk: bool = False) -> Sink:
+        """Bring the active weights again; see `engine.Refill`."""
+        engine, info, active = self._runtime.engine, self._runtime.info, self.active
+        assert engine is not None
+        assert info is not None
+        assert active is not None, "an engine has loaded weights"
+
+        def verify(root_hash: str) -> None:
+            if root_hash != active.root_hash:
+                raise WeightsRejected(
+                    f"the source of the active weights has root_hash {root_hash}, they had "
+                    f"{active.root_hash}: its bytes were changed; commit a later version from an "
+                    "intact source"
+                )
+
+        located = self._located(self.source, info)
+        return await fill(engine, info.layout, located, verify, on_disk=on_disk)
 
     async def clear_slot(self) -> None:
         """Cancel and drop what is staged; the caller holds `slot_lock`."""
         slot, self.slot = self.slot, None
-        if slot is None:
-            return
-        if slot.task is not None and not slot.task.done():
-            slot.task.cancel()
-            await asyncio.wait({slot.task}, timeout=DISCARD_SECONDS)
-            logger.info("staging of weights %s was cancelled", slot.identity)
-        await self._discard_engine()
+        if slot is not None:
+            await slot.drop()
 
     async def discard(self, request: DiscardRequest) -> DiscardResponse:
         """Drop this identity from the slot; anything else is left alone."""
@@ -248,16 +248,16 @@ class Updates:
         self.commit_seq += 1
         self._runtime.telemetry.weights(slot.identity)
 
-    def engine_lost(self) -> None:
-        """Note that the staged bytes died with the engine."""
-        if self.slot is not None:
-            if self.slot.task is not None:
-                self.slot.task.cancel()
-            self.slot.error = "the engine was restarted: stage again"
+    async def engine_lost(self) -> None:
+        """Give up the staged bytes: they were the dead engine's."""
+        slot = self.slot
+        if slot is not None:
+            slot.error = "the engine was restarted: stage again"
+            await slot.drop()
 
     def loaded(self, info: EngineInfo) -> None:
-        """Note that an engine started with the checkpoint; the first one makes it active."""
-        if self.active is None:
+        """Note that an engine started with the checkpoint, which is active unless others were."""
+        if self.identity in (None, CHECKPOINT):
             self._to_checkpoint(info)
 
     def _to_checkpoint(self, info: EngineInfo) -> None:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from rollout_operator.api.spec import RolloutReplicaSpec, State, Strategy
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase
 from rollout_operator.core.heads import Head, Version, stage_failures
+from rollout_operator.core.plan import Note
 
 from .weights_plan import WeightsPlan
 
@@ -50,7 +51,7 @@ def finish(plan: WeightsPlan, now: float, message: str) -> None:
         }
     )
     plan.barrier = None
-    plan.notes.append(("Normal", "WeightsCommitted", f"weights {update.identity}: {message}"))
+    plan.notes.append(Note("Normal", "WeightsCommitted", f"weights {update.identity}: {message}"))
 
 
 def _enter_committing(plan: WeightsPlan) -> None:
@@ -98,7 +99,7 @@ def _supersede(plan: WeightsPlan, why: str) -> None:
     plan.update = plan.update.model_copy(
         update={"phase": UpdatePhase.SUPERSEDED, "message": message}
     )
-    plan.notes.append(("Normal", "WeightsSuperseded", message))
+    plan.notes.append(Note("Normal", "WeightsSuperseded", message))
     plan.barrier = None
 
 
@@ -128,7 +129,7 @@ def _begin(
         _enter_committing(plan)
     else:
         note = f"staging weights {target.identity} on {len(serving)} replicas"
-        plan.notes.append(("Normal", "WeightsStaging", note))
+        plan.notes.append(Note("Normal", "WeightsStaging", note))
 
 
 def _complete_after_rest(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from rollout_operator.api.status import LastUpdate, UpdatePhase
 from rollout_operator.core.heads import Head, stage_failures
+from rollout_operator.core.plan import Note
 from rollout_worker.schemas import WeightsId
 
 from .lifecycle import finish
@@ -42,7 +43,7 @@ def advance_barrier(
     plan.update = update.model_copy(
         update={"phase": UpdatePhase.COMMITTING, "message": f"committing: {note}"}
     )
-    plan.notes.append(("Normal", "WeightsCommitting", note))
+    plan.notes.append(Note("Normal", "WeightsCommitting", note))
 
 
 def advance_singly(plan: WeightsPlan, update: LastUpdate, heads: Mapping[str, Head]) -> None:
@@ -67,7 +68,7 @@ def _report(plan: WeightsPlan, update: LastUpdate, staged: str, waiting: Iterabl
     if plan.failures:
         text += f"; {plan.failures[0]}"
     if plan.overdue and update.phase is not UpdatePhase.FAILED:
-        plan.notes.append(("Warning", "WeightsDeadlineExceeded", text))
+        plan.notes.append(Note("Warning", "WeightsDeadlineExceeded", text))
     plan.update = update.model_copy(
         update={
             "phase": phase,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase, WeightsStatus
 from rollout_operator.core.heads import Head, Version
+from rollout_operator.core.plan import Note
 from rollout_worker.schemas import CHECKPOINT, Checkpoint, WeightsId, WeightsSource
 
 UNDER_WAY = (UpdatePhase.STAGING, UpdatePhase.COMMITTING, UpdatePhase.FAILED)
@@ -29,7 +30,7 @@ class WeightsPlan:
     fence_epoch: int = 0
     failures: list[str] = field(default_factory=list)
     overdue: bool = False
-    notes: list[tuple[str, str, str]] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
 
     @property
     def running(self) -> WeightsId | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from .core import Core
 from .kv import KvRows
+from .memory import Memory
 
 
-def render(core: Core, kv: KvRows) -> str:
+def render(core: Core, kv: KvRows, memory: Memory) -> str:
     """Return the page."""
     totals = core.totals
     rows = (
@@ -27,6 +28,12 @@ def render(core: Core, kv: KvRows) -> str:
         ("hf_engine_batch_rows", "gauge", "Outputs in the batch.", len(core.census.running)),
         ("hf_engine_waiting", "gauge", "Outputs waiting for a row.", core.census.queued),
         ("hf_engine_kv_cache_bytes", "gauge", "Memory of keys and values.", kv.nbytes),
+        (
+            "hf_engine_weights_bytes",
+            "gauge",
+            "Memory of the weights, those of pinned outputs included.",
+            memory.nbytes,
+        ),
     )
     lines = []
     for name, kind, text, value in rows:
