@@ -36,7 +36,7 @@ def _sink(resource: ResourceName, event: str | None, obj: Any) -> None:
 def _ended(task: asyncio.Task[int]) -> None:
     if task.cancelled() or task.exception() is not None or task.result() != 0:
         logging.shutdown()
-        os._exit(1)  # the Lease is lost or a task died: kopf must not go on without us
+        os._exit(1)  # the Lease is lost or a task died: kopf must not run on without us
 
 
 @kopf.on.startup()

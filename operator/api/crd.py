@@ -2,7 +2,7 @@
 
 pydantic's JSON schema becomes a structural one: references are inlined, `null` branches folded,
 titles dropped, integers get a format, and only the defaults that people must see stay in it. The
-other defaults belong to the operator and are told in the description.
+other defaults belong to the operator and are named in the description.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _convert(node: Mapping[str, Any], definitions: Mapping[str, Any], where: str
         if key in merged:
             out[key] = merged[key]
     if unknown := merged.keys() - set(_KEPT) - set(_DROPPED):
-        raise UnsupportedSchema(f"{where}: {sorted(unknown)} can't stand in a CRD")
+        raise UnsupportedSchema(f"{where}: {sorted(unknown)} is not possible in a CRD")
     if "properties" in out:
         out["properties"] = {
             name: _convert(child, definitions, f"{where}.{name}")
@@ -86,7 +86,9 @@ def _flatten(node: Mapping[str, Any], definitions: Mapping[str, Any], where: str
     if "anyOf" in merged and "x-kubernetes-int-or-string" not in merged:
         given = [b for b in merged.pop("anyOf") if b.get("type") != "null"]
         if len(given) != 1:
-            raise UnsupportedSchema(f"{where}: a union of {len(given)} types can't stand in a CRD")
+            raise UnsupportedSchema(
+                f"{where}: a union of {len(given)} types is not possible in a CRD"
+            )
         branches += given
     for branch in branches:
         inner = _flatten(branch, definitions, where)
@@ -115,7 +117,7 @@ def _set_values(out: Schema, merged: Schema, definitions: Mapping[str, Any], whe
 
 
 def _set_default(out: Schema, merged: Schema) -> None:
-    """Keep a default only if the API server shall fill it in; else tell it."""
+    """Keep a default only if the API server should fill it in; else describe it."""
     default = out.pop("default", None)
     if merged.get(API_DEFAULT):
         out["default"] = default

@@ -1,8 +1,8 @@
 """What every model of the custom resource shares: base class, CEL rules, bounded types.
 
 The models are the one source of the CRD: `crd.py` turns their JSON schema into a structural one.
-What pydantic can't say (CEL rules, list and map types, defaults of the API server) stands in
-`json_schema_extra` under the name that the CRD uses; `cel`, `api_default` and the others below
+What pydantic can't say (CEL rules, list and map types, defaults of the API server) is in
+`json_schema_extra`, under the name that the CRD uses; `cel`, `api_default` and the others below
 write it.
 """
 

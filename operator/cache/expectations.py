@@ -81,7 +81,7 @@ class Expectations:
     ) -> set[Key]:
         """Take a whole list that was begun at monotonic time `started`.
 
-        What it shows is seen. What it lacks although it was expected before the list began is gone.
+        What it shows has been seen. What was expected before the list began but is missing is gone.
 
         Returns:
             The pools that waited for something of this.

@@ -24,7 +24,7 @@ STUCK_SECONDS = 30.0
 """A pod still there this long after its grace period (a dead node) is deleted with grace 0."""
 
 UNSETTLED_SECONDS = 1.0
-"""How soon to look again while the watch has yet to show writes of ours."""
+"""How soon to look again while the watch has not shown all our writes."""
 
 
 @dataclass(slots=True)

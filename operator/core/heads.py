@@ -1,4 +1,4 @@
-"""One head of a pool and its worker: what it serves, what it has staged, how it failed. Pure."""
+"""One head of a pool and its worker: what it serves, what it has staged, why it failed. Pure."""
 
 from __future__ import annotations
 

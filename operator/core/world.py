@@ -67,7 +67,7 @@ class Pod:
 
 
 LAST_WORDS = 300
-"""Most characters of a container's log in a sentence of ours."""
+"""Maximum characters of a container's log in one of our sentences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Observed:
     rejections: Mapping[str, str]
     """Creations that the API server rejected: `kind/name` → sentence."""
     unsettled: int
-    """Our writes that the watch has not shown yet."""
+    """Own writes that the watch has not shown yet."""
     restarts_of: Mapping[int, int]
     """Failures of replicas whose failed pods are deleted and not yet replaced."""
     barrier: frozenset[str] | None

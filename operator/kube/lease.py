@@ -81,7 +81,7 @@ class Leadership:
 
     @property
     def identity(self) -> str:
-        """What stands in the Lease while we hold it."""
+        """Holder identity in the Lease while we hold it."""
         return self._identity
 
     def held(self) -> bool:
@@ -216,7 +216,7 @@ class Leadership:
         self._renewed_at = sent
 
     async def _reread(self) -> None:
-        """Somebody wrote the Lease: go on if it still names us, for example after `kubectl edit`."""
+        """Continue if the Lease still names us although somebody wrote it, say `kubectl edit`."""
         lease = await self._kube.get("leases", self._namespace, self._name)
         holder = (lease.get("spec") or {}).get("holderIdentity")
         if holder != self._identity:

@@ -46,7 +46,7 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
             later = soonest(later, OBSTACLE_SECONDS)
     phase = phase_of(plan.status)
     if phase is UpdatePhase.COMMITTING and phase_of(look.stored) is not phase:
-        return 0.0  # the decision stands in status now: go on with the commit calls
+        return 0.0  # the decision is in status now: commit calls may start
     return soonest(later, plan.requeue)
 
 

@@ -63,7 +63,7 @@ class Reconciler:
         try:
             return await act(self.ctx, look, plan, memory)
         except Conflict as error:
-            # Somebody wrote the object since it was read: look again with what the watch brings.
+            # Somebody wrote the object since it was read: retry with what the watch brings.
             logger.debug("%s changed meanwhile: %s", key, error)
             return 0.2
 
@@ -96,7 +96,7 @@ class Reconciler:
 
 
 def _orphan(obj: Obj) -> Pod | None:
-    """A pod of ours whose object is gone, parsed under whatever owner it names."""
+    """One of our pods whose RolloutReplica is gone, parsed under whatever owner it names."""
     for ref in obj["metadata"].get("ownerReferences") or ():
         if ref.get("controller") and ref.get("kind") == names.KIND:
             return parse_pod(obj, ref["uid"])

@@ -102,7 +102,7 @@ async def _send(worker: WorkerControl, call: CallWorker) -> None:
     try:
         await _call(worker, call)
     except ControlError as error:
-        # Ours is dropped; that somebody else still holds the worker is told by its state.
+        # Our hold is released; the worker's state says who else still holds it.
         if error.slug != "held" or call.verb not in (Verb.RESUME, Verb.WAKE):
             raise
 

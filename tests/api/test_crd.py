@@ -170,8 +170,8 @@ TRANSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
         {"engine": {"type": "vllm"}},
         "spec.engine.type is immutable: create another RolloutReplica for another engine",
     ),
-    "model path": ({}, source(path="/models/other"), "spec.model.source is immutable: make"),
-    "model kind": ({}, source(claim={"name": "c"}), "spec.model.source is immutable: make"),
+    "model path": ({}, source(path="/models/other"), "spec.model.source is immutable: create"),
+    "model kind": ({}, source(claim={"name": "c"}), "spec.model.source is immutable: create"),
     "accelerator added": (
         {},
         {"accelerator": GPU},

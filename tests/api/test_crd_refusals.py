@@ -107,7 +107,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "CPU with a world": (
         {"engine": {"type": "vllm"}, "parallelism": {"tensor": 4}},
-        "a pool on CPU (no spec.accelerator) has one rank, not 4: set spec.accelerator.resource",
+        "without spec.accelerator a pool runs on CPU with one rank, not 4: set spec.accelerator",
     ),
     "world over nodes": (
         {"engine": {"type": "vllm"}, "accelerator": GPU, "parallelism": {"tensor": 8, "nodes": 3}},
@@ -207,7 +207,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "restart delay below the default": (
         {"restartPolicy": {"maxDelaySeconds": 5}},
-        "lower the one or raise the other",
+        "lower one or raise the other",
     ),
     "drain": ({"drainSeconds": -1}, "spec.drainSeconds in body should be greater than or equal"),
     "account": ({"serviceAccountName": "Rollout_Worker"}, "spec.serviceAccountName"),
