@@ -282,9 +282,7 @@ class TinyEngine:
             if request_ids is None or name in request_ids:
                 known.add(name)
                 self._forget(sequence)
-                end = EngineDelta(
-                    (), None, (), stop_reason=StopReason.ABORTED, abort_reason=reason
-                )
+                end = EngineDelta((), None, (), stop_reason=StopReason.ABORTED, abort_reason=reason)
                 sequence.deltas.put_nowait(end)
         self._admit()
         return known
@@ -416,5 +414,3 @@ def raising(error: BaseException) -> Callable[[], Awaitable[None]]:
         raise error
 
     return fail
-
-

@@ -90,9 +90,7 @@ async def test_each_output_has_its_own_seed_and_name(worker: TinyWorker) -> None
     assert [each.sampling.seed for each in expanded(worker, sampling={"n": 2})] == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "kind"), [(None, "sampling"), ("raw", "raw"), ("none", None)]
-)
+@pytest.mark.parametrize(("wanted", "kind"), [(None, "sampling"), ("raw", "raw"), ("none", None)])
 async def test_logprobs_are_the_pools_unless_asked(
     worker: TinyWorker, wanted: str | None, kind: str | None
 ) -> None:
