@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_operator.core.plan import Verb
+from rollout_operator.core.updates.weights_plan import target_of
 from rollout_worker.schemas import WeightsId
 from simworker import SimWorker, root_hash
 from world import World, spec_of, target
@@ -70,7 +71,7 @@ class History:
         return [n for n, p in self.world.pods.items() if not p.finished and not p.deleting]
 
     def raise_(self, epochs: int = 0) -> None:
-        now = self.world.spec.target_id
+        now = target_of(self.world.spec).identity
         version = self.random.randint(0, 3) if epochs else now.version + 1
         self.world.set(weights=target(now.epoch + epochs, version))
 
@@ -183,7 +184,7 @@ class History:
         for action in ("mend", "leave", "speak", "let go", "quick", "no lag", "wake"):
             self.happen(action)
         world = self.world
-        while any(w.active > world.spec.target_id for w in self._workers):
+        while any(w.active > target_of(world.spec).identity for w in self._workers):
             self.raise_()  # who is ahead is not rolled back
         for _ in range(700):
             world.step()
@@ -204,7 +205,7 @@ def _settled(world: World) -> bool:
         ready is not None
         and ready.status == "True"
         and committed is not None
-        and committed.identity == world.spec.target_id
+        and committed.identity == target_of(world.spec).identity
     )
 
 
@@ -232,7 +233,7 @@ def test_any_history_ends_right(
     }, status.message  # fmt: skip
     assert status.phase == "Ready"
     assert status.weights.committed is not None
-    wanted = world.spec.target_id
+    wanted = target_of(world.spec).identity
     assert status.weights.committed.identity == wanted
     assert status.weights.committed.root_hash == root_hash(wanted)
     assert sorted(world.pods) == [f"pool-{i}-0" for i in range(world.spec.replicas)]
