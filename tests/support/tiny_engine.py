@@ -166,6 +166,8 @@ class TinyEngine:
 
     async def _begin(self, call: str) -> None:
         self.expect(not self.stopped or call == "stop", f"{call} after stop")
+        if self.wrong is not None and call != "stop":
+            raise EngineCrashed(self.wrong)
         hook = self.before.get(call)
         if hook is not None:
             await hook()
@@ -282,9 +284,7 @@ class TinyEngine:
             if request_ids is None or name in request_ids:
                 known.add(name)
                 self._forget(sequence)
-                end = EngineDelta(
-                    (), None, (), stop_reason=StopReason.ABORTED, abort_reason=reason
-                )
+                end = EngineDelta((), None, (), stop_reason=StopReason.ABORTED, abort_reason=reason)
                 sequence.deltas.put_nowait(end)
         self._admit()
         return known
@@ -416,5 +416,3 @@ def raising(error: BaseException) -> Callable[[], Awaitable[None]]:
         raise error
 
     return fail
-
-

@@ -533,9 +533,7 @@ async def test_an_engine_that_dies_while_the_pinned_end_fails_the_commit(
     await worker.runs("p")
     await worker.update(1, 7, in_flight="Pin")
     await worker.stage(2, 8)
-    committing = asyncio.create_task(
-        worker.commit(2, in_flight="Pin", deadline_seconds=600)
-    )
+    committing = asyncio.create_task(worker.commit(2, in_flight="Pin", deadline_seconds=600))
     await asyncio.sleep(0.1)
     worker.engine.die()
     with refused("failed"):

@@ -90,9 +90,7 @@ async def test_each_output_has_its_own_seed_and_name(worker: TinyWorker) -> None
     assert [each.sampling.seed for each in expanded(worker, sampling={"n": 2})] == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "kind"), [(None, "sampling"), ("raw", "raw"), ("none", None)]
-)
+@pytest.mark.parametrize(("wanted", "kind"), [(None, "sampling"), ("raw", "raw"), ("none", None)])
 async def test_logprobs_are_the_pools_unless_asked(
     worker: TinyWorker, wanted: str | None, kind: str | None
 ) -> None:
@@ -205,8 +203,8 @@ async def test_the_metrics_count(worker: TinyWorker) -> None:
     assert "rollout_worker_generated_tokens_total 6.0" in page
     assert "rollout_worker_prompt_tokens_total 3.0" in page
     assert 'rollout_worker_requests_total{stop_reason="length"} 2.0' in page
-    assert "rollout_worker_request_seconds_count 1.0" in page
-    assert "rollout_worker_first_token_seconds_count 1.0" in page
+    assert "rollout_worker_request_duration_seconds_count 1.0" in page
+    assert "rollout_worker_time_to_first_token_seconds_count 1.0" in page
     assert "tiny_engine_steps 1" in page
 
 

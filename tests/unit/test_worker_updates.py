@@ -280,9 +280,7 @@ async def test_nothing_is_staged_without_an_engine(worker: TinyWorker) -> None:
 async def test_going_back_to_the_checkpoint(worker: TinyWorker) -> None:
     root = worker.updates.active
     await worker.update(1, 7)
-    request = StageRequest.model_validate(
-        {"epoch": 2, "version": 0, "source": {"checkpoint": {}}}
-    )
+    request = StageRequest.model_validate({"epoch": 2, "version": 0, "source": {"checkpoint": {}}})
     await worker.updates.stage(request)
     slot = worker.updates.slot
     assert slot is not None
