@@ -166,6 +166,8 @@ class TinyEngine:
 
     async def _begin(self, call: str) -> None:
         self.expect(not self.stopped or call == "stop", f"{call} after stop")
+        if self.wrong is not None and call != "stop":
+            raise EngineCrashed(self.wrong)
         hook = self.before.get(call)
         if hook is not None:
             await hook()

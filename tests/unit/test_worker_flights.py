@@ -203,8 +203,8 @@ async def test_the_metrics_count(worker: TinyWorker) -> None:
     assert "rollout_worker_generated_tokens_total 6.0" in page
     assert "rollout_worker_prompt_tokens_total 3.0" in page
     assert 'rollout_worker_requests_total{stop_reason="length"} 2.0' in page
-    assert "rollout_worker_request_seconds_count 1.0" in page
-    assert "rollout_worker_first_token_seconds_count 1.0" in page
+    assert "rollout_worker_request_duration_seconds_count 1.0" in page
+    assert "rollout_worker_time_to_first_token_seconds_count 1.0" in page
     assert "tiny_engine_steps 1" in page
 
 
