@@ -43,11 +43,11 @@ class Engine(ApiModel):
         "from. Raw: of the model's own distribution.",
     )
     image: Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")] | None = Field(
-        default=None, description="Worker image; if unset, the operator's for this engine."
+        default=None, description="Worker image; if unset, the operator's default for this engine."
     )
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
         default=None,
-        description="When the image is pulled; if unset, the operator's choice for this engine.",
+        description="When the image is pulled; if unset, the operator's default for this engine.",
     )
     args: tuple[Argument, ...] = Field(
         default=(),
@@ -143,5 +143,5 @@ class Model(ApiModel):
         default=None,
         ge=1,
         le=INT32_MAX,
-        description="Maximum length of prompt plus output, in tokens; if unset, the engine's own.",
+        description="Maximum length of prompt plus output, in tokens; if unset, the engine's own limit.",
     )

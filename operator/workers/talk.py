@@ -88,7 +88,7 @@ class Workers:
 
 
 def lane_of(uid: str, verb: Verb) -> str:
-    """Return the lane of a call: staging has its own, for it may take minutes and sleep must not wait."""
+    """Return the lane of a call: staging has its own, so that sleep need not wait for it."""
     return f"{uid}/stage" if verb is Verb.STAGE else uid
 
 
