@@ -103,9 +103,9 @@ class Api:
         """Create an object in a collection."""
         return self._send("POST", path, body)
 
-    def patch(self, path: str, body: Obj) -> Obj:
-        """Merge `body` into an object."""
-        return self._send("PATCH", path, body, kind=MERGE)
+    def patch(self, path: str, body: Obj, *, kind: str = MERGE, missing: bool = False) -> Obj:
+        """Merge `body` into an object; with `missing`, gone already is success."""
+        return self._send("PATCH", path, body, kind=kind, missing=missing)
 
     def delete(self, path: str, **options: Any) -> None:
         """Delete an object or a collection; gone already is success."""
@@ -125,7 +125,7 @@ class Api:
         content = None if body is None else json.dumps(body)
         headers = {"Content-Type": kind}
         answer = self._client.request(method, path, content=content, headers=headers, params=params)
-        if not (answer.is_success or (missing and answer.status_code == 404)):
+        if not (answer.is_success or (missing and answer.status_code in (404, 409))):
             raise ApiError(f"{method} {path}", answer.status_code, answer.text)
         found: Obj = answer.json()
         return found
