@@ -44,6 +44,7 @@ class Operator:
         config: The settings.
         make_reconcile: Makes the pass from the context.
         embedded: False under `kopf run`, where kopf's handlers feed `feed`.
+        make_parts: Makes the parts from the settings, `make_reconcile` and `spawned`.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class Operator:
         make_reconcile: Callable[[Context], Reconcile],
         *,
         embedded: bool = True,
+        make_parts: Callable[..., Parts] = Parts,
     ) -> None:
         self._config = config
         self._embedded = embedded
-        self._parts = Parts(config, make_reconcile, spawned=self.handle_signals)
+        self._parts = make_parts(config, make_reconcile, spawned=self.handle_signals)
         self.feed = self._parts.feed
         self._lag = LoopLag()
         self._probes = Probes(

@@ -155,7 +155,7 @@ class _Finder:
 
     def _call(self, node: ast.Call) -> Iterator[Edit]:
         """Leave out one keyword argument."""
-        arguments = [self._text(a) for a in (*node.args, *node.keywords)]
+        arguments = [self._text(a) for a in node.args] + [self._text(k) for k in node.keywords]
         for index, keyword in enumerate(node.keywords, len(node.args)):
             if keyword.arg != "extra":
                 kept = [a for i, a in enumerate(arguments) if i != index]

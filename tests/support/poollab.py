@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from rollout_operator.config import Config, EngineDefaults
 from rollout_operator.passes.context import Context, Reconcile
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_operator.runtime import Operator
+from rollout_operator.wiring import Parts
 from scalelab import WRITES, holds
 
 ACCOUNT, WORKERS = "operator", "rollout-worker"
@@ -57,16 +59,20 @@ class Write:
     code: int
 
 
-class LabOperator(Operator):
-    """The operator; the control port of a pod is the lab's one port at the pod's address."""
+class LabParts(Parts):
+    """The operator's parts; a pod's control port is the lab's one port at the pod's address."""
 
-    def __init__(self, config: Config, make: Callable[[Context], Reconcile], port: int) -> None:
+    def __init__(self, port: int, config: Config, make: Any, spawned: Callable[[], None]) -> None:
         self._port = port
-        super().__init__(config, make)
+        super().__init__(config, make, spawned)
 
     def control(self, key: Key, address: str) -> WorkerControl:
         """See the base class."""
         return super().control(key, f"{address.rpartition(':')[0]}:{self._port}")
+
+
+class LabOperator(Operator):
+    """The operator, in a process of somebody else's."""
 
     def handle_signals(self) -> None:
         """Signals are pytest's."""
@@ -255,7 +261,9 @@ async def pool_lab(cluster: Cluster, namespace: str) -> AsyncIterator[PoolLab]:
             lab.context = context
             return Reconciler(context).reconcile
 
-        operator = LabOperator(_config(namespace), make, sock.getsockname()[1])
+        operator = LabOperator(
+            _config(namespace), make, make_parts=partial(LabParts, sock.getsockname()[1])
+        )
         kubelet = Kubelet(cluster, namespace, server)
         running = asyncio.create_task(operator.run())
         try:

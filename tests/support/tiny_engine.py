@@ -373,7 +373,7 @@ class TinyEngine:
         pinned = {s.request.request_id for s in self._running if s.pinned is not None}
         return EngineStats(
             running=len(self._running),
-            resident=Resident.model_validate(dict[str, bool](self.resident)),
+            resident=Resident(**self.resident),
             running_ids=frozenset(s.request.request_id for s in self._running),
             pinned_ids=frozenset(pinned),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from chatstyles import tokenizer
@@ -63,10 +65,10 @@ def test_a_seam_at_a_special_token_is_clean_and_one_within_a_word_may_merge() ->
 
 def test_a_window_ends_as_its_conversation_does() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}
-    question = {"role": "user", "content": "what is 17 + 25?"}
-    asks = {"role": "assistant", "content": "let me add", "tool_calls": [call]}
-    result = {"role": "tool", "content": "42", "tool_call_id": "c1"}
-    plain = {"role": "assistant", "content": "42"}
+    question: dict[str, Any] = {"role": "user", "content": "what is 17 + 25?"}
+    asks: dict[str, Any] = {"role": "assistant", "content": "let me add", "tool_calls": [call]}
+    result: dict[str, Any] = {"role": "tool", "content": "42", "tool_call_id": "c1"}
+    plain: dict[str, Any] = {"role": "assistant", "content": "42"}
     for history in ([question], [question, plain], [question, asks], [question, asks, result]):
         window = window_of(history)
         assert window is not None
