@@ -93,11 +93,13 @@ class Row:
 
 
 class TinySink:
-    """Host memory of one version."""
+    """Memory of one version."""
 
-    memory: Literal["host", "device"] = "host"
-
-    def __init__(self, engine: TinyEngine, entries: Sequence[Entry]) -> None:
+    def __init__(
+        self, engine: TinyEngine, entries: Sequence[Entry], *, on_disk: bool = False
+    ) -> None:
+        self.memory: Literal["host", "device"] = engine.memory
+        self.on_disk = on_disk
         self._engine = engine
         self._left = list(entries)
         self._buffers: dict[str, bytearray] = {}
@@ -143,6 +145,8 @@ class TinyEngine:
         """What the worker did against the contract."""
         self.sinks: list[TinySink] = []
         """Memory given that was neither committed nor closed."""
+        self.memory: Literal["host", "device"] = "host"
+        """Of the sinks that it gives."""
         self.free = False
         """Whether it steps without being told to."""
         self.paused = False
@@ -310,7 +314,7 @@ class TinyEngine:
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> TinySink:
         await self._begin("open_slot")
         self.expect(self._refilling or not self.sinks, "a second slot beside the first")
-        sink = TinySink(self, entries)
+        sink = TinySink(self, entries, on_disk=on_disk)
         self.sinks.append(sink)
         return sink
 
@@ -373,7 +377,7 @@ class TinyEngine:
         pinned = {s.request.request_id for s in self._running if s.pinned is not None}
         return EngineStats(
             running=len(self._running),
-            resident=Resident.model_validate(dict[str, bool](self.resident)),
+            resident=Resident(**self.resident),
             running_ids=frozenset(s.request.request_id for s in self._running),
             pinned_ids=frozenset(pinned),
         )

@@ -248,8 +248,10 @@ async def test_what_a_pause_froze_is_ended_by_a_sleep_that_drains(worker: TinyWo
 async def test_staged_waking(worker: TinyWorker) -> None:
     await worker.sleep()
     await worker.wake(tags=("weights",))
-    assert worker.state is Lifecycle.ASLEEP
-    assert worker.engine.resident == {"weights": True, "kv_cache": False}
+    assert (worker.state, worker.engine.resident) == (
+        Lifecycle.ASLEEP,
+        {"weights": True, "kv_cache": False},
+    )
     await worker.update(1, 7)
     await worker.wake(tags=("kv_cache",))
     assert worker.state is Lifecycle.ACTIVE
