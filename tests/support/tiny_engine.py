@@ -154,6 +154,8 @@ class TinyEngine:
         self.wrong: str | None = None
         """What `alive` says."""
         self.resident: dict[MemoryTag, bool] = {"weights": True, "kv_cache": True}
+        self.asked = 0
+        """Requests that it was given."""
         self.resets = 0
         self._model, self._rows = model, rows
         self._holding = False
@@ -213,6 +215,7 @@ class TinyEngine:
             raise InvalidRequest("token_ids", "no such token: ids end at 255")
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        self.asked += 1
         if request.token_ids[0] == UNKNOWN:
             raise InvalidRequest("token_ids", "found out late")
         await self._begin("generate")
