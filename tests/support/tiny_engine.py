@@ -93,11 +93,13 @@ class Row:
 
 
 class TinySink:
-    """Host memory of one version."""
+    """Memory of one version."""
 
-    memory: Literal["host", "device"] = "host"
-
-    def __init__(self, engine: TinyEngine, entries: Sequence[Entry]) -> None:
+    def __init__(
+        self, engine: TinyEngine, entries: Sequence[Entry], *, on_disk: bool = False
+    ) -> None:
+        self.memory: Literal["host", "device"] = engine.memory
+        self.on_disk = on_disk
         self._engine = engine
         self._left = list(entries)
         self._buffers: dict[str, bytearray] = {}
@@ -143,6 +145,8 @@ class TinyEngine:
         """What the worker did against the contract."""
         self.sinks: list[TinySink] = []
         """Memory given that was neither committed nor closed."""
+        self.memory: Literal["host", "device"] = "host"
+        """Of the sinks that it gives."""
         self.free = False
         """Whether it steps without being told to."""
         self.paused = False
@@ -150,6 +154,8 @@ class TinyEngine:
         self.wrong: str | None = None
         """What `alive` says."""
         self.resident: dict[MemoryTag, bool] = {"weights": True, "kv_cache": True}
+        self.asked = 0
+        """Requests that it was given."""
         self.resets = 0
         self._model, self._rows = model, rows
         self._holding = False
@@ -209,6 +215,7 @@ class TinyEngine:
             raise InvalidRequest("token_ids", "no such token: ids end at 255")
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        self.asked += 1
         if request.token_ids[0] == UNKNOWN:
             raise InvalidRequest("token_ids", "found out late")
         await self._begin("generate")
@@ -310,7 +317,7 @@ class TinyEngine:
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> TinySink:
         await self._begin("open_slot")
         self.expect(self._refilling or not self.sinks, "a second slot beside the first")
-        sink = TinySink(self, entries)
+        sink = TinySink(self, entries, on_disk=on_disk)
         self.sinks.append(sink)
         return sink
 

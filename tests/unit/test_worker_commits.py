@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.engine import EngineCrashed, EngineError, WeightsRejected
+from rollout_worker.engine import EngineCrashed, EngineError, EngineRequest, WeightsRejected
 from rollout_worker.schemas import (
     AbortReason,
     CommitResponse,
     Lifecycle,
     RequireRequest,
+    SamplingParams,
     StopReason,
     WeightsId,
 )
@@ -80,6 +81,7 @@ async def test_the_answer_of_a_repeat_is_that_of_its_own_commit(worker: TinyWork
     assert worker.active == WeightsId(epoch=0, version=0)
     done = await worker.commit(0, epoch=0)
     assert (done.active.version, done.previous, done.pause_seconds) == (0, None, 0)
+    assert counts(done) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -487,6 +489,7 @@ async def test_an_engine_that_dies_in_a_commit_is_replaced(
     with refused("failed") as caught:
         await worker.commit(1, in_flight="Abort")
     assert str(error) in str(caught.value)
+    assert caught.value.retry_after == 5
     await asyncio.wait_for(running.done.wait(), 10)
     assert running.outputs[0].stop_reason is StopReason.ABORTED
     await until(lambda: worker.runtime.restarts == 1, what="the restart")
@@ -565,3 +568,28 @@ async def test_engine_errors_that_reject_nothing_are_no_lasting_harm(worker: Tin
     assert worker.runtime.holds.committing is None
     del worker.engine.before["pause"]
     await worker.commit(1)
+
+
+async def test_an_engine_that_goes_while_a_commit_waits_its_turn(worker: TinyWorker) -> None:
+    """Even one of weights that are active already: nobody could say so truly now."""
+    await worker.update(1, 7)
+    async with worker.runtime.exclusive:
+        worker.runtime.crashed("gone")
+        await asyncio.sleep(0.05)  # the supervisor waits in front of us
+        waiting = asyncio.create_task(worker.commit(1))
+        await asyncio.sleep(0)
+    with refused("failed"):
+        await waiting
+    await worker.reaches(Lifecycle.ACTIVE)
+
+
+async def test_requests_of_the_engine_that_the_worker_has_given_up_are_nobodys(
+    worker: TinyWorker,
+) -> None:
+    await worker.stage(1, 7)
+    sampling = SamplingParams(max_tokens=LONG)
+    stray = worker.engine.generate(EngineRequest("stray", (1,), sampling, None))
+    asyncio.get_running_loop().call_later(0.05, worker.engine.step)
+    await anext(stray)
+    assert counts(await worker.commit(1, in_flight="Recompute")) == (0, 0, 0)
+    await stray.aclose()

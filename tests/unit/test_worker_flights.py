@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from rollout_worker.engine import EngineCrashed
 from rollout_worker.requests import flights
 from rollout_worker.requests.admission import MAX_SEED, expand
-from rollout_worker.schemas import AbortReason, GenerateRequest, StopReason
+from rollout_worker.schemas import AbortReason, GenerateRequest, StopReason, WeightsId
 from rollout_worker.wire.problems import ProblemError
 from tiny_engine import MAX_LENGTH, UNKNOWN, Gate, raising
 from tiny_worker import TinyWorker, refused, tiny_worker
@@ -184,6 +185,7 @@ async def test_a_stream_says_the_same_in_pieces(worker: TinyWorker) -> None:
     deltas = [delta async for delta in flight.stream(10)]
     assert [token for delta in deltas for token in delta.token_ids] == [100] * 3
     assert [delta.weights[0].start for delta in deltas] == [0, 1, 2]
+    assert [delta.logprobs for delta in deltas] == [(-0.5,)] * 3
     done = flight.stream_done()
     assert done.request_id == "r"
     [output] = done.outputs
@@ -206,6 +208,18 @@ async def test_the_metrics_count(worker: TinyWorker) -> None:
     assert "rollout_worker_request_duration_seconds_count 1.0" in page
     assert "rollout_worker_time_to_first_token_seconds_count 1.0" in page
     assert "tiny_engine_steps 1" in page
+    for name in ("request_duration", "time_to_first_token"):
+        [total] = re.findall(rf"rollout_worker_{name}_seconds_sum (\S+)", page)
+        assert 0 <= float(total) < 10
+
+
+async def test_the_load_is_a_metric(worker: TinyWorker) -> None:
+    await worker.begin("r", sampling={"n": 3})
+    page = worker.worker.metrics().decode()
+    assert [float(n) for n in re.findall(r"^rollout_worker_requests_\w+ (\S+)$", page, re.M)] == [
+        2,
+        1,
+    ]
 
 
 # Ends.
@@ -252,6 +266,7 @@ async def test_an_abort_before_the_engine_knows_the_request(worker: TinyWorker) 
     await worker.flights.abort([flight], AbortReason.CLIENT)
     assert flight.outputs[0].abort_reason is AbortReason.CLIENT
     assert worker.engine.known == frozenset()
+    assert worker.engine.asked == 0
 
 
 async def test_an_abort_that_the_engine_does_not_end_ends_without_it(
@@ -318,3 +333,19 @@ async def test_a_commit_between_two_requests_is_seen_by_the_second(worker: TinyW
     assert flight.exact.as_tuple() == (1, 1)
     await worker.ends(flight)
     assert worker.worker.submit(asked(sampling={"max_tokens": 2})).exact is None
+
+
+async def test_an_answer_without_a_token_has_no_first_one(worker: TinyWorker) -> None:
+    flight = await worker.begin("r")
+    await worker.flights.abort_all(AbortReason.CONTROL)
+    timing = flight.response().timing
+    assert timing.first_token_seconds is None
+    assert timing.total_seconds >= 0
+
+
+async def test_who_asked_for_exactly_other_weights(worker: TinyWorker) -> None:
+    exact = await worker.begin("exact", exact_version=0)
+    await worker.begin("free")
+    zero, one = WeightsId(epoch=0, version=0), WeightsId(epoch=1, version=1)
+    assert worker.flights.exact_elsewhere(zero) == []
+    assert worker.flights.exact_elsewhere(one) == [exact]

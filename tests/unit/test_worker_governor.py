@@ -248,8 +248,10 @@ async def test_what_a_pause_froze_is_ended_by_a_sleep_that_drains(worker: TinyWo
 async def test_staged_waking(worker: TinyWorker) -> None:
     await worker.sleep()
     await worker.wake(tags=("weights",))
-    assert worker.state is Lifecycle.ASLEEP
-    assert worker.engine.resident == {"weights": True, "kv_cache": False}
+    assert (worker.state, worker.engine.resident) == (
+        Lifecycle.ASLEEP,
+        {"weights": True, "kv_cache": False},
+    )
     await worker.update(1, 7)
     await worker.wake(tags=("kv_cache",))
     await worker.reaches(Lifecycle.ACTIVE)
@@ -285,13 +287,16 @@ async def test_others_keep_their_share_of_the_memory(worker: TinyWorker) -> None
     assert worker.state is Lifecycle.ASLEEP
 
 
-async def test_a_level_that_the_engine_lacks_is_refused(worker: TinyWorker) -> None:
-    worker.engine.capabilities = ABLE.model_copy(update={"sleep_levels": (1,)})
+@pytest.mark.parametrize(("levels", "said"), [((1,), "level 1"), ((), "can't sleep")])
+async def test_a_level_that_the_engine_lacks_is_refused(
+    worker: TinyWorker, levels: tuple[int, ...], said: str
+) -> None:
+    worker.engine.capabilities = ABLE.model_copy(update={"sleep_levels": levels})
     with refused("unsupported") as caught:
         await worker.sleep(level=2)
     [error] = caught.value.problem.model_dump()["errors"]
     assert error["field"] == "level"
-    assert error["message"].endswith("level 1")
+    assert said in error["message"]
     assert worker.worker.state().holds == ()
 
 
@@ -433,8 +438,9 @@ async def test_the_cache_is_reset_and_a_dead_engine_said_so(worker: TinyWorker) 
     await worker.verbs.reset_cache()
     assert worker.engine.resets == 1
     worker.engine.before["reset_cache"] = raising(EngineCrashed("it died"))
-    with refused("failed"):
+    with refused("failed") as caught:
         await worker.verbs.reset_cache()
+    assert caught.value.retry_after == 5
 
 
 # The end.

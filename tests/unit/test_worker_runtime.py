@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
+from typing import cast
 
 import pytest
 
 from rollout_worker.core import runtime as module
 from rollout_worker.core.runtime import Pulse, Runtime
-from rollout_worker.engine import EngineCrashed, WeightsRejected
+from rollout_worker.engine import Engine, EngineCrashed, WeightsRejected
 from rollout_worker.schemas import Lifecycle
-from tiny_engine import raising
+from tiny_engine import TinyEngine, raising
 from tiny_worker import refused, settings
 
 
@@ -180,3 +182,28 @@ async def test_a_pulse_wakes_all_who_wait_and_nobody_later() -> None:
     pulse.fire()
     assert await asyncio.gather(*waiting) == [True, True]
     assert not await pulse.wait(0.01)
+
+
+async def test_what_went_wrong_before_is_told_only_while_it_lasts(runtime: Runtime) -> None:
+    runtime.lifecycle.move(Lifecycle.LOADING)
+    runtime.last_error = "no memory"
+    with refused("loading") as caught:
+        runtime.loaded()
+    assert "no memory" not in str(caught.value)
+
+
+def test_a_worker_without_an_engine_cannot_lose_it() -> None:
+    runtime = Runtime(settings())
+    runtime.crashed("there is none")
+    runtime.check_alive()
+    assert not runtime.alive
+
+
+async def test_an_engine_that_is_being_replaced_has_no_counts(
+    runtime: Runtime, tmp_path: Path
+) -> None:
+    runtime.engine = cast(Engine, TinyEngine(tmp_path))
+    assert not runtime.stats().resident.weights
+    runtime.lifecycle.move(Lifecycle.LOADING)
+    runtime.lifecycle.move(Lifecycle.ACTIVE)
+    assert runtime.stats().resident.weights

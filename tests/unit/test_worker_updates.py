@@ -327,3 +327,68 @@ async def test_a_floor_fences_until_it_is_met(worker: TinyWorker) -> None:
     await worker.update(2, 8)
     worker.worker.check_serving()
     assert worker.worker.state().serving
+
+
+async def test_a_file_of_a_version_may_not_lead_out_either(tmp_path: Path) -> None:
+    roots = tmp_path / "roots"
+    (roots / "inside").mkdir(parents=True)
+    outside = write_weights(tmp_path / "outside", 7)
+    (roots / "inside" / "model.safetensors").symlink_to(outside / "model.safetensors")
+    async with tiny_worker(tmp_path, "--weights-roots", str(roots)) as worker:
+        staged = await worker.stage(1, 7, source={"path": "inside"})
+        assert staged.phase == "Failed"
+        assert "leads out" in (staged.error or "")
+
+
+# What the engine is asked for.
+
+
+async def test_a_refill_lies_where_the_engine_asks(worker: TinyWorker) -> None:
+    for on_disk in (False, True):
+        sink = await worker.updates.refill(on_disk=on_disk)
+        assert worker.engine.sinks[-1].on_disk is on_disk
+        sink.close()
+    await worker.stage(1, 7)
+    assert not worker.engine.sinks[-1].on_disk
+
+
+async def test_files_are_not_read_into_memory_of_a_device(worker: TinyWorker) -> None:
+    worker.engine.memory = "device"
+    staged = await worker.stage(1, 7)
+    assert "device memory" in (staged.error or "")
+    assert worker.engine.sinks == []
+
+
+async def test_an_engine_that_goes_while_a_stage_waits_for_the_slot(worker: TinyWorker) -> None:
+    gate = worker.before_start["start"] = Gate()
+    async with worker.updates.slot_lock:
+        waiting = asyncio.create_task(worker.begin_stage(1, 7))
+        await asyncio.sleep(0)
+        worker.runtime.crashed("gone")
+        await gate.reached.wait()
+    with refused("loading"):
+        await waiting
+    assert worker.updates.slot is None
+    gate.open()
+    await worker.reaches(Lifecycle.ACTIVE)
+
+
+async def test_both_phases_are_timed_and_told(
+    worker: TinyWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    await worker.stage(1, 7, root_hash="xxh3_128:0")
+    await worker.update(1, 7)
+    page = worker.worker.metrics().decode()
+    for phase, count in (("stage", 2), ("commit", 1)):
+        assert f'weights_update_seconds_count{{phase="{phase}"}} {count}.0' in page
+    assert "rollout_worker_engine_pause_seconds_count 1.0" in page
+    levels = [r.levelname for r in caplog.records if "(1, 1)" in r.getMessage()]
+    assert levels == ["INFO", "WARNING", "INFO", "INFO", "INFO"]
+
+
+async def test_a_floor_wakes_who_waits(worker: TinyWorker) -> None:
+    waiting = asyncio.create_task(worker.runtime.changed.wait(5))
+    await asyncio.sleep(0)
+    worker.updates.require(RequireRequest(epoch=0, min_version=0))
+    assert await waiting

@@ -64,7 +64,7 @@ def trace() -> Iterator[Trace]:
     sys.setprofile(found)
     yield found
     sys.setprofile(None)
-    threading.setprofile(None)  # type: ignore[arg-type]
+    threading.setprofile(None)
 
 
 def steps(modules: set[str]) -> set[str]:
