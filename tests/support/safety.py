@@ -174,7 +174,7 @@ def _commits(one: Pass) -> None:
             before is not None
             and before.phase is UpdatePhase.COMMITTING
             and before.identity == identity
-        )
+        ) or any(_active(one, uid) == identity for uid in one.ours)  # there is no way back
         serves = state.serving and one.ours[call.uid].gate
         assert decided or not serves or identity <= one.committed, "not decided, or not persisted"
         busy += serves

@@ -21,6 +21,7 @@ from rollout_worker.schemas import WeightsId
 from safety import Pass, check
 from simworker import SimWorker
 
+NOW = 1_000_000.0
 NO_FINISHED_AT = False  # 12.1.8: a pod that failed without `finishedAt` is never replaced
 
 
@@ -33,6 +34,23 @@ def spec_of(**changes: Any) -> RolloutReplicaSpec:
     }
     document.update(changes)
     return RolloutReplicaSpec.model_validate(document)
+
+
+def a_pod(spec: RolloutReplicaSpec, replica: int = 0, rank: int = 0, **fields: Any) -> Pod:
+    """A pod of ours that runs and is ready."""
+    name = f"pool-{replica}-{rank}"
+    made = Pod(
+        name=name,
+        uid=f"uid of {name}",
+        replica=replica,
+        rank=rank,
+        revision=revision(spec),
+        phase="Running",
+        owned=True,
+        started=True,
+        ready=True,
+    )
+    return replace(made, **fields)
 
 
 def target(epoch: int, version: int, path: str | None = None) -> dict[str, Any]:
@@ -55,7 +73,7 @@ class World:
 
     def __init__(self, spec: RolloutReplicaSpec) -> None:
         self.spec = spec
-        self.now = 1_000_000.0
+        self.now = NOW
         self.generation = 1
         self.status = RolloutReplicaStatus()
         self.pods: dict[str, Pod] = {}
