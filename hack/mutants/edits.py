@@ -155,7 +155,7 @@ class _Finder:
 
     def _call(self, node: ast.Call) -> Iterator[Edit]:
         """Leave out one keyword argument."""
-        parts = [self._at(part) for part in (*node.args, *node.keywords)]
+        parts = [self._at(each) for each in node.args] + [self._at(each) for each in node.keywords]
         for index, keyword in enumerate(node.keywords, len(node.args)):
             if keyword.arg != "extra":
                 yield self._without(parts, index)

@@ -11,7 +11,7 @@ from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhas
 from rollout_operator.core.heads import Head, Version
 from rollout_operator.core.members import MemberPlanner
 from rollout_operator.core.plan import CallWorker, Verb, Wait
-from rollout_operator.core.updates import WeightsPlan
+from rollout_operator.core.updates.weights_plan import WeightsPlan
 from rollout_operator.core.world import CallError, Observed, Worker
 from rollout_worker.schemas import (
     Checkpoint,

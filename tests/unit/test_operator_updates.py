@@ -16,7 +16,9 @@ from rollout_operator.api.status import (
 )
 from rollout_operator.core.heads import Head
 from rollout_operator.core.plan import Verb, Wait
-from rollout_operator.core.updates import WeightsPlan, plan_weights, weights_status
+from rollout_operator.core.updates.decide import plan_weights
+from rollout_operator.core.updates.status import weights_status
+from rollout_operator.core.updates.weights_plan import WeightsPlan
 from rollout_operator.core.world import CallError, Observed, Worker
 from rollout_worker.schemas import Checkpoint, StagedWeights, WeightsId, WeightsSource
 from simworker import SimWorker, root_hash
