@@ -67,7 +67,7 @@ class Bench:
         return MemberPlanner(self.spec, seen, self.weights, self.now, self.wait)
 
     def bring(self, version: Version = NEW, *, commit: bool = True) -> None:
-        self.weights.bring[self.pod.uid] = version
+        self.weights.version_for[self.pod.uid] = version
         if commit:
             self.weights.may_commit.add(self.pod.uid)
 
@@ -110,7 +110,7 @@ def test_who_is_out_gets_the_floor_of_the_update() -> None:
     bench = Bench()
     bench.weights.update = LastUpdate(epoch=1, version=1, phase=UpdatePhase.COMMITTING)
     assert bench.told() is None
-    bench.weights.out = {bench.pod.uid}
+    bench.weights.out_of_service = {bench.pod.uid}
     assert bench.told() == (RequireRequest(epoch=1, min_version=1), 10)
 
 
@@ -307,7 +307,7 @@ def test_the_gate_goes_off(why: str) -> None:
     }
     bench = Bench(**changes.get(why, {}))
     if why == "out":
-        bench.weights.out = {bench.pod.uid}
+        bench.weights.out_of_service = {bench.pod.uid}
         bench.running = frozenset({Verb.COMMIT})
     if why == "below":
         bench.sim.jump(WeightsId(epoch=0, version=9))

@@ -15,7 +15,7 @@ from rollout_operator.api.status import (
     WeightsStatus,
 )
 from rollout_operator.core.heads import Head
-from rollout_operator.core.plan import Verb, Wait
+from rollout_operator.core.plan import Note, Verb, Wait
 from rollout_operator.core.updates.decide import plan_weights
 from rollout_operator.core.updates.status import weights_status
 from rollout_operator.core.updates.weights_plan import WeightsPlan
@@ -88,7 +88,7 @@ def phase_of(plan: WeightsPlan) -> tuple[tuple[int, int], str] | None:
 
 
 def reasons(plan: WeightsPlan) -> list[tuple[str, str]]:
-    return [(kind, reason) for kind, reason, _ in plan.notes]
+    return [(note.type, note.reason) for note in plan.notes]
 
 
 def test_a_new_target_is_staged_on_all_that_serve() -> None:
@@ -99,13 +99,13 @@ def test_a_new_target_is_staged_on_all_that_serve() -> None:
     assert plan.update.attempts == 1
     assert plan.update.started_at == datetime.fromtimestamp(NOW, UTC)
     assert plan.update.message == "0 of 3 replicas have staged (1, 2)"
-    assert plan.barrier == {"b0", "b1", "b2"}
-    assert {v.identity for v in plan.bring.values()} == {NEW}
-    assert pool.names(plan.bring) == [0, 1, 2]
+    assert plan.barrier == frozenset({"b0", "b1", "b2"})
+    assert {v.identity for v in plan.version_for.values()} == {NEW}
+    assert pool.names(plan.version_for) == [0, 1, 2]
     assert not plan.may_commit
     assert plan.fence_epoch == 1
     assert pool.wait.seconds == 60, "it looks again at the deadline"
-    assert plan.notes == [("Normal", "WeightsStaging", "staging weights (1, 2) on 3 replicas")]
+    assert plan.notes == [Note("Normal", "WeightsStaging", "staging weights (1, 2) on 3 replicas")]
 
 
 def test_the_barrier_opens_when_the_last_has_staged() -> None:
@@ -117,7 +117,7 @@ def test_the_barrier_opens_when_the_last_has_staged() -> None:
     assert phase_of(plan) == ((1, 2), "Staging")
     assert plan.update is not None
     assert plan.update.message == "2 of 3 replicas have staged (1, 2)"
-    assert pool.names(plan.bring) == [2]
+    assert pool.names(plan.version_for) == [2]
     pool.stage(2)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Committing")
@@ -132,7 +132,7 @@ def test_who_joins_never_enters_the_barrier_and_who_dies_leaves_it() -> None:
     pool.barrier = frozenset({"b0", "b1", "gone"})
     pool.stage(0, 1)
     plan = pool.plan()
-    assert plan.barrier == {"b0", "b1"}
+    assert plan.barrier == frozenset({"b0", "b1"})
     assert phase_of(plan) == ((1, 2), "Committing"), "the third came later"
 
 
@@ -146,7 +146,7 @@ def test_an_empty_barrier_commits_at_once() -> None:
     assert plan.committed.source == SOURCES[NEW]
     assert plan.committed.root_hash is None, "nobody has computed it yet"
     assert plan.barrier is None
-    assert pool.names(plan.bring) == pool.names(plan.may_commit) == [0, 1, 2]
+    assert pool.names(plan.version_for) == pool.names(plan.may_commit) == [0, 1, 2]
     assert plan.update is not None
     assert plan.update.completed_at == datetime.fromtimestamp(NOW, UTC)
     assert reasons(plan) == [("Normal", "WeightsCommitted")]
@@ -163,7 +163,7 @@ def test_an_empty_barrier_waits_for_whoever_was_never_asked() -> None:
     pool.update = None
     plan = pool.plan()
     assert plan.update is None, "nothing begins"
-    assert not plan.bring
+    assert not plan.version_for
 
 
 @pytest.mark.parametrize("change", [{"started": False}, {"phase": "Failed"}])
@@ -188,7 +188,7 @@ def test_a_lower_or_equal_target_begins_nothing() -> None:
         pool.spec = spec_of(replicas=3, weights=target(1, version))
         plan = pool.plan()
         assert plan.update is None
-        assert not plan.bring
+        assert not plan.version_for
         assert plan.committed.identity == OLD
     pool.spec = spec_of(replicas=3)
     assert pool.plan().fence_epoch == 1, "no target: the committed epoch is fenced"
@@ -221,7 +221,7 @@ def test_staging_past_its_deadline_has_failed_and_goes_on(seconds: float) -> Non
     assert pool.wait.seconds == (None if late else 1)
     pool.update = plan.update
     assert not pool.plan().notes, "told once"
-    assert pool.names(plan.bring) == [0, 1, 2]
+    assert pool.names(plan.version_for) == [0, 1, 2]
 
 
 def test_failures_of_other_weights_do_not_count() -> None:
@@ -246,10 +246,10 @@ def test_a_newer_target_waits_unless_the_first_has_failed() -> None:
     pool.fail(2, "stage")
     plan = pool.plan()
     assert phase_of(plan) == ((1, 3), "Staging")
-    assert plan.notes[0] == (
-        "Normal", "WeightsSuperseded", "weights (1, 2) were given up: (1, 3) is newer"
+    assert plan.notes[0] == Note(
+        "Normal", "WeightsSuperseded", "gave up weights (1, 2): (1, 3) is newer"
     )  # fmt: skip
-    assert plan.barrier == {"b0", "b1", "b2"}, "formed anew"
+    assert plan.barrier == frozenset({"b0", "b1", "b2"}), "formed anew"
 
 
 def test_the_same_target_is_not_given_up_for_its_failures() -> None:
@@ -265,7 +265,7 @@ def test_a_higher_epoch_supersedes_what_is_staged_and_waits_for_what_is_committe
     pool.under_way(UpdatePhase.STAGING)
     plan = pool.plan()
     assert phase_of(plan) == ((2, 0), "Staging")
-    assert "a trainer with epoch 2 took over" in plan.notes[0][2]
+    assert "a trainer with epoch 2 took over" in plan.notes[0].message
     assert plan.fence_epoch == 2
     pool.under_way(UpdatePhase.COMMITTING)
     assert phase_of(pool.plan()) == ((1, 2), "Committing")
@@ -273,7 +273,10 @@ def test_a_higher_epoch_supersedes_what_is_staged_and_waits_for_what_is_committe
 
 @pytest.mark.parametrize(
     ("spec", "why"),
-    [({"suspend": True}, "the pool is suspended"), ({"state": "Asleep"}, "the pool falls asleep")],
+    [
+        ({"suspend": True}, "the pool is suspended"),
+        ({"state": "Asleep"}, "the pool is going to sleep"),
+    ],
 )
 def test_rest_gives_up_what_is_staged_and_takes_it_on_the_way_back(
     spec: dict[str, Any], why: str
@@ -283,7 +286,7 @@ def test_rest_gives_up_what_is_staged_and_takes_it_on_the_way_back(
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Superseded")
     assert plan.update is not None
-    assert plan.update.message == f"weights (1, 2) were given up: {why}"
+    assert plan.update.message == f"gave up weights (1, 2): {why}"
     assert plan.committed.identity == NEW
     assert plan.committed.source == SOURCES[NEW]
     pool.spec = spec_of(replicas=3, weights=target(1, 2))
@@ -314,15 +317,15 @@ def test_committing_is_over_when_all_that_serve_are_there() -> None:
     assert phase_of(plan) == ((1, 2), "Committing")
     assert plan.update is not None
     assert plan.update.message == "1 of 3 replicas have committed (1, 2)"
-    assert pool.names(plan.may_commit) == pool.names(plan.bring) == [1, 2]
-    assert not plan.out
+    assert pool.names(plan.may_commit) == pool.names(plan.version_for) == [1, 2]
+    assert not plan.out_of_service
     for sim in pool.sims:
         sim.jump(NEW)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Complete")
     assert plan.committed.root_hash == root_hash(NEW), "learned from those that serve it"
     assert plan.notes == [
-        ("Normal", "WeightsCommitted", "weights (1, 2): 3 of 3 replicas serve it")
+        Note("Normal", "WeightsCommitted", "weights (1, 2): 3 of 3 replicas serve it")
     ]
 
 
@@ -335,7 +338,7 @@ def test_who_fails_to_commit_is_out_before_the_others_go_on(verb: str) -> None:
     if verb != "nothing":
         pool.fail(2, verb)
     plan = pool.plan()
-    assert pool.names(plan.out) == [2]
+    assert pool.names(plan.out_of_service) == [2]
     assert phase_of(plan) == ((1, 2), "Committing"), "its gate is on still"
     late = "pool-2-0: has not committed weights (1, 2) within 60 s"
     assert plan.failures == [late if verb == "nothing" else "pool-2-0: no"]
@@ -356,7 +359,7 @@ def test_one_that_has_yet_to_commit_is_waited_for_though_another_is_out() -> Non
     pool.pods[1] = replace(pool.pods[1], gate=False)
     pool.pods[2] = replace(pool.pods[2], gate=False)
     plan = pool.plan()
-    assert pool.names(plan.out) == [2]
+    assert pool.names(plan.out_of_service) == [2]
     assert phase_of(plan) == ((1, 2), "Committing")
 
 
@@ -391,13 +394,13 @@ def test_without_a_barrier_the_first_that_has_staged_lets_commits_begin(strategy
     assert phase_of(plan) == ((1, 2), "Staging")
     assert plan.update is not None
     assert plan.update.message == "0 of 3 replicas have staged (1, 2)"
-    assert pool.names(plan.bring) == [0, 1, 2]
+    assert pool.names(plan.version_for) == [0, 1, 2]
     pool.stage(1)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Committing")
     assert plan.update is not None
     assert plan.update.message == "committing one by one: 1 of 3 replicas have staged"
-    assert pool.names(plan.bring) == [0, 2]
+    assert pool.names(plan.version_for) == [0, 2]
     assert not plan.may_commit
 
 
@@ -425,7 +428,7 @@ def test_rolling_commits_a_few_at_a_time_and_stops_at_a_failure(
         pool.fail(index, "commit")
     plan = pool.plan()
     assert pool.names(plan.may_commit) == turns
-    assert not plan.out, "nobody is sent away"
+    assert not plan.out_of_service, "nobody is sent away"
     assert len(plan.failures) == len(failed)
 
 
@@ -444,7 +447,7 @@ def test_eager_lets_each_commit_when_it_can() -> None:
     pool.fail(0, "commit")
     plan = pool.plan()
     assert pool.names(plan.may_commit) == [0, 1, 2]
-    assert not plan.out
+    assert not plan.out_of_service
 
 
 @pytest.mark.parametrize("phase", [UpdatePhase.STAGING, UpdatePhase.COMMITTING])
@@ -466,13 +469,13 @@ def test_a_joiner_loads_what_is_served_beside_an_update(strategy: str, brought: 
     pool.sims[2] = SimWorker("b9", loading=False)
     uid = pool.pods[2].uid
     plan = pool.plan()
-    assert plan.bring[uid].identity == brought
-    assert plan.bring[uid].root_hash == (root_hash(OLD) if brought == OLD else None)
-    assert plan.bring[uid].source == SOURCES[brought]
+    assert plan.version_for[uid].identity == brought
+    assert plan.version_for[uid].root_hash == (root_hash(OLD) if brought == OLD else None)
+    assert plan.version_for[uid].source == SOURCES[brought]
     assert pool.names(plan.may_commit) == [2]
     pool.update = None
     pool.spec = spec_of(replicas=3, weights={"strategy": strategy, **target(1, 1)})
-    assert pool.plan().bring[uid].identity == OLD, "no update is under way"
+    assert pool.plan().version_for[uid].identity == OLD, "no update is under way"
 
 
 def test_the_hash_is_learned_once_and_of_what_is_committed() -> None:
@@ -489,9 +492,9 @@ def test_the_hash_is_learned_once_and_of_what_is_committed() -> None:
 def test_the_update_keeps_its_source_though_the_target_moves() -> None:
     pool = Pool(weights={"deadlineSeconds": 60, **target(1, 2, "/moved")})
     pool.under_way(UpdatePhase.STAGING)
-    assert {v.source for v in pool.plan().bring.values()} == {SOURCES[NEW]}
+    assert {v.source for v in pool.plan().version_for.values()} == {SOURCES[NEW]}
     pool.under_way(UpdatePhase.STAGING, source=None)
-    assert {v.source for v in pool.plan().bring.values()} == {SOURCES[OLD]}
+    assert {v.source for v in pool.plan().version_for.values()} == {SOURCES[OLD]}
 
 
 def test_a_new_pool_begins_with_the_checkpoint() -> None:
