@@ -29,7 +29,7 @@ class PoolActor:
         self._make = make
         self._pool: AsyncRolloutPool | None = None
 
-    async def _there(self) -> AsyncRolloutPool:
+    async def _opened(self) -> AsyncRolloutPool:
         if self._pool is None:
             self._pool = self._make()
         return self._pool

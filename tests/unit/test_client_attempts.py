@@ -150,7 +150,7 @@ async def test_an_exact_version_that_is_gone_is_refused_where_nothing_was_made(
     pool._saw_weights(worker.url, WeightsId(epoch=0, version=5))
     for policy in ("continue", "restart"):
         with pytest.raises(RequestRefused, match="beyond the exact version 4"):
-            await pool.generate(PROMPT, exact_version=4, on_version_change=policy)  # type: ignore[arg-type]
+            await pool.generate(PROMPT, exact_version=4, on_version_change=policy)
     assert worker.bodies == []
 
 
@@ -367,7 +367,7 @@ async def test_a_stream_without_an_output_is_tried_again(
         await response.prepare(request)
         usage = {"prompt_tokens": 3, "completion_tokens": 0}
         timing = {"queued_seconds": 0, "total_seconds": 0}
-        done = {"request_id": "r", "logprobs_of": None, "outputs": []}
+        done: dict[str, Any] = {"request_id": "r", "logprobs_of": None, "outputs": []}
         await response.write(event("done", {**done, "usage": usage, "timing": timing}))
         return response
 
