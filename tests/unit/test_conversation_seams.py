@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from chatstyles import tokenizer
 from conversations import codec
+from rollout_worker.conversation.messages import Message
 from rollout_worker.conversation.seams import Seams, Turn, common, join
 from rollout_worker.conversation.windows import kind_of, window_for, window_of
 
@@ -65,10 +64,10 @@ def test_a_seam_at_a_special_token_is_clean_and_one_within_a_word_may_merge() ->
 
 def test_a_window_ends_as_its_conversation_does() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}
-    question: dict[str, Any] = {"role": "user", "content": "what is 17 + 25?"}
-    asks: dict[str, Any] = {"role": "assistant", "content": "let me add", "tool_calls": [call]}
-    result: dict[str, Any] = {"role": "tool", "content": "42", "tool_call_id": "c1"}
-    plain: dict[str, Any] = {"role": "assistant", "content": "42"}
+    question: Message = {"role": "user", "content": "what is 17 + 25?"}
+    asks: Message = {"role": "assistant", "content": "let me add", "tool_calls": [call]}
+    result: Message = {"role": "tool", "content": "42", "tool_call_id": "c1"}
+    plain: Message = {"role": "assistant", "content": "42"}
     for history in ([question], [question, plain], [question, asks], [question, asks, result]):
         window = window_of(history)
         assert window is not None
