@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from chatstyles import tokenizer
 from emitted import reasons
 from rollout_operator import config
+from rollout_operator.api.names import Condition
 from rollout_operator.api.objects import Key
 from rollout_operator.api.spec import parse_spec
 from rollout_operator.telemetry import PoolFigures
@@ -155,7 +156,7 @@ def test_reasons_are_described() -> None:
 def test_conditions_are_described() -> None:
     table = section(page("docs/runbook.md"), "Reasons")
     shown = {cell.partition("=")[0] for cell in cells(table, 0)} - {"", "condition"}
-    assert shown == {"Ready", "Progressing", "Degraded", "WeightsSynced", "Asleep", "Suspended"}
+    assert shown == set(Condition)
 
 
 def test_operator_flags_are_described(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ Imports nothing of ours except the wire names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from time import monotonic
 from typing import Final
 
 from rollout_worker.schemas import Lifecycle
@@ -45,17 +44,11 @@ class Tracker:
     def __init__(self, on_move: Callable[[Lifecycle, Lifecycle], None]) -> None:
         self._state = Lifecycle.STARTING
         self._on_move = on_move
-        self._since = monotonic()
 
     @property
     def state(self) -> Lifecycle:
         """The current state."""
         return self._state
-
-    @property
-    def since(self) -> float:
-        """Monotonic time of the last move."""
-        return self._since
 
     @property
     def has_engine(self) -> bool:
@@ -70,5 +63,5 @@ class Tracker:
         """
         if to not in MOVES[self._state]:
             raise IllegalMove(f"no move from {self._state.value} to {to.value}")
-        old, self._state, self._since = self._state, to, monotonic()
+        old, self._state = self._state, to
         self._on_move(old, to)

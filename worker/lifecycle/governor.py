@@ -57,7 +57,7 @@ class Governor:
 
     def engine_replaced(self) -> None:
         """Start over with a fresh engine, which is running and has all its memory."""
-        self._frozen = False
+        self._frozen = self._resuming = False
         self._released: frozenset[MemoryTag] = frozenset()
         self._level = 1
         self._forget_plan()
@@ -78,7 +78,7 @@ class Governor:
     def settled(self) -> bool:
         """Whether the state is what the holds ask for."""
         target = self._runtime.target()
-        if self._runtime.lifecycle.state is not _SETTLED[target.want]:
+        if self._resuming or self._runtime.lifecycle.state is not _SETTLED[target.want]:
             return False
         if target.want is not Want.ASLEEP:
             return True
@@ -170,8 +170,13 @@ class Governor:
         engine, _ = self._runtime.loaded()
         # Before the await: a pause that arrives during it sets a plan of its own.
         self._forget_plan()
-        with self._runtime.telemetry.transition("resume"):
-            await self._runtime.call(engine.resume(), PAUSE_SECONDS, "resume")
+        # Nor is that pause met yet, though the state still says so: the engine may step already.
+        self._resuming = True
+        try:
+            with self._runtime.telemetry.transition("resume"):
+                await self._runtime.call(engine.resume(), PAUSE_SECONDS, "resume")
+        finally:
+            self._resuming = False
         self._frozen = False
         self._runtime.lifecycle.move(Lifecycle.ACTIVE)
 

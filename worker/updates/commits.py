@@ -215,11 +215,13 @@ class Commits:
             section.closed_at = time.monotonic()
             yield
         finally:
-            if ours and runtime.alive:
-                await runtime.call(engine.resume(), PAUSE_SECONDS, "resume")
-            section.pause_seconds = time.monotonic() - section.closed_at
-            runtime.holds.committing = None
-            runtime.changed.fire()
+            try:
+                if ours and runtime.alive:
+                    await runtime.call(engine.resume(), PAUSE_SECONDS, "resume")
+            finally:  # also if the engine dies just now: its successor commits nothing
+                section.pause_seconds = time.monotonic() - section.closed_at
+                runtime.holds.committing = None
+                runtime.changed.fire()
 
     async def _settle(
         self, engine: Engine, request: CommitRequest, section: _Section, ours: bool
