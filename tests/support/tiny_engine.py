@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -214,7 +214,7 @@ class TinyEngine:
         if request.token_ids[0] == UNKNOWN - 1:
             raise InvalidRequest("token_ids", "no such token: ids end at 255")
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         self.asked += 1
         if request.token_ids[0] == UNKNOWN:
             raise InvalidRequest("token_ids", "found out late")

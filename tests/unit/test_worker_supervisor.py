@@ -146,6 +146,14 @@ async def test_a_death_while_weights_come_back_never_serves_others_in_their_plac
             worker.worker.check_serving()
 
 
+async def test_the_checkpoint_needs_nothing_brought_back(worker: TinyWorker) -> None:
+    worker.before_start["open_slot"] = raising(EngineError("no room"))
+    worker.runtime.crashed("gone")
+    await restarted(worker)
+    assert worker.runtime.last_error == "gone"
+    assert worker.worker.state().serving
+
+
 # Holds.
 
 
@@ -206,7 +214,7 @@ async def test_the_wait_grows_until_an_engine_lived_long_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, healthy: bool
 ) -> None:
     monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.0 if healthy else 60.0)
-    async with tiny_worker(tmp_path, "--restart-delays", "0,0,0.4") as worker:
+    async with tiny_worker(tmp_path, "--restart-delays", "0,0.4") as worker:
         took = []
         for count in (1, 2, 3, 4):
             began = time.monotonic()
@@ -214,7 +222,7 @@ async def test_the_wait_grows_until_an_engine_lived_long_enough(
             await restarted(worker, count)
             took.append(time.monotonic() - began >= 0.4)
         # Beyond the last delay it stays with it.
-        assert took == ([False] * 4 if healthy else [False, False, True, True])
+        assert took == ([False] * 4 if healthy else [False, True, True, True])
 
 
 @pytest.mark.parametrize("how", ["hangs", "raises"])
@@ -250,3 +258,34 @@ async def test_a_stuck_supervisor_says_so(
     health = worker.worker.supervisor.health
     await until(lambda: health() is not None, what="the next look at the engine")
     assert "stuck" in (health() or "")
+
+
+@pytest.mark.parametrize(("spent", "healthy"), [(290.0, True), (301.0, False)])
+async def test_a_load_and_its_seeding_may_take_their_time_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spent: float, healthy: bool
+) -> None:
+    """As if so much of it were over already."""
+    monkeypatch.setattr(supervisor, "SEED_SECONDS", 200.0)
+    async with tiny_worker(tmp_path, "--start-timeout", "100") as worker:
+        gate = worker.before_start["start"] = Gate()
+        monkeypatch.setattr(supervisor, "HEARTBEAT_SECONDS", -spent)
+        worker.runtime.crashed("gone")
+        await gate.reached.wait()
+        assert (worker.worker.supervisor.health() is None) is healthy
+        gate.open()
+        await restarted(worker)
+
+
+@pytest.mark.parametrize(("spent", "healthy"), [(100.0, True), (111.0, False)])
+async def test_a_burial_may_take_its_time_and_no_more(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, spent: float, healthy: bool
+) -> None:
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 5.0)
+    monkeypatch.setattr(supervisor, "CALL_SECONDS", 100.0)
+    gate = worker.engine.before["stop"] = Gate()
+    monkeypatch.setattr(supervisor, "HEARTBEAT_SECONDS", -spent)
+    worker.runtime.crashed("gone")
+    await gate.reached.wait()
+    assert (worker.worker.supervisor.health() is None) is healthy
+    gate.open()
+    await restarted(worker)
