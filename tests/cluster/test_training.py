@@ -16,7 +16,7 @@ from demo.stage import Stage
 from localkube import Cluster
 from localkube.home import cache
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 STEPS = 12
 RISE = 0.3
 """Above an untrained policy, which earns 0.1; 40 steps reach 0.99."""
