@@ -53,13 +53,16 @@ class SimWorker:
     broken_commit: bool = False
     other_bytes: str = ""
     """What its node shows at a source that others read differently."""
+    failed: bool = False
+    """Its engine is dead, and it says why in `last_error`."""
+    last_error: str | None = None
     progress: Progress | None = None
     commits: list[WeightsId] = field(default_factory=list)
 
     @property
     def lifecycle(self) -> Lifecycle:
-        if self.loading:
-            return Lifecycle.LOADING
+        if self.failed or self.loading:
+            return Lifecycle.FAILED if self.failed else Lifecycle.LOADING
         holds = {self.hold, self.foreign_hold}
         if "Asleep" in holds:
             return Lifecycle.ASLEEP
@@ -97,6 +100,7 @@ class SimWorker:
             holds=tuple(holds),
             caller=ME,
             progress=self.progress,
+            last_error=self.last_error,
         )
 
     def begin_stage(self, body: StageRequest) -> str | None:

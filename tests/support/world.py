@@ -197,8 +197,8 @@ class World:
         for _ in range(steps):
             plan = self.step()
             after = (self.status.model_copy(update={"message": ""}), tuple(sorted(self.pods)))
-            idle = not (plan.calls or plan.create or plan.delete or plan.gates or self.flights)
-            if after == before and idle:
+            acted = plan.calls or plan.create or plan.delete or plan.gates or self.flights
+            if after == before and not acted and not any(p.deleting for p in self.pods.values()):
                 break
             before = after
         return self.status
