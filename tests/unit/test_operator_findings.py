@@ -94,7 +94,7 @@ def test_rest_is_told_on_the_way_and_there(
     words = {
         "Paused": "waiting for 2 of 2 workers to pause",
         "Asleep": "waiting for 2 of 2 workers to fall asleep",
-        "Suspended": "suspended: waiting for 2 pods to drain and end",
+        "Suspended": "suspended: waiting for 2 pods to drain and terminate",
     }
     assert on_the_way.message == words[phase]
     assert on_the_way.last_transition is not None
@@ -103,7 +103,7 @@ def test_rest_is_told_on_the_way_and_there(
     assert on_the_way.last_transition.to == phase
     if phase == "Suspended":
         assert conditions(world)["Suspended"] == (
-            "False", "Suspending", "waiting for 2 pods to drain and end",
+            "False", "Suspending", "waiting for 2 pods to drain and terminate",
         )  # fmt: skip
     world.run()
     assert world.status.phase == phase
@@ -133,7 +133,7 @@ def test_scaling_down_is_told(world: World) -> None:
     world.set(replicas=1)
     world.step()
     assert conditions(world)["Progressing"][1:] == (
-        "ScalingDown", "scaled down: waiting for 1 pods to drain and end",
+        "ScalingDown", "scaled down: waiting for 1 pods to drain and terminate",
     )  # fmt: skip
     world.run()
     assert world.status.replicas == 1
@@ -143,7 +143,7 @@ def test_a_rolling_update_is_told(world: World) -> None:
     world.set(podTemplate={"labels": {"a": "b"}})
     world.step()
     assert conditions(world)["Progressing"][1:] == (
-        "RollingUpdate", "rolling update: 2 of 2 replicas have the old template",
+        "RollingUpdate", "rolling update: 2 of 2 replicas have an old template",
     )  # fmt: skip
     assert world.status.phase == "Updating"
     assert world.status.updated_replicas == 0
@@ -168,9 +168,9 @@ def test_updating_weights_is_told_phase_by_phase(world: World) -> None:
     ("pod", "said"),
     [
         ({"started": False, "node": None}, "is not scheduled yet"),
-        ({"started": False}, "waits for its container"),
-        ({}, "starts"),
-        ({"trouble": "Unschedulable: no room"}, "Unschedulable: no room"),
+        ({"started": False}, "is waiting for its container"),
+        ({}, "is starting"),
+        ({"trouble": ": Unschedulable: no room"}, ": Unschedulable: no room"),
     ],
 )
 def test_what_a_pod_without_an_answer_waits_for(
@@ -209,9 +209,9 @@ def test_what_a_worker_is_busy_with(world: World) -> None:
     said["staging"] = world.status.members[0].message
     assert said == {
         "silent": "does not answer yet (no answer within 3 s)",
-        "loading": "is Loading and does not serve yet",
+        "loading": "is Loading but does not serve yet",
         "progress": "is Loading: reading 50%",
-        "staging": "stages weights (0, 1)",
+        "staging": "is staging weights (0, 1)",
     }
 
 
@@ -231,7 +231,7 @@ def test_troubles_of_pods_are_told_unless_they_only_wait_for_room(world: World) 
     assert conditions(world)["Degraded"] == ("True", "PodTrouble", told)
     assert world.status.phase == "Degraded"
     assert world.status.last_errors[0].message == told
-    for change in ({"deletion_at": world.now + 50}, {"trouble": "Unschedulable: no room"}):
+    for change in ({"deletion_at": world.now + 50}, {"trouble": ": Unschedulable: no room"}):
         shown(world, **change)
         world.step()
         assert conditions(world)["Degraded"][0] == "False"
@@ -241,7 +241,7 @@ def test_troubles_of_pods_are_told_unless_they_only_wait_for_room(world: World) 
 def test_a_failed_engine_is_told(world: World) -> None:
     world.worker(1).failed = True
     world.step()
-    assert conditions(world)["Degraded"][1:] == ("EngineFailed", "pool-1-0: it gives no reason")
+    assert conditions(world)["Degraded"][1:] == ("EngineFailed", "pool-1-0: no reason given")
     world.worker(1).last_error = "out of memory"
     world.step()
     assert conditions(world)["Degraded"][1:] == ("EngineFailed", "pool-1-0: out of memory")
@@ -285,7 +285,7 @@ def test_one_that_still_drains_for_an_old_commit_is_told(world: World) -> None:
     assert seen.workers[uid].running == {"commit"}
     plan = decide(world.spec, seen, world.status, world.now)
     assert plan.status.message == (
-        "pool-1-0: gets no requests, it has not committed weights (0, 1) yet"
+        "pool-1-0 gets no requests: it has not committed weights (0, 1) yet"
     )
 
 
@@ -308,7 +308,7 @@ def test_a_worker_ahead_of_the_target_is_told(world: World) -> None:
     assert conditions(world)["WeightsSynced"] == (
         "False",
         "AheadOfTarget",
-        "a worker serves (0, 7), above the target (0, 0): it is not rolled back",
+        "a worker serves (0, 7), ahead of the target (0, 0); workers are never rolled back: raise the target",
     )
 
 

@@ -114,7 +114,7 @@ def test_a_gang_that_lost_a_pod_starts_anew(change: dict[str, Any]) -> None:
     assert not found.create
     going = {"pool-0-1"} if "deletion_at" in change else {"pool-0-0", "pool-0-1"}
     assert {name for name, _ in deleted(found)} == going
-    assert all("starts anew" in d.reason for d in found.delete)
+    assert all("is being restarted" in d.reason for d in found.delete)
 
 
 def test_a_gang_of_which_one_goes_is_not_made_again_meanwhile() -> None:
@@ -147,7 +147,7 @@ def test_a_failed_pod_waits_for_its_turn() -> None:
     assert not found.delete
     assert seconds == 6.0
     ended = "pod 'pool-0-0' ended with phase Failed"
-    assert found.backing_off == {0: f"replica 0 starts anew at 13:46:46 UTC: {ended}"}
+    assert found.backing_off == {0: f"replica 0 restarts at 13:46:46 UTC: {ended}"}
     found, _ = plan(spec, replace(dead, finished_at=NOW - 10))
     assert deleted(found) == [("pool-0-0", 0)]
     assert found.restarts == {0: 2}

@@ -111,7 +111,6 @@ def test_a_pod_is_read_whole() -> None:
         revision="abc",
         phase="Running",
         owned=True,
-        created_at=MIDNIGHT + 10,
         deletion_at=MIDNIGHT + 60,
         started=True,
         ready=True,
@@ -123,7 +122,6 @@ def test_a_pod_is_read_whole() -> None:
         restarts=2,
         retry="again",
         finished_at=MIDNIGHT + 20,
-        ran_since=MIDNIGHT + 15,
         trouble="",
     )
 
