@@ -47,7 +47,7 @@ demo-prepared:
 	@case "$${CLUSTER:-}$${KUBECONFIG:-}" in \
 	  ""|"$(CACHE)/clusters/"*) needed="demo-build images";; \
 	  *) needed="";; \
-	esac; $(MAKE) --no-print-directory -j3 $(VENV) $$needed
+	esac; $(MAKE) --no-print-directory -j3 $$needed $(VENV)
 demo-build:
 	@$(CLUSTER_PY) build --check-nodes --without kwok
 
@@ -56,11 +56,15 @@ demo-train: demo-prepared ## let a policy learn on that cluster: examples/grpo (
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.train
 
 .PHONY: prepared
-prepared: $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed cluster-build images ## make everything that the tests need (quicker with -j)
+prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed ## make everything that the tests need (quicker with -j)
 
 .PHONY: test
 test: prepared ## run every test but the soak, in two lanes (PYTEST_ARGS="-k commit")
 	@$(BIN)/python hack/run_tests.py $(addprefix --beside ,$(BESIDE)) -- $(PYTEST_ARGS)
+
+.PHONY: soak
+soak: prepared ## run what is too long for every day: long cycles, many examples of each property
+	$(BIN)/pytest --soak --timeout 3600 $(PYTEST_ARGS)
 
 .PHONY: test-fast
 test-fast: $(VENV) ## run the tests that need no cluster

@@ -1,7 +1,7 @@
 """The trainer's SDK: generate on a pool of rollout workers, publish weights to it, steer it.
 
-`RolloutPool` for ordinary programs, `AsyncRolloutPool` for asyncio. Neither torch nor Kubernetes
-packages are imported. `control` is the control port of one worker.
+`RolloutPool` is for ordinary programs, `AsyncRolloutPool` for asyncio. Neither torch nor Kubernetes
+packages are imported. `control` is the client of one worker's control port.
 """
 
 from rollout_worker.schemas import GenerateRequest, RolloutRequest, SamplingParams, WeightsId
@@ -27,7 +27,7 @@ from .errors import (
 from .hooks import Hook, PrometheusHook
 from .pool import AsyncRolloutPool, RolloutPool
 from .results import AttemptReport, GenerateResult
-from .steering.direct import DirectOptions
+from .steering.options import DirectOptions
 from .steering.protocol import Published, PublishProgress
 
 __all__ = [

@@ -1,10 +1,10 @@
 """The control port of one worker: state, holds, weights.
 
-    ControlError(status, slug, detail, extensions)   the worker answered: no
+    ControlError(status, slug, detail, extensions)   the worker said no
     ControlUnreachable                               no answer: down, starting, cut off, too slow
 
-All verbs are idempotent, so a caller that got no answer asks again. What was meant is in the
-answer of `state`, never in the fact that a request was sent.
+All verbs are idempotent, so a caller that got no answer asks again. What has come of a request is
+in the answer of `state`, never in the fact that the request was sent.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ Token = Callable[[], Awaitable[str | None]]
 Send = Callable[[str, str, Mapping[str, str], bytes | None, float], Awaitable[tuple[int, bytes]]]
 """Sends (method, URL, headers, body, seconds) and returns (status, body).
 
-Raises OSError (a TimeoutError is one) where no answer came.
+Raises OSError (a TimeoutError is one) if no answer came.
 """
 
 PROBLEM_PREFIX = "urn:rollout:problem:"
 
 STATE_SECONDS = 3.0
 QUICK_SECONDS = 10.0
-"""Verbs that only note something down."""
+"""For verbs that only take note of something."""
 
 SLACK_SECONDS = 120.0
-"""What a verb may take beyond its own deadline: moving a model's memory, loading it again."""
+"""How long a verb may take beyond its own deadline: moving a model's memory, loading it again."""
 
 
 class ControlError(Exception):
@@ -57,9 +57,9 @@ class ControlError(Exception):
 
     Attributes:
         status: HTTP status.
-        slug: Last part of the problem's type, such as `not-staged`; "" for an answer without one.
+        slug: Last part of the problem's type, such as `not-staged`; "" if the answer has none.
         detail: What happened and what to do, in the worker's words.
-        extensions: Machine-readable facts of the problem.
+        extensions: Machine-readable facts about the problem.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ControlError(Exception):
 
 
 class ControlUnreachable(Exception):
-    """There was no answer in time; the message says from where and why."""
+    """There was no answer in time; the message says from where, and why."""
 
 
 class WorkerControl:
@@ -81,9 +81,10 @@ class WorkerControl:
 
     Args:
         base_url: For example `http://10.0.0.7:8001`.
-        token: Asked for the bearer token before each request; None sends none.
-        client: Shared connections; its limits bound what is open at once. For hundreds of workers
-            give a `Send` of your own: httpx looks at every open connection with each request.
+        token: Called before each request for the bearer token; if it returns None, none is sent.
+        client: Shared connections; its limits bound how many are open at once. For hundreds of
+            workers give a `Send` of your own: httpx goes through all open connections at each
+            request.
     """
 
     def __init__(self, base_url: str, token: Token, client: httpx.AsyncClient | Send) -> None:
@@ -92,7 +93,7 @@ class WorkerControl:
         self._request = _over(client) if isinstance(client, httpx.AsyncClient) else client
 
     async def state(self, *, timeout: float = STATE_SECONDS) -> WorkerState:
-        """Return what the worker says of itself."""
+        """Return the worker's state."""
         return await self._ask("GET", "/v1/state", None, WorkerState, timeout)
 
     async def pause(
@@ -106,14 +107,14 @@ class WorkerControl:
     async def resume(
         self, request: ReleaseRequest | None = None, *, timeout: float = SLACK_SECONDS
     ) -> WorkerState:
-        """Drop our pause."""
+        """Drop this caller's pause."""
         body = request or ReleaseRequest()
         return await self._ask("POST", "/v1/resume", body, WorkerState, timeout)
 
     async def sleep(
         self, request: SleepRequest | None = None, *, timeout: float | None = None
     ) -> WorkerState:
-        """Give memory back."""
+        """Free the engine's memory."""
         request = request or SleepRequest()
         limit = timeout or request.deadline_seconds + SLACK_SECONDS
         return await self._ask("POST", "/v1/sleep", request, WorkerState, limit)
@@ -121,7 +122,7 @@ class WorkerControl:
     async def wake(
         self, request: WakeRequest | None = None, *, timeout: float = 5 * SLACK_SECONDS
     ) -> WorkerState:
-        """Take memory again; after sleep of level 2 this loads the model."""
+        """Take the memory again; after a sleep of level 2 this loads the model."""
         return await self._ask("POST", "/v1/wake", request or WakeRequest(), WorkerState, timeout)
 
     async def abort(
@@ -152,7 +153,7 @@ class WorkerControl:
     async def require(
         self, request: RequireRequest, *, timeout: float = QUICK_SECONDS
     ) -> WeightsState:
-        """Raise the epoch; with `min_version` lift the fence and set the floor of admission."""
+        """Raise the epoch; with `min_version`, lift the fence and set the lowest admitted version."""
         return await self._ask("POST", "/v1/require", request, WeightsState, timeout)
 
     async def reset_cache(self, *, timeout: float = QUICK_SECONDS) -> WorkerState:
@@ -168,7 +169,7 @@ class WorkerControl:
             return answer.model_validate_json(content, extra="ignore")
         except ValidationError as error:
             where = f"{method} {self._base_url}{path}"
-            detail = f"{where} answered what is no {answer.__name__}: {error}"
+            detail = f"{where}: the answer is not a {answer.__name__}: {error}"
             raise ControlError(status, "bad-answer", detail) from error
 
     async def _send(
@@ -210,7 +211,7 @@ def _over(client: httpx.AsyncClient) -> Send:
 
 
 def _refusal(status: int, content: bytes) -> ControlError:
-    """Return the error for an answer that is no success, problem+json or not."""
+    """Return the error for an unsuccessful answer, whether it is problem+json or not."""
     try:
         problem = json.loads(content)
     except ValueError:

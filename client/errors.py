@@ -1,22 +1,22 @@
-"""Everything that can go wrong for a caller of this package, as one tree.
+"""All errors that a caller of this package can get, as one tree.
 
     RolloutError
-    ├── RequestError            a generation; `kept` is what had been received
+    ├── RequestError            a generation failed; `kept` is what had been received
     │   ├── RequestRefused      the request itself is wrong: trying again can't help
     │   ├── NoReplica           no replica could take it before the deadline
     │   ├── RequestFailed       too many attempts broke
-    │   ├── DeadlineExceeded    the request's own time is over
-    │   ├── VersionChanged      other weights, and the caller asked to be told
+    │   ├── DeadlineExceeded    the request's own time is up
+    │   ├── VersionChanged      the weights changed, and the caller asked to be told
     │   └── PoolClosed          the pool was closed
-    ├── ManyFailed              some requests of generate_many; the others are in `results`
+    ├── ManyFailed              some requests of generate_many failed; `results` has them all
     ├── EpochLost               another trainer took the pool
-    ├── PublishError            new weights
-    │   ├── PublishFailed       they can't be used, or not by all; says which replica and why
+    ├── PublishError            new weights do not serve
+    │   ├── PublishFailed       they can't be used, or not by all; says by which replica and why
     │   └── Superseded          newer weights took their place
-    ├── SteeringFailed          sleep, wake, pause
-    └── ClusterError            the API server refused or could not be reached
+    ├── SteeringFailed          sleep, wake or pause failed
+    └── ClusterError            the API server refused, or could not be reached
 
-`replica` names the member that was asked last (None: nobody was), `cause` is one sentence.
+`replica` names the member that was asked last (None: none was), `cause` is one sentence.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RolloutError(Exception):
     """Base of all errors of this package.
 
     Attributes:
-        cause: What happened, and what to do where something can be done.
-        replica: Name of the replica that it happened on, if it was one.
+        cause: What happened, and what to do about it if anything can be done.
+        replica: Name of the replica that it happened on; None: it was not on one.
     """
 
     def __init__(self, cause: str, *, replica: str | None = None) -> None:
@@ -46,7 +46,7 @@ class RequestError(RolloutError):
     """A generation ended without its full output.
 
     Attributes:
-        kept: What had been received by then, its unfinished outputs marked `aborted`; None:
+        kept: What had been received by then, with unfinished outputs marked `aborted`; None:
             nothing.
     """
 
@@ -58,7 +58,7 @@ class RequestError(RolloutError):
 
 
 class RequestRefused(RequestError):
-    """A worker says that the request is wrong; no replica will take it.
+    """A worker says that the request is wrong: no replica would take it.
 
     Attributes:
         status: HTTP status of the answer.
@@ -80,15 +80,15 @@ class RequestRefused(RequestError):
 
 
 class NoReplica(RequestError):
-    """No replica could take the request in time; the cause says why for each."""
+    """No replica could take the request in time; the cause says why, for each of them."""
 
 
 class RequestFailed(RequestError):
-    """Attempts broke more often than `max_failures`: perhaps the request breaks engines."""
+    """More than `max_failures` attempts broke: perhaps the request crashes engines."""
 
 
 class DeadlineExceeded(RequestError):
-    """The request's `deadline_seconds` are over."""
+    """The request's `deadline_seconds` have passed."""
 
 
 class VersionChanged(RequestError):
@@ -96,25 +96,27 @@ class VersionChanged(RequestError):
 
 
 class ManyFailed(RolloutError):
-    """Some requests of a batch failed; all others were finished first.
+    """Some requests of a batch failed; all others ran to their end first.
 
     Attributes:
-        results: In the order of the requests, a result or the error.
+        results: In the order of the requests: for each a result, or the error.
     """
 
     def __init__(self, results: Sequence[GenerateResult | RolloutError]) -> None:
         self.results = list(results)
         failed = [each for each in self.results if isinstance(each, RolloutError)]
-        first = failed[0] if failed else "nothing"
-        super().__init__(f"{len(failed)} of {len(self.results)} requests failed, first: {first}")
+        first = failed[0] if failed else "none"
+        super().__init__(
+            f"{len(failed)} of {len(self.results)} requests failed; the first error: {first}"
+        )
 
 
 class EpochLost(RolloutError):
-    """Another trainer holds the pool now; end this one, or `acquire` again on purpose."""
+    """Another trainer has the pool now. Stop this one, or `acquire` again on purpose."""
 
 
 class PublishError(RolloutError):
-    """New weights did not come to serve."""
+    """New weights do not serve."""
 
 
 class PublishFailed(PublishError):
@@ -126,11 +128,11 @@ class Superseded(PublishError):
 
 
 class SteeringFailed(RolloutError):
-    """A change of state was refused, undone by somebody else, or not reached in time."""
+    """A change of state was refused, undone by somebody else, or not complete in time."""
 
 
 class ClusterError(RolloutError):
-    """The API server refused or did not answer.
+    """The API server refused, or did not answer.
 
     Attributes:
         status: HTTP status; 0: there was no answer.

@@ -1,4 +1,4 @@
-"""Where measurements go: a hook of four calls, and one that feeds Prometheus.
+"""Where measurements go: a hook with four calls, and one that feeds Prometheus.
 
 Hooks are called in the pool's loop: they must be quick and must not raise.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Does nothing; override what is of interest."""
+    """Does nothing: override the calls that you want to see."""
 
     def attempt(self, report: AttemptReport) -> None:
         """An attempt ended."""
@@ -24,7 +24,7 @@ class Hook:
         """A call of `generate` ended: outcome `ok` or the name of the error."""
 
     def members(self, present: int, serving: int) -> None:
-        """The set of members, or how many of them may get requests, changed."""
+        """The set of members changed, or which of them discovery calls ready."""
 
     def published(self, outcome: str, seconds: float) -> None:
         """A call of `publish_weights` ended: outcome `ok` or the name of the error."""
@@ -35,7 +35,7 @@ class PrometheusHook(Hook):
 
     Args:
         pool: Label of every series.
-        registry: Default: the process's own.
+        registry: Default: that of the process.
     """
 
     def __init__(self, pool: str, registry: CollectorRegistry | None = None) -> None:

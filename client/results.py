@@ -1,4 +1,4 @@
-"""What a caller gets: the worker's answer of API.md, joined over all attempts, and how it came."""
+"""What a caller gets: the worker's answer, joined over all attempts, and how it came about."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollout_worker.schemas import (
 )
 
 Outcome = Literal["finished", "aborted", "refused", "broken", "moved"]
-"""How an attempt ended: `moved` means that other weights came and the caller minds."""
+"""How an attempt ended; `moved`: the weights changed, and the caller does not want that."""
 
 
 class AttemptReport(Wire):
@@ -26,14 +26,14 @@ class AttemptReport(Wire):
     replica: str
     outcome: Outcome
     cause: str = ""
-    """Abort reason, problem slug, or what broke; empty for `finished`."""
+    """The abort reason, the problem's slug, or what broke; empty for `finished`."""
     tokens: int = 0
     """Sampled tokens that it gave."""
     seconds: Seconds
 
 
 class OutputReport(Wire):
-    """One finished or given-up output with its share of usage and timing."""
+    """One output, finished or given up, with its share of usage and timing."""
 
     output: GenerateOutput
     logprobs_of: LogprobsOf | None
@@ -45,10 +45,11 @@ class OutputReport(Wire):
 
 
 class GenerateResult(GenerateResponse):
-    """The worker's answer, whatever number of attempts and replicas it took.
+    """The worker's answer, however many attempts and replicas it took.
 
-    `outputs[i].token_ids: [T]`, `.logprobs: [T]`, `.weights`: spans covering `[0, T)`. Usage counts
-    every token once: the prompt as given, the outputs as returned. `timing` is the caller's.
+    `outputs[i].token_ids: [T]`, `.logprobs: [T]`, `.weights`: spans that cover `[0, T)`. Usage
+    counts every token once: the prompt as given, the outputs as returned. `timing` is as the caller
+    saw it.
     """
 
     session_id: str

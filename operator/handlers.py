@@ -1,8 +1,8 @@
 """Entry point for `kopf run operator/handlers.py` or `kopf run -m rollout_operator.handlers`.
 
-kopf streams and handles signals here, the rest runs beside it, set up from the environment. Nothing
-may import this module (see docs/architecture.md), and as it may be loaded as a script, its imports
-are absolute.
+Here kopf streams and handles signals, and the rest, configured by the environment, runs beside it.
+Nothing may import this module (see docs/architecture.md). It may be loaded as a script, so its
+imports are absolute.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _sink(resource: ResourceName, event: str | None, obj: Any) -> None:
 def _ended(task: asyncio.Task[int]) -> None:
     if task.cancelled() or task.exception() is not None or task.result() != 0:
         logging.shutdown()
-        os._exit(1)  # the Lease is lost or a task died: kopf must not go on without us
+        os._exit(1)  # the Lease is lost or a task died: kopf must not run on without us
 
 
 @kopf.on.startup()

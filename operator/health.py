@@ -1,8 +1,8 @@
-"""`/metrics`, `/healthz` and `/readyz` on a server of our own; kopf's liveness lies.
+"""`/metrics`, `/healthz` and `/readyz`, on a server of our own.
 
-*Healthy* means that this process can do its work once the world lets it: an API server that is
-away makes nobody unhealthy, a stuck event loop or a dead task does. *Ready* means that it does its
-work now; a standby is ready when it is up.
+kopf's own liveness endpoint answers 200 even when a task has died. *Healthy* here means that this
+process can work once the cluster lets it: a stuck event loop or a dead task makes it unhealthy, an
+unreachable API server does not. *Ready* means that it works now; a standby is ready once it is up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .telemetry import Telemetry
 logger = logging.getLogger(__name__)
 
 Check = Callable[[], str | None]
-"""Returns None, or a sentence that says what is wrong."""
+"""Returns None, or a sentence on what is wrong."""
 
 MAX_LAG_SECONDS = 5.0
 LAG_PERIOD_SECONDS = 0.5
@@ -50,15 +50,15 @@ class LoopLag:
         self._drop_old(now)
 
     def worst(self) -> float:
-        """Return the worst lag of the last half minute."""
+        """Return the worst lag of the last 30 seconds."""
         self._drop_old(self._clock())
         return self._worst[0][1] if self._worst else 0.0
 
     def check(self) -> str | None:
-        """Return what is wrong if the loop stood still."""
+        """Return what is wrong if the loop was blocked."""
         worst = self.worst()
         if worst > MAX_LAG_SECONDS:
-            return f"the event loop stood still for {worst:.1f} s"
+            return f"the event loop was blocked for {worst:.1f} s"
         return None
 
     def _drop_old(self, now: float) -> None:
@@ -91,7 +91,7 @@ class Probes:
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and return the port (another one than asked for if that was 0)."""
+        """Listen, and return the port (a free one if 0 was asked for)."""
         app = web.Application()
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/healthz", self._health)
@@ -102,7 +102,7 @@ class Probes:
         return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
-        """Stop listening; running answers get a moment."""
+        """Stop listening; running requests get a moment to finish."""
         if self._runner is not None:
             await self._runner.cleanup()
 

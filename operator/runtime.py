@@ -29,7 +29,7 @@ SILENT_SECONDS = 60.0
 
 QUEUE_AGE_SECONDS = 60.0
 FINISH_SECONDS = 8.0
-"""What running passes get at the end; with all the rest it stays below 25 s."""
+"""Time that running passes get at the end; the whole shutdown stays below 25 s."""
 
 STREAMS_SECONDS = 4.0
 FENCE_TICK_SECONDS = 0.25
@@ -43,7 +43,8 @@ class Operator:
     Args:
         config: The settings.
         make_reconcile: Makes the pass from the context.
-        embedded: False where kopf runs around us and feeds `feed`.
+        embedded: False under `kopf run`, where kopf's handlers feed `feed`.
+        make_parts: Makes the parts from the settings, `make_reconcile` and `spawned`.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class Operator:
         make_reconcile: Callable[[Context], Reconcile],
         *,
         embedded: bool = True,
+        make_parts: Callable[..., Parts] = Parts,
     ) -> None:
         self._config = config
         self._embedded = embedded
-        self._parts = Parts(config, make_reconcile, spawned=self.handle_signals)
+        self._parts = make_parts(config, make_reconcile, spawned=self.handle_signals)
         self.feed = self._parts.feed
         self._lag = LoopLag()
         self._probes = Probes(
@@ -69,7 +71,7 @@ class Operator:
         self._ended: asyncio.Queue[asyncio.Task[None] | None] = asyncio.Queue()
 
     def handle_signals(self) -> None:
-        """Let SIGTERM and SIGINT end `run` in an orderly way (only in a main thread)."""
+        """Make SIGTERM and SIGINT shut `run` down gracefully (only in a main thread)."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             try:
@@ -78,22 +80,20 @@ class Operator:
                 return  # not the main thread: whoever runs us there stops us
 
     def stop(self) -> None:
-        """Ask `run` to end in an orderly way."""
+        """Ask `run` to shut down gracefully."""
         self._ended.put_nowait(None)
 
     async def run(self) -> int:
         """Run until `stop` (returns 0), or until the Lease is lost or a task died (1).
 
         Raises:
-            ConfigError: The port of metrics and probes can't be had.
+            ConfigError: The port for metrics and probes is not available.
         """
         host, port = self._config.http_host, self._config.http_port
         try:
             self.port = await self._probes.start(host, port)
         except OSError as error:
-            raise ConfigError(
-                f"--http-port: {host}:{port} can't be listened on: {error}"
-            ) from error
+            raise ConfigError(f"--http-port: can't listen on {host}:{port}: {error}") from error
         logger.info("serving metrics and probes", extra={"port": self.port})
         self._start("loop lag", self._lag.run())
         self._start("leading", self._lead())
@@ -123,16 +123,16 @@ class Operator:
         self._parts.resync.soon(RELIST_SECONDS)  # what went between the list and the streams' start
 
     async def _watch_fence(self) -> None:
-        """Cut running calls off as soon as this process may not act, and look again when it may."""
+        """Cancel running calls as soon as this process may not act; look again when it may."""
         could = True
         while True:
             await asyncio.sleep(FENCE_TICK_SECONDS)
             can = self._parts.leadership.may_write()
             if could and not can:
-                logger.error("fenced: the Lease was not renewed in time; nothing is written")
+                logger.error("fenced: the Lease was not renewed in time; writes are suspended")
                 await self._parts.calls.cancel_all()
             elif can and not could:
-                logger.warning("the Lease is renewed: going on")
+                logger.warning("the Lease is renewed: resuming writes")
                 self._parts.resync.soon(0)
             could = can
 
@@ -149,9 +149,9 @@ class Operator:
         if error is None and task.get_name() == "leading":
             return None  # everything is started
         if isinstance(error, LeadershipLost):
-            logger.critical("leadership is lost: %s", error)
+            logger.critical("lost leadership: %s", error)
             return LOST
-        logger.critical("the task %r ended", task.get_name(), exc_info=error)
+        logger.critical("the task %r ended unexpectedly", task.get_name(), exc_info=error)
         return DIED
 
     async def _end_well(self) -> None:
@@ -167,7 +167,7 @@ class Operator:
         await self._close()
 
     async def _end_badly(self, reason: str) -> None:
-        """End at once: a successor may be at work already."""
+        """End at once: a successor may be working already."""
         await self._cancel("passes", "poller", "resync", "leading", "lease", "events")
         await self._parts.calls.cancel_all()
         if reason == DIED:
@@ -204,19 +204,19 @@ class Operator:
         return None
 
     def _leads_badly(self) -> str | None:
-        """Return what keeps a leader from its work; a standby has none to do."""
+        """Return what keeps a leader from working; a standby has nothing to do."""
         if not self._parts.leadership.held():
             return None
         if not self._parts.leadership.may_write():
-            return "the Lease could not be renewed: fenced"
+            return "fenced: can't renew the Lease"
         age = self._parts.resync.age()
         if age is None:
             return "the first list is not complete"
         if age > 2 * self._parts.resync.interval + RELIST_SECONDS:
-            return f"the last whole list was {age:.0f} s ago"
+            return f"the last full list was {age:.0f} s ago"
         waited = self._parts.queue.oldest_age()
         if waited > QUEUE_AGE_SECONDS:
-            return f"a pool has waited {waited:.0f} s for a worker"
+            return f"a pool has waited {waited:.0f} s to be reconciled"
         return None
 
     def _refresh_metrics(self) -> None:

@@ -101,13 +101,13 @@ class Parts:
             store=self.store,
             expectations=self.expectations,
             kube=self.kube,
-            workers=Workers(self.poller, self.calls, self._control),
+            workers=Workers(self.poller, self.calls, self.control),
             recorder=self.recorder,
             telemetry=self.telemetry,
             clock=time.time,
         )
 
-    def _control(self, key: Key, address: str) -> WorkerControl:
+    def control(self, key: Key, address: str) -> WorkerControl:
         """Return the client of a worker's control port at `host:port`."""
 
         async def token() -> str | None:
@@ -119,7 +119,7 @@ class Parts:
 
     async def _ask(self, key: Key, address: str) -> WorkerState:
         try:
-            return await self._control(key, address).state()
+            return await self.control(key, address).state()
         except ControlError as error:
             if error.status == 401:
                 self.kube.forget_token(audience(key.namespace, key.name))

@@ -1,7 +1,7 @@
 """Members from DNS: every address behind a name, such as a headless Service's.
 
-DNS tells neither readiness nor ranks, so each address must answer `GET /ready` before it gets
-requests; pods that have no data port never do, and cost a probe every few seconds.
+DNS knows neither readiness nor ranks, so each address must answer `GET /ready` before it gets
+requests. Pods without a data port never do, and cost a probe every few seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .members import CONTROL_PORT, DATA_PORT, Member, Publish
 logger = logging.getLogger(__name__)
 
 TTL_SECONDS = 5.0
-"""How long an answer counts: the TTL that cluster DNS gives Services."""
+"""How long an answer is good for: the TTL that cluster DNS gives to Services."""
 
 RESOLVE_SECONDS = 5.0
 
@@ -26,12 +26,12 @@ class DnsDiscovery:
     Args:
         host: For example `math-heads.train.svc`.
         port: Of the data port.
-        ttl_seconds: Between two looks.
+        ttl_seconds: Between two look-ups.
     """
 
     def __init__(self, host: str, port: int = DATA_PORT, ttl_seconds: float = TTL_SECONDS) -> None:
         self.trouble = ""
-        """Why it knows nothing new at the moment."""
+        """Why it learns nothing new at the moment; empty: all is well."""
         self._host = host
         self._port = port
         self._ttl = ttl_seconds
@@ -47,14 +47,14 @@ class DnsDiscovery:
             await asyncio.sleep(self._ttl)
 
     async def _resolve(self) -> tuple[Member, ...] | None:
-        """Members now; None: nobody can tell, what was known stays."""
+        """Return the members now; None: there was no answer, so the last set stays."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(RESOLVE_SECONDS):
                 found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except (OSError, TimeoutError) as error:
             self._tell(f"{self._host} can't be resolved: {error or type(error).__name__}")
-            # A name without addresses is the answer for a Service without pods.
+            # That is the answer for a Service without pods.
             gone = isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME
             return () if gone else None
         self._tell("")

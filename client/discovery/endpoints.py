@@ -1,13 +1,14 @@
 """Members from the EndpointSlices of a pool's data Service: heads, and whether each is ready.
 
-Requests then go to the pods themselves. Through the Service a kept-alive connection would stay with
-one pod: no balance, no prefix cache.
+Requests go to the pods themselves. Through the Service a kept-alive connection would stay with one
+pod, whatever its load and whatever the others have cached.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import aclosing
 from typing import Any
 
 from rollout_client.kube.client import Kube
@@ -21,17 +22,17 @@ SERVICE_LABEL = "kubernetes.io/service-name"
 
 
 class EndpointDiscovery:
-    """Follows the slices by list and watch; what it knew last stays while nobody answers.
+    """Follows the slices by list and watch; while the API server is silent, the last set stays.
 
     Args:
-        kube: Where; closed with this.
+        kube: The API server.
         name: Of the RolloutReplica.
         namespace: Its namespace.
     """
 
     def __init__(self, kube: Kube, name: str, namespace: str) -> None:
         self.trouble = ""
-        """Why it knows nothing new at the moment."""
+        """Why it learns nothing new at the moment; empty: all is well."""
         self._kube = kube
         self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         self._params = {"labelSelector": f"{SERVICE_LABEL}={name}"}
@@ -40,15 +41,16 @@ class EndpointDiscovery:
     async def run(self, publish: Publish) -> None:
         """Publish each new set until cancelled."""
         last: tuple[Member, ...] | None = None
-        async for slices in self._kube.follow(self._path, self._params, self._tell):
-            found = members_of(slices.values())
-            if found != last:
-                last = found
-                publish(found)
+        async with aclosing(self._kube.follow(self._path, self._params, self._tell)) as changes:
+            async for slices in changes:
+                found = members_of(slices.values())
+                if found != last:
+                    last = found
+                    publish(found)
 
     def _tell(self, trouble: str) -> None:
         if trouble and trouble != self.trouble:
-            logger.warning("members of %s are not told: %s", self._name, trouble)
+            logger.warning("can't list the members of %s: %s", self._name, trouble)
         self.trouble = trouble
 
 
@@ -78,6 +80,6 @@ def _members(each: dict[str, Any]) -> Iterator[Member]:
                 url=f"http://{host}:{port}",
                 name=target.get("name") or f"{host}:{port}",
                 control_url=f"http://{host}:{CONTROL_PORT}",
-                # Not told means ready (the API's own words).
+                # Left out means ready: so says the API.
                 ready=conditions.get("ready") is not False,
             )

@@ -1,4 +1,4 @@
-"""Members of a pool, as discovery finds them: one head each."""
+"""Members of a pool, as discovery finds them: one for each replica, its head."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Member:
     """One replica's head.
 
     Attributes:
-        url: Of its data port; two members with one URL are one member.
+        url: Of its data port; it identifies the member.
         name: For people: the pod's name where there is one.
-        control_url: Of its control port, where it is known.
-        ready: Whether discovery says that it may get requests. The worker's own answers count too.
+        control_url: Of its control port; None: not known.
+        ready: Whether discovery says that it may get requests. The worker's own answers count, too.
         proven: False: it must answer `GET /ready` before it gets requests.
     """
 
@@ -31,19 +31,19 @@ class Member:
 
 
 Publish = Callable[[Sequence[Member]], None]
-"""Takes the whole set of members whenever it changed."""
+"""Takes the whole set of members whenever it has changed."""
 
 
 class Discovery(Protocol):
     """Finds members until it is cancelled."""
 
     trouble: str
-    """Why it knows nothing new at the moment; empty: all is well."""
+    """Why it learns nothing new at the moment; empty: all is well."""
 
     async def run(self, publish: Publish) -> None:
-        """Publish the set at once if it is known, and after each change.
+        """Publish the set as soon as it is known, and after each change.
 
-        Never returns for a passing failure: it keeps the last set and tries again.
+        A passing failure does not end it: the last set stays, and it tries again.
         """
 
 
@@ -69,7 +69,7 @@ def static_members(
         ValueError: There is no URL, one has no host, or the lists differ in length.
     """
     if isinstance(urls, str) or not urls:
-        raise ValueError(f"urls is a list of one URL or more, not {urls!r}")
+        raise ValueError(f"urls must be a list of one URL or more, not {urls!r}")
     if control_urls is not None and len(control_urls) != len(urls):
         raise ValueError(f"{len(urls)} urls but {len(control_urls)} control_urls")
     controls = control_urls or [_neighbour(url) for url in urls]
@@ -77,7 +77,7 @@ def static_members(
     for url, control in zip(urls, controls, strict=True):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no URL: write http://HOST:PORT")
+            raise ValueError(f"{url!r} is not a URL: write http://HOST:PORT")
         data = url.rstrip("/")
         found[data] = Member(data, parts.netloc, control.rstrip("/") if control else None)
     return tuple(found.values())

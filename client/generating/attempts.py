@@ -36,7 +36,7 @@ from rollout_worker.schemas import (
 
 from .continuation import bounds_of_rest, rest_of, rewind_of
 from .draft import Draft
-from .tally import Tally
+from .tally import Tally, pace_of
 from .verdicts import (
     Continue,
     Finish,
@@ -50,16 +50,14 @@ from .verdicts import (
     after_break,
     after_new_weights,
     after_refusal,
+    end_tokens_of,
     no_replica,
     out_of_time,
-    when_weights_are_gone,
+    when_weights_changed,
 )
 from .wire import Broken, Refusal, attempt
 
 logger = logging.getLogger(__name__)
-
-PACE_TOKENS = 16
-"""From fewer tokens a replica's pace can't be told."""
 
 ANSWER_SECONDS = 2.0
 """What a worker gets beyond the deadline to say that it is over."""
@@ -155,7 +153,7 @@ class Generation:
         except RequestRefused:
             if not (policy.one_version and self.draft):
                 raise
-        await self._follow(when_weights_are_gone(self._standing()))
+        await self._follow(when_weights_changed(self._standing()))
         return None
 
     async def _try(self, member: Member) -> Next:
@@ -270,21 +268,14 @@ class Generation:
     def _account(self, member: Member, done: StreamDone) -> None:
         """Note what a worker says at the end of a stream."""
         self._tally.end(done)
-        for output in done.outputs:
-            match = output.stop_match
-            if (
-                output.stop_reason is not StopReason.ABORTED
-                and match
-                and match.token_id is not None
-            ):
-                self._shared.end_tokens.add(match.token_id)
+        self._shared.end_tokens |= end_tokens_of(done, self._request.sampling)
         balancer, now = self._shared.router.balancer, time.monotonic()
         balancer.readmit(member.url)
         tokens = len(self.draft) - self._start
         if tokens > 0 and self.draft.last is not None:
             balancer.saw_weights(member.url, self.draft.last)
-        if tokens >= PACE_TOKENS:
-            balancer.saw_pace(member.url, (now - self._sampling_since) / (tokens - 1), now)
+        if (pace := pace_of(tokens, now - self._sampling_since)) is not None:
+            balancer.saw_pace(member.url, pace, now)
 
     def _tell_balancer(self, member: Member, verdict: Verdict) -> None:
         balancer, now = self._shared.router.balancer, time.monotonic()

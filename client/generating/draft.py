@@ -1,7 +1,7 @@
 """One output while it is being made, over any number of attempts.
 
-Each attempt counts its tokens and spans from zero; the draft keeps them from the output's own first
-token. What an attempt had sent stays, however the attempt ended.
+Each attempt counts its tokens and spans from zero; the draft counts them from the output's first
+token. What an attempt has sent stays, however the attempt ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollout_worker.schemas import (
 
 
 class BadDelta(ValueError):
-    """A worker sent what does not fit together."""
+    """A worker sent tokens, logprobs and spans that do not fit together."""
 
 
 class Draft:
@@ -36,7 +36,7 @@ class Draft:
         return len(self.token_ids)
 
     def begin(self, rewind: int = 0) -> None:
-        """A new attempt begins after the tokens so far, less the last `rewind` of them."""
+        """Begin an attempt after the tokens so far, except for the last `rewind` of them."""
         self._cut(max(0, len(self) - rewind))
         self._base = len(self)
 
@@ -65,7 +65,7 @@ class Draft:
                 raise BadDelta(f"{len(delta.logprobs)} logprobs for {count} tokens")
             self.has_logprobs = True
         elif self.has_logprobs and count:
-            raise BadDelta("logprobs stopped within an output")
+            raise BadDelta("logprobs stopped in the middle of an output")
         end = len(self)
         for span in delta.weights:
             if self._base + span.start != end:
@@ -87,12 +87,12 @@ class Draft:
 
     @property
     def first(self) -> WeightsId | None:
-        """Identity that made the first token."""
+        """Weights that made the first token; None: there is no token."""
         return _identity(self.spans[0]) if self.spans else None
 
     @property
     def last(self) -> WeightsId | None:
-        """Identity that made the last token."""
+        """Weights that made the last token; None: there is no token."""
         return _identity(self.spans[-1]) if self.spans else None
 
     def delta(self, start: int, end: int) -> StreamDelta:

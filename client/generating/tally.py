@@ -5,6 +5,14 @@ from __future__ import annotations
 from rollout_client.results import AttemptReport, OutputReport
 from rollout_worker.schemas import GenerateOutput, LogprobsOf, StreamDone
 
+PACE_TOKENS = 16
+"""From fewer tokens a replica's pace can't be told."""
+
+
+def pace_of(tokens: int, seconds: float) -> float | None:
+    """Return the seconds per token, given how long the tokens after the first one took."""
+    return seconds / (tokens - 1) if tokens >= PACE_TOKENS else None
+
 
 class Tally:
     """Adds up what workers say of one output.

@@ -29,6 +29,7 @@ from rollout_worker.schemas import (
     SamplingParams,
     StopMatch,
     StopReason,
+    StreamDone,
     WeightsId,
 )
 
@@ -179,19 +180,14 @@ def after_answer(output: DoneOutput | None, at: Standing) -> Verdict:
 
 def after_break(why: str, at: Standing, outcome: Outcome = "broken") -> Verdict:
     """Judge an attempt that broke: the connection, the engine or the worker failed."""
-    return Verdict(outcome, why, _after_failure(why, at), broke=True, exclusion=Exclusion(why))
-
-
-def _after_failure(why: str, at: Standing) -> Next:
-    if (whole := finished_by(at)) is not None:
-        return whole
-    if at.now >= at.policy.until:
-        return GiveUp(overdue(at))
     failures = at.failures + 1
-    if failures > at.policy.max_failures:
+    follows: Next = finished_by(at) or Continue(_pause(at))
+    if isinstance(follows, Continue) and at.now >= at.policy.until:
+        follows = GiveUp(overdue(at))
+    elif isinstance(follows, Continue) and failures > at.policy.max_failures:
         text = f"{failures} attempts broke, the last one: {why}"
-        return GiveUp(RequestFailed(text, replica=at.replica))
-    return Continue(_pause(at))
+        follows = GiveUp(RequestFailed(text, replica=at.replica))
+    return Verdict(outcome, why, follows, broke=True, exclusion=Exclusion(why))
 
 
 def after_refusal(refusal: Refusal, at: Standing) -> Verdict:
@@ -228,36 +224,46 @@ def _after_wrong_weights(refusal: Refusal, at: Standing) -> Verdict:
         return Verdict("refused", refusal.slug, Continue(), exclusion=later)
     follows: Next = Continue()
     if at.policy.one_version and at.first is not None and refusal.active != at.first:
-        follows = _when_weights_changed(at, refusal.active)
+        follows = when_weights_changed(at, refusal.active)
     return Verdict("refused", refusal.slug, follows, weights=refusal.active)
 
 
 def after_new_weights(at: Standing) -> Verdict:
     """Judge an attempt that was left because other weights came and the caller minds."""
-    return Verdict("moved", "the weights changed", when_weights_are_gone(at))
+    return Verdict("moved", "the weights changed", when_weights_changed(at, at.last))
 
 
-def when_weights_are_gone(at: Standing) -> Next:
-    """Say what follows when no replica serves the weights of the tokens so far any more."""
-    return _when_weights_changed(at, at.last)
-
-
-def _when_weights_changed(at: Standing, to: WeightsId | None) -> Next:
+def when_weights_changed(at: Standing, to: WeightsId | None = None) -> Next:
+    """Say what follows when the weights of the tokens so far serve no more."""
     if at.policy.on_version_change == "fail":
-        text = f"the weights changed from {at.first} to {to} within an output"
+        text = f"the weights changed from {at.first} to {to or 'others'} within an output"
         return GiveUp(VersionChanged(text, replica=at.replica))
     return StartOver()
 
 
 def finished_by(at: Standing) -> Finish | None:
-    """Return the end if nothing is missing but the worker's own word for it."""
+    """Return the end if nothing is missing but the worker's own word for it.
+
+    As on a worker, nothing of the first `min_tokens` is an end.
+    """
     sampling, tokens = at.sampling, at.tokens
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else at.end_tokens)}
-    if tokens and tokens[-1] in stops and len(tokens) >= sampling.min_tokens:
+    if tokens and tokens[-1] in stops and len(tokens) > sampling.min_tokens:
         return Finish(StopReason.STOP, StopMatch(token_id=tokens[-1]))
     if sampling.max_tokens is not None and len(tokens) >= sampling.max_tokens:
         return Finish(StopReason.LENGTH)
     return None
+
+
+def end_tokens_of(done: StreamDone, sampling: SamplingParams) -> set[int]:
+    """Return the ids that ended outputs of the model's own accord: the caller's are no others'."""
+    return {
+        output.stop_match.token_id
+        for output in done.outputs
+        if output.stop_reason is StopReason.STOP
+        and output.stop_match is not None
+        and output.stop_match.token_id is not None
+    }.difference(sampling.stop_token_ids)
 
 
 def overdue(at: Standing) -> DeadlineExceeded:

@@ -1,6 +1,6 @@
 """One request to one worker: `POST /v1/generate` as a stream, event by event.
 
-It always streams, so that what was made is here when the worker dies.
+It always streams, so that the tokens made so far are here if the worker dies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 
 
 class Broken(Exception):
-    """The attempt ended without the worker's own end: cut off, silent, or talking nonsense."""
+    """The attempt ended before the worker ended it: cut off, silent, or not understood."""
 
 
 @dataclass(eq=False)
@@ -51,30 +51,30 @@ async def attempt(
     take: Callable[[StreamDelta], None],
     seconds: float,
 ) -> StreamDone:
-    """Send a request and hand on its deltas until the worker ends it.
+    """Send a request and pass on its deltas until the worker ends it.
 
     Args:
         client: Connections to the member.
-        lease: Says who waits, for the watch over silent workers, which may cut it off.
+        lease: Tells `Health` when the worker was heard last; through it the attempt is cut off.
         request: With `stream`.
         take: Called with each delta.
-        seconds: Everything together may take that long.
+        seconds: Deadline for all of it.
 
     Raises:
         Refusal: The worker answered with a problem.
-        Broken: There was no proper end; what was taken is good.
+        Broken: There was no proper end; the deltas passed on are good.
     """
     try:
         async with asyncio.timeout(seconds) as scope:
             lease.watch(scope)
             return await _exchange(client, lease, request, take)
     except TimeoutError:
-        # Its own deadline, or cut off from outside.
+        # Its deadline, or it was cut off through the lease.
         raise Broken(lease.cut or f"no end within {seconds:.1f} s") from None
     except httpx.HTTPError as error:
         raise Broken(f"{type(error).__name__}: {error}".rstrip(": ")) from error
     except (BadDelta, ValidationError, ValueError) as error:
-        raise Broken(f"it sent what can't be used: {str(error)[:300]}") from error
+        raise Broken(f"it sent data that can't be used: {str(error)[:300]}") from error
     finally:
         lease.watch(None)
 
@@ -91,7 +91,7 @@ async def _exchange(
     async with client.stream("POST", route, content=body, headers=_HEADERS) as answer:
         if answer.status_code != 200:
             raise await _refusal(answer)
-        # Read to the end also after `done`: only then is the connection used again.
+        # Read on after `done`, up to the end: only then can the connection be used again.
         try:
             async for name, data in _events(answer, lease):
                 done = done or _taken(name, data, take)
@@ -99,18 +99,18 @@ async def _exchange(
             if done is None:
                 raise
     if done is None:
-        raise Broken("the connection ended within the stream")
+        raise Broken("the connection ended in the middle of the stream")
     return done
 
 
 @lru_cache(maxsize=4096)
 def _route(url: str) -> httpx.URL:
-    """Where a member generates; httpx parses a relative one twice with every request."""
+    """Return where a member generates; httpx would parse a relative URL twice per request."""
     return httpx.URL(f"{url}/v1/generate")
 
 
 def _taken(name: str, data: bytes, take: Callable[[StreamDelta], None]) -> StreamDone | None:
-    """Hand a delta on, or return the end; a newer worker may say more than this client knows of."""
+    """Pass a delta on, or return the end; a newer worker may say more than this client knows."""
     match name:
         case "delta":
             take(StreamDelta.model_validate_json(data, extra="ignore"))
@@ -122,13 +122,13 @@ def _taken(name: str, data: bytes, take: Callable[[StreamDelta], None]) -> Strea
 
 
 async def _events(answer: httpx.Response, lease: Lease) -> AsyncIterator[tuple[str, bytes]]:
-    """Server-sent events; a comment or an event of another kind is the reader's to skip."""
+    """Yield server-sent events; the reader skips comments and events of other kinds."""
     pending = b""
     async for chunk in answer.aiter_bytes():
         lease.heard()
         *whole, pending = (pending + chunk).split(b"\n\n")
         if len(pending) > MAX_EVENT_BYTES:
-            raise ValueError("an event without an end")
+            raise ValueError("an event does not end")
         for block in whole:
             name, data = "message", b""
             for line in block.split(b"\n"):
@@ -163,7 +163,7 @@ def _problem(content: bytes) -> dict[str, Any]:
 
 
 def _seconds(text: str | None) -> float | None:
-    """Retry-After in seconds; a date is no form that a worker uses."""
+    """Return Retry-After in seconds; workers never send it as a date."""
     try:
         return None if text is None else min(60.0, max(0.0, float(text)))
     except ValueError:

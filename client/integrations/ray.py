@@ -1,7 +1,7 @@
-"""One pool for all processes of a Ray job: an actor holds it, and with it the one balancer.
+"""One pool for all processes of a Ray job: an actor holds it, and with it the only balancer.
 
-With a pool in each process every balancer sees its own requests only. Here they share counts of
-requests in flight and where conversations are.
+With a pool in each process, every balancer would see only its own requests. Here the processes share
+the counts of requests in flight, and which replica has which conversation.
 """
 
 from __future__ import annotations
@@ -16,59 +16,59 @@ from rollout_client.results import GenerateResult
 from rollout_client.steering.protocol import Published
 
 CONCURRENCY = 10_000
-"""Calls that the actor has open at once: nearly all of them wait for a worker."""
+"""How many calls the actor has open at once: nearly all of them wait for a worker."""
 
 
 class PoolActor:
-    """What runs in the actor. Methods and arguments are those of `AsyncRolloutPool`.
+    """What runs in the actor: the methods of `AsyncRolloutPool`, with the same arguments.
 
-    All of them but `stream`: a call of an actor has one answer.
+    All but `stream`: a call to an actor has only one answer.
     """
 
     def __init__(self, make: Callable[[], AsyncRolloutPool]) -> None:
         self._make = make
         self._pool: AsyncRolloutPool | None = None
 
-    async def _there(self) -> AsyncRolloutPool:
+    async def _opened(self) -> AsyncRolloutPool:
         if self._pool is None:
             self._pool = self._make()
         return self._pool
 
     async def generate(self, prompt: Prompt, **options: Any) -> GenerateResult:
         """See `AsyncRolloutPool.generate`."""
-        return await (await self._there()).generate(prompt, **options)
+        return await (await self._opened()).generate(prompt, **options)
 
     async def generate_many(self, prompts: Sequence[Prompt], **options: Any) -> list[Any]:
-        """See `AsyncRolloutPool.generate_many`; `progress` would be called in the actor."""
-        return await (await self._there()).generate_many(prompts, **options)
+        """See `AsyncRolloutPool.generate_many`; `progress` is called in the actor."""
+        return await (await self._opened()).generate_many(prompts, **options)
 
     async def wait_serving(self, count: int = 1, **options: Any) -> list[Member]:
         """See `AsyncRolloutPool.wait_serving`."""
-        return await (await self._there()).wait_serving(count, **options)
+        return await (await self._opened()).wait_serving(count, **options)
 
     async def acquire(self, **options: Any) -> int:
         """See `AsyncRolloutPool.acquire`."""
-        return await (await self._there()).acquire(**options)
+        return await (await self._opened()).acquire(**options)
 
     async def publish_weights(self, version: int, path: str | None, **options: Any) -> Published:
         """See `AsyncRolloutPool.publish_weights`."""
-        return await (await self._there()).publish_weights(version, path, **options)
+        return await (await self._opened()).publish_weights(version, path, **options)
 
     async def sleep(self, **options: Any) -> None:
         """See `AsyncRolloutPool.sleep`."""
-        await (await self._there()).sleep(**options)
+        await (await self._opened()).sleep(**options)
 
     async def wake(self, **options: Any) -> None:
         """See `AsyncRolloutPool.wake`."""
-        await (await self._there()).wake(**options)
+        await (await self._opened()).wake(**options)
 
     async def pause(self, **options: Any) -> None:
         """See `AsyncRolloutPool.pause`."""
-        await (await self._there()).pause(**options)
+        await (await self._opened()).pause(**options)
 
     async def load(self) -> dict[str, int]:
-        """Requests in flight by replica."""
-        return (await self._there()).load()
+        """Return the requests in flight, by replica."""
+        return (await self._opened()).load()
 
     async def close(self) -> None:
         """Close the pool."""
@@ -83,7 +83,7 @@ def pool_actor(
 
     Args:
         make: Makes the pool, in the actor: `partial(AsyncRolloutPool.from_cluster, "math")`.
-        name: Of the actor, for `ray.get_actor`; with it an actor that exists already is returned.
+        name: Of the actor, for `ray.get_actor`; if there is such an actor already, it is returned.
         **options: Of the actor, such as `num_cpus`.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Tensors that a trainer streams, as a folder of safetensors that a pool can load.
+"""Writes the tensors that a trainer streams as a folder of safetensors that a pool can load.
 
-Written beside its final place and renamed at the end: a folder that exists is whole.
+The folder is written beside its final place and renamed at the end: if it exists, it is complete.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ async def each(tensors: object) -> AsyncIterator[tuple[str, torch.Tensor]]:
 
 
 async def drain(tensors: object) -> int:
-    """Take every tensor and keep none; returns how many came.
+    """Take every tensor and keep none; return how many came.
 
-    Making a tensor is a collective of all ranks (FSDP gathers it), so those who write nothing must
-    take them all the same, or the one who writes waits for ever.
+    Making a tensor is a collective operation of all ranks (FSDP gathers it): ranks that write nothing
+    must take the tensors all the same, or the one that writes waits for ever.
     """
     count = 0
     async for _ in each(tensors):
@@ -44,19 +44,19 @@ async def drain(tensors: object) -> int:
 
 
 async def spool(tensors: object, folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
-    """Write a stream of named tensors; returns their number.
+    """Write a stream of named tensors and return their number.
 
-    At most one shard is held in memory. Should writing fail, the stream is still taken to its end
-    before the error is raised: the other ranks wait in it.
+    At most one shard is held in memory. If writing fails, the stream is still taken to its end before
+    the error is raised: the other ranks are waiting in it.
 
     Raises:
         ValueError: A name came twice, or none came at all.
-        FileExistsError: The folder exists; what was published never changes.
+        FileExistsError: The folder exists; what was published must not change.
     """
     source = each(tensors)
     writer = _Writer(folder, shard_bytes)
     try:
-        # In a thread: gigabytes are written while generations go on in this loop.
+        # In a thread: gigabytes are written while generations run in this loop.
         await asyncio.to_thread(writer.begin)
         async for name, tensor in source:
             await asyncio.to_thread(writer.take, name, tensor)
@@ -70,7 +70,7 @@ async def spool(tensors: object, folder: Path, shard_bytes: int = SHARD_BYTES) -
 
 
 class _Writer:
-    """Fills shards and writes each when it is full."""
+    """Fills shards, and writes each one when it is full."""
 
     def __init__(self, final: Path, shard_bytes: int) -> None:
         self.places: dict[str, int] = {}
@@ -110,14 +110,14 @@ class _Writer:
 
         file = self._folder / f"{self._written}.safetensors"
         save_file(self._shard, file, metadata={"format": "pt"})
-        file.chmod(0o644)  # safetensors makes it private; workers are other users
+        file.chmod(0o644)  # safetensors makes it private, but workers run as other users
         self._shard, self._bytes = {}, 0
         self._written += 1
 
     def end(self) -> None:
         """Write the last shard and the index; the folder gets its name."""
         if not self.places:
-            raise ValueError("no tensor came")
+            raise ValueError("there was no tensor")
         self._write()
         count = self._written
         names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]

@@ -1,9 +1,9 @@
 """verl's rollout interfaces over a pool: its LLM server client and its rollout base.
 
 `VerlRollout` has the methods of verl's `LLMServerClient` (`generate`) and `BaseRollout` (`resume`,
-`update_weights`, `release`), so that its agent loops run over a pool of ours. What verl can ask and
-a pool can't do raises; nothing is dropped silently. Partial rollouts are the pool's own: `generate`
-returns only whole outputs.
+`update_weights`, `release`), so that its agent loops run over our pools. Whatever verl asks for that
+a pool can't do raises an error; nothing is dropped silently. Partial rollouts are left to the pool:
+`generate` returns only whole outputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout_worker.schemas import GenerateOutput, SamplingParams, StopReason
 from .spool import SHARD_BYTES, drain, spool
 
 TAGS = ("weights", "kv_cache")
-_SAME = frozenset(SamplingParams.model_fields) - {"n", "top_k", "max_tokens"}
+_SAME_NAMES = frozenset(SamplingParams.model_fields) - {"n", "top_k", "max_tokens"}
 _STOP_REASONS = {StopReason.STOP: "completed", StopReason.LENGTH: "length"}
 
 
@@ -29,7 +29,7 @@ class TokenOutput:
 
     `log_probs` is None unless asked for. `extra_fields` has `global_steps`, `min_global_steps` and
     `max_global_steps`, the steps whose weights made the last, the oldest and the newest token, and
-    `weights`, our spans of the identity of every token.
+    `weights`, spans that say which weights made which token.
     """
 
     token_ids: list[int]
@@ -44,12 +44,13 @@ class VerlRollout:
     """One pool as verl sees it.
 
     Args:
-        pool: In the loop that calls; it is not closed here.
+        pool: Used in the caller's loop, and not closed here.
         folder: Where this process writes weights, on a volume that the workers mount.
         mounted_at: The same folder as the workers see it.
-        is_leader: Of all trainer ranks exactly one: it writes and publishes, the others only
-            take the tensors.
-        response_length: Budget of an answer whose sampling parameters give none.
+        is_leader: True for exactly one of all trainer ranks: it writes and publishes, the others
+            only take the tensors.
+        response_length: Budget of an answer whose sampling parameters have none.
+        shard_bytes: Size of the files that weights are written to.
     """
 
     def __init__(
@@ -85,17 +86,17 @@ class VerlRollout:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
     ) -> TokenOutput:
-        """Sample one answer; `request_id` is the conversation's and keeps it on one replica.
+        """Sample one answer; `request_id` is that of the conversation and keeps it on one replica.
 
         Raises:
             NotImplementedError: Images, video or audio were given.
-            ValueError: A sampling parameter that can't be sent; it names it.
+            ValueError: A sampling parameter can't be sent; the message names it.
             RequestError: See `AsyncRolloutPool.generate`.
         """
         media = {"image_data": image_data, "video_data": video_data, "audio_data": audio_data}
         given = [name for name, value in {**media, "mm": mm_processor_kwargs}.items() if value]
         if given:
-            raise NotImplementedError(f"workers take token ids only, not {', '.join(given)}")
+            raise NotImplementedError(f"workers take only token ids, not {', '.join(given)}")
         sampling, wants_logprobs = self._sampling(sampling_params)
         result = await self._pool.generate(
             prompt_ids,
@@ -118,16 +119,16 @@ class VerlRollout:
         left = {name: value for name, value in given.items() if value is not None}
         logprobs = left.pop("logprobs", False)
         if logprobs not in (True, False, 0, 1):
-            raise ValueError(f"logprobs={logprobs!r}: only those of the sampled tokens are given")
-        # vLLM's 0 asks for the sampled token's own, without alternatives.
+            raise ValueError(f"logprobs={logprobs!r}: there are only those of the sampled tokens")
+        # vLLM's 0 asks for that of the sampled token, without alternatives.
         wants = logprobs is not False
         if left.pop("n", 1) != 1:
-            raise ValueError("n must be 1: verl repeats prompts before it asks")
+            raise ValueError("n must be 1: verl repeats the prompts itself")
         budgets = [left.pop(name, None) for name in ("max_tokens", "max_new_tokens")]
         top_k = left.pop("top_k", 0)
-        unknown = sorted(set(left) - _SAME)
+        unknown = sorted(set(left) - _SAME_NAMES)
         if unknown:
-            raise ValueError(f"sampling parameters that can't be sent: {', '.join(unknown)}")
+            raise ValueError(f"these sampling parameters can't be sent: {', '.join(unknown)}")
         budget = next((b for b in [*budgets, self._response_length] if b is not None), None)
         return {**left, "top_k": max(0, top_k), "max_tokens": budget}, wants
 
@@ -145,17 +146,17 @@ class VerlRollout:
     async def resume(self, tags: Sequence[str]) -> None:
         """Wake the pool once `kv_cache` is asked for.
 
-        With `weights` alone nothing has to be done: new weights are published to a sleeping pool
-        and loaded as it wakes, so memory is taken only after the trainer has given its own back.
+        With `weights` alone there is nothing to do: new weights are published to a sleeping pool and
+        loaded as it wakes, so memory is taken only after the trainer has freed its own.
         """
         unknown = sorted(set(tags) - set(TAGS))
         if unknown:
-            raise ValueError(f"unknown tags {unknown}: {', '.join(TAGS)}")
+            raise ValueError(f"unknown tags {unknown}: use {', '.join(TAGS)}")
         if self._leads and "kv_cache" in tags:
             await self._pool.wake()
 
     async def release(self) -> None:
-        """Let the pool sleep."""
+        """Put the pool to sleep."""
         if self._leads:
             await self._pool.sleep()
 
@@ -171,20 +172,20 @@ class VerlRollout:
         """Take all tensors on every rank; the leader writes and publishes them.
 
         Args:
-            weights: Plain or asynchronous generator of (name, tensor), whole parameters.
-            wire_format: `named_tensors`.
-            global_steps: The trainer's step; becomes the version if it is higher than the last.
+            weights: Plain or asynchronous generator of (name, tensor), each a whole parameter.
+            wire_format: Only `named_tensors`.
+            global_steps: The trainer's step; becomes the version if that makes it rise.
             peft_config: Not supported: merge adapters first.
-            base_sync_done: As verl passes it; without an adapter it says nothing.
+            base_sync_done: As verl passes it; without an adapter it has no meaning.
 
         Raises:
-            NotImplementedError: Another wire format, or an adapter; the generator was taken.
+            NotImplementedError: Another wire format, or an adapter. All tensors were taken.
             PublishError: See `AsyncRolloutPool.publish_weights`.
         """
         if wire_format != "named_tensors" or peft_config is not None:
             await drain(weights)
             what = "adapters" if peft_config is not None else f"wire_format {wire_format!r}"
-            raise NotImplementedError(f"{what} can't be sent: give whole named tensors")
+            raise NotImplementedError(f"{what} can't be sent: send whole named tensors")
         if not self._leads:
             await drain(weights)
             return

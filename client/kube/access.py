@@ -36,8 +36,8 @@ class Access:
 def access(kubeconfig: str | Path | None = None, context: str | None = None) -> Access:
     """Return the access of this process.
 
-    It is the given kubeconfig's, else the pod's account's, else that of `$KUBECONFIG` or
-    `~/.kube/config`.
+    It comes from the given kubeconfig, else from the pod's service account, else from `$KUBECONFIG`
+    or `~/.kube/config`.
 
     Raises:
         ClusterError: There is none, or it can't be used.
@@ -78,7 +78,9 @@ def _of_file(path: Path, context: str | None) -> Access:
     token_file = _file(user, "tokenFile", path)
     given = user.get("token")
     if "exec" in user or "auth-provider" in user:
-        raise ValueError("users with exec or auth-provider are not supported: give a token")
+        raise ValueError(
+            "users with exec or auth-provider are not supported: give the user a token"
+        )
     return Access(
         server=str(cluster["server"]).rstrip("/"),
         tls=tls,
@@ -95,7 +97,7 @@ def _parsed(text: str) -> Obj:
 
         document = yaml.safe_load(text)
     if not isinstance(document, dict):
-        raise ValueError("it is no mapping")
+        raise ValueError("it is not a mapping")
     return document
 
 
@@ -122,7 +124,7 @@ def _load_certificate(tls: ssl.SSLContext, user: Obj, path: Path) -> None:
     if certificate and key:
         tls.load_cert_chain(certificate, key)
     if "client-certificate-data" in user:
-        # The ssl module takes files only; this one is private and gone at once.
+        # The ssl module takes only files; this one is private, and deleted at once.
         with tempfile.NamedTemporaryFile() as file:
             for part in ("client-certificate-data", "client-key-data"):
                 file.write(base64.b64decode(user[part]) + b"\n")

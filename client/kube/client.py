@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 
 import httpx
 
@@ -44,7 +45,8 @@ class Kube:
     async def merge(self, path: str, body: Obj) -> Obj:
         """Merge into an object and return it.
 
-        With `metadata.resourceVersion` only if it is that one still: else `ClusterError`, 409.
+        With `metadata.resourceVersion` only if the object still has that version; if not, this
+        raises a `ClusterError` of status 409.
         """
         return await self._send(
             "PATCH",
@@ -69,7 +71,7 @@ class Kube:
                 method, path, params=params, content=content, headers=headers
             )
         except httpx.HTTPError as error:
-            raise _silent(f"{method} {path}", error) from error
+            raise _no_answer(f"{method} {path}", error) from error
         if not answer.is_success:
             raise _refused(answer.status_code, answer.content)
         found: Obj = answer.json()
@@ -82,46 +84,48 @@ class Kube:
     async def follow(
         self, path: str, params: Mapping[str, str], trouble: Callable[[str], None]
     ) -> AsyncGenerator[dict[str, Obj]]:
-        """Yield all objects of a collection by name, at once and after each change, for ever.
+        """Yield all objects of a collection by name, now and after each change, for ever.
 
         Args:
             path: Of the collection.
             params: Selectors.
-            trouble: Told why nothing comes at the moment; "" when something does.
+            trouble: Called with the reason while nothing comes, and with "" once something does.
         """
         pause = FIRST_PAUSE
         while True:
             try:
-                async for objects in self._cycle(path, params):
-                    pause = FIRST_PAUSE
-                    trouble("")
-                    yield objects
+                async with aclosing(self._cycle(path, params)) as cycle:
+                    async for objects in cycle:
+                        pause = FIRST_PAUSE
+                        trouble("")
+                        yield objects
             except ClusterError as error:
                 trouble(str(error))
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(LONGEST_PAUSE, pause * 2)
 
-    async def _cycle(self, path: str, params: Mapping[str, str]) -> AsyncIterator[dict[str, Obj]]:
+    async def _cycle(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[dict[str, Obj]]:
         """List, then watch until the watch ends, for whatever reason."""
         listed = await self.get(path, params)
         objects = {item["metadata"]["name"]: item for item in listed.get("items") or ()}
         yield dict(objects)
         version = str(listed["metadata"]["resourceVersion"])
-        async for event in self._watch(path, {**params, "resourceVersion": version}):
-            item = event["object"]
-            match event["type"]:
-                case "BOOKMARK":
-                    continue
-                case "ERROR":
-                    # Usually 410: what we would have gone on from is forgotten. List again.
-                    return
-                case "DELETED":
-                    objects.pop(item["metadata"]["name"], None)
-                case _:
-                    objects[item["metadata"]["name"]] = item
-            yield dict(objects)
+        async with aclosing(self._watch(path, {**params, "resourceVersion": version})) as events:
+            async for event in events:
+                item = event["object"]
+                match event["type"]:
+                    case "BOOKMARK":
+                        continue
+                    case "ERROR":
+                        # Usually 410: the version to go on from is forgotten. List again.
+                        return
+                    case "DELETED":
+                        objects.pop(item["metadata"]["name"], None)
+                    case _:
+                        objects[item["metadata"]["name"]] = item
+                yield dict(objects)
 
-    async def _watch(self, path: str, params: Mapping[str, str]) -> AsyncIterator[Obj]:
+    async def _watch(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[Obj]:
         watch = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS)}
         # Bookmarks come every minute: a stream that is silent for longer than two is dead.
         limits = httpx.Timeout(REQUEST_SECONDS, read=WATCH_SECONDS / 2 + SLACK_SECONDS)
@@ -135,17 +139,17 @@ class Kube:
                     if line:
                         yield json.loads(line)
         except httpx.HTTPError as error:
-            raise _silent(f"watch {path}", error) from error
+            raise _no_answer(f"watch {path}", error) from error
         except ValueError as error:
             raise ClusterError(f"watch {path}: a broken line: {error}") from error
 
 
-def _silent(what: str, error: Exception) -> ClusterError:
+def _no_answer(what: str, error: Exception) -> ClusterError:
     return ClusterError(f"{what}: {type(error).__name__}: {error}".rstrip(": "))
 
 
 def _refused(status: int, content: bytes) -> ClusterError:
-    """The API server's own words."""
+    """Return the API server's own words as an error."""
     try:
         body = json.loads(content)
         message, reason = str(body.get("message", "")), str(body.get("reason", ""))

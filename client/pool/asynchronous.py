@@ -31,7 +31,8 @@ from rollout_client.routing.connections import Connections
 from rollout_client.routing.health import SILENT_SECONDS, Health
 from rollout_client.routing.router import Router
 from rollout_client.steering.cluster import ClusterSteering
-from rollout_client.steering.direct import DirectOptions, DirectSteering
+from rollout_client.steering.direct import DirectSteering
+from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.protocol import Steering
 from rollout_client.steering.verbs import SteeringVerbs
 from rollout_worker.schemas import WeightsId, WorkerInfo

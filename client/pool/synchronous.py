@@ -19,7 +19,7 @@ from rollout_client.generating.streams import GenerationStream
 from rollout_client.generating.verbs import CONCURRENCY, Progress
 from rollout_client.generating.verdicts import OnVersionChange
 from rollout_client.results import GenerateResult
-from rollout_client.steering.direct import DirectOptions
+from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.protocol import (
     ACQUIRE_SECONDS,
     PUBLISH_SECONDS,

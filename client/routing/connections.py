@@ -1,7 +1,7 @@
-"""Connections to members: httpx clients of some connections each.
+"""Connections to members: httpx clients with a few connections each.
 
-httpx looks at every connection of a client when a request begins and when it ends: a client with
-hundreds in flight spends most of its time on that. So a member gets another one with every `SHARE`.
+httpx goes through all connections of a client when a request begins and when it ends: a client with
+hundreds in flight spends most of its time on that. So a member gets one client for each `SHARE`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import httpx
 CONNECT_SECONDS = 5.0
 WRITE_SECONDS = 60.0
 KEPT_SECONDS = 60.0
-"""Below the 75 s for which a worker keeps an idle connection."""
+"""Less than the 75 s for which a worker keeps an idle connection."""
 SHARE = 32
 """Requests that one client has in flight, and connections that it keeps."""
 
-# Reading has no limit of its own: a queued request is silent for long. `Health` asks a silent
-# worker whether it lives, and every attempt has the deadline of its request.
+# Reading has no limit: a queued request is silent for a long time. `Health` asks a silent worker
+# whether it is alive, and every attempt has the deadline of its request.
 TIMEOUT = httpx.Timeout(None, connect=CONNECT_SECONDS, write=WRITE_SECONDS)
 
 
@@ -42,7 +42,7 @@ class Connections:
 
     @contextmanager
     def to(self, url: str) -> Iterator[httpx.AsyncClient]:
-        """Lend a client of a member for one request; its base URL is the member's."""
+        """Lend a client for one request to a member; its base URL is the member's."""
         clients = self._clients.setdefault(url, [])
         lent = next((each for each in clients if each.in_flight < SHARE), None)
         if lent is None:
@@ -62,13 +62,13 @@ class Connections:
             max_keepalive_connections=SHARE,
             keepalive_expiry=KEPT_SECONDS,
         )
-        # A proxy of the environment is not meant for pods of the own cluster.
+        # A proxy named in the environment is not meant for pods of the same cluster.
         return httpx.AsyncClient(
             base_url=url, timeout=TIMEOUT, limits=limits, verify=self._tls, trust_env=False
         )
 
     def drop(self, url: str) -> None:
-        """Close a member's clients in the background; nothing may run on them any more."""
+        """Close a member's clients in the background; no request may use them any more."""
         for each in self._clients.pop(url, ()):
             task = asyncio.create_task(each.client.aclose())
             self._closing.add(task)

@@ -37,6 +37,11 @@ GONE_SECONDS = 10.0
 """How long an attempt on a member that discovery lost may be silent: a dead node sends no reset."""
 
 
+def pause_after(failures: int) -> float:
+    """Return how long not to probe a member that has failed so often, before it is spread."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures, 10))
+
+
 class Health:
     """See the module. `run` it beside the requests.
 
@@ -109,8 +114,7 @@ class Health:
         if balancer.records.get(url) is not record:
             return
         if why:
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(record.failures, 10))
-            record.probe_at = now + pause * random.uniform(0.7, 1.0)
+            record.probe_at = now + pause_after(record.failures) * random.uniform(0.7, 1.0)
             record.failures += 1
             record.excluded, record.excluded_until = why, None
             return

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 WARN_SECONDS = 10.0
 """How often the log says why requests wait for a replica."""
 
-AGAIN_SECONDS = 0.5
+LOOK_SECONDS = 0.5
 """A waiting request looks again at least this often: some exclusions end by time alone."""
 
 
@@ -56,6 +56,7 @@ class Router:
         balancer: Chooses the member.
         trouble: Returns what discovery has to complain about; empty if nothing.
         on_gone: Called with the URL of a member that had left, once the last request on it ended.
+        look_seconds: How often a waiting request looks again by itself.
     """
 
     def __init__(
@@ -63,12 +64,15 @@ class Router:
         balancer: Balancer,
         trouble: Callable[[], str] = lambda: "",
         on_gone: Callable[[str], None] = lambda url: None,
+        *,
+        look_seconds: float = LOOK_SECONDS,
     ) -> None:
         self.balancer = balancer
         self._trouble = trouble
         self._on_gone = on_gone
         self.leases: set[Lease] = set()
         self.closed = False
+        self._look_seconds = look_seconds
         self._warned_at = 0.0
         self._waiting: dict[object, Bounds] = {}
         self._changed = asyncio.Event()
@@ -138,7 +142,7 @@ class Router:
                 why = self.reasons(bounds)
                 raise NoReplica(f"no replica could take the request in time ({why})")
             self.warn_since(began, bounds)
-            await self._wait(changed, min(AGAIN_SECONDS, until - now), bounds)
+            await self._wait(changed, min(self._look_seconds, until - now), bounds)
 
     async def _wait(self, changed: asyncio.Event, seconds: float, bounds: Bounds) -> None:
         token = object()

@@ -1,4 +1,4 @@
-"""A version on its way to replicas without an operator: all stage it before anybody commits."""
+"""A version on its way to replicas without an operator: all stage it before any commits it."""
 
 from __future__ import annotations
 
@@ -36,45 +36,88 @@ class Version:
     source: WeightsSource
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The replica has the version, staged or already active.
+
+    Attributes:
+        root_hash: Of the bytes that it read.
+    """
+
+    root_hash: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """The replica can't use the version."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The replica knows nothing of the version: it was restarted meanwhile."""
+
+
+def progress_of(state: WorkerState, identity: WeightsId) -> Staged | Unusable | Lost | None:
+    """Say how far a worker is with a version; None: it is still staging."""
+    slot, active = state.weights.staged, state.weights.active
+    if active is not None and active.identity == identity:
+        return Staged(active.root_hash)
+    if slot is None or WeightsId(epoch=slot.epoch, version=slot.version) != identity:
+        return Lost()
+    if slot.phase == "Failed":
+        return Unusable(slot.error or "it names no reason")
+    return Staged(slot.root_hash) if slot.phase == "Staged" else None
+
+
 class Barrier:
     """Replicas that stage a version, and who has left.
 
     Args:
-        ports: Of all members.
+        ports: Control ports of all members.
         version: What to stage.
         names: Members that take part.
+        dead_seconds: Who does not answer for so long leaves.
     """
 
-    def __init__(self, ports: ControlPorts, version: Version, names: Iterable[str]) -> None:
+    def __init__(
+        self,
+        ports: ControlPorts,
+        version: Version,
+        names: Iterable[str],
+        *,
+        dead_seconds: float = DEAD_SECONDS,
+    ) -> None:
         self.version = version
         self.staged: dict[str, str | None] = {}
-        """By name: its root hash."""
+        """By name of who has staged: the root hash of what it read."""
         self._ports = ports
-        self._waiting = dict.fromkeys(names, time.monotonic())
-        """By name: when it answered last."""
-        self._all = list(self._waiting)
+        self._dead_seconds = dead_seconds
+        self._heard_at = dict.fromkeys(names, time.monotonic())
+        """By name of who is still staging: when it answered last."""
+        self._all = list(self._heard_at)
 
     async def stage(self, until: float, tell: OnProgress) -> None:
-        """Return when all that live have staged; else nobody keeps what it staged.
+        """Return when all live replicas have staged; if that fails, none keeps what it staged.
 
         Args:
             until: Deadline on the monotonic clock.
-            tell: Told how far it is.
+            tell: Called with how far it is.
 
         Raises:
-            PublishFailed: One can't use the weights, or it took too long.
+            PublishFailed: A replica can't use the weights, or it took too long.
             EpochLost: A newer trainer owns a worker.
         """
-        began = time.monotonic()
-        seconds = max(0.001, until - began)
+        seconds = max(0.001, until - time.monotonic())
         try:
             async with asyncio.timeout(seconds):
                 await self._stage(seconds, tell)
         except TimeoutError:
-            waits = ", ".join(sorted(self._waiting)) or "nobody"
+            missing = ", ".join(sorted(self._heard_at)) or "none"
             await self.discard()
             why = f"weights {self.version.identity} were not staged within {seconds:.3g} s"
-            raise PublishFailed(f"{why}: {waits} had not") from None
+            raise PublishFailed(f"{why}; not ready: {missing}") from None
         except BaseException:
             await self.discard()
             raise
@@ -95,7 +138,7 @@ class Barrier:
             done = len(self.staged)
             message = f"staging weights {identity}: {done} of {total} replicas have"
             tell(PublishProgress("Staging", done, total, message))
-            if not self._waiting:
+            if not self._heard_at:
                 break
             await asyncio.sleep(POLL_SECONDS)
             await self._look()
@@ -104,35 +147,33 @@ class Barrier:
             raise PublishFailed(f"the bytes at {path} differ between replicas")
 
     async def _look(self) -> None:
-        """Ask those that stage how far they are."""
-        answers = await self._ports.ask(list(self._waiting), lambda control: control.state())
+        """Ask those that are still staging how far they are."""
+        answers = await self._ports.ask(list(self._heard_at), lambda control: control.state())
         now = time.monotonic()
-        for name, state in answers.items():
-            if isinstance(state, ControlUnreachable):
-                if now - self._waiting[name] > DEAD_SECONDS:
-                    logger.warning("%s left the barrier: %s", name, state)
-                    del self._waiting[name]
+        for name, answer in answers.items():
+            if isinstance(answer, ControlError):
+                raise refused(name, self.version.identity, answer)
+            if isinstance(answer, ControlUnreachable):
+                if now - self._heard_at[name] > self._dead_seconds:
+                    self._leave(name, str(answer))
                 continue
-            if isinstance(state, ControlError):
-                raise refused(name, self.version.identity, state)
-            self._waiting[name] = now
-            self._take(name, state)
+            self._heard_at[name] = now
+            self._judge(name, answer)
 
-    def _take(self, name: str, state: WorkerState) -> None:
+    def _judge(self, name: str, state: WorkerState) -> None:
         identity = self.version.identity
-        slot, active = state.weights.staged, state.weights.active
-        if active is not None and active.identity == identity:
-            self.staged[name] = active.root_hash
-            del self._waiting[name]
-        elif slot is None or WeightsId(epoch=slot.epoch, version=slot.version) != identity:
-            logger.warning("%s left the barrier: it was restarted", name)
-            del self._waiting[name]
-        elif slot.phase == "Failed":
-            why = slot.error or "it names no reason"
-            raise PublishFailed(f"weights {identity} can't be used: {why}", replica=name)
-        elif slot.phase == "Staged":
-            self.staged[name] = slot.root_hash
-            del self._waiting[name]
+        match progress_of(state, identity):
+            case Staged(root_hash):
+                self.staged[name] = root_hash
+                del self._heard_at[name]
+            case Unusable(why):
+                raise PublishFailed(f"weights {identity} can't be used: {why}", replica=name)
+            case Lost():
+                self._leave(name, "it was restarted")
+
+    def _leave(self, name: str, why: str) -> None:
+        logger.warning("publishing goes on without %s: %s", name, why)
+        del self._heard_at[name]
 
     async def discard(self) -> None:
         """Let all drop what they have staged of this version."""
@@ -141,7 +182,7 @@ class Barrier:
 
 
 def refused(name: str, identity: WeightsId, error: ControlError) -> PublishFailed | EpochLost:
-    """Return the trainer's word for what a worker answered to new weights."""
+    """Return the trainer's error for a worker's refusal of new weights."""
     if error.slug == "stale-epoch":
         return EpochLost(error.detail, replica=name)
     return PublishFailed(f"weights {identity}: {error.detail}", replica=name)

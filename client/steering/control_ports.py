@@ -1,4 +1,4 @@
-"""The control ports of all members of a pool, asked at once."""
+"""The control ports of all members of a pool, asked at the same time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ControlPorts:
     """See the module.
 
     Args:
-        members: Who is there now.
+        members: Returns who is there now.
         token: Bearer token, or a function that returns it.
     """
 
@@ -32,7 +32,7 @@ class ControlPorts:
 
     @property
     def closed(self) -> bool:
-        """Whether nobody can be asked any more."""
+        """Whether it is too late to ask anything."""
         return self._http.is_closed
 
     async def close(self) -> None:
@@ -40,18 +40,18 @@ class ControlPorts:
         await self._http.aclose()
 
     def names(self) -> list[str]:
-        """Names of the members that are there now.
+        """Return the names of the members that are there now.
 
         Raises:
-            SteeringFailed: Nobody said where a member's control port is.
+            SteeringFailed: It is not known where a member's control port is.
         """
         return list(self._controls())
 
     async def states(self) -> dict[str, WorkerState]:
-        """States of those that answer, by the member's name.
+        """Return the states of the members that answer, by name.
 
         Raises:
-            SteeringFailed: Nobody does, or one refuses to tell.
+            SteeringFailed: None answers, or one refuses to.
         """
         answers = await self.ask(self.names(), lambda control: control.state())
         for name, answer in answers.items():
@@ -66,12 +66,12 @@ class ControlPorts:
     async def ask(
         self, names: Sequence[str], question: Callable[[WorkerControl], Awaitable[T]]
     ) -> dict[str, T | ControlError | ControlUnreachable]:
-        """Ask all of these at once; refusals and silence are answers."""
+        """Ask all of these at the same time; refusals and silence are answers, too."""
         controls = self._controls()
 
         async def one(name: str) -> T | ControlError | ControlUnreachable:
             if name not in controls:
-                return ControlUnreachable(f"{name} is no member any more")
+                return ControlUnreachable(f"{name} is not a member any more")
             try:
                 return await question(controls[name])
             except (ControlError, ControlUnreachable) as error:

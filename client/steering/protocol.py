@@ -1,4 +1,4 @@
-"""What a trainer does to a pool beside generating: the words, whoever carries them out.
+"""What a trainer can do to a pool besides generating, whoever carries it out.
 
 `direct` speaks to the workers of a pool without an operator, `cluster` to the RolloutReplica.
 """
@@ -21,13 +21,13 @@ ACQUIRE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class PublishProgress:
-    """How far a publish is.
+    """How far a publish has come.
 
     Attributes:
         phase: `Staging`, `Committing` or `Complete`.
         done: Replicas that have staged, or committed.
-        total: Replicas that are waited for.
-        message: One sentence.
+        total: Replicas that it waits for.
+        message: The same in one sentence.
     """
 
     phase: str
@@ -45,11 +45,11 @@ class Published:
 
     Attributes:
         identity: (epoch, version).
-        root_hash: Hash of their content, where it was told.
-        replicas: Replicas that have them; joiners load them.
+        root_hash: Hash of their content; None: not known.
+        replicas: How many replicas have them; those that join later load them first.
         seconds: From the call to the end.
-        pause_seconds: Longest time that a replica made no token; None: not known.
-        message: One sentence, also of those that do not have them yet.
+        pause_seconds: The longest time that a replica made no token; None: not known.
+        message: The same in one sentence, with the replicas that do not have them yet.
     """
 
     identity: WeightsId
@@ -61,28 +61,28 @@ class Published:
 
 
 class Steering(Protocol):
-    """The verbs; each waits for its end and has a deadline."""
+    """The verbs; each waits until it is done, up to a deadline."""
 
     @property
     def floor(self) -> WeightsId | None:
-        """Weights below which this pool's client must use nobody; None: the workers see to it."""
+        """Lowest weights that this pool may be served by; None: the workers see to it."""
 
     async def acquire(self, seconds: float) -> int:
-        """Take the next epoch; from then on former trainers are refused."""
+        """Take the next epoch; from then on earlier trainers are refused."""
 
     async def publish(
         self, identity: WeightsId, source: WeightsSource, seconds: float, tell: OnProgress
     ) -> Published:
-        """Bring weights to all replicas."""
+        """Publish weights to all replicas."""
 
-    async def bring(self, state: PoolState, seconds: float) -> None:
-        """Bring all replicas to a state."""
+    async def change_state(self, state: PoolState, seconds: float) -> None:
+        """Move all replicas to a state."""
 
     async def state(self) -> PoolState | None:
-        """The state that was asked for last, as far as it is known."""
+        """Return the state that was asked for last; None: not known."""
 
     async def close(self) -> None:
-        """Close what is open."""
+        """Close all connections."""
 
 
 def source_of(path: str | PurePath | None) -> WeightsSource:

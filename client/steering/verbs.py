@@ -1,4 +1,4 @@
-"""The trainer's verbs of a pool: epochs, weights, sleep. `AsyncRolloutPool` has them all."""
+"""The verbs that a pool is steered with: epochs, weights, sleep. `AsyncRolloutPool` has them all."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class SteeringVerbs:
-    """What needs the right to steer the pool; RBAC and the workers decide who has it.
+    """What only those may do who have the right to steer the pool; RBAC and the workers decide.
 
     Args:
-        steering: Carries the verbs out; None: this pool is only generated on.
+        steering: Carries the verbs out; None: this pool can only generate.
+        hook: Is told how publishing ended.
         max_staleness: Requests without bounds of their own are served by weights at most so many
             versions older than the last one published here; None: by any.
     """
@@ -42,7 +43,7 @@ class SteeringVerbs:
         self.floor: WeightsId | None = None
         """Requests without bounds of their own are served by these weights or newer ones."""
         self.epoch: int | None = None
-        """The epoch that this trainer holds, once it has one."""
+        """The epoch that this trainer holds; None until it has one."""
         self._steering = steering
         self._steering_hook = hook
         self._max_staleness = max_staleness
@@ -55,7 +56,7 @@ class SteeringVerbs:
         return self._steering
 
     async def acquire(self, *, seconds: float = ACQUIRE_SECONDS) -> int:
-        """Take the pool: the next epoch, by compare-and-swap; former trainers are shut out.
+        """Take the pool: the next epoch, by compare-and-swap, which shuts out earlier trainers.
 
         Raises:
             EpochLost: Another trainer was faster.
@@ -72,19 +73,20 @@ class SteeringVerbs:
         seconds: float = PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,
     ) -> Published:
-        """Bring a version to all replicas and return once it serves.
+        """Publish a version to all replicas and return once it serves.
 
-        A trainer that dies meanwhile leaves a pool that ends right: all old, or all new.
+        If this trainer dies meanwhile, the pool ends up consistent: all old, or all new.
 
         Args:
-            version: Above the last one of this epoch. Without an epoch the next one is taken.
-            path: Folder of safetensors as the workers see it, immutable from now on; None: the
-                model's own checkpoint.
+            version: Must be higher than the last one of this epoch. A trainer without an epoch
+                takes the next one first.
+            path: Folder of safetensors as the workers see it, which must not change any more;
+                None: the model's own checkpoint.
             seconds: Deadline for all of it.
-            progress: Told how far it is.
+            progress: Called with how far it is.
 
         Raises:
-            PublishFailed: With the reason of the operator or of the worker that can't use them.
+            PublishFailed: The operator, or a worker that can't use the weights, says why.
             Superseded: Newer weights took their place.
             EpochLost: Another trainer has the pool now.
         """
@@ -109,31 +111,31 @@ class SteeringVerbs:
         return done
 
     async def sleep(self, *, seconds: float = STATE_SECONDS) -> None:
-        """Give the engines' memory back; running generations end and continue after waking.
+        """Free the engines' memory; running generations are cut off and continue after waking.
 
         Raises:
-            SteeringFailed: A replica refused, somebody changed the state meanwhile, or it took
-                too long.
+            SteeringFailed: A replica refused, somebody else changed the state meanwhile, or it
+                took too long.
         """
-        await self._bring("Asleep", seconds)
+        await self._change_state("Asleep", seconds)
 
     async def wake(self, *, seconds: float = STATE_SECONDS) -> None:
-        """Undo `sleep` and `pause`; returns once the replicas serve. Errors as of `sleep`."""
-        await self._bring("Active", seconds)
+        """Undo `sleep` or `pause` and return once the replicas serve. Raises what `sleep` raises."""
+        await self._change_state("Active", seconds)
 
     async def pause(self, *, seconds: float = STATE_SECONDS) -> None:
-        """Stop generating and keep the memory. Errors as of `sleep`."""
-        await self._bring("Paused", seconds)
+        """Stop generating but keep the memory. Raises what `sleep` raises."""
+        await self._change_state("Paused", seconds)
 
-    async def _bring(self, state: PoolState, seconds: float) -> None:
-        await (await self._steer()).bring(state, seconds)
+    async def _change_state(self, state: PoolState, seconds: float) -> None:
+        await (await self._steer()).change_state(state, seconds)
         logger.info("the pool is %s", state)
 
     @asynccontextmanager
     async def generating(self, *, seconds: float = STATE_SECONDS) -> AsyncIterator[Self]:
-        """Wake the pool for a block and let it sleep at the end: for a shared accelerator.
+        """Wake the pool for a block and put it to sleep at the end: for a shared accelerator.
 
-        If somebody else moved the state meanwhile, it is left as they want it.
+        If somebody else changed the state meanwhile, it stays as they want it.
         """
         await self.wake(seconds=seconds)
         try:

@@ -23,7 +23,7 @@ from localkube.home import cache
 
 from .checks import Check
 from .following import Run, Session
-from .lane import TESTS, Lane, is_path, lanes
+from .lane import TESTS, Lane, NoTestsError, is_path, lanes
 from .retrying import LaneRun, run_lane
 from .summary import Summary
 
@@ -105,6 +105,9 @@ def main() -> int:
     tests = Tests(arguments.words)
     try:
         summary = tests.run(arguments.beside)
+    except NoTestsError as error:
+        print(f"error: {error}", flush=True)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", flush=True)
         return 130

@@ -23,6 +23,10 @@ ALONE = "cluster"
 """The tier that has a lane to itself: it takes as long as all others together."""
 
 
+class NoTestsError(Exception):
+    """The tests of a lane are not where they should be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lane:
     """Tests that run one after the other, beside those of another lane."""
@@ -35,14 +39,14 @@ def lanes(words: Sequence[str]) -> list[Lane]:
     """Return the lanes, or those that the paths among these words of a command line are in.
 
     Raises:
-        FileNotFoundError: a lane has no tests at all.
+        NoTestsError: a lane has no tests at all.
     """
     chosen = [word for word in words if is_path(word)]
     found = []
     for name, tiers in (("cluster", [ALONE]), ("rest", [t for t in _tiers() if t != ALONE])):
         folders = tuple(str(TESTS / tier) for tier in tiers if (TESTS / tier).is_dir())
         if not folders:
-            raise FileNotFoundError(f"lane {name!r} has no tests: none of {tiers} is in {TESTS}/")
+            raise NoTestsError(f"lane {name!r} has no tests: none of {tiers} is in {TESTS}/")
         paths = tuple(path for path in chosen if tier_of(path) in tiers) if chosen else folders
         if paths:
             found.append(Lane(name, paths))

@@ -155,21 +155,28 @@ class _Finder:
 
     def _call(self, node: ast.Call) -> Iterator[Edit]:
         """Leave out one keyword argument."""
-        arguments = [self._text(a) for a in (*node.args, *node.keywords)]
+        parts = [self._at(each) for each in node.args] + [self._at(each) for each in node.keywords]
         for index, keyword in enumerate(node.keywords, len(node.args)):
             if keyword.arg != "extra":
-                kept = [a for i, a in enumerate(arguments) if i != index]
-                yield self._put(node, f"{self._text(node.func)}({', '.join(kept)})")
+                yield self._without(parts, index)
 
     def _dict(self, node: ast.Dict) -> Iterator[Edit]:
         """Leave out one entry."""
-        pairs = [
-            f"{self._text(k)}: {self._text(v)}" if k else f"**{self._text(v)}"
-            for k, v in zip(node.keys, node.values, strict=True)
+        parts = [
+            (self._at(key)[0] if key else self._at(value)[0] - len("**"), self._at(value)[1])
+            for key, value in zip(node.keys, node.values, strict=True)
         ]
-        for index in range(len(pairs)):
-            kept = pairs[:index] + pairs[index + 1 :]
-            yield self._put(node, "{" + ", ".join(kept) + "}")
+        for index in range(len(parts)):
+            yield self._without(parts, index)
+
+    def _without(self, parts: list[tuple[int, int]], index: int) -> Edit:
+        """One part of a list gone, with the comma that parts it from its neighbour."""
+        start, end = parts[index]
+        if index + 1 < len(parts):
+            end = parts[index + 1][0]
+        elif index:
+            start = parts[index - 1][1]
+        return Edit(start, end, "", self._raw.count(b"\n", 0, start) + 1)
 
     def _return(self, node: ast.Return) -> Iterator[Edit]:
         if node.value is not None and self._text(node.value) != "None":
@@ -189,6 +196,9 @@ def _is_silent(node: ast.AST) -> bool:
     """What no test should hold: wording, logs, assertions, types."""
     if isinstance(node, ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
         return True
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
+        names = [n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)]
+        return isinstance(node.value.op, ast.BitOr) and all(n[:1].isupper() for n in names)
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name):
         return node.test.id == "TYPE_CHECKING"
     if isinstance(node, ast.Expr):

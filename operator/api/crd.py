@@ -2,7 +2,7 @@
 
 pydantic's JSON schema becomes a structural one: references are inlined, `null` branches folded,
 titles dropped, integers get a format, and only the defaults that people must see stay in it. The
-other defaults belong to the operator and are told in the description.
+other defaults belong to the operator and are named in the description.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _DROPPED: Final = ("title", API_DEFAULT, "$defs", "const")
 COLUMNS: Final = (
     # name, JSON path, type, priority (1: wide only), description
     ("Mode", ".spec.mode", "string", 0, "Whose accelerators the pool uses."),
-    ("Engine", ".spec.engine.type", "string", 0, "The inference software."),
-    ("Desired", ".spec.replicas", "integer", 0, "Wanted replicas."),
+    ("Engine", ".spec.engine.type", "string", 0, "Inference engine."),
+    ("Desired", ".spec.replicas", "integer", 0, "Desired replicas."),
     ("Ready", ".status.readyReplicas", "integer", 0, "Replicas that serve."),
     ("Weights", ".status.weights.committed.version", "integer", 0, "Committed version."),
     ("Phase", ".status.phase", "string", 0, "Summary of the conditions."),
     ("Age", ".metadata.creationTimestamp", "date", 0, "Time since creation."),
-    ("Updated", ".status.updatedReplicas", "integer", 1, "Replicas of the newest revision."),
-    ("Asleep", ".status.asleepReplicas", "integer", 1, "Replicas that sleep."),
+    ("Updated", ".status.updatedReplicas", "integer", 1, "Replicas at the latest revision."),
+    ("Asleep", ".status.asleepReplicas", "integer", 1, "Replicas that are asleep."),
     ("Restarts", ".status.restarts", "integer", 1, "Restarts of replicas."),
-    ("Message", ".status.message", "string", 1, "What is waited for."),
+    ("Message", ".status.message", "string", 1, "What the pool is waiting for, or what is wrong."),
 )
 SELECTABLE: Final = (".spec.engine.type", ".spec.state", ".status.phase")
 
@@ -64,7 +64,7 @@ def _convert(node: Mapping[str, Any], definitions: Mapping[str, Any], where: str
         if key in merged:
             out[key] = merged[key]
     if unknown := merged.keys() - set(_KEPT) - set(_DROPPED):
-        raise UnsupportedSchema(f"{where}: {sorted(unknown)} can't stand in a CRD")
+        raise UnsupportedSchema(f"{where}: {sorted(unknown)} is not possible in a CRD")
     if "properties" in out:
         out["properties"] = {
             name: _convert(child, definitions, f"{where}.{name}")
@@ -86,7 +86,9 @@ def _flatten(node: Mapping[str, Any], definitions: Mapping[str, Any], where: str
     if "anyOf" in merged and "x-kubernetes-int-or-string" not in merged:
         given = [b for b in merged.pop("anyOf") if b.get("type") != "null"]
         if len(given) != 1:
-            raise UnsupportedSchema(f"{where}: a union of {len(given)} types can't stand in a CRD")
+            raise UnsupportedSchema(
+                f"{where}: a union of {len(given)} types is not possible in a CRD"
+            )
         branches += given
     for branch in branches:
         inner = _flatten(branch, definitions, where)
@@ -115,7 +117,7 @@ def _set_values(out: Schema, merged: Schema, definitions: Mapping[str, Any], whe
 
 
 def _set_default(out: Schema, merged: Schema) -> None:
-    """Keep a default only if the API server shall fill it in; else tell it."""
+    """Keep a default only if the API server should fill it in; else describe it."""
     default = out.pop("default", None)
     if merged.get(API_DEFAULT):
         out["default"] = default
@@ -179,7 +181,7 @@ def _root() -> Schema:
                 f"self.metadata.name.size() <= {MAX_NAME} && "
                 "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$') && "
                 "!self.metadata.name.endsWith('-heads')",
-                f"metadata.name must be a DNS-1035 label (a-z, 0-9, '-', first a letter) of at "
+                f"metadata.name must be a DNS-1035 label (a-z, 0-9 and '-', starting with a letter) of at "
                 f"most {MAX_NAME} characters that does not end in -heads: choose another name",
             )
         ],

@@ -33,7 +33,7 @@ WORKER_APP = "rollout-worker"
 ANNOTATION_PAUSED = f"{GROUP}/reconcile-paused"
 ANNOTATION_RETRY = f"{GROUP}/retry"
 ANNOTATION_RESTARTS = f"{GROUP}/restarts"
-"""On a pod: failures of its replica before it; where the back-off is kept."""
+"""On a pod: how often its replica failed before; this is where the back-off is kept."""
 
 GATE_SERVING = f"{GROUP}/serving"
 """Readiness gate of head pods: the engine is awake and at or above the committed weights."""

@@ -1,8 +1,8 @@
 """The revision of a pod: a versioned hash of the fields of spec that need a new pod when changed.
 
 Only what the user wrote is hashed, never a default of the operator or its chart: an upgrade of
-the operator must roll nothing. A pod keeps the scheme (`v1`) that made its hash, and is compared
-by that scheme, so that a later scheme doesn't roll the fleet either.
+the operator must replace no pod. A pod keeps the scheme (`v1`) that made its hash, and is compared
+by that scheme, so that a later scheme replaces no pod either.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What every model of the custom resource shares: base class, CEL rules, bounded types.
 
 The models are the one source of the CRD: `crd.py` turns their JSON schema into a structural one.
-What pydantic can't say (CEL rules, list and map types, defaults of the API server) stands in
-`json_schema_extra` under the name that the CRD uses; `cel`, `api_default` and the others below
+What pydantic can't say (CEL rules, list and map types, defaults of the API server) is in
+`json_schema_extra`, under the name that the CRD uses; `cel`, `api_default` and the others below
 write it.
 """
 
@@ -115,7 +115,9 @@ ResourceName = Annotated[
         pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
     ),
 ]
-SUB_PATH_MEANING = "Folder inside the volume, relative, without `..`; absent: all of it."
+SUB_PATH_MEANING = (
+    "Folder inside the volume: a relative path without `..`. Defaults to the whole volume."
+)
 SubPath = Annotated[
     str,
     Field(
@@ -124,7 +126,7 @@ SubPath = Annotated[
         json_schema_extra=rules(
             cel(
                 r"!self.startsWith('/') && !self.matches('(^|/)[.][.](/|$)')",
-                "subPath must be relative and without '..': give a folder inside the volume",
+                "subPath must be a relative path without '..': name a folder inside the volume",
             )
         ),
     ),

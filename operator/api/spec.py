@@ -1,7 +1,7 @@
 """The spec of a RolloutReplica: the source of the CRD, and what `decide` reads.
 
-A default that stands in a model but not in the schema belongs to the operator: it may change with
-a release without touching stored objects. Attributes that have a default are never None.
+A default that is in a model but not in the schema belongs to the operator: it may change with a
+release without touching stored objects. Attributes that have a default are never None.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
 
 
 class InvalidSpec(ValueError):
-    """A stored object that these models don't take; the text names the field and the fix."""
+    """A stored object that this operator can't read; the text names the field and the fix."""
 
 
 class Mode(StrEnum):
@@ -70,7 +70,7 @@ class Mode(StrEnum):
 
 
 class State(StrEnum):
-    """Wanted lifecycle of the pool's engines."""
+    """Desired lifecycle of the pool's engines."""
 
     ACTIVE = "Active"
     PAUSED = "Paused"
@@ -82,8 +82,8 @@ class Sleep(ApiModel):
 
     level: Literal[1, 2] = Field(
         default=1,
-        description="1: the weights come back as they were. 2: they are dropped and loaded again "
-        "on waking.",
+        description="1: a copy of the weights is kept and restored on wake. 2: the weights are dropped "
+        "and reloaded from their source on wake.",
     )
 
 
@@ -91,7 +91,7 @@ _WORLD = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelis
 
 
 class RolloutReplicaSpec(ApiModel):
-    """What the pool shall be."""
+    """Desired state of the pool."""
 
     model_config = checked(
         cel(
@@ -117,7 +117,7 @@ class RolloutReplicaSpec(ApiModel):
         ),
         cel(
             f"has(self.accelerator) || {_WORLD} == 1",
-            f"'spec.parallelism: a pool on CPU (no spec.accelerator) has one rank, not %d: set "
+            f"'spec.parallelism: without spec.accelerator a pool runs on CPU with one rank, not %d: set "
             f"spec.accelerator.resource, or tensor, pipeline and data to 1'.format([{_WORLD}])",
             expression=True,
             path=".parallelism",
@@ -125,7 +125,7 @@ class RolloutReplicaSpec(ApiModel):
         cel(
             "has(self.accelerator) == has(oldSelf.accelerator) && (!has(self.accelerator) || "
             "self.accelerator.resource == oldSelf.accelerator.resource)",
-            "spec.accelerator.resource is immutable: make another RolloutReplica",
+            "spec.accelerator.resource is immutable: create another RolloutReplica",
             path=".accelerator",
         ),
         cel(
@@ -143,62 +143,64 @@ class RolloutReplicaSpec(ApiModel):
         default=1,
         ge=0,
         le=9999,
-        description="Engine replicas; what `kubectl scale` changes.",
+        description="Number of engine replicas; `kubectl scale` changes this.",
         json_schema_extra=api_default(),
     )
     mode: Mode = Field(
         default=Mode.STANDALONE,
         description="Standalone: the pool has its own accelerators. Immutable.",
         json_schema_extra=api_default()
-        | rules(cel("self == oldSelf", "spec.mode is immutable: make another RolloutReplica")),
+        | rules(cel("self == oldSelf", "spec.mode is immutable: create another RolloutReplica")),
     )
     state: State = Field(
         default=State.ACTIVE,
-        description="Wanted lifecycle. Paused: memory kept, no generation. Asleep: memory given "
-        "back.",
+        description="Desired lifecycle. Paused: no generation, memory is kept. Asleep: memory is "
+        "released.",
         json_schema_extra=api_default(),
     )
     sleep: Sleep = Field(default=Sleep(), description="How the engines sleep.")
     suspend: bool = Field(
         default=False,
-        description="True: no pods at all, the objects stay; beats state.",
+        description="If true, no pods run but the objects stay; overrides state.",
         json_schema_extra=api_default(),
     )
-    engine: Engine = Field(description="The inference software and how it is run.")
-    model: Model = Field(description="The model that the pool serves.")
+    engine: Engine = Field(description="Inference engine and how to run it.")
+    model: Model = Field(description="Model that the pool serves.")
     parallelism: Parallelism = Field(
         default=Parallelism(),
-        description="How one replica spreads over accelerators and pods; immutable.",
+        description="How one replica is spread across accelerators and pods. Immutable.",
         json_schema_extra=api_default(),
     )
     accelerator: Accelerator | None = Field(
-        default=None, description="What the engine computes on; absent: CPU, one rank. Immutable."
+        default=None,
+        description="Accelerator that the engine runs on; if unset, CPU with one rank. Immutable.",
     )
     resources: Resources = Field(
         default=Resources(),
-        description="Resources of the worker container, without the accelerator.",
+        description="Compute resources of the worker container, excluding the accelerator.",
     )
     weights: Weights = Field(
-        default=Weights(), description="Which weights the pool serves and how it comes to them."
+        default=Weights(), description="Which weights the pool serves, and how it updates them."
     )
     update_strategy: UpdateStrategy = Field(
         default=UpdateStrategy(), description="Rolling update of pods."
     )
     restart_policy: RestartPolicy = Field(
-        default=RestartPolicy(), description="Back-off of replicas that fail."
+        default=RestartPolicy(), description="Back-off for failing replicas."
     )
     drain_seconds: int = Field(
         default=30,
         ge=0,
         le=86400,
-        description="What running requests get before sleep, update and deletion. The pod's grace "
-        "period is 15 seconds longer.",
+        description="Time that running requests get to finish before sleep, update or deletion. The "
+        "pod's termination grace period is 15 seconds longer.",
     )
     service_account_name: Dns1123 = Field(
-        default="rollout-worker", description="Account of the pods."
+        default="rollout-worker", description="Service account of the pods."
     )
     pod_template: PodTemplate = Field(
-        default=PodTemplate(), description="Overlay on the pods; changing it replaces them."
+        default=PodTemplate(),
+        description="Fields merged into the pods; changing them replaces the pods.",
     )
 
     @property
@@ -213,7 +215,7 @@ class RolloutReplicaSpec(ApiModel):
 
     @property
     def target(self) -> WeightsTarget | None:
-        """The pointer, if a trainer has set it."""
+        """The weights to serve, if a trainer has set them."""
         return self.weights.target
 
     @property

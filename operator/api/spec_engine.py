@@ -15,7 +15,7 @@ from .spec_weights import Claim
 
 
 class EngineType(StrEnum):
-    """The inference software."""
+    """Inference engine."""
 
     HF = "hf"
     VLLM = "vllm"
@@ -26,38 +26,39 @@ Argument = Annotated[str, Field(max_length=2048)]
 
 
 class Engine(ApiModel):
-    """The inference software and how it is run."""
+    """Inference engine and how to run it."""
 
     type: EngineType = Field(
-        description="The inference software; immutable.",
+        description="Inference engine. Immutable.",
         json_schema_extra=rules(
             cel(
                 "self == oldSelf",
-                "spec.engine.type is immutable: make another RolloutReplica for another engine",
+                "spec.engine.type is immutable: create another RolloutReplica for another engine",
             )
         ),
     )
     logprobs: Literal["Sampling", "Raw"] = Field(
         default="Sampling",
-        description="Logprobs of requests that don't choose: of the distribution sampled from, or "
-        "of the model's own.",
+        description="Logprobs for requests that don't choose. Sampling: of the distribution sampled "
+        "from. Raw: of the model's own distribution.",
     )
     image: Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")] | None = Field(
-        default=None, description="Image of the worker; the operator's for the type if absent."
+        default=None, description="Worker image; if unset, the operator's default for this engine."
     )
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
-        default=None, description="When the image is pulled; the operator's for the type if absent."
+        default=None,
+        description="When the image is pulled; if unset, the operator's default for this engine.",
     )
     args: tuple[Argument, ...] = Field(
         default=(),
         max_length=64,
-        description="The engine's own flags.",
+        description="Flags passed to the engine.",
         json_schema_extra=ATOMIC_LIST,
     )
     env: tuple[EnvVar, ...] = Field(
         default=(),
         max_length=64,
-        description="Environment of the worker container; `ROLLOUT_*` is refused.",
+        description="Environment of the worker container; `ROLLOUT_*` is rejected.",
         json_schema_extra=map_list("name"),
     )
 
@@ -72,12 +73,12 @@ class SecretKey(ApiModel):
 
     name: Dns1123 = Field(description="Name of the Secret.")
     key: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")] = Field(
-        description="Key inside the Secret."
+        description="Key in the Secret."
     )
 
 
 class Hub(ApiModel):
-    """A model on the Hugging Face hub; downloaded by each worker."""
+    """A model on the Hugging Face Hub; each worker downloads it."""
 
     repo: Annotated[
         str,
@@ -86,8 +87,8 @@ class Hub(ApiModel):
     revision: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[-\w./]+$")] | None = (
         Field(
             default=None,
-            description="Commit, tag or branch; `main` if absent. A commit keeps all replicas "
-            "alike.",
+            description="Commit, tag or branch; defaults to `main`. Pin a commit to keep all replicas "
+            "identical.",
         )
     )
     token_secret: SecretKey | None = Field(
@@ -96,7 +97,7 @@ class Hub(ApiModel):
 
 
 class ModelSource(ApiModel):
-    """The checkpoint; exactly one of path, claim and hub."""
+    """The checkpoint: exactly one of path, claim and hub."""
 
     model_config = checked(
         cel(
@@ -105,42 +106,42 @@ class ModelSource(ApiModel):
         ),
         cel(
             "self == oldSelf",
-            "spec.model.source is immutable: make another RolloutReplica for another model, or "
-            "move spec.weights.target for other weights",
+            "spec.model.source is immutable: create another RolloutReplica for another model, or "
+            "set spec.weights.target to serve other weights",
         ),
     )
 
     path: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         default=None,
-        description="Folder in the worker's file system: of the image, or of a volume of "
-        "podTemplate.",
+        description="Folder in the worker's file system, from the image or from a podTemplate "
+        "volume.",
         json_schema_extra=rules(
             cel(
                 r"self.startsWith('/') && !self.matches('(^|/)[.][.](/|$)')",
-                "spec.model.source.path must be absolute and without '..': give one like "
+                "spec.model.source.path must be an absolute path without '..': use one like "
                 "/models/qwen",
             )
         ),
     )
     claim: Claim | None = Field(
-        default=None, description="A claim, mounted read-only at `/rollout/model`."
+        default=None, description="PersistentVolumeClaim, mounted read-only at `/rollout/model`."
     )
-    hub: Hub | None = Field(default=None, description="A repository of the Hugging Face hub.")
+    hub: Hub | None = Field(default=None, description="Repository on the Hugging Face Hub.")
 
 
 class Model(ApiModel):
-    """The model that the pool serves."""
+    """Model that the pool serves."""
 
-    source: ModelSource = Field(description="The checkpoint; immutable.")
+    source: ModelSource = Field(description="Checkpoint. Immutable.")
     served_name: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        default=None, description="Name in the OpenAI routes; the object's name if absent."
+        default=None, description="Model name in the OpenAI API; defaults to the object's name."
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        default="auto", description="Number format of the weights; auto: the checkpoint's."
+        default="auto", description="Data type of the weights; auto uses the checkpoint's."
     )
     max_length: int | None = Field(
         default=None,
         ge=1,
         le=INT32_MAX,
-        description="Longest prompt plus output in tokens; the engine's own if absent.",
+        description="Maximum length of prompt plus output, in tokens; if unset, the engine's own limit.",
     )

@@ -1,4 +1,4 @@
-"""The environment of the worker container, as in a pod."""
+"""The environment of the worker container, as in a pod spec."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class KeyRef(ApiModel):
     """A key of a Secret or ConfigMap in the pool's namespace."""
 
     name: Dns1123 = Field(description="Name of the Secret or ConfigMap.")
-    key: Key = Field(description="Key inside it.")
+    key: Key = Field(description="Key in it.")
     optional: bool | None = Field(
-        default=None, description="True: the variable is left out if the key is missing."
+        default=None, description="If true, the variable is omitted when the key is missing."
     )
 
 
@@ -60,8 +60,10 @@ class EnvVar(ApiModel):
 
     name: Annotated[
         str, Field(min_length=1, max_length=256, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")
-    ] = Field(description="Name; `ROLLOUT_*` belongs to the operator and is refused.")
+    ] = Field(description="Name; `ROLLOUT_*` is reserved for the operator and rejected.")
     value: Annotated[str, Field(max_length=4096)] | None = Field(
         default=None, description="Literal value."
     )
-    value_from: EnvSource | None = Field(default=None, description="Where else the value is.")
+    value_from: EnvSource | None = Field(
+        default=None, description="Source of the value, instead of value."
+    )

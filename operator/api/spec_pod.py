@@ -1,4 +1,4 @@
-"""The part of the spec that describes pods: resources and the pod template overlay."""
+"""The part of the spec that describes pods: resources, and what is merged into their template."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RESERVED_VOLUMES = "rollout-"
 
 
 class Resources(ApiModel):
-    """Compute resources of the worker container, without the accelerator."""
+    """Compute resources of the worker container, excluding the accelerator."""
 
     model_config = checked(
         cel(
@@ -49,55 +49,59 @@ class Resources(ApiModel):
     )
 
     requests: Mapping[str, Quantity] = Field(
-        default_factory=dict, max_length=32, description="What the scheduler sets aside."
+        default_factory=dict, max_length=32, description="Amounts that the scheduler reserves."
     )
     limits: Mapping[str, Quantity] = Field(
-        default_factory=dict, max_length=32, description="What the container may use at most."
+        default_factory=dict,
+        max_length=32,
+        description="Maximum amounts that the container may use.",
     )
 
 
 class Toleration(ApiModel):
-    """A taint that the pods may live with."""
+    """A taint that the pods tolerate."""
 
     key: Annotated[str, Field(max_length=316)] | None = Field(
-        default=None, description="Key of the taint; absent: every key, with operator Exists."
+        default=None, description="Taint key; if unset, every key (with operator Exists)."
     )
     operator: Literal["Exists", "Equal"] | None = Field(
-        default=None, description="How the value is compared; Equal if absent."
+        default=None, description="How the value is compared; defaults to Equal."
     )
-    value: LabelValue | None = Field(default=None, description="Value of the taint, for Equal.")
+    value: LabelValue | None = Field(default=None, description="Taint value, for Equal.")
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
-        default=None, description="Effect of the taint; absent: all."
+        default=None, description="Taint effect; if unset, every effect."
     )
     toleration_seconds: int | None = Field(
         default=None,
         ge=0,
         le=INT32_MAX,
-        description="How long NoExecute is tolerated; absent: for ever.",
+        description="How long a NoExecute taint is tolerated; if unset, forever.",
     )
 
 
 class TopologySpread(ApiModel):
-    """How pods spread over a topology."""
+    """How pods are spread across a topology."""
 
-    max_skew: int = Field(ge=1, le=INT32_MAX, description="Largest difference between domains.")
+    max_skew: int = Field(
+        ge=1, le=INT32_MAX, description="Maximum difference in pod count between domains."
+    )
     topology_key: Annotated[str, Field(min_length=1, max_length=316)] = Field(
-        description="Node label that makes the domains."
+        description="Node label that defines the domains."
     )
     when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"] = Field(
-        description="What the scheduler does when it can't keep the skew."
+        description="What the scheduler does when it can't meet the skew."
     )
     label_selector: OpenObject | None = Field(
-        default=None, description="Which pods count.", json_schema_extra=OPEN_OBJECT
+        default=None, description="Pods that are counted.", json_schema_extra=OPEN_OBJECT
     )
     match_label_keys: tuple[Key, ...] = Field(
         default=(),
         max_length=16,
-        description="Pod labels whose values must match too.",
+        description="Pod labels whose values must also match.",
         json_schema_extra=ATOMIC_LIST,
     )
     min_domains: int | None = Field(
-        default=None, ge=1, le=INT32_MAX, description="Smallest number of domains."
+        default=None, ge=1, le=INT32_MAX, description="Minimum number of domains."
     )
     node_affinity_policy: Literal["Honor", "Ignore"] | None = Field(
         default=None, description="Whether node affinity decides which nodes count."
@@ -108,12 +112,12 @@ class TopologySpread(ApiModel):
 
 
 class Volume(ApiModel):
-    """A volume of the pods: `name` and one source, as in a pod (`persistentVolumeClaim`, …)."""
+    """A pod volume: `name` and one source, as in a pod spec (`persistentVolumeClaim`, …)."""
 
     model_config = checked(
         cel(
             f"!self.name.startsWith('{RESERVED_VOLUMES}')",
-            f"volume names starting with {RESERVED_VOLUMES} belong to the operator: rename it",
+            f"volume names starting with {RESERVED_VOLUMES} are reserved for the operator: rename it",
             path=".name",
         ),
         x_kubernetes_preserve_unknown_fields=True,
@@ -125,24 +129,24 @@ class Volume(ApiModel):
 class VolumeMount(ApiModel):
     """Where a volume is mounted in the worker container."""
 
-    name: Dns1123Label = Field(description="Name of an entry of spec.podTemplate.volumes.")
+    name: Dns1123Label = Field(description="Name of an entry in spec.podTemplate.volumes.")
     mount_path: Annotated[str, Field(min_length=1, max_length=512)] = Field(
-        description="Absolute path; `/rollout` and what is below belongs to the operator.",
+        description="Absolute path; `/rollout` and everything below it is reserved for the operator.",
         json_schema_extra=rules(
             cel(
                 r"self.matches('^(/[^/:]+)+/?$') && !self.matches('(^|/)[.][.]?(/|$)')",
                 "mountPath must be an absolute path below / without ':', '.', '..' or '//': "
-                "give one like /data",
+                "use one like /data",
             ),
             cel(
                 "!self.matches('^/rollout(/|$)')",
-                "mountPath must not be /rollout or below: the operator mounts the model and the "
+                "mountPath must not be /rollout or below it: the operator mounts the model and the "
                 "weights there; choose another path",
             ),
         ),
     )
     sub_path: SubPath | None = Field(default=None, description=SUB_PATH_MEANING)
-    read_only: bool | None = Field(default=None, description="True: mounted read-only.")
+    read_only: bool | None = Field(default=None, description="If true, the mount is read-only.")
 
 
 class ObjectRef(ApiModel):
@@ -158,7 +162,7 @@ def _keys(what: str) -> dict[str, str]:
     return cel(
         f"self.all(k, k.size() <= 317 && k.matches('{_KEY}'))",
         f"spec.podTemplate.{what}: a key is a name of at most 63 letters, digits, '-', '_' and '.', "
-        "with a DNS prefix and '/' before it if wanted: mend the key",
+        "optionally preceded by a DNS prefix and '/': correct the key",
     )
 
 
@@ -173,7 +177,7 @@ _REFUSED_LABELS = f" && !(k in {list(OPERATOR_LABELS)!r})"
 
 
 class PodTemplate(ApiModel):
-    """Overlay on the pods that the operator makes; changing it replaces the pods."""
+    """Fields merged into the pods that the operator creates; changing them replaces the pods."""
 
     model_config = checked(
         cel(
@@ -188,7 +192,7 @@ class PodTemplate(ApiModel):
     labels: Mapping[str, LabelValue] = Field(
         default_factory=dict,
         max_length=32,
-        description="More labels; `rollout.dev/*` and the operator's own are refused.",
+        description="Additional labels; `rollout.dev/*` and the operator's own are rejected.",
         json_schema_extra=rules(
             _keys("labels"),
             _own("labels", f"{GROUP}/* and {', '.join(OPERATOR_LABELS)}", _REFUSED_LABELS),
@@ -197,7 +201,7 @@ class PodTemplate(ApiModel):
     annotations: Mapping[str, Annotated[str, Field(max_length=4096)]] = Field(
         default_factory=dict,
         max_length=32,
-        description="More annotations; `rollout.dev/*` is refused.",
+        description="Additional annotations; `rollout.dev/*` is rejected.",
         json_schema_extra=rules(_keys("annotations"), _own("annotations", f"{GROUP}/*")),
     )
     node_selector: Mapping[str, LabelValue] = Field(
@@ -207,23 +211,26 @@ class PodTemplate(ApiModel):
         json_schema_extra=rules(_keys("nodeSelector"), **ATOMIC_MAP),
     )
     tolerations: tuple[Toleration, ...] = Field(
-        default=(), max_length=32, description="Tolerated taints.", json_schema_extra=ATOMIC_LIST
+        default=(),
+        max_length=32,
+        description="Taints that the pods tolerate.",
+        json_schema_extra=ATOMIC_LIST,
     )
     affinity: OpenObject | None = Field(
         default=None,
-        description="Node and pod affinity, as in a pod.",
+        description="Node and pod affinity, as in a pod spec.",
         json_schema_extra=OPEN_OBJECT,
     )
     topology_spread_constraints: tuple[TopologySpread, ...] = Field(
         default=(),
         max_length=16,
-        description="How the pods spread.",
+        description="How the pods are spread.",
         json_schema_extra=ATOMIC_LIST,
     )
     volumes: tuple[Volume, ...] = Field(
         default=(),
         max_length=32,
-        description="More volumes, as in a pod; names `rollout-*` are the operator's.",
+        description="Additional volumes, as in a pod spec; names starting with `rollout-` are reserved.",
         json_schema_extra=map_list("name"),
     )
     volume_mounts: tuple[VolumeMount, ...] = Field(
@@ -245,10 +252,10 @@ class PodTemplate(ApiModel):
         default=None, description="RuntimeClass of the pods."
     )
     scheduler_name: Dns1123 | None = Field(
-        default=None, description="Scheduler of the pods; the cluster's default if absent."
+        default=None, description="Scheduler of the pods; if unset, the cluster's default."
     )
     security_context: OpenObject | None = Field(
         default=None,
-        description="Security context of the pods, as in a pod; the operator's if absent.",
+        description="Security context of the pods, as in a pod spec; if unset, the operator's.",
         json_schema_extra=OPEN_OBJECT,
     )

@@ -1,4 +1,4 @@
-"""The part of the spec that says how large one replica is, and on what it computes."""
+"""The part of the spec that says how large one replica is, and what it runs on."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from .schema import ApiModel, ResourceName, api_default, cel, checked
 
 
 class Parallelism(ApiModel):
-    """How one replica spreads over accelerators and pods; immutable."""
+    """How one replica is spread across accelerators and pods. Immutable."""
 
     model_config = checked(
         cel(
             "(self.tensor * self.pipeline * self.data) % self.nodes == 0",
-            "'spec.parallelism: tensor*pipeline*data = %d does not divide over %d nodes: set nodes "
+            "'spec.parallelism: tensor*pipeline*data = %d is not divisible by nodes = %d: set nodes "
             "to a divisor of it'.format([self.tensor * self.pipeline * self.data, self.nodes])",
             expression=True,
         ),
         cel(
             "self == oldSelf",
-            "spec.parallelism is immutable: make another RolloutReplica with the new shape",
+            "spec.parallelism is immutable: create another RolloutReplica with the new shape",
         ),
     )
 
@@ -27,28 +27,28 @@ class Parallelism(ApiModel):
         default=1,
         ge=1,
         le=4096,
-        description="Tensor parallel size.",
+        description="Tensor-parallel size.",
         json_schema_extra=api_default(),
     )
     pipeline: int = Field(
         default=1,
         ge=1,
         le=4096,
-        description="Pipeline parallel size.",
+        description="Pipeline-parallel size.",
         json_schema_extra=api_default(),
     )
     data: int = Field(
         default=1,
         ge=1,
         le=4096,
-        description="Data parallel size within the replica.",
+        description="Data-parallel size within the replica.",
         json_schema_extra=api_default(),
     )
     nodes: int = Field(
         default=1,
         ge=1,
         le=999,
-        description="Pods of one replica; must divide tensor*pipeline*data.",
+        description="Pods per replica; must divide tensor*pipeline*data.",
         json_schema_extra=api_default(),
     )
 
@@ -59,7 +59,7 @@ class Parallelism(ApiModel):
 
 
 class Accelerator(ApiModel):
-    """What the engine computes on."""
+    """Accelerator that the engine runs on."""
 
     resource: ResourceName = Field(
         description="Extended resource of one accelerator, for example `nvidia.com/gpu`."

@@ -1,4 +1,4 @@
-"""The part of the spec that says which weights the pool serves and how it comes to them."""
+"""The part of the spec that says which weights the pool serves, and how it updates them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .schema import (
 
 
 class Strategy(StrEnum):
-    """How a fleet comes to new weights."""
+    """How a pool moves to new weights."""
 
     ALL_AT_ONCE = "AllAtOnce"
     ROLLING = "Rolling"
@@ -41,13 +41,13 @@ TARGET = "spec.weights.target"
 
 
 class WeightsTarget(ApiModel):
-    """The pointer: the weights that the pool must come to serve."""
+    """The target: the weights that the pool must serve."""
 
     model_config = checked(
         cel(
             "self.epoch > oldSelf.epoch || "
             "(self.epoch == oldSelf.epoch && self.version >= oldSelf.version)",
-            f"'{TARGET} (%d, %d) is below the stored (%d, %d): raise version, or take epoch %d'"
+            f"'{TARGET} (%d, %d) is lower than the stored (%d, %d): raise version, or use epoch %d'"
             ".format([self.epoch, self.version, oldSelf.epoch, oldSelf.version, "
             "oldSelf.epoch + 1])",
             expression=True,
@@ -55,13 +55,13 @@ class WeightsTarget(ApiModel):
         cel(
             "self.epoch != oldSelf.epoch || self.version != oldSelf.version || "
             "self.source == oldSelf.source",
-            f"{TARGET}.source must not change under the same epoch and version: raise version",
+            f"{TARGET}.source must not change for the same epoch and version: raise version",
             path=".source",
         ),
         cel(
             "self.epoch != oldSelf.epoch || self.version == oldSelf.version || "
             "self.source != oldSelf.source",
-            f"{TARGET}.source must change with version: give the new version's own source",
+            f"{TARGET}.source must change when version does: give the new version its own source",
             path=".source",
         ),
         cel(
@@ -74,14 +74,16 @@ class WeightsTarget(ApiModel):
     )
 
     epoch: int = Field(
-        ge=0, le=MAX_IDENTITY, description="Fencing token of the trainer's incarnation."
+        ge=0,
+        le=MAX_IDENTITY,
+        description="Fencing token: a trainer that takes over uses a higher epoch.",
     )
     version: int = Field(
-        ge=0, le=MAX_IDENTITY, description="The trainer's number of these weights; grows."
+        ge=0, le=MAX_IDENTITY, description="Version chosen by the trainer; must increase."
     )
     source: WeightsSource = Field(
-        description="Where the bytes are: exactly one of path and checkpoint. They stay unchanged "
-        "until a later version is committed.",
+        description="Where the weights are: exactly one of path and checkpoint. The files must not "
+        "change until a later version is committed.",
         json_schema_extra=rules(
             cel(
                 "[has(self.path), has(self.checkpoint)].exists_one(x, x)",
@@ -90,7 +92,7 @@ class WeightsTarget(ApiModel):
             ),
             cel(
                 r"!has(self.path) || !self.path.matches('(^|/)[.][.](/|$)')",
-                f"{TARGET}.source.path must not contain '..': give the folder itself, absolute or "
+                f"{TARGET}.source.path must not contain '..': name the folder itself, absolute or "
                 "relative to /rollout/weights",
                 path=".path",
             ),
@@ -104,9 +106,9 @@ class WeightsTarget(ApiModel):
 
 
 class WeightsVolume(ApiModel):
-    """Volume with trainers' weights, mounted read-only at `/rollout/weights`."""
+    """Volume with the trainer's weights, mounted read-only at `/rollout/weights`."""
 
-    claim: Claim = Field(description="The claim that holds the weights.")
+    claim: Claim = Field(description="PersistentVolumeClaim that holds the weights.")
 
 
 class InFlight(ApiModel):
@@ -114,34 +116,35 @@ class InFlight(ApiModel):
 
     policy: Literal["Drain", "Abort", "Keep", "Recompute", "Pin"] = Field(
         default="Drain",
-        description="Drain: they end on the old weights within the deadline. Abort: partial "
-        "output. Keep: they go on with their KV. Recompute: their prefix is prefilled again with "
-        "the new weights. Pin (engine hf): they end on the old weights, kept beside the new ones "
-        "that later requests use.",
+        description="Drain: they finish on the old weights, within the deadline. Abort: they end "
+        "with partial output. Keep: they continue on the new weights with the KV cache they have. "
+        "Recompute: they continue on the new weights, which recompute their KV cache. Pin (engine "
+        "hf): they finish on the old weights, which stay in memory while new requests use the new "
+        "ones.",
     )
     deadline_seconds: int | None = Field(
         default=None,
         ge=0,
         le=86400,
-        description="How long Drain waits, and Pin for requests that are pinned already; "
-        "spec.drainSeconds if absent.",
+        description="How long Drain waits, and how long Pin waits for requests that are already "
+        "pinned; defaults to spec.drainSeconds.",
     )
     on_deadline: Literal["Abort", "Keep"] = Field(
-        default="Abort", description="What happens to requests that still run after the wait."
+        default="Abort", description="What happens to requests still running at the deadline."
     )
 
 
 class Weights(ApiModel):
-    """Which weights the pool serves and how it comes to them."""
+    """Which weights the pool serves, and how it updates them."""
 
     target: WeightsTarget | None = Field(
         default=None,
-        description="The pointer: what the pool must serve; absent: (0, 0), the model's own "
-        "checkpoint. Never goes down and is never removed. Trainers move it, so it never belongs "
-        "into a GitOps manifest.",
+        description="Weights that the pool must serve; if unset, (0, 0), the model's own "
+        "checkpoint. Never decreases and cannot be removed. Trainers set it, so keep it out of "
+        "GitOps manifests.",
     )
     volume: WeightsVolume | None = Field(
-        default=None, description="Volume that source.path lies on, besides the model's."
+        default=None, description="Volume that holds source.path, in addition to the model's."
     )
     strategy: Strategy = Field(
         default=Strategy.ALL_AT_ONCE,
@@ -150,7 +153,10 @@ class Weights(ApiModel):
         json_schema_extra=api_default(),
     )
     max_unavailable: int = Field(
-        default=1, ge=1, le=9999, description="Replicas that Rolling updates at a time."
+        default=1,
+        ge=1,
+        le=9999,
+        description="Maximum number of replicas that Rolling updates at a time.",
     )
     in_flight: InFlight = Field(
         default=InFlight(), description="What happens to running requests at a commit."
@@ -159,7 +165,7 @@ class Weights(ApiModel):
         default=600,
         ge=1,
         le=86400,
-        description="Time for one update; when it passes, status reports it and retries go on.",
+        description="Time limit for one update; past it, status says so and retries continue.",
     )
 
 
@@ -167,19 +173,19 @@ class UpdateStrategy(ApiModel):
     """Rolling update of pods after a change that needs new ones."""
 
     max_unavailable: int = Field(
-        default=1, ge=1, le=9999, description="Replicas that may be replaced at a time."
+        default=1, ge=1, le=9999, description="Maximum number of replicas replaced at a time."
     )
 
 
 class RestartPolicy(ApiModel):
-    """Back-off of replicas that fail; the count resets after 10 minutes Ready or a new spec."""
+    """Back-off for failing replicas; 10 minutes Ready or a new spec reset the count."""
 
     model_config = checked(
         cel(
             "(has(self.baseDelaySeconds) ? self.baseDelaySeconds : 10) <= "
             "(has(self.maxDelaySeconds) ? self.maxDelaySeconds : 300)",
-            "spec.restartPolicy.baseDelaySeconds (10 if absent) must not exceed maxDelaySeconds "
-            "(300 if absent): lower the one or raise the other",
+            "spec.restartPolicy.baseDelaySeconds (default 10) must not exceed maxDelaySeconds "
+            "(default 300): lower one or raise the other",
         )
     )
 
@@ -187,12 +193,12 @@ class RestartPolicy(ApiModel):
         default=10,
         ge=1,
         le=86400,
-        description="Wait before the second restart in a row (the first is at once); then doubles.",
+        description="Delay before the second restart in a row (the first is immediate); then doubles.",
     )
-    max_delay_seconds: int = Field(default=300, ge=1, le=86400, description="Longest wait.")
+    max_delay_seconds: int = Field(default=300, ge=1, le=86400, description="Maximum delay.")
     max_restarts: int | None = Field(
         default=None,
         ge=0,
         le=INT32_MAX,
-        description="Restarts after which a replica is left Failed; absent: no limit.",
+        description="Restarts after which a replica stays Failed; if unset, no limit.",
     )

@@ -78,32 +78,33 @@ class StatusId(ApiModel):
 
 
 class CommittedWeights(StatusId):
-    """What joiners and restarted workers load, and the floor below which nobody is Ready."""
+    """Weights that new and restarted workers load; no worker below them is Ready."""
 
-    source: WeightsSource = Field(description="Where the bytes are.")
+    source: WeightsSource = Field(description="Where the weights are.")
     root_hash: Annotated[str, Field(max_length=128)] | None = Field(
         default=None, description="Hash of the content, once a worker has computed it."
     )
 
 
 class ActiveRange(ApiModel):
-    """Lowest and highest identity that serves."""
+    """Lowest and highest identity being served."""
 
-    min: StatusId = Field(description="Lowest identity that serves.")
-    max: StatusId = Field(description="Highest identity that serves.")
+    min: StatusId = Field(description="Lowest identity being served.")
+    max: StatusId = Field(description="Highest identity being served.")
 
 
 class LastUpdate(StatusId):
-    """The last weights update, also one that runs."""
+    """Latest weights update, finished or in progress."""
 
     source: WeightsSource | None = Field(
-        default=None, description="Where its bytes are; kept, since the target may have moved on."
+        default=None,
+        description="Where its weights are; kept because the target may have moved on.",
     )
-    phase: UpdatePhase = Field(description="How far it is.")
-    attempts: Count = Field(default=0, description="Times that it was tried.")
+    phase: UpdatePhase = Field(description="Phase of the update.")
+    attempts: Count = Field(default=0, description="Number of attempts.")
     started_at: Timestamp | None = Field(default=None, description="When staging began.")
     completed_at: Timestamp | None = Field(default=None, description="When it ended.")
-    message: Message = Field(default="", description="One sentence of how it goes.")
+    message: Message = Field(default="", description="One sentence on its progress.")
 
 
 class WeightsStatus(ApiModel):
@@ -111,36 +112,33 @@ class WeightsStatus(ApiModel):
 
     committed: CommittedWeights | None = Field(
         default=None,
-        description="What joiners and restarted workers load, and the floor below which nobody is "
-        "Ready.",
+        description="Weights that new and restarted workers load; no worker below them is Ready.",
     )
     active: ActiveRange | None = Field(
-        default=None, description="What the serving replicas serve, as observed."
+        default=None, description="Weights observed on the serving replicas."
     )
     staged_replicas: Count = Field(
-        default=0, description="Replicas that have staged the update that runs."
+        default=0, description="Replicas that have staged the update in progress."
     )
     last_update: LastUpdate | None = Field(
-        default=None, description="The last weights update, also one that runs."
+        default=None, description="Latest weights update, finished or in progress."
     )
 
 
 class Transition(ApiModel):
     """A change of the pool's lifecycle."""
 
-    from_: PoolState | None = Field(
-        default=None, alias="from", description="Lifecycle that was left."
-    )
-    to: PoolState = Field(description="Lifecycle that was asked for.")
+    from_: PoolState | None = Field(default=None, alias="from", description="Previous lifecycle.")
+    to: PoolState = Field(description="Requested lifecycle.")
     started_at: Timestamp = Field(description="When the change began.")
     completed_at: Timestamp | None = Field(
-        default=None, description="When every replica had done it; absent: it runs."
+        default=None, description="When every replica had completed it; unset while in progress."
     )
-    message: Message = Field(default="", description="One sentence of how it goes.")
+    message: Message = Field(default="", description="One sentence on its progress.")
 
 
 class Member(ApiModel):
-    """A head pod, as its worker answered."""
+    """A head pod, as its worker reports it."""
 
     name: Name = Field(description="Name of the pod.")
     node: Name | None = Field(default=None, description="Node that it runs on.")
@@ -149,15 +147,15 @@ class Member(ApiModel):
     )
     epoch: Identity | None = Field(default=None, description="Epoch of its active weights.")
     version: Identity | None = Field(default=None, description="Version of its active weights.")
-    ready: bool = Field(description="It serves.")
+    ready: bool = Field(description="Whether it serves.")
     restarts: Count = Field(default=0, description="Restarts of the replica.")
-    message: ShortMessage = Field(default="", description="What it waits for or what failed.")
+    message: ShortMessage = Field(default="", description="What it is waiting for, or what failed.")
 
 
 class LastError(ApiModel):
     """Something that went wrong."""
 
-    time: Timestamp = Field(description="When it was seen.")
+    time: Timestamp = Field(description="When it was observed.")
     message: Message = Field(description="What went wrong and where.")
 
 
@@ -171,13 +169,13 @@ class PoolCondition(ApiModel):
     reason: Annotated[
         str,
         Field(min_length=1, max_length=256, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"),
-    ] = Field(description="CamelCase word for programs.")
+    ] = Field(description="CamelCase reason, for programs.")
     message: Annotated[Message, Field(max_length=32768)] = Field(
-        default="", description="One sentence for people."
+        default="", description="One sentence, for people."
     )
     last_transition_time: TimestampSeconds = Field(description="When status last changed.")
     observed_generation: Annotated[int, Field(ge=0, le=MAX_IDENTITY)] | None = Field(
-        default=None, description="Generation of the spec that this is about."
+        default=None, description="Generation of the spec that this describes."
     )
 
 
@@ -185,36 +183,41 @@ class RolloutReplicaStatus(ApiModel):
     """What was observed of the pool; one server-side apply writes it whole."""
 
     observed_generation: Annotated[int, Field(ge=0, le=MAX_IDENTITY)] | None = Field(
-        default=None, description="Generation of the spec that this status is about."
+        default=None, description="Generation of the spec that this status describes."
     )
     phase: Phase | None = Field(
         default=None, description="Summary for people, derived from the conditions."
     )
-    message: Message = Field(default="", description="One sentence of what is waited for.")
+    message: Message = Field(
+        default="", description="One sentence on what the pool is waiting for, or what is wrong."
+    )
     replicas: Count = Field(default=0, description="Replicas that have pods.")
     ready_replicas: Count = Field(default=0, description="Replicas that serve.")
-    updated_replicas: Count = Field(default=0, description="Replicas of the newest revision.")
-    asleep_replicas: Count = Field(default=0, description="Replicas that sleep.")
+    updated_replicas: Count = Field(default=0, description="Replicas at the latest revision.")
+    asleep_replicas: Count = Field(default=0, description="Replicas that are asleep.")
     selector: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="Label selector of one pod per replica, for HPA and PDB."
+        default=None,
+        description="Label selector that matches one pod per replica, for HPA and PDB.",
     )
     weights: WeightsStatus = Field(
         default=WeightsStatus(), description="Weights of the pool, as observed."
     )
     last_transition: Transition | None = Field(
-        default=None, description="The last change of the pool's lifecycle."
+        default=None, description="Latest change of the pool's lifecycle."
     )
     members: tuple[Member, ...] = Field(
         default=(),
         max_length=MAX_MEMBERS,
-        description="Head pods, those that are not ready first; at most 50.",
+        description="Head pods, unready ones first; at most 50.",
         json_schema_extra=ATOMIC_LIST,
     )
-    restarts: Count = Field(default=0, description="Restarts of replicas since the pool was made.")
+    restarts: Count = Field(
+        default=0, description="Restarts of replicas since the pool was created."
+    )
     last_errors: tuple[LastError, ...] = Field(
         default=(),
         max_length=MAX_ERRORS,
-        description="What went wrong lately, newest first; at most 5.",
+        description="Recent errors, newest first; at most 5.",
         json_schema_extra=ATOMIC_LIST,
     )
     conditions: tuple[PoolCondition, ...] = Field(

@@ -1,9 +1,9 @@
 """Writes whose effect the watch has not shown yet.
 
-Between a create or delete and its event a pass would look at an old world: it would create again
-or delete another one. Names are deterministic and answers go into the store, so a mistake would
-be caught by the API server anyway; expectations spare the calls and the wrong status. They run out
-after a minute, because a lost event must delay a pool, never stop it.
+Between a create or delete and its event a pass would see an old world: it would create again or
+delete another one. Names are deterministic and answers go into the store, so the API server would
+catch a mistake anyway; expectations save the calls and the wrong status. They expire after a
+minute, because a lost event may delay a pool but never stop it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Expectations:
 
     Args:
         clock: Monotonic seconds.
-        on_timeout: Called with the resource for every expectation that ran out.
+        on_timeout: Called with the resource for every expectation that expired.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Expectations:
     ) -> set[Key]:
         """Take a whole list that was begun at monotonic time `started`.
 
-        What it shows is seen. What it lacks although it was expected before the list began is gone.
+        What it shows has been seen. What was expected before the list began but is missing is gone.
 
         Returns:
             The pools that waited for something of this.

@@ -22,18 +22,18 @@ RELIST_SECONDS = 5.0
 
 PACE_SECONDS = 0.001
 MAX_PACE_SECONDS = 0.5
-"""Changes of parts are collected for so long, for each pod that the pool has: a pass costs more in a
-larger pool, and one that starts changes five times for every pod."""
+"""How long changes to a pool's parts are collected, per pod that it has: a pass costs more in a
+larger pool, and a pool that is starting changes five times per pod."""
 
 UNPACED_PODS = 16
-"""Up to so many pods a pool is looked at immediately."""
+"""A pool of up to this many pods is looked at immediately."""
 
 
 class Feed:
     """The sink of the streams; see the module.
 
-    A stream that lists again has lost its place, and kopf does not tell what went meanwhile, so
-    such a list is followed by a resync of ours.
+    A stream that lists again has lost its place, and kopf does not say what was deleted meanwhile,
+    so a resync follows such a list.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Feed:
             self._resync.soon(self._relist_seconds)
 
     def part_changed(self, key: Key) -> None:
-        """Look at a pool of which a worker has changed."""
+        """Look at a pool, one of whose workers has changed."""
         self._queue.add(key, self._pace(key))
 
     def _pace(self, key: Key) -> float:

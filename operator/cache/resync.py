@@ -1,6 +1,6 @@
-"""The periodic list of everything, which makes the store true again whatever the watch missed.
+"""The periodic full list, which corrects the store whatever the watch missed.
 
-The first one precedes the first pass: nothing is decided before all three resources were listed.
+The first one precedes the first pass: nothing is decided until all three resources are listed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SELECTORS: dict[ResourceName, str | None] = {"pools": None, "pods": MANAGED, "se
 RETRY_SECONDS = 2.0
 MAX_RETRY_SECONDS = 30.0
 LIST_TRIES = 3
-"""A list whose continuation expired is begun again this often before it counts as failed."""
+"""A list whose continuation expired is restarted this often before it counts as failed."""
 
 SPREAD = 0.5
 """Share of the interval over which a resync wakes the pools in which nothing changed."""
@@ -41,7 +41,7 @@ class Resync:
 
     Args:
         kube: The client.
-        store: What is made true.
+        store: What is corrected.
         expectations: Told what the lists show.
         queue: Where the pools are woken.
         telemetry: Counts ghosts.
@@ -71,7 +71,7 @@ class Resync:
         self._interval = interval
         self._clock = clock
         self._finished_at: float | None = None
-        self._told = ""
+        self._logged = ""
         self._soon = asyncio.Event()
         self._soon_timer: asyncio.TimerHandle | None = None
 
@@ -81,7 +81,7 @@ class Resync:
         return self._interval
 
     def age(self) -> float | None:
-        """Return how many seconds ago the last whole list ended; None: there was none yet."""
+        """Return how many seconds ago the last full list ended; None: there was none yet."""
         return None if self._finished_at is None else self._clock() - self._finished_at
 
     def soon(self, delay: float) -> None:
@@ -121,15 +121,15 @@ class Resync:
             self._queue.add(key, random.uniform(0, SPREAD * self._interval))
 
     async def _tried(self) -> bool:
-        """List everything; if that fails, tell the reason unless it was told last time."""
+        """List everything; if that fails, log the reason unless it was the same last time."""
         try:
             await self.once()
         except KubeError as error:
             text = _explained(error)
-            logger.log(logging.DEBUG if text == self._told else logging.WARNING, "%s", text)
-            self._told = text
+            logger.log(logging.DEBUG if text == self._logged else logging.WARNING, "%s", text)
+            self._logged = text
             return False
-        self._told = ""
+        self._logged = ""
         return True
 
     async def _wait(self) -> None:
@@ -160,7 +160,7 @@ class Resync:
             )
             if ghosts:
                 self._telemetry.ghosts.inc(ghosts)
-                logger.info("a list showed that %d %s are gone", ghosts, resource)
+                logger.info("a list found %d %s gone that the watch had missed", ghosts, resource)
             return touched
         raise AssertionError("the loop returns or raises")
 
@@ -183,5 +183,5 @@ def _explained(error: KubeError) -> str:
     if isinstance(error, NotFound):
         return f"{error}; is the CustomResourceDefinition installed?"
     if isinstance(error, Forbidden):
-        return f"{error}; the operator's role lacks this right"
+        return f"{error}; the operator's role lacks this permission"
     return str(error)

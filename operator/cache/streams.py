@@ -25,7 +25,7 @@ Sink = Callable[[ResourceName, str | None, Any], None]
 
 BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0)
 CALM_SECONDS = 60.0
-"""Streams that ran for so long start again with the shortest delay."""
+"""Streams that ran this long restart after the shortest delay."""
 
 
 class Streams:
@@ -35,8 +35,8 @@ class Streams:
         sink: Takes the events.
         namespaces: What to watch; empty: all.
         spawned: Called after each start: kopf has set its signal handlers, and we want ours.
-        listed: Awaited before the streams start anew. It must list everything, because events were
-            missed, and it shows that the resource exists, because kopf looks for it only once.
+        listed: Awaited before the streams restart. It must list everything, because events were
+            missed, and it proves that the resource exists, because kopf looks for it only once.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Streams:
                 return
             failures = 0 if time.monotonic() - began > CALM_SECONDS else failures + 1
             delay = BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)]
-            logger.warning("the watch streams ended (%s): starting them anew", reason)
+            logger.warning("the watch streams ended (%s): restarting them", reason)
             await asyncio.sleep(delay * random.uniform(0.8, 1.2))
             await self._listed()
 
@@ -95,7 +95,7 @@ class Streams:
 
 
 class _AllTasks(Collection[Any]):
-    """Says that it holds every task: at its end kopf would cancel all of the loop's but these."""
+    """Claims to hold every task: at its end kopf cancels all of the loop's tasks but these."""
 
     def __contains__(self, task: object) -> bool:
         return True
@@ -128,7 +128,7 @@ def register(sink: Sink, registry: kopf.OperatorRegistry | None = None) -> None:
 
 
 def configure(settings: kopf.OperatorSettings, *, embedded: bool) -> None:
-    """Set what was measured to matter (docs/architecture.md); `embedded`: kopf runs inside us."""
+    """Set what measurements showed to matter; `embedded`: kopf runs inside this process."""
     settings.watching.label_selectors["pods"] = MANAGED
     settings.watching.label_selectors["services"] = MANAGED
     settings.watching.chunk_size = 500
@@ -144,7 +144,7 @@ def configure(settings: kopf.OperatorSettings, *, embedded: bool) -> None:
     settings.networking.error_backoffs = [0.5, 1, 2, 4]
     settings.persistence.finalizer = f"{GROUP}/{MANAGER}"
     settings.persistence.diffbase_storage = _NoDiffs()
-    # Inside us, kopf ending is no reason to kill the process: we bound our own exit.
+    # Embedded, the end of kopf is no reason to kill the process: our own exit is bounded.
     settings.process.ultimate_exiting_timeout = None if embedded else 25
 
 

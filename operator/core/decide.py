@@ -1,4 +1,4 @@
-"""Turn what is wanted and what is seen into a plan. Pure: no clock, no API, no logging."""
+"""Turn what the user wants and what is observed into a plan. Pure: no clock, API or logging."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def _healthy(spec: RolloutReplicaSpec, heads: dict[str, Head]) -> frozenset[int]
 
 
 def _gates_of_leavers(seen: Observed, heads: dict[str, Head], leaving: set[str]) -> list[SetGate]:
-    """Surplus heads leave the Service before they are deleted."""
+    """Take surplus heads out of the Service before they are deleted."""
     return [
-        SetGate(p.name, p.uid, False, p.gate_boot or "", "it is going")
+        SetGate(p.name, p.uid, False, p.gate_boot or "", "it is being deleted")
         for p in seen.pods
         if p.uid in leaving and p.uid not in heads and p.gate and not p.deleting
     ]

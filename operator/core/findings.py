@@ -61,7 +61,7 @@ class View:
         """Replicas whose head is Ready: it serves."""
         return sum(h.pod.ready and h.pod.gate for h in self.heads.values())
 
-    def resting(self, lifecycle: Lifecycle) -> int:
+    def count(self, lifecycle: Lifecycle) -> int:
         """Replicas whose worker says that it is in this state."""
         return sum(
             h.worker.state is not None and h.worker.state.lifecycle is lifecycle
@@ -76,7 +76,7 @@ class View:
         if self.spec.state is State.ACTIVE:
             return self.ready >= self.wanted
         lifecycle = Lifecycle.PAUSED if self.spec.state is State.PAUSED else Lifecycle.ASLEEP
-        return self.resting(lifecycle) >= self.wanted
+        return self.count(lifecycle) >= self.wanted
 
 
 Check = Callable[[View], Finding | None]
@@ -121,7 +121,7 @@ def _load_failed(view: View) -> Finding | None:
 
 
 def _late_commit(view: View) -> Finding | None:
-    """It still drains for a commit that the others have behind them."""
+    """It still drains for a commit that the others have finished."""
     committed = view.weights.committed.identity
     for head in view.heads.values():
         state = head.worker.state
@@ -129,9 +129,7 @@ def _late_commit(view: View) -> Finding | None:
         if floor is None or floor >= committed or head.at_least(committed):
             continue
         if Verb.COMMIT in head.worker.running:
-            text = (
-                f"{head.pod.name}: gets no requests, it has not committed weights {committed} yet"
-            )
+            text = f"{head.pod.name} gets no requests: it has not committed weights {committed} yet"
             return Finding(Kind.DEGRADED, "WeightsFailed", text)
     return None
 
@@ -140,7 +138,7 @@ def _worker_failed(view: View) -> Finding | None:
     for head in view.heads.values():
         state = head.worker.state
         if state is not None and state.lifecycle is Lifecycle.FAILED:
-            why = state.last_error or "it gives no reason"
+            why = state.last_error or "no reason given"
             return Finding(Kind.DEGRADED, "EngineFailed", f"{head.pod.name}: {why}")
     return None
 
@@ -171,7 +169,7 @@ def _stalled(view: View) -> Finding | None:
         return Finding(
             Kind.STALLED,
             "DeadlineExceeded",
-            f"weights {update.identity} are not everywhere after "
+            f"weights {update.identity} did not reach every replica within "
             f"{view.spec.weights.deadline_seconds} s, retrying: {update.message}",
         )
     return None
@@ -182,7 +180,7 @@ def _leaving(view: View) -> Finding | None:
     if not surplus:
         return None
     what = "suspended" if view.spec.suspend else "scaled down"
-    text = f"{what}: waiting for {len(surplus)} pods to drain and end"
+    text = f"{what}: waiting for {len(surplus)} pods to drain and terminate"
     return Finding(Kind.PROGRESSING, "ScalingDown", text)
 
 
@@ -198,7 +196,7 @@ def _updating(view: View) -> Finding | None:
 def _rolling(view: View) -> Finding | None:
     if not view.pods.outdated:
         return None
-    text = f"rolling update: {view.pods.outdated} of {view.wanted} replicas have the old template"
+    text = f"rolling update: {view.pods.outdated} of {view.wanted} replicas have an old template"
     return Finding(Kind.PROGRESSING, "RollingUpdate", text)
 
 
@@ -206,7 +204,7 @@ def _changing_state(view: View) -> Finding | None:
     if view.spec.suspend or view.spec.state is State.ACTIVE:
         return None
     asleep = view.spec.state is State.ASLEEP
-    there = view.resting(Lifecycle.ASLEEP if asleep else Lifecycle.PAUSED)
+    there = view.count(Lifecycle.ASLEEP if asleep else Lifecycle.PAUSED)
     if there >= view.wanted:
         return None
     verb = "fall asleep" if asleep else "pause"
@@ -218,26 +216,27 @@ def _starting(view: View) -> Finding | None:
     missing = view.wanted - view.ready
     if view.spec.state is not State.ACTIVE or missing <= 0:
         return None
-    waking = view.resting(Lifecycle.WAKING) + view.resting(Lifecycle.ASLEEP)
+    waking = view.count(Lifecycle.WAKING) + view.count(Lifecycle.ASLEEP)
     what = _first_wait(view)
     text = f"waiting for {missing} of {view.wanted} replicas to serve" + (what and f": {what}")
     return Finding(Kind.PROGRESSING, "Waking" if waking else "Starting", text)
 
 
 def _first_wait(view: View) -> str:
-    """What the lowest replica that doesn't serve is busy with."""
+    """What the lowest replica that doesn't serve is doing."""
     by_replica = {h.pod.replica: h for h in view.heads.values()}
     for index in range(view.wanted):
         head = by_replica.get(index)
         if head is None:
             return f"replica {index} has no pod yet"
         if not head.pod.ready:
-            return f"{head.pod.name} {waits_for(head)}"
+            between = ":" if head.pod.trouble else ""
+            return f"{head.pod.name}{between} {waits_for(head)}"
     return ""
 
 
 def waits_for(head: Head) -> str:
-    """What a head is busy with, for a person; empty if it serves."""
+    """What a head is doing, for a person; empty if it serves."""
     state = head.worker.state
     if head.pod.ready and head.pod.gate:
         return ""
@@ -245,8 +244,8 @@ def waits_for(head: Head) -> str:
         return head.pod.trouble
     if state is None:
         if not head.pod.started:
-            return "waits for its container" if head.pod.node else "is not scheduled yet"
-        return f"does not answer yet ({head.worker.error})" if head.worker.error else "starts"
+            return "is waiting for its container" if head.pod.node else "is not scheduled yet"
+        return f"does not answer yet ({head.worker.error})" if head.worker.error else "is starting"
     if state.progress is not None:
         told = state.progress.fraction is None or "%" in state.progress.message
         part = "" if told else f" {state.progress.fraction:.0%}"
@@ -256,8 +255,8 @@ def waits_for(head: Head) -> str:
         return f"is {state.lifecycle}, held by {', '.join(sorted(others))}"
     staged = state.weights.staged
     if staged is not None and staged.phase == "Staging":
-        return f"stages weights ({staged.epoch}, {staged.version})"
-    return f"is {state.lifecycle}" + ("" if state.serving else " and does not serve yet")
+        return f"is staging weights ({staged.epoch}, {staged.version})"
+    return f"is {state.lifecycle}" + ("" if state.serving else " but does not serve yet")
 
 
 CHECKS: tuple[Check, ...] = (

@@ -1,8 +1,8 @@
-"""Which pods to make and to delete. Pure.
+"""Which pods to create and to delete. Pure.
 
-A replica is a *gang* of `parallelism.nodes` pods that lives and dies as a whole. Its back-off is
-kept in the world: a failed pod stays where it is until its replacement is due, and the
-replacement carries the count in an annotation.
+A replica is a *gang* of `parallelism.nodes` pods that live and die together. Its back-off is kept
+in the world: a failed pod stays where it is until its replacement is due, and the replacement
+carries the count in an annotation.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .plan import CreatePod, DeletePod, Wait
 from .world import Observed, Pod
 
 HEALTHY_SECONDS = 600.0
-"""A replica that served this long before it failed starts counting anew."""
+"""A replica that served this long before it failed counts from zero again."""
 
 STUCK_SECONDS = 30.0
 """A pod still there this long after its grace period (a dead node) is deleted with grace 0."""
 
 UNSETTLED_SECONDS = 1.0
-"""How soon to look again while the watch has yet to show writes of ours."""
+"""How soon to look again while the watch has not shown all our writes."""
 
 
 @dataclass(slots=True)
@@ -37,9 +37,9 @@ class PodPlan:
     """Replicas that failed too often, with the reason."""
     backing_off: dict[int, str] = field(default_factory=dict)
     restarts: dict[int, int] = field(default_factory=dict)
-    """Failures that the replacements of these replicas carry on."""
+    """Failures to note on the pods that replace these replicas."""
     outdated: int = 0
-    """Gangs of an old revision that still wait for their turn."""
+    """Gangs at an old revision that still wait for their turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Gang:
     index: int
     pods: tuple[Pod, ...]
     living: tuple[Pod, ...]
-    """Pods that nobody deletes."""
+    """Pods that are not being deleted."""
     size: int
 
     @property
@@ -59,7 +59,7 @@ class Gang:
 
 
 def gangs_of(spec: RolloutReplicaSpec, seen: Observed) -> dict[int, Gang]:
-    """Gangs by replica index: those wanted, and those that are there though not wanted."""
+    """Gangs by replica index: those wanted, and surplus ones that still have pods."""
     by_index: dict[int, list[Pod]] = {index: [] for index in range(spec.replicas)}
     for pod in seen.pods:
         by_index.setdefault(pod.replica, []).append(pod)
@@ -87,7 +87,7 @@ def plan_pods(
         spec: the wanted pool.
         seen: the world; pods that are not ours are never touched.
         now: wall clock, seconds.
-        healthy: replicas that do what is wanted of them, for `maxUnavailable`.
+        healthy: replicas that do what the spec asks for; the others use up `maxUnavailable`.
         wait: told when to look again.
     """
     plan = PodPlan()
@@ -130,19 +130,19 @@ def _delete_all(pods: Sequence[Pod], plan: PodPlan, reason: str, grace: int | No
 def _keep_whole(
     spec: RolloutReplicaSpec, seen: Observed, gang: Gang, now: float, plan: PodPlan, wait: Wait
 ) -> None:
-    """Replace a gang that failed or lost a pod; make one that isn't there."""
+    """Replace a gang that failed or lost a pod; create a missing one."""
     failed = [p for p in gang.living if p.finished]
     if failed:
         _replace_failed(spec, seen, gang, failed, now, plan, wait)
     elif gang.pods and not gang.complete:
         if gang.size == 1:
-            return  # its one pod is going; the next look makes the new one
+            return  # its one pod is terminating; the next pass creates the new one
         missing = {*range(gang.size)} - {p.rank for p in gang.pods}
         if missing and not any(p.started or p.deleting for p in gang.pods):
             restarts = max(p.restarts for p in gang.pods)
             plan.create += [CreatePod(gang.index, r, restarts) for r in sorted(missing)]
         else:
-            _delete_all(gang.living, plan, "a pod of its replica is gone, the gang starts anew")
+            _delete_all(gang.living, plan, "its replica lost a pod and restarts as a whole")
     elif not gang.pods:
         restarts = seen.restarts_of.get(gang.index, 0)
         plan.create += [CreatePod(gang.index, r, restarts) for r in range(gang.size)]
@@ -164,13 +164,13 @@ def _replace_failed(
     if policy.max_restarts is not None and count > policy.max_restarts:
         plan.exhausted[gang.index] = (
             f"replica {gang.index} failed {count} times (maxRestarts {policy.max_restarts}): {why}; "
-            "mend the cause, then change the spec or the annotation rollout.dev/retry"
+            "fix the cause, then change the spec or set a new value for rollout.dev/retry"
         )
         return
     due = (pod.finished_at or now) + backoff(spec, count)
     if now < due:
         at = datetime.fromtimestamp(due, UTC).strftime("%H:%M:%S")
-        plan.backing_off[gang.index] = f"replica {gang.index} starts anew at {at} UTC: {why}"
+        plan.backing_off[gang.index] = f"replica {gang.index} restarts at {at} UTC: {why}"
         wait.at_most(due - now)
         return
     plan.restarts[gang.index] = count
@@ -188,7 +188,7 @@ def failures(spec: RolloutReplicaSpec, seen: Observed, pod: Pod) -> int:
 
 
 def backoff(spec: RolloutReplicaSpec, count: int) -> float:
-    """Seconds between the `count`-th failure in a row and its replacement; the first is free."""
+    """Seconds between the `count`-th failure in a row and its replacement; none after the first."""
     policy = spec.restart_policy
     if count <= 1:
         return 0.0
@@ -199,7 +199,7 @@ def backoff(spec: RolloutReplicaSpec, count: int) -> float:
 def _roll(
     spec: RolloutReplicaSpec, gangs: dict[int, Gang], healthy: frozenset[int], plan: PodPlan
 ) -> None:
-    """Take down gangs of an old revision, broken ones first, within `maxUnavailable`."""
+    """Delete gangs at an old revision, broken ones first, within `maxUnavailable`."""
     going = {d.name for d in plan.delete}
     wanted = [g for g in gangs.values() if g.index < spec.replicas]
     outdated = [

@@ -1,4 +1,4 @@
-"""One head of a pool and its worker: what it serves, what it has staged, how it failed. Pure."""
+"""One head of a pool and its worker: what it serves, what it has staged, why it failed. Pure."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Head:
         )
 
     def in_service(self, committed: WeightsId) -> bool:
-        """It serves, or only a pause of the pool keeps it from serving."""
+        """It serves, or would if the pool were not paused."""
         state = self.worker.state
         if state is None:
             return self.pod.gate and self.pod.ready

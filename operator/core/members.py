@@ -1,7 +1,7 @@
-"""What each head is told next, and whether it is in the data Service. Pure.
+"""What to call on each head next, and whether it is in the data Service. Pure.
 
-One answer per head and pass: the first check that finds something to do wins, the others wait
-for the next look. Every call is idempotent, so a repeated one costs nothing but time.
+One answer per head and pass: the first check that finds something to do wins, the others wait for
+the next pass. Every call is idempotent, so repeating one costs nothing but time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOAD_SECONDS = 600.0
 
 
 class MemberPlanner:
-    """The checks for one head, in order."""
+    """Runs the checks for one head, in order."""
 
     def __init__(
         self, spec: RolloutReplicaSpec, seen: Observed, weights: WeightsPlan, now: float, wait: Wait
@@ -56,7 +56,7 @@ class MemberPlanner:
             return []
         checks: tuple[Callable[[Head, WorkerState], CallWorker | None], ...] = (
             self._require,
-            self._rest,
+            self._sleep_or_pause,
             self._unpause,
             self._drop_staged,
             self._fence,
@@ -88,7 +88,7 @@ class MemberPlanner:
         return CallWorker(head.pod.uid, head.pod.name, verb, body, seconds)
 
     def _require(self, head: Head, state: WorkerState) -> CallWorker | None:
-        """The floor: lifts the fence of a fresh process and shuts out older weights."""
+        """Set the floor: it lifts the fence of a fresh process and shuts out older weights."""
         floor, update = self.floor, self.weights.update
         if update is not None and head.pod.uid in self.weights.out_of_service:
             floor = update.identity
@@ -100,7 +100,7 @@ class MemberPlanner:
     def _my_hold(self, state: WorkerState) -> Hold | None:
         return next((h for h in state.holds if h.holder == state.caller), None)
 
-    def _rest(self, head: Head, state: WorkerState) -> CallWorker | None:
+    def _sleep_or_pause(self, head: Head, state: WorkerState) -> CallWorker | None:
         """Put to sleep or pause; an update that has begun to commit is finished first."""
         wanted = self.spec.state
         if wanted is State.ACTIVE or self.weights.committing:
@@ -119,7 +119,7 @@ class MemberPlanner:
         return self._pause(head, waking=held == "Asleep")
 
     def _pause(self, head: Head, *, waking: bool) -> CallWorker:
-        """Hold generation; our own hold turns from Asleep to Paused without a moment between."""
+        """Pause; our own hold goes from Asleep to Paused without a gap."""
         body = PauseRequest(
             mode="drain",
             deadline_seconds=self.spec.drain_seconds,
@@ -163,7 +163,7 @@ class MemberPlanner:
         return None if version is None or head.at_least(version.identity) else version
 
     def _drop_staged(self, head: Head, state: WorkerState) -> CallWorker | None:
-        """What the slot holds must not stand in the way of what the head must load first.
+        """Discard what is in the staging slot if it is in the way of what the head must load.
 
         That is something later, other bytes under the same identity (an identity is one content,
         in the whole pool), or something earlier that is still under way.
@@ -177,7 +177,7 @@ class MemberPlanner:
         return self._discard(head, state) if held > wanted or foreign or late else None
 
     def _fence(self, head: Head, state: WorkerState) -> CallWorker | None:
-        """A new trainer's epoch shuts the old one out before anything of it is staged."""
+        """Shut the old trainer out by the new one's epoch, before staging anything of the new."""
         epoch = self.weights.fence_epoch
         version = self._wanted(head)
         if version is None or version.identity.epoch < epoch or state.weights.fence_epoch >= epoch:
@@ -223,7 +223,9 @@ class MemberPlanner:
         pod, state = head.pod, head.worker.state
         active = self.spec.state is State.ACTIVE and not self.spec.suspend and not leaving
         if not active:
-            return self._off(head, "the pool is not active" if not leaving else "it is going")
+            return self._off(
+                head, "the pool is not active" if not leaving else "it is being deleted"
+            )
         if pod.uid in self.weights.out_of_service:
             return self._off(head, "it failed to commit the weights that the others serve")
         if state is None or Verb.COMMIT in head.worker.running:

@@ -1,4 +1,4 @@
-"""A pass's decision as data: what `decide` answers and `act` carries out."""
+"""A pass's decision as data: what `decide` returns and `act` carries out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rollout_worker.schemas import (
 
 @dataclass(frozen=True, slots=True)
 class CreatePod:
-    """Make the pod of `(replica, rank)`; `restarts` failures came before it."""
+    """Create the pod of `(replica, rank)`; `restarts` failures came before it."""
 
     replica: int
     rank: int
@@ -78,7 +78,7 @@ Body = (
 
 @dataclass(frozen=True, slots=True)
 class CallWorker:
-    """Call `verb` on the head pod `uid`; single-flight per pod and kind of call."""
+    """Call `verb` on the head pod `uid`; one call at a time in each lane of a pod."""
 
     uid: str
     pod: str
@@ -88,7 +88,7 @@ class CallWorker:
 
     @property
     def about(self) -> WeightsId | None:
-        """The weights that are staged or committed: another identity owes nothing to its failures."""
+        """The weights that are staged or committed; failures count for these alone."""
         if isinstance(self.body, StageRequest | CommitRequest):
             return WeightsId(epoch=self.body.epoch, version=self.body.version)
         return None
@@ -114,10 +114,10 @@ class Plan:
     calls: tuple[CallWorker, ...] = ()
     notes: tuple[Note, ...] = ()
     restarts: Mapping[int, int] = field(default_factory=dict)
-    """Failures to carry over to the pods that replace deleted ones, by replica."""
+    """Failures to note on the pods that replace deleted ones, by replica."""
     barrier: frozenset[str] | None = None
     requeue: float | None = None
-    """Seconds until the next look, if nothing happens before."""
+    """Seconds until the next pass, if nothing happens before."""
     sentence: str = ""
 
 

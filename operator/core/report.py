@@ -46,7 +46,7 @@ def build_status(view: View, stored: RolloutReplicaStatus, now: float) -> Rollou
         replicas=sum(bool(g.living) for g in view.gangs.values()),
         ready_replicas=view.ready,
         updated_replicas=len(current),
-        asleep_replicas=view.resting(Lifecycle.ASLEEP),
+        asleep_replicas=view.count(Lifecycle.ASLEEP),
         selector=names.head_selector(view.seen.name),
         weights=weights_status(view.weights, view.heads),
         last_transition=_transition(view, stored, now),
@@ -126,7 +126,7 @@ def _conditions(
 
 def _ready(view: View) -> Verdict:
     if view.spec.suspend:
-        return False, "Suspended", "the pool is suspended: set spec.suspend to false"
+        return False, "Suspended", "the pool is suspended: set spec.suspend to false to run it"
     if view.spec.state is not State.ACTIVE:
         return False, view.spec.state.value, f"spec.state is {view.spec.state}"
     text = f"{view.ready} of {view.wanted} replicas serve"
@@ -152,14 +152,17 @@ def _synced(view: View) -> Verdict:
     actives = [h.worker.active for h in view.heads.values()]
     ahead = [a for a in actives if a is not None and a > max(target, _running_id(view) or target)]
     if ahead:
-        text = f"a worker serves {max(ahead)}, above the target {target}: it is not rolled back"
+        text = (
+            f"a worker serves {max(ahead)}, ahead of the target {target}; workers are never "
+            "rolled back: raise the target"
+        )
         return False, "AheadOfTarget", text
     if update is not None and update.phase is UpdatePhase.FAILED:
         return False, "DeadlineExceeded", update.message
     if _running_id(view) is not None and update is not None:
         return False, update.phase.value, update.message
     if view.spec.suspend:
-        return False, "Suspended", f"no worker runs; {target} is loaded before any serves again"
+        return False, "Suspended", f"no worker runs; {target} will be loaded before any serves"
     there = sum(a == target for a in actives)
     text = f"{there} of {view.wanted} replicas have weights {target}"
     if there >= view.wanted:
@@ -175,7 +178,7 @@ def _running_id(view: View) -> WeightsId | None:
 
 
 def _asleep(view: View) -> Verdict:
-    count = view.resting(Lifecycle.ASLEEP)
+    count = view.count(Lifecycle.ASLEEP)
     whole = 0 < view.wanted <= count
     reason = "Asleep" if whole else "PartlyAsleep" if count else "Awake"
     return whole, reason, f"{count} of {view.wanted} replicas are asleep"
@@ -186,7 +189,7 @@ def _suspended(view: View) -> Verdict:
         return False, "NotSuspended", "spec.suspend is false"
     left = len(view.seen.pods)
     if left:
-        return False, "Suspending", f"waiting for {left} pods to drain and end"
+        return False, "Suspending", f"waiting for {left} pods to drain and terminate"
     return True, "Suspended", "no pods run"
 
 

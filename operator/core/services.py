@@ -1,4 +1,4 @@
-"""Builder of a pool's two Services, and what differs between a wanted and a stored one. Pure."""
+"""Builds a pool's two Services, and says how a stored one differs from them. Pure."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def differs(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
 def repair(want: Mapping[str, Any]) -> list[Obj]:
     """Return the JSON patch that brings a stored Service back.
 
-    A merge patch would leave a stranger's keys in the selector.
+    A merge patch would leave keys that somebody else added to the selector.
     """
     spec = want["spec"]
     fields = {

@@ -36,7 +36,7 @@ class Pod:
     owned: bool
     """Our object is its controller."""
     deletion_at: float | None = None
-    """When its grace period ends or ended; None: nobody deletes it."""
+    """When its grace period ends or ended; None: it is not being deleted."""
     started: bool = False
     """Some container has run."""
     ready: bool = False
@@ -53,11 +53,11 @@ class Pod:
     """Value of the retry annotation of the object when the pod was made."""
     finished_at: float | None = None
     trouble: str = ""
-    """What the kubelet or the scheduler complains of, for a person."""
+    """What the kubelet or the scheduler reports as wrong, for a person."""
 
     @property
     def deleting(self) -> bool:
-        """It is on its way out."""
+        """It is terminating."""
         return self.deletion_at is not None
 
     @property
@@ -67,7 +67,7 @@ class Pod:
 
 
 LAST_WORDS = 300
-"""Most characters of a container's log in a sentence of ours."""
+"""Maximum characters of a container's log in one of our sentences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +122,11 @@ class Observed:
     workers: Mapping[str, Worker]
     """By pod uid; heads only."""
     conflicts: Mapping[str, str]
-    """Objects of strangers that bear our names: `kind/name` → sentence."""
+    """Objects of others that have the names we need: `kind/name` → sentence."""
     rejections: Mapping[str, str]
-    """Creations that the API server refused: `kind/name` → sentence."""
+    """Creations that the API server rejected: `kind/name` → sentence."""
     unsettled: int
-    """Our writes that the watch has not shown yet."""
+    """Own writes that the watch has not shown yet."""
     restarts_of: Mapping[int, int]
     """Failures of replicas whose failed pods are deleted and not yet replaced."""
     barrier: frozenset[str] | None
@@ -211,10 +211,10 @@ def _run_times(status: Obj) -> tuple[list[float], bool]:
 
 
 def _last_words(log: str) -> str:
-    """Return what the end of a container's log says of its end: one line, often none.
+    """Return why a container ended, as the end of its log says: one line, often none.
 
-    Our workers log JSON: the last line of level error counts. Of anything else, a traceback above
-    all, it is the last line; its other lines are in the log.
+    Our workers log JSON: the last line of level error counts. Of anything else, such as a
+    traceback, the last line does; the other lines are in the log.
     """
     plain, told = "", ""
     for line in log.splitlines():
@@ -230,7 +230,7 @@ def _last_words(log: str) -> str:
 
 
 def _trouble(status: Obj, conditions: Mapping[str, Any]) -> str:
-    """One sentence of what stands in the pod's way, empty if nothing does."""
+    """One sentence on what is wrong with the pod, empty if nothing is."""
     for container in _containers(status):
         state = container.get("state") or {}
         ended = state.get("terminated")
@@ -264,7 +264,7 @@ class PodReader:
         self._owner = ""
 
     def read(self, objs: Iterable[Obj], owner_uid: str) -> tuple[Pod, ...]:
-        """Return the pods that our object controls; strangers' show when a name is taken."""
+        """Return the pods that our object controls; others' show when a name is taken."""
         before = self._known if owner_uid == self._owner else {}
         self._known, self._owner = {}, owner_uid
         for obj in objs:

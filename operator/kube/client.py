@@ -168,7 +168,11 @@ class Kube:
             Forbidden: No service account was named, or it may not mint tokens.
         """
         if self._account is None:
-            raise Forbidden(0, "NoServiceAccount", "no account to mint tokens: --service-account")
+            raise Forbidden(
+                0,
+                "NoServiceAccount",
+                "no service account to mint tokens for: set --service-account",
+            )
         lock = self._token_locks.setdefault(audience, asyncio.Lock())
         async with lock:
             renew_at, token = self._tokens.get(audience, (0.0, ""))
@@ -180,7 +184,7 @@ class Kube:
             return token
 
     def forget_token(self, audience: str) -> None:
-        """Mint a new token the next time, because this one was refused or the pool is gone."""
+        """Mint a new token the next time: this one was refused, or the pool is gone."""
         self._tokens.pop(audience, None)
         self._token_locks.pop(audience, None)
 

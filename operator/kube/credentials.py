@@ -25,7 +25,7 @@ TOKEN_SECONDS = 600
 
 
 class LoginFailed(Exception):
-    """No usable credentials; the message says what to give."""
+    """No usable credentials; the message says what to provide."""
 
 
 async def login() -> kopf.ConnectionInfo:
@@ -71,7 +71,9 @@ def _kubeconfig() -> kopf.ConnectionInfo:
     try:
         info = kopf.login_with_kubeconfig(settings=settings)
         if info is None:
-            raise LoginFailed("no kubeconfig: set KUBECONFIG, or run in a pod with an account")
+            raise LoginFailed(
+                "no kubeconfig: set KUBECONFIG, or run in a pod with a service account"
+            )
         if not (info.token or info.username or info.certificate_path or info.certificate_data):
             # An exec plugin or an auth provider: the official client knows how to ask them.
             info = kopf.login_via_client(settings=settings, logger=logger)

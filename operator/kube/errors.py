@@ -5,9 +5,9 @@ KubeError(status, reason, message)
 ├── Conflict        409: somebody else changed the object, or it has another uid
 ├── AlreadyExists   409 with that reason: the name is taken
 ├── Gone            410: a list's continuation ran out; begin it again
-├── Invalid         422, 400: the object itself is wrong; retrying it as it is can't help
-├── Forbidden       403: a right is missing (see the chart's roles)
-├── Unauthorized    401: the credentials are not (any longer) accepted
+├── Invalid         422, 400: the object itself is wrong; a plain retry can't help
+├── Forbidden       403: a permission is missing (see the chart's roles)
+├── Unauthorized    401: the credentials are not, or no longer, accepted
 ├── Unavailable     429, 5xx, no connection, no answer in time: try again later
 └── FencedError     not sent: this process does not hold the Lease
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 
 class KubeError(Exception):
-    """A request that did not do what it should.
+    """A request that failed.
 
     Attributes:
         status: HTTP status; 0 where there was no answer.

@@ -1,7 +1,7 @@
-"""Events for what a person wants to know: `kubectl describe rr`, `kubectl get events`.
+"""Events for people: `kubectl describe rr`, `kubectl get events`.
 
-Posting is beside the passes, bounded and never an error: an event is a courtesy. The same event is
-not repeated for ten minutes.
+They are posted in the background, in bounded number, and a failure to post is never an error. The
+same event is not repeated for ten minutes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Recorder:
         try:
             self._waiting.put_nowait(body)
         except asyncio.QueueFull:
-            logger.warning("an event was dropped, too many wait: %s", message)
+            logger.warning("dropped an event because too many are queued: %s", message)
 
     async def run(self) -> None:
         """Post what comes, until `flush`."""
@@ -85,11 +85,11 @@ class Recorder:
             try:
                 await self._kube.create("events", body)
             except KubeError as error:
-                logger.warning("an event could not be posted: %s", error)
+                logger.warning("can't post an event: %s", error)
             self._forget_old()
 
     async def flush(self, task: asyncio.Task[None]) -> None:
-        """Post what waits, for two seconds at most, and end `run`, whose task is given."""
+        """Post what is queued, for two seconds at most, and end `run`, whose task is given."""
         try:
             self._waiting.put_nowait(_STOP)
             async with asyncio.timeout(FLUSH_SECONDS):

@@ -1,13 +1,13 @@
 """Who may write: one process at a time, by a `coordination.k8s.io/Lease`.
 
 The holder renews every two seconds. Its permission to write ends `RENEW_SECONDS` after the last
-renewal that got through was *sent*, five seconds before anybody else may take the Lease, and
-every write's deadline lies before that moment. While the API server is away the holder is fenced
-but stays: if nobody else has held the Lease meanwhile (the update carries the resourceVersion that
-we wrote last), it goes on with all its knowledge. If somebody has, it is over for this process.
+successful renewal was *sent*, five seconds before anybody else may take the Lease, and every
+write's deadline lies before that moment. While the API server is away the holder is fenced but
+stays: if nobody else has held the Lease meanwhile (the update carries the resourceVersion that we
+wrote last), it continues with all it knows. If somebody has, this process exits.
 
 Time is the boot clock, which also runs while the machine sleeps; other machines' clocks are never
-compared with ours. A standby counts from when it itself last saw the Lease change.
+compared with ours. A standby counts from when it last saw the Lease change itself.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class Leadership:
 
     @property
     def identity(self) -> str:
-        """What stands in the Lease while we hold it."""
+        """Holder identity in the Lease while we hold it."""
         return self._identity
 
     def held(self) -> bool:
-        """Return whether the Lease is ours as far as we know (perhaps fenced at the moment)."""
+        """Return whether the Lease is ours as far as we know (we may be fenced right now)."""
         return self._held
 
     def write_seconds(self) -> float:
@@ -102,11 +102,11 @@ class Leadership:
         return self.write_seconds() > 0
 
     def silent_seconds(self) -> float:
-        """Return how long ago the last attempt for the Lease ended, well or not."""
+        """Return how long ago the last attempt at the Lease ended, successful or not."""
         return self._clock() - self._tried_at
 
     async def acquire(self) -> None:
-        """Return once the Lease is ours; errors of the API server are waited out."""
+        """Return once the Lease is ours; wait out errors of the API server."""
         complained = False
         while True:
             try:
@@ -117,13 +117,13 @@ class Leadership:
                 complained = False
             except (KubeError, TimeoutError) as error:
                 log = logger.debug if complained else logger.warning
-                log("the Lease can't be had: %s", str(error) or "no answer in time")
+                log("can't acquire the Lease: %s", str(error) or "no answer in time")
                 complained = True
             self._tried_at = self._clock()
             await asyncio.sleep(STANDBY_SECONDS)
 
     async def hold(self) -> None:
-        """Renew for ever.
+        """Renew forever.
 
         Raises:
             LeadershipLost: Somebody else has, or has had, the Lease.
@@ -140,7 +140,7 @@ class Leadership:
                 raise
             except (KubeError, TimeoutError) as error:
                 log = logger.debug if complained else logger.warning
-                log("the Lease could not be renewed: %s", str(error) or "no answer in time")
+                log("can't renew the Lease: %s", str(error) or "no answer in time")
                 complained = True
             self._tried_at = self._clock()
 
@@ -153,7 +153,7 @@ class Leadership:
             async with asyncio.timeout(CALL_SECONDS):
                 await self._write(self._record(holder="", seconds=1))
         except (KubeError, TimeoutError) as error:
-            logger.warning("the Lease could not be released: %s", str(error) or "no answer in time")
+            logger.warning("can't release the Lease: %s", str(error) or "no answer in time")
 
     async def _try_acquire(self) -> bool:
         sent = self._clock()
@@ -209,14 +209,14 @@ class Leadership:
             await self._reread()
             return
         except NotFound:
-            logger.warning("the Lease was deleted: making it again")
+            logger.warning("the Lease was deleted: creating it again")
             if not await self._create(sent):
-                raise LeadershipLost("somebody else made the deleted Lease anew") from None
+                raise LeadershipLost("somebody else recreated the deleted Lease") from None
             return
         self._renewed_at = sent
 
     async def _reread(self) -> None:
-        """Somebody wrote the Lease: go on if it still names us, for example after `kubectl edit`."""
+        """Continue if the Lease still names us although somebody wrote it, say `kubectl edit`."""
         lease = await self._kube.get("leases", self._namespace, self._name)
         holder = (lease.get("spec") or {}).get("holderIdentity")
         if holder != self._identity:
@@ -248,7 +248,7 @@ class SoleLeader:
         return True
 
     def write_seconds(self) -> float:
-        """Return seconds without end."""
+        """Return infinity."""
         return float("inf")
 
     def may_write(self) -> bool:
@@ -263,7 +263,7 @@ class SoleLeader:
         """Return at once."""
 
     async def hold(self) -> None:
-        """Wait for ever."""
+        """Wait forever."""
         await asyncio.Event().wait()
 
     async def release(self) -> None:

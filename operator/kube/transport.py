@@ -1,7 +1,7 @@
-"""One request to the API server: login, connection, deadline, fence, and the error it stands for.
+"""One request to the API server: login, connection, deadline, fence, and its error.
 
 Writes are fenced: none is sent unless this process holds the Lease, and none may take longer than
-the Lease lasts, so that a successor never meets a write of ours.
+the Lease lasts, so that a successor never sees one of our writes arrive late.
 """
 
 from __future__ import annotations

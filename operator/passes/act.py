@@ -23,7 +23,7 @@ PROGRESS_SECONDS = 1.0
 """Least time between two writes of status that only report progress."""
 
 OBSTACLE_SECONDS = 10.0
-"""How soon a name that was taken or a pod that was refused is tried again."""
+"""How soon a name that was taken or a pod that was rejected is tried again."""
 
 
 async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | None:
@@ -46,7 +46,7 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
             later = soonest(later, OBSTACLE_SECONDS)
     phase = phase_of(plan.status)
     if phase is UpdatePhase.COMMITTING and phase_of(look.stored) is not phase:
-        return 0.0  # the decision stands in status now: go on with the commit calls
+        return 0.0  # the decision is in status now: commit calls may start
     return soonest(later, plan.requeue)
 
 
@@ -93,7 +93,7 @@ async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) 
         engine = spec.engine.type.value
         writer.obstacles.rejections["image"] = (
             f"engine {engine} has no image: set spec.engine.image, or engines.{engine}.image "
-            "of the operator's chart"
+            "in the operator's chart"
         )
     await writer.all(writer.gate(g) for g in plan.gates if g.serving)
     return writer.obstacles

@@ -1,7 +1,7 @@
-"""The N workers that take keys from the queue and run one pass each.
+"""The N tasks that take keys from the queue and run one pass each.
 
-A pass that fails comes back with the key's own back-off. One that has to wait for the world says
-so by returning seconds; nothing sleeps inside a pass.
+A pass that fails is retried with the key's own back-off. A pass that has to wait returns the
+seconds to wait; nothing sleeps inside a pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .context import Reconcile
 logger = logging.getLogger(__name__)
 
 PASS_SECONDS = 300.0
-"""Every wait in a pass has a deadline; this one is for their sum, when thousands of pods are made."""
+"""Every wait in a pass has a deadline; this one bounds their sum, for thousands of new pods."""
 
 FENCED_SECONDS = 1.0
 
@@ -56,10 +56,10 @@ class Passes:
         """Run passes until the queue is closed."""
         async with asyncio.TaskGroup() as group:
             for number in range(self._workers):
-                group.create_task(self._work(), name=f"worker {number}")
+                group.create_task(self._work(), name=f"pass {number}")
 
     async def finish(self, task: asyncio.Task[None] | None, seconds: float) -> None:
-        """Start no more passes and let those that run end, then cancel what is left.
+        """Start no more passes, let running ones end, then cancel what is left.
 
         Args:
             task: That of `run`, if it was started.
@@ -70,7 +70,7 @@ class Passes:
             return
         _, late = await asyncio.wait({task}, timeout=seconds)
         if late:
-            logger.warning("%d passes did not end in time and are cut off", self._queue.busy())
+            logger.warning("cancelling %d passes that did not end in time", self._queue.busy())
             task.cancel()
             await asyncio.wait({task}, timeout=1)
 
@@ -104,12 +104,12 @@ class Passes:
             self._queue.add(key, FENCED_SECONDS)
             return "fenced"
         except Conflict as error:
-            # Somebody wrote in between: routine, the next pass sees the newer object.
+            # Somebody else wrote in between: routine, the next pass sees the newer object.
             logger.debug("%s", error, extra=where)
             self._queue.add(key, rate_limited=True)
             return "conflict"
         except Unavailable as error:
-            logger.warning("the pass is tried again: %s", error, extra=where)
+            logger.warning("the pass failed and will be retried: %s", error, extra=where)
             self._queue.add(key, error.retry_after or 0.0, rate_limited=True)
             return "error"
         except KubeError as error:

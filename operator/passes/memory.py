@@ -1,4 +1,4 @@
-"""What passes over a pool remember, so that each reads only what changed."""
+"""What passes over a pool remember, so that each parses only what changed."""
 
 from __future__ import annotations
 

@@ -63,12 +63,12 @@ class Reconciler:
         try:
             return await act(self.ctx, look, plan, memory)
         except Conflict as error:
-            # Somebody wrote the object since it was read: look again with what the watch brings.
+            # Somebody wrote the object since it was read: retry with what the watch brings.
             logger.debug("%s changed meanwhile: %s", key, error)
             return 0.2
 
     async def _let_go(self, key: Key, pool: Obj | None) -> float | None:
-        """The object goes or is gone: the garbage collector has the rest, but for stuck pods."""
+        """Let go of a deleted object: the garbage collector does the rest, except for stuck pods."""
         memory = self._memory.get(key, Memory())
         for uid in memory.polled:
             self.ctx.workers.forget(uid)
@@ -96,7 +96,7 @@ class Reconciler:
 
 
 def _orphan(obj: Obj) -> Pod | None:
-    """A pod of ours whose object is gone, parsed under whatever owner it names."""
+    """One of our pods whose RolloutReplica is gone, parsed under whatever owner it names."""
     for ref in obj["metadata"].get("ownerReferences") or ():
         if ref.get("controller") and ref.get("kind") == names.KIND:
             return parse_pod(obj, ref["uid"])
@@ -104,8 +104,8 @@ def _orphan(obj: Obj) -> Pod | None:
 
 
 def _paused(plan: Plan, stored: RolloutReplicaStatus) -> Plan:
-    """Look and report, but touch nothing; decisions about weights wait, too."""
-    text = f"the annotation {names.ANNOTATION_PAUSED} stops this pool's reconciling"
+    """Observe and report, but change nothing; decisions about weights wait, too."""
+    text = f"reconciling is paused by the annotation {names.ANNOTATION_PAUSED}"
     status = plan.status.model_copy(
         update={
             "message": text,

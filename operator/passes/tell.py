@@ -1,4 +1,4 @@
-"""What a pass tells: events for people, one line of log, figures for Prometheus."""
+"""What a pass reports: events for people, one log line, figures for Prometheus."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _changed(condition: PoolCondition, before: PoolCondition | None) -> bool:
 
 
 def _event_of(condition: PoolCondition) -> tuple[EventType, str] | None:
-    """Type and reason of the event for a condition's change; None for those nobody needs."""
+    """Type and reason of the event for a condition's change; None if it is not worth one."""
     table: dict[tuple[str, str], tuple[EventType, str]] = {
         ("Ready", "True"): ("Normal", "Ready"),
         ("Ready", "False"): ("Normal", "NotReady"),

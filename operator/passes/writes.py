@@ -1,7 +1,7 @@
 """Writes to the API server: children, gates and the status of one pool.
 
-Names are deterministic, so 409 on create and 404 on delete are success if the object is ours. A
-namesake of a stranger is remembered as a conflict and never touched.
+Names are deterministic, so 409 on create and 404 on delete are success if the object is ours. An
+object of somebody else under that name is remembered as a conflict and never touched.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .context import Context
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 12
-"""Writes of one pass in flight. Each turn of the loop serves all of them, so another pool's call waits
-for so many at every step of its way: 500 new pods must not make it late."""
+"""Writes of one pass in flight. Each turn of the event loop serves all of them, and another pool's
+call waits for them at every step: 500 new pods must not make it late."""
 
 _ACCOUNT_HINT = (
-    "; name the namespace in the chart's workers.namespaces, or set spec.serviceAccountName"
+    "; add the namespace to the chart's workers.namespaces, or set spec.serviceAccountName"
 )
 
 
 @dataclass(slots=True)
 class Obstacles:
-    """Why children could not be made, by `kind/name`."""
+    """Why children could not be created, by `kind/name`."""
 
     conflicts: dict[str, str] = field(default_factory=dict)
     rejections: dict[str, str] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Writer:
         self._limit = asyncio.Semaphore(AT_ONCE)
 
     async def all(self, writes: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Run writes, a bounded number at once; the first failure is raised after all ended."""
+        """Run writes, a bounded number at once; raise the first failure once all have ended."""
 
         async def bounded(write: Coroutine[Any, Any, None]) -> None:
             async with self._limit:
@@ -65,7 +65,7 @@ class Writer:
                 raise result
 
     async def services(self) -> None:
-        """Make the two Services, or mend what somebody changed."""
+        """Create the two Services, or repair what somebody changed."""
         stored = {
             o["metadata"]["name"]: o
             for o in self.ctx.store.services(self.key)
@@ -77,7 +77,8 @@ class Writer:
             if have is None:
                 await self.create("services", want)
             elif reason := differs(want, have):
-                logger.info("mending service %s: %s", name, reason, extra=self._extra())
+                text = "repairing Service %s: somebody changed %s"
+                logger.info(text, name, reason, extra=self._extra())
                 answer = await self.ctx.kube.patch(
                     "services", self.key.namespace, name, repair(want), kind="json"
                 )
@@ -93,7 +94,7 @@ class Writer:
             await self._look_at_namesake(resource, name, label)
             return
         except (Invalid, Forbidden) as error:
-            self.obstacles.rejections[label] = f"{label} was refused: {error.message}" + (
+            self.obstacles.rejections[label] = f"{label} was rejected: {error.message}" + (
                 _ACCOUNT_HINT if "service account" in error.message else ""
             )
             return
@@ -107,12 +108,12 @@ class Writer:
         try:
             found = await self.ctx.kube.get(resource, self.key.namespace, name)
         except NotFound:
-            return  # gone in between: the next pass makes it
+            return  # gone in between: the next pass creates it
         if self._is_ours(found):
             self.ctx.store.upsert(resource, found)  # type: ignore[arg-type]
         elif not found["metadata"].get("deletionTimestamp"):
             self.obstacles.conflicts[label] = (
-                f"{label} exists and is not ours: delete it, or give the RolloutReplica another name"
+                f"{label} exists but is not ours: delete it, or give the RolloutReplica another name"
             )
 
     def _is_known(self, uid: str) -> bool:

@@ -114,7 +114,7 @@ class Calls:
         return self._failures.get(lane, {})
 
     def forget(self, lane: str) -> None:
-        """Drop everything of a lane and cancel its call, because the pod is gone."""
+        """Drop everything about a lane and cancel its call, because the pod is gone."""
         self._failures.pop(lane, None)
         entry = self._running.get(lane)
         if entry:

@@ -1,8 +1,8 @@
 """Connections to the workers' control ports.
 
-Thousands of heads are asked again and again, each over a connection that is kept. aiohttp finds a
-host's connection by its key; httpx goes through all open ones with every request, which at 400
-heads took forty times the CPU (`bench/`).
+Thousands of heads are polled, each over a connection that is kept open. aiohttp finds a host's
+connection by its key; httpx goes through all open ones with every request, which at 400 heads took
+forty times the CPU (`bench/`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import aiohttp
 
 AT_ONCE = 256
 IDLE_SECONDS = 60.0
-"""Above the slowest usual pace of polling, below the 75 s that a worker keeps a connection."""
+"""Above the slowest usual polling interval, below the 75 s that a worker keeps a connection."""
 
 CONNECT_SECONDS = 5.0
 MAX_OPEN_FILES = 65536

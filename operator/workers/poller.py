@@ -1,11 +1,11 @@
 """Asks the heads for their state, a bounded number at once, and wakes a pool when one changes.
 
 Workers don't push: the operator asks `GET /v1/state` twice a second where something is under way
-and every five seconds elsewhere. With hundreds of heads under way, or thousands in all, both paces
-stretch, so that neither makes more than `MAX_RATE` polls a second: a fleet that starts must not
-take the time that its passes need. What an own call has changed is asked at once all the same
-(`refresh`). A head that fails is asked less and less often; its
-last answer stays, marked stale when it is too old to be believed.
+and every five seconds elsewhere. With hundreds of heads under way, or thousands in all, both
+intervals stretch, so that neither makes more than `MAX_RATE` polls a second: pools that are
+starting must not take the time that their passes need. After a call of ours its worker is asked at
+once (`refresh`). A head that fails to answer is asked less and less often; its last answer stays,
+marked stale once it is too old to be trusted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Observation:
         error: Why the last poll failed; None if it went well.
         at: Monotonic time of `state`, or of the first poll's end if there is none.
         failures: Polls in a row that failed.
-        stale: No answer for more than 15 s (longer where the pace is stretched).
+        stale: No answer for more than 15 s (longer where the interval is stretched).
     """
 
     state: WorkerState | None
@@ -77,7 +77,7 @@ class Poller:
     """See the module. `run` must be running for anything to happen.
 
     Args:
-        ask: How a head is asked; it must keep to a deadline of its own.
+        ask: How a head is asked; it must have a deadline of its own.
         wake: Called with the key when a head's answer changed.
         clock: Monotonic seconds.
     """
@@ -211,7 +211,7 @@ class Poller:
         return max(FAST_SECONDS, len(self._fast) / MAX_RATE)
 
     def _longest_backoff(self, uid: str, head: _Head) -> float:
-        """A head that is just starting is not kept waiting: somebody waits for it to be Ready."""
+        """Keep this short for a head that is just starting: somebody waits for it to be Ready."""
         if uid in self._fast and head.answered_at is None:
             return max(STARTING_SECONDS, len(self._heads) / MAX_RATE)
         return LAST_BACKOFF_SECONDS

@@ -1,4 +1,4 @@
-"""The workers as a pass meets them: what each one said last, and the calls that it is given."""
+"""The workers as a pass sees them: what each one said last, and the calls that are made to it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Workers:
     control: Callable[[Key, str], WorkerControl]
 
     def known(self, pod: Pod) -> Worker:
-        """What is known of a head; silence after one missed poll is no news."""
+        """What is known of a head; one missed poll is not taken for silence."""
         seen = self.poller.last(pod.uid)
         believed = seen is not None and not seen.stale and seen.failures < 2
         lanes = (pod.uid, lane_of(pod.uid, Verb.STAGE))
@@ -88,7 +88,7 @@ class Workers:
 
 
 def lane_of(uid: str, verb: Verb) -> str:
-    """Return the lane of a call: staging has its own, for it may take minutes and sleep must not wait."""
+    """Return the lane of a call: staging has its own, so that sleep need not wait for it."""
     return f"{uid}/stage" if verb is Verb.STAGE else uid
 
 
@@ -102,7 +102,7 @@ async def _send(worker: WorkerControl, call: CallWorker) -> None:
     try:
         await _call(worker, call)
     except ControlError as error:
-        # Ours is dropped; that somebody else still holds the worker is told by its state.
+        # Our hold is released; the worker's state says who else still holds it.
         if error.slug != "held" or call.verb not in (Verb.RESUME, Verb.WAKE):
             raise
 
@@ -124,7 +124,7 @@ async def _stage(worker: WorkerControl, request: StageRequest) -> None:
     wanted = (request.epoch, request.version)
     while staged is not None and (staged.epoch, staged.version) == wanted:
         if staged.phase == "Failed":
-            raise ControlError(409, "stage-failed", staged.error or "the worker names no reason")
+            raise ControlError(409, "stage-failed", staged.error or "the worker gave no reason")
         if staged.phase == "Staged":
             return
         await asyncio.sleep(STAGE_POLL_SECONDS)

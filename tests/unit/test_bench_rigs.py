@@ -15,6 +15,7 @@ from bench.rigs.instant_workers import in_turns
 from bench.rigs.phases import quantile
 from bench.rigs.streams import Streams
 
+Buckets = dict[tuple[str, ...], float]
 WORKERS = ["a", "b", "c"]
 
 
@@ -63,8 +64,8 @@ async def test_two_calls_take_turns() -> None:
 
 
 def test_a_quantile_of_a_histogram_counts_only_what_it_gained() -> None:
-    before = {("1",): 100.0, ("2",): 100.0, ("+Inf",): 100.0}
-    after = {("1",): 100.0, ("2",): 110.0, ("+Inf",): 110.0}
+    before: Buckets = {("1",): 100.0, ("2",): 100.0, ("+Inf",): 100.0}
+    after: Buckets = {("1",): 100.0, ("2",): 110.0, ("+Inf",): 110.0}
     assert quantile(before, after, 0.5) == pytest.approx(1.5)
     assert quantile({}, after, 0.5) == pytest.approx(0.55)
 

@@ -61,6 +61,47 @@ def test_a_conversation_stays_until_the_imbalance_is_too_much() -> None:
     assert chosen(found, "c") == other, "it moved: the other one has its prefix now"
 
 
+def test_a_conversation_leaves_a_member_that_is_no_choice_at_all() -> None:
+    found = balancer(3)
+    home = chosen(found, "c")
+    found.exclude(f"http://{home}:8000", "asleep", 0.0)
+    away = chosen(found, "c")
+    assert away != home
+    found.readmit(f"http://{home}:8000")
+    assert chosen(found, "c") == away, "that one has the prefix now"
+    found.set_members([m for m in members(3) if m.name != away], 1.0)
+    assert chosen(found, "c") != away
+
+
+@pytest.mark.parametrize(("bound", "stays"), [(0, 1), (1, 1), (2, 2), (3, 3)], ids=str)
+def test_the_bound_counts_the_request_itself(bound: int, stays: int) -> None:
+    found = balancer(2, max_imbalance=bound)
+    home = chosen(found, "c")
+    assert [chosen(found, "c") for _ in range(stays - 1)] == [home] * (stays - 1)
+    assert chosen(found, "c") != home
+    with pytest.raises(ValueError, match="max_imbalance"):
+        Balancer(max_imbalance=-1)
+
+
+def test_a_lonely_member_keeps_its_conversation_however_many_requests_it_has() -> None:
+    found = balancer(1, max_imbalance=1)
+    assert [chosen(found, "c") for _ in range(5)] == ["w0"] * 5
+
+
+def test_the_oldest_conversations_are_forgotten() -> None:
+    found = balancer(4, sticky_keys=2)
+    homes = {key: chosen(found, key) for key in ("a", "b")}
+    chosen(found, "a")  # used again: "b" is the oldest now
+    homes["c"] = chosen(found, "c")
+    for url in list(found.records):
+        for _ in range(9):
+            found.release(url)
+    # Who is remembered goes home, though another one waits longer for its turn.
+    assert chosen(found, "c") == homes["c"]
+    assert chosen(found, "a") == homes["a"]
+    assert list(found._last_url) == ["c", "a"]
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200), st.integers(0, 6))
 def test_no_choice_is_ever_beyond_the_bound(steps: list[tuple[str, bool]], bound: int) -> None:
     found = balancer(4, max_imbalance=bound)
@@ -91,6 +132,56 @@ def test_a_slow_member_gets_less_and_keeps_no_conversation() -> None:
     assert found.records[f"http://{home}:8000"].slowness == 1
 
 
+@pytest.mark.parametrize(
+    ("pace", "slowness"),
+    [(0.02, 1), (0.029, 1), (0.030, 1), (0.031, 1.55), (0.04, 2), (0.2, 10), (0.3, 10)],
+    ids=str,
+)
+def test_up_to_half_as_slow_again_is_as_fast_as_usual(pace: float, slowness: float) -> None:
+    found = balancer(3)
+    for name, each in (("w0", 0.02), ("w1", 0.02), ("w2", pace)):
+        found.saw_pace(f"http://{name}:8000", each, 0.0)
+    assert found.records["http://w2:8000"].slowness == pytest.approx(slowness)
+    assert found.records["http://w0:8000"].slowness == 1
+
+
+@pytest.mark.parametrize("pace", [0.029, 0.032], ids=str)
+def test_a_conversation_leaves_a_member_as_soon_as_that_is_slow(pace: float) -> None:
+    found = balancer(3)
+    home = chosen(found, "c")
+    for name in ("w0", "w1", "w2"):
+        found.saw_pace(f"http://{name}:8000", pace if name == home else 0.02, 0.0)
+    assert (chosen(found, "c") == home) is (pace < 0.03)
+
+
+def test_paces_are_smoothed_and_compared_with_the_lower_median() -> None:
+    found = balancer(4)
+
+    def saw(name: str, pace: float, now: float = 0.0) -> None:
+        found.saw_pace(f"http://{name}:8000", pace, now)
+
+    for name, pace in (("w0", 1.0), ("w1", 3.0), ("w2", 4.0), ("w3", 30.0)):
+        saw(name, pace)
+    slow = {record.member.name: record.slowness for record in found.records.values()}
+    assert slow == {"w0": 1, "w1": 1, "w2": 1, "w3": 10}
+    saw("w3", 5.0, now=1.0)
+    assert found.records["http://w3:8000"].pace == pytest.approx(25.0)
+    assert found.records["http://w3:8000"].slowness == pytest.approx(25 / 3)
+    # After a minute without a measurement nothing is held against it any more, but not before.
+    for name, now in (("w0", 60.0), ("w3", 61.0), ("w0", 61.0)):
+        saw(name, 1.0, now)
+        assert (found.records["http://w1:8000"].pace is None) is (now > 60)
+    assert found.records["http://w3:8000"].pace is not None
+    saw("w9", 1.0)  # nobody: no harm
+
+
+def test_a_pace_of_nothing_makes_nobody_slow() -> None:
+    found = balancer(2)
+    for name, pace in (("w0", 0.0), ("w1", 0.02)):
+        found.saw_pace(f"http://{name}:8000", pace, 0.0)
+    assert [record.slowness for record in found.records.values()] == [1, 1]
+
+
 def test_beyond_some_members_two_are_compared() -> None:
     found = balancer(4 * SCAN, seed=1)
     load = Counter(chosen(found) for _ in range(4 * SCAN * 10))
@@ -118,10 +209,19 @@ def test_the_stable_hash_is_the_same_in_every_process() -> None:
     assert len(runs) == 1
     # Only the keys of a member that leaves move.
     five, four = balancer(5, deterministic=True), balancer(5, deterministic=True)
+    # Part of the contract of such a run: another version of the client must choose alike.
+    first = [chosen(five, key) for key in "0123456789"]
+    assert first == ["w3", "w2", "w4", "w4", "w4", "w0", "w1", "w0", "w0", "w4"]
     four.set_members(members(4), 1.0)
     for key in map(str, range(200)):
         before, after = chosen(five, key), chosen(four, key)
         assert before in ("w4", after)
+
+
+def test_without_a_key_the_first_by_url_is_deterministic() -> None:
+    found = Balancer(deterministic=True)
+    found.set_members(members(3)[::-1], 0.0)
+    assert [chosen(found) for _ in range(3)] == ["w0"] * 3
 
 
 def test_counts_survive_a_member_that_goes_and_comes_back() -> None:
@@ -149,6 +249,89 @@ def test_who_is_out_gets_nothing_until_then_or_until_it_proves_itself() -> None:
     assert chosen(found, now=5.0) == "w0"
     found.readmit("http://w1:8000")
     assert chosen(found, now=5.0) == "w1"
+
+
+def test_failures_are_counted_until_it_answers_well() -> None:
+    found = balancer(1)
+    record = found.records["http://w0:8000"]
+    for count in (1, 2, 3):
+        found.exclude("http://w0:8000", "reset", 7.0)
+        assert (record.failures, record.probe_at) == (count, 7.0)
+    found.readmit("http://w0:8000")
+    assert (record.failures, record.excluded, record.excluded_until) == (0, "", None)
+    # Of who is not there, nothing is noted.
+    for call in (found.release, found.readmit):
+        call("http://w9:8000")
+    found.exclude("http://w9:8000", "reset", 0.0)
+    found.saw_weights("http://w9:8000", weights(1, 1))
+    assert list(found.records) == ["http://w0:8000"]
+
+
+def test_an_exclusion_in_time_ends_with_its_time_and_without_a_probe() -> None:
+    found = balancer(1)
+    record = found.records["http://w0:8000"]
+    found.exclude("http://w0:8000", "its queue is full", 0.0, until=5.0)
+    assert (record.exclusion(4.9), record.usable(4.9)) == ("its queue is full", False)
+    assert (record.exclusion(5.0), record.usable(5.0)) == ("", True)
+    assert found.reasons(5.0) == "w0: serves"
+    found.exclude("http://w0:8000", "asleep", 6.0)
+    assert record.exclusion(1e9) == "asleep"
+
+
+def test_reasons_name_eight_members_and_count_the_others() -> None:
+    found = balancer(8)
+    assert found.reasons(0.0) == "; ".join(f"w{i}: serves" for i in range(8))
+    found.set_members(members(11), 0.0)
+    first = "; ".join(f"w{i}: serves" for i in range(8))
+    assert found.reasons(0.0) == f"{first}; and 3 more"
+    found.set_members([], 0.0)
+    assert found.reasons(0.0) == ""
+
+
+def test_reasons_name_the_weights_that_are_too_old() -> None:
+    found = balancer(2)
+    found.saw_weights("http://w0:8000", weights(1, 4))
+    floor = Bounds(epoch=1, min_version=5)
+    assert found.reasons(0.0, floor) == "w0: has weights (1, 4); w1: serves"
+    assert found.reasons(0.0) == "w0: serves; w1: serves"
+    chosen(found)
+    chosen(found)
+    found.set_members(members(1), 0.0)
+    gone = found.records["http://w1:8000"]
+    assert gone.why_not(0.0) == "gone"
+    assert not gone.usable(0.0)
+    assert found.members() == members(1)
+
+
+def test_a_member_that_becomes_ready_is_probed_at_once() -> None:
+    found = balancer(1)
+    record = found.records["http://w0:8000"]
+    found.exclude("http://w0:8000", "reset", 1.0)
+    found.set_members([Member("http://w0:8000", "w0", ready=False)], 2.0)
+    found.set_members([Member("http://w0:8000", "w0", ready=False)], 3.0)
+    assert record.probe_at == 1.0
+    found.set_members([Member("http://w0:8000", "renamed")], 4.0)
+    assert record.probe_at == 4.0
+    assert record.member.name == "renamed"
+    found.set_members([Member("http://w0:8000", "renamed")], 5.0)
+    assert record.probe_at == 4.0
+
+
+def test_who_comes_back_begins_anew_but_for_what_runs_on_it() -> None:
+    found = balancer(2)
+    chosen(found)
+    chosen(found)
+    url = "http://w1:8000"
+    found.exclude(url, "reset", 0.0)
+    found.saw_weights(url, weights(1, 4))
+    found.set_members(members(1), 1.0)
+    found.set_members(members(2), 2.0)
+    record = found.records[url]
+    assert (record.excluded, record.active, record.in_flight, record.failures) == ("", None, 1, 0)
+    assert record.chosen == 2, "of equals it is the last to get a request"
+    found.release(url)
+    found.release(url)
+    assert record.in_flight == 0
 
 
 def test_not_ready_means_nothing_new_and_avoided_means_last() -> None:
@@ -193,12 +376,23 @@ def test_an_exact_version_that_all_have_passed_is_all_beyond() -> None:
     found.saw_weights("http://w1:8000", weights(2, 0))
     assert found.all_beyond(exact)
     assert not found.all_beyond(Bounds(epoch=1, min_version=9))
+    found.saw_weights("http://w0:8000", weights(1, 3))
+    assert not found.all_beyond(exact), "one has just that"
+    # Without an epoch it is the version of whichever epoch a member is in.
+    for version, beyond in ((2, False), (3, False), (4, True)):
+        found.set_members(members(1), 0.0)
+        found.saw_weights("http://w0:8000", weights(7, version))
+        assert found.all_beyond(Bounds(exact_version=3)) is beyond
+    found.set_members([], 0.0)
+    assert not found.all_beyond(exact), "nobody is there: somebody may come"
 
 
 def test_unproven_members_wait_for_their_probe() -> None:
     found = Balancer()
-    found.set_members([Member("http://w0:8000", "w0", proven=False)], 0.0)
-    assert found.choose(None, 0.0) is None
+    found.set_members([Member("http://w0:8000", "w0", proven=False)], 3.0)
+    assert found.choose(None, 3.0) is None
+    assert found.reasons(3.0) == "w0: not asked yet"
+    assert found.records["http://w0:8000"].probe_at == 3.0
     found.readmit("http://w0:8000")
     assert chosen(found) == "w0"
 
@@ -208,7 +402,7 @@ def test_urls_become_members_with_their_control_ports() -> None:
     assert (first.url, first.control_url) == ("http://10.0.0.1:8000", "http://10.0.0.1:8001")
     assert (second.url, second.control_url) == ("http://[fd00::1]:9000", None)
     assert len(static_members(["http://a:8000", "http://a:8000/"])) == 1
-    with pytest.raises(ValueError, match="no URL"):
+    with pytest.raises(ValueError, match="is not a URL"):
         static_members(["10.0.0.1:8000"])
     with pytest.raises(ValueError, match="1 urls but 2"):
         static_members(["http://a:1"], ["http://a:2", None])

@@ -141,7 +141,7 @@ async def test_an_answer_of_another_shape_names_the_field(
     worker: Loopback, control: WorkerControl
 ) -> None:
     worker.answer("GET", "/v1/state", {**STATE, "lifecycle": "Dancing"})
-    with pytest.raises(ControlError, match="no WorkerState") as error:
+    with pytest.raises(ControlError, match="not a WorkerState") as error:
         await control.state()
     assert error.value.slug == "bad-answer"
     assert "lifecycle" in error.value.detail

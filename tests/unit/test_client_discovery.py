@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from loopback import Loopback, kubeconfig, loopback
 from rollout_client import AsyncRolloutPool, ClusterError
 from rollout_client.discovery.dns import DnsDiscovery
 from rollout_client.discovery.endpoints import EndpointDiscovery, members_of
-from rollout_client.discovery.members import Member
+from rollout_client.discovery.members import Discovery, Member, Publish
 from rollout_client.kube.access import access
 from rollout_client.kube.client import Kube
 from waiting import until
@@ -51,6 +52,22 @@ def test_slices_become_members() -> None:
     assert found[3].control_url == "http://[fd00::3]:8001"
 
 
+@asynccontextmanager
+async def running(discovery: Discovery, publish: Publish) -> AsyncIterator[None]:
+    """Discover until the end of the block, and wait until that has ended.
+
+    A cancelled task that nobody waits for goes on connecting while the server of the test closes:
+    it accepts one more connection, and the next test finds that socket in the garbage.
+    """
+    task = asyncio.create_task(discovery.run(publish))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    assert task.cancelled()
+
+
 class Recorder:
     def __init__(self) -> None:
         self.sets: list[list[str]] = []
@@ -84,9 +101,8 @@ async def test_a_forgotten_watch_lists_again_and_leaves_no_ghost(tmp_path: Path)
         api(server, first, 500, [of("b", endpoint("10.0.0.2", "p1"))])
         kube = Kube(access(kubeconfig(tmp_path, server.url)))
         discovery, seen = EndpointDiscovery(kube, "math", "train"), Recorder()
-        running = asyncio.create_task(discovery.run(seen))
-        await until(lambda: ["p1"] in seen.sets, what="the second list")
-        running.cancel()
+        async with running(discovery, seen):
+            await until(lambda: ["p1"] in seen.sets, what="the second list")
         await kube.close()
     assert seen.sets[:3] == [["p0"], ["p0", "watched"], ["p1"]]
     listed = [path for _, path, _ in server.requests if "watch" not in path]
@@ -99,11 +115,10 @@ async def test_trouble_is_told_and_what_was_known_stays(tmp_path: Path) -> None:
         api(server, [of("a", endpoint("10.0.0.1", "p0"))], 403)
         kube = Kube(access(kubeconfig(tmp_path, server.url)))
         discovery, seen = EndpointDiscovery(kube, "math", "train"), Recorder()
-        running = asyncio.create_task(discovery.run(seen))
-        await until(lambda: discovery.trouble, what="trouble")
-        assert discovery.trouble == "not now"
-        assert seen.sets[-1] == ["p0", "watched"]
-        running.cancel()
+        async with running(discovery, seen):
+            await until(lambda: discovery.trouble, what="trouble")
+            assert discovery.trouble == "not now"
+            assert seen.sets[-1] == ["p0", "watched"]
         await kube.close()
 
 
@@ -121,17 +136,32 @@ async def test_addresses_of_a_name_must_prove_themselves() -> None:
 
 async def test_a_name_that_is_nobodys_is_said() -> None:
     discovery, seen = DnsDiscovery("no-such-host.invalid", ttl_seconds=0.05), Recorder()
-    running = asyncio.create_task(discovery.run(seen))
-    await until(lambda: discovery.trouble, what="trouble")
-    running.cancel()
+    async with running(discovery, seen):
+        await until(lambda: discovery.trouble, what="trouble")
     assert "no-such-host.invalid can't be resolved" in discovery.trouble
+
+
+def of_this_package(tasks: set[asyncio.Task[Any]]) -> list[str]:
+    names = [getattr(task.get_coro(), "__qualname__", "") for task in tasks]
+    return [name for name in names if name.startswith(("AsyncRolloutPool.", "Health."))]
+
+
+async def test_a_closed_pool_leaves_nothing_running() -> None:
+    """Neither discovery nor a probe that has no answer yet."""
+    async with loopback() as server:
+        server.delay("GET", "/ready", {}, 30)
+        pool = AsyncRolloutPool.from_dns("127.0.0.1", port=int(server.url.rpartition(":")[2]))
+        async with pool:
+            await until(lambda: server.at_once == 1, what="the probe")
+            assert len(of_this_package(asyncio.all_tasks())) == 3
+        assert of_this_package(asyncio.all_tasks()) == []
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"current-context": "other"}, "other"),
-        ({"users": [{"name": "u", "user": {"exec": {}}}]}, "give a token"),
+        ({"users": [{"name": "u", "user": {"exec": {}}}]}, "give the user a token"),
         ({"contexts": []}, "contexts: c"),
     ],
 )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from loopback import Loopback, loopback
+from loopback import loopback
 from rollout_client import (
     AsyncRolloutPool,
     AttemptReport,
@@ -30,96 +29,24 @@ from rollout_client import (
     WeightsId,
 )
 from rollout_client.routing.connections import SHARE, Connections
+from scripted import END, PROMPT, ScriptedWorker, Step, event, problem, tokens
 from waiting import until
 
-Step = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
-PROMPT = [1, 2, 3]
-END = {"max_tokens": 6, "ignore_eos": True}
-
-
-class Script:
-    """A worker that does one step after the other; the last one again and again."""
-
-    def __init__(self, server: Loopback) -> None:
-        self.server = server
-        self.steps: list[Step] = []
-        self.bodies: list[dict[str, Any]] = []
-        server.answers["POST", "/v1/generate"] = self._generate
-        self.ready()
-
-    def ready(self, status: int = 200) -> None:
-        body: dict[str, Any] = {"status": "ready"} if status == 200 else {"detail": "asleep"}
-        self.server.answer("GET", "/ready", body, status)
-
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        return await self.steps[min(len(self.bodies), len(self.steps)) - 1](request, body)
-
-
-def problem(status: int, slug: str, **more: Any) -> Step:
-    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        text = {"type": f"urn:rollout:problem:{slug}", "title": "t", "detail": "why", **more}
-        headers = {"Retry-After": str(more["retry"])} if "retry" in more else {}
-        kind = "application/problem+json"
-        return web.json_response(text, status=status, headers=headers, content_type=kind)
-
-    return answer
-
-
-def event(name: str, data: dict[str, Any]) -> bytes:
-    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
-
-
-def tokens(
-    ids: list[int],
-    stop: str | None = "length",
-    version: int = 0,
-    abort: str | None = None,
-    tail: bytes = b"",
-    match: int | None = None,
-) -> Step:
-    """A stream of single tokens, then `done`; stop None: cut off instead."""
-
-    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for at, token in enumerate(ids):
-            span = {"epoch": 0, "version": version, "start": at, "end": at + 1}
-            delta = {"index": 0, "token_ids": [token], "logprobs": [-0.1], "weights": [span]}
-            await response.write(event("delta", {**delta, "new_field": 1}))
-        await response.write(tail)
-        if stop is None:
-            await asyncio.sleep(0.02)
-            assert request.transport is not None
-            request.transport.abort()
-            return response
-        ended: dict[str, Any] = {"index": 0, "stop_reason": stop, "abort_reason": abort}
-        if match is not None:
-            ended["stop_match"] = {"token_id": match}
-        usage = {"prompt_tokens": 3, "completion_tokens": len(ids), "cached_tokens": 1}
-        timing = {"queued_seconds": 0.1, "total_seconds": 0.2, "preemptions": 1}
-        done = {"request_id": body["request_id"], "logprobs_of": "sampling", "outputs": [ended]}
-        await response.write(event("done", {**done, "usage": usage, "timing": timing}))
-        return response
-
-    return answer
-
 
 @pytest.fixture
-async def worker() -> AsyncIterator[Script]:
+async def worker() -> AsyncIterator[ScriptedWorker]:
     async with loopback() as server:
-        yield Script(server)
+        yield ScriptedWorker(server)
 
 
 @pytest.fixture
-async def pool(worker: Script) -> AsyncIterator[AsyncRolloutPool]:
-    async with AsyncRolloutPool.from_urls([worker.server.url]) as pool:
+async def pool(worker: ScriptedWorker) -> AsyncIterator[AsyncRolloutPool]:
+    async with AsyncRolloutPool.from_urls([worker.url]) as pool:
         yield pool
 
 
 async def test_a_cut_stream_goes_on_where_it_stopped(
-    pool: AsyncRolloutPool, worker: Script
+    pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     worker.steps = [tokens([5, 6], None), tokens([7], None, version=1)]
     worker.steps.append(tokens([8, 9, 10], version=1))
@@ -146,7 +73,9 @@ async def test_a_cut_stream_goes_on_where_it_stopped(
     assert first["deadline_seconds"] > third["deadline_seconds"] > 590
 
 
-async def test_an_eos_before_the_cut_is_the_end(pool: AsyncRolloutPool, worker: Script) -> None:
+async def test_an_eos_before_the_cut_is_the_end(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
     """Nobody told yet which id ends outputs: the last token is sampled again. Then it is known."""
     worker.steps = [tokens([5, 2], None), tokens([2], "stop", match=2), tokens([4, 2], None)]
     result = await pool.generate(PROMPT, sampling={"max_tokens": 6})
@@ -161,7 +90,7 @@ async def test_an_eos_before_the_cut_is_the_end(pool: AsyncRolloutPool, worker: 
 
 
 async def test_a_spent_budget_before_the_cut_is_the_end(
-    pool: AsyncRolloutPool, worker: Script
+    pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     worker.steps = [tokens([1, 2, 3, 4, 5, 6], None)]
     result = await pool.generate(PROMPT, sampling=END)
@@ -170,7 +99,7 @@ async def test_a_spent_budget_before_the_cut_is_the_end(
 
 
 async def test_a_stop_string_across_the_cut_is_not_missed(
-    pool: AsyncRolloutPool, worker: Script
+    pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     worker.steps = [tokens([1, 2, 3, 4], None), tokens([3, 4, 5], "stop")]
     sampling = {**END, "stop": ["abc"]}
@@ -183,7 +112,7 @@ async def test_a_stop_string_across_the_cut_is_not_missed(
 
 
 async def test_penalties_of_sampled_tokens_start_anew(
-    pool: AsyncRolloutPool, worker: Script
+    pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     worker.steps = [tokens([1, 2], None), tokens([3, 4], "stop")]
     result = await pool.generate(PROMPT, sampling={**END, "presence_penalty": 0.5})
@@ -194,7 +123,7 @@ async def test_penalties_of_sampled_tokens_start_anew(
 
 @pytest.mark.parametrize("reason", ["weights", "sleep", "engine", "control", "client"])
 async def test_every_abort_but_our_own_continues(
-    pool: AsyncRolloutPool, worker: Script, reason: str
+    pool: AsyncRolloutPool, worker: ScriptedWorker, reason: str
 ) -> None:
     worker.steps = [tokens([1, 2], "aborted", abort=reason), tokens([3], "stop")]
     result = await pool.generate(PROMPT, sampling=END)
@@ -203,7 +132,7 @@ async def test_every_abort_but_our_own_continues(
 
 
 async def test_an_abort_at_the_deadline_is_an_error_with_the_tokens(
-    pool: AsyncRolloutPool, worker: Script
+    pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     worker.steps = [tokens([1, 2], "aborted", abort="deadline")]
     with pytest.raises(DeadlineExceeded) as error:
@@ -225,7 +154,7 @@ async def test_an_abort_at_the_deadline_is_an_error_with_the_tokens(
     ids=["error event", "no JSON", "no span", "500", "a gateway"],
 )
 async def test_what_breaks_is_tried_again(
-    pool: AsyncRolloutPool, worker: Script, bad: Step
+    pool: AsyncRolloutPool, worker: ScriptedWorker, bad: Step
 ) -> None:
     worker.steps = [bad, tokens([1], "stop")]
     result = await pool.generate(PROMPT, sampling=END)
@@ -233,9 +162,9 @@ async def test_what_breaks_is_tried_again(
     assert result.attempts[0].cause
 
 
-async def test_a_request_that_breaks_workers_ends_in_an_error(worker: Script) -> None:
+async def test_a_request_that_breaks_workers_ends_in_an_error(worker: ScriptedWorker) -> None:
     worker.steps = [tokens([1], None)]
-    async with AsyncRolloutPool.from_urls([worker.server.url], max_failures=2) as pool:
+    async with AsyncRolloutPool.from_urls([worker.url], max_failures=2) as pool:
         with pytest.raises(RequestFailed, match="3 attempts broke, the last one") as error:
             await pool.generate(PROMPT, sampling=END)
     assert error.value.kept is not None
@@ -247,7 +176,7 @@ async def test_a_request_that_breaks_workers_ends_in_an_error(worker: Script) ->
     ("status", "slug"), [(422, "invalid-request"), (413, "too-long"), (401, "x")]
 )
 async def test_a_wrong_request_is_not_tried_again(
-    pool: AsyncRolloutPool, worker: Script, status: int, slug: str
+    pool: AsyncRolloutPool, worker: ScriptedWorker, status: int, slug: str
 ) -> None:
     worker.steps = [problem(status, slug)]
     with pytest.raises(RequestRefused, match="why") as error:
@@ -257,7 +186,7 @@ async def test_a_wrong_request_is_not_tried_again(
 
 
 async def test_a_full_queue_is_asked_again_when_it_said(
-    pool: AsyncRolloutPool, worker: Script
+    pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     worker.steps = [problem(429, "queue-full", retry=1), tokens([1], "stop")]
     began = time.monotonic()
@@ -266,7 +195,7 @@ async def test_a_full_queue_is_asked_again_when_it_said(
 
 
 async def test_who_sleeps_is_asked_only_whether_it_is_ready(
-    pool: AsyncRolloutPool, worker: Script
+    pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     worker.ready(503)
     worker.steps = [problem(503, "asleep", retry=5), tokens([1], "stop")]
@@ -280,14 +209,16 @@ async def test_who_sleeps_is_asked_only_whether_it_is_ready(
     assert len(worker.bodies) == 2
 
 
-async def test_nobody_serves_until_the_deadline(pool: AsyncRolloutPool, worker: Script) -> None:
+async def test_nobody_serves_until_the_deadline(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
     worker.ready(503)
     worker.steps = [problem(503, "asleep")]
     with pytest.raises(NoReplica, match="asleep"):
         await pool.generate(PROMPT, deadline_seconds=3)
 
 
-async def test_a_silent_worker_that_lives_is_waited_for(worker: Script) -> None:
+async def test_a_silent_worker_that_lives_is_waited_for(worker: ScriptedWorker) -> None:
     """Queued for long: nothing comes, but /health answers."""
 
     async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -296,13 +227,13 @@ async def test_a_silent_worker_that_lives_is_waited_for(worker: Script) -> None:
 
     worker.steps = [slow]
     worker.server.answer("GET", "/health", {"status": "ok"})
-    url = worker.server.url
+    url = worker.url
     async with AsyncRolloutPool.from_urls([url], silent_seconds=0.2) as pool:
         result = await pool.generate(PROMPT)
     assert len(result.attempts) == 1
 
 
-async def test_many_silent_requests_ask_their_worker_once(worker: Script) -> None:
+async def test_many_silent_requests_ask_their_worker_once(worker: ScriptedWorker) -> None:
     """A long queue on a slow worker must not become a storm of probes."""
     asked = 0
 
@@ -317,28 +248,28 @@ async def test_many_silent_requests_ask_their_worker_once(worker: Script) -> Non
 
     worker.steps = [slow]
     worker.server.answers["GET", "/health"] = health
-    url = worker.server.url
+    url = worker.url
     async with AsyncRolloutPool.from_urls([url], silent_seconds=0.3) as pool:
         results = await pool.generate_many([PROMPT] * 40)
     assert all(len(result.attempts) == 1 for result in results)
     assert 1 <= asked < 10
 
 
-async def test_a_silent_worker_that_is_dead_is_left(worker: Script) -> None:
+async def test_a_silent_worker_that_is_dead_is_left(worker: ScriptedWorker) -> None:
     async def hung(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await asyncio.sleep(30)
         raise AssertionError
 
     worker.steps = [hung, tokens([1], "stop")]
     worker.server.answer("GET", "/health", {"status": "bad"}, 503)
-    url = worker.server.url
+    url = worker.url
     async with AsyncRolloutPool.from_urls([url], silent_seconds=0.2) as pool:
         result = await asyncio.wait_for(pool.generate(PROMPT), 10)
     assert "silent" in result.attempts[0].cause
 
 
 async def test_a_stream_that_ends_while_its_worker_is_asked_is_not_cut(
-    worker: Script, caplog: pytest.LogCaptureFixture
+    worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = asyncio.Event()
 
@@ -354,7 +285,7 @@ async def test_a_stream_that_ends_while_its_worker_is_asked_is_not_cut(
     worker.steps = [slow]
     worker.server.answers["GET", "/health"] = health
     ended: list[GenerateResult] = []
-    url = worker.server.url
+    url = worker.url
     async with AsyncRolloutPool.from_urls([url], silent_seconds=0.2) as pool:
         ended.append(await pool.generate(PROMPT))
         await asyncio.sleep(0.3)
@@ -364,7 +295,7 @@ async def test_a_stream_that_ends_while_its_worker_is_asked_is_not_cut(
 
 
 async def test_the_pools_floor_is_sent_unless_the_request_has_bounds(
-    pool: AsyncRolloutPool, worker: Script
+    pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     worker.steps = [tokens([1], "stop", version=9)]
     pool.floor = WeightsId(epoch=0, version=4)
@@ -374,7 +305,7 @@ async def test_the_pools_floor_is_sent_unless_the_request_has_bounds(
     assert sent == [(0, 4), (None, 2)]
 
 
-async def test_bad_arguments_never_leave(pool: AsyncRolloutPool, worker: Script) -> None:
+async def test_bad_arguments_never_leave(pool: AsyncRolloutPool, worker: ScriptedWorker) -> None:
     with pytest.raises(ValueError, match="top_p"):
         await pool.generate(PROMPT, sampling={"top_p": 2})
     with pytest.raises(ValueError, match="no_such"):
@@ -391,21 +322,21 @@ async def test_bad_arguments_never_leave(pool: AsyncRolloutPool, worker: Script)
     for wrong in ("max_failures", "max_staleness", "silent_seconds"):
         options: dict[str, Any] = {wrong: -1}
         with pytest.raises(ValueError, match=wrong):
-            AsyncRolloutPool.from_urls([worker.server.url], **options)
+            AsyncRolloutPool.from_urls([worker.url], **options)
     nowhere: list[str] = []
-    for urls in (nowhere, worker.server.url):
+    for urls in (nowhere, worker.url):
         with pytest.raises(ValueError, match="list of one URL or more"):
             AsyncRolloutPool.from_urls(urls)
 
 
-async def test_a_prompt_may_be_an_array(pool: AsyncRolloutPool, worker: Script) -> None:
+async def test_a_prompt_may_be_an_array(pool: AsyncRolloutPool, worker: ScriptedWorker) -> None:
     worker.steps = [tokens([1], "stop")]
     await pool.generate(np.array(PROMPT))  # type: ignore[arg-type]
     assert worker.bodies[0]["token_ids"] == PROMPT
 
 
 async def test_a_prompt_that_can_not_be_sent_costs_no_other(
-    pool: AsyncRolloutPool, worker: Script
+    pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     worker.steps = [tokens([1], "stop")]
     with pytest.raises(ManyFailed, match=r"1 of 3.*token_ids") as error:
@@ -418,9 +349,9 @@ async def test_a_prompt_that_can_not_be_sent_costs_no_other(
 
 
 async def test_an_attempt_without_tokens_says_nothing_of_the_weights(
-    pool: AsyncRolloutPool, worker: Script
+    pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
-    url = worker.server.url
+    url = worker.url
     known: list[WeightsId | None] = []
 
     async def dry(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -437,7 +368,7 @@ async def test_an_attempt_without_tokens_says_nothing_of_the_weights(
 
 
 async def test_connections_to_a_member_that_left_end_with_its_last_request(
-    pool: AsyncRolloutPool, worker: Script
+    pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     leave = asyncio.Event()
 
@@ -449,7 +380,7 @@ async def test_connections_to_a_member_that_left_end_with_its_last_request(
     running = asyncio.create_task(pool.generate(PROMPT, sampling=END))
     await until(lambda: len(worker.bodies) == 1, what="the request")
     pool._take_members([])
-    assert worker.server.url in pool._connections._clients
+    assert worker.url in pool._connections._clients
     leave.set()
     await running
     assert pool._connections._clients == {}
@@ -466,7 +397,7 @@ async def test_a_client_of_httpx_gets_no_more_than_its_share() -> None:
     await connections.close()
 
 
-async def test_hooks_see_attempts_and_requests(worker: Script) -> None:
+async def test_hooks_see_attempts_and_requests(worker: ScriptedWorker) -> None:
     class Seen(Hook):
         def __init__(self) -> None:
             self.told: list[str] = []
@@ -479,20 +410,20 @@ async def test_hooks_see_attempts_and_requests(worker: Script) -> None:
 
     seen = Seen()
     worker.steps = [tokens([1], None), tokens([2], "stop"), problem(422, "unsupported")]
-    async with AsyncRolloutPool.from_urls([worker.server.url], hook=seen) as pool:
+    async with AsyncRolloutPool.from_urls([worker.url], hook=seen) as pool:
         await pool.generate(PROMPT, sampling=END)
         with pytest.raises(RequestRefused):
             await pool.generate(PROMPT)
     assert seen.told == ["broken 1", "finished 1", "ok True", "refused 0", "RequestRefused False"]
 
 
-async def test_prometheus_gets_the_same(worker: Script) -> None:
+async def test_prometheus_gets_the_same(worker: ScriptedWorker) -> None:
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
     worker.steps = [tokens([1], None), tokens([2], "stop")]
     hook = PrometheusHook("math", registry)
-    async with AsyncRolloutPool.from_urls([worker.server.url], hook=hook) as pool:
+    async with AsyncRolloutPool.from_urls([worker.url], hook=hook) as pool:
         await pool.generate(PROMPT, sampling=END)
     page = generate_latest(registry).decode()
     assert 'rollout_client_attempts_total{outcome="broken",pool="math"} 1.0' in page

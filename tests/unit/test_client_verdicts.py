@@ -28,10 +28,11 @@ from rollout_client.generating.verdicts import (
     after_break,
     after_new_weights,
     after_refusal,
+    end_tokens_of,
     finished_by,
     no_replica,
     out_of_time,
-    when_weights_are_gone,
+    when_weights_changed,
 )
 from rollout_client.generating.wire import Refusal
 from rollout_worker.schemas import (
@@ -40,6 +41,9 @@ from rollout_worker.schemas import (
     SamplingParams,
     StopMatch,
     StopReason,
+    StreamDone,
+    Timing,
+    Usage,
     WeightsId,
 )
 
@@ -187,10 +191,12 @@ def test_attempts_that_give_nothing_do_not_follow_each_other_at_once(
         ),
         (SamplingParams(min_tokens=3, max_tokens=9), (5, 2), None),
         (
-            SamplingParams(min_tokens=2, max_tokens=2),
+            SamplingParams(min_tokens=1, max_tokens=2),
             (5, 2),
             Finish(StopReason.STOP, StopMatch(token_id=2)),
         ),
+        (SamplingParams(min_tokens=2, max_tokens=9), (5, 2), None),
+        (SamplingParams(min_tokens=2, max_tokens=2), (5, 2), Finish(StopReason.LENGTH)),
     ],
 )
 def test_what_has_all_its_tokens_is_whole(
@@ -198,6 +204,25 @@ def test_what_has_all_its_tokens_is_whole(
 ) -> None:
     at = replace(FRESH, sampling=sampling, tokens=tokens, end_tokens={2})
     assert finished_by(at) == end
+
+
+def test_only_ends_of_the_models_own_are_ends_of_other_outputs() -> None:
+    def done(reason: StopReason, match: StopMatch | None) -> StreamDone:
+        output = DoneOutput(index=0, stop_reason=reason, stop_match=match)
+        return StreamDone(
+            request_id="r",
+            logprobs_of=None,
+            outputs=(output,),
+            usage=Usage(prompt_tokens=1, completion_tokens=1),
+            timing=Timing(queued_seconds=0, total_seconds=0),
+        )
+
+    token = StopMatch(token_id=7)
+    assert end_tokens_of(done(StopReason.STOP, token), SamplingParams()) == {7}
+    assert end_tokens_of(done(StopReason.STOP, token), SamplingParams(stop_token_ids=(7,))) == set()
+    assert end_tokens_of(done(StopReason.ABORTED, token), SamplingParams()) == set()
+    for match in (None, StopMatch(text="</a>")):
+        assert end_tokens_of(done(StopReason.STOP, match), SamplingParams()) == set()
 
 
 # The worker refused.
@@ -298,8 +323,8 @@ def test_weights_that_came_within_an_output_start_it_over_or_fail_it() -> None:
 
 def test_tokens_of_weights_that_nobody_serves_any_more() -> None:
     nobody = replace(FAIL, replica=None)
-    assert when_weights_are_gone(replace(RESTART, replica=None)) == StartOver()
-    error = error_of(when_weights_are_gone(nobody))
+    assert when_weights_changed(replace(RESTART, replica=None)) == StartOver()
+    error = error_of(when_weights_changed(nobody))
     assert isinstance(error, VersionChanged)
     assert error.replica is None
 

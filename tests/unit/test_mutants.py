@@ -40,7 +40,7 @@ def test_each_change_is_made(source: str, mutants: set[str]) -> None:
 @pytest.mark.parametrize(
     "source",
     ["logger.info('a', extra=b)", "assert a == 1", '"""Text."""', "x = f'{a or b}'", "x: A = b",
-     "import a", "x = 'text'"],
+     "import a", "Both = One | Other", "x = 'text'"],
 )  # fmt: skip
 def test_wording_logs_and_types_are_left_alone(source: str) -> None:
     assert lines(source) == set()

@@ -177,7 +177,7 @@ class Endless(ApiModel):
     ("model", "message"),
     [
         (Unbounded, "Unbounded.count: give the integer a lower and an upper bound"),
-        (Either, "Either.value: a union of 2 types can't stand in a CRD"),
+        (Either, "Either.value: a union of 2 types is not possible in a CRD"),
         (Endless, "Endless.text: give the string a maximum length"),
     ],
 )

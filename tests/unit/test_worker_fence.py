@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_worker.core.fence import Fence
 from rollout_worker.schemas import RequireRequest
-from rollout_worker.updates.fence import Fence
 from rollout_worker.wire.problems import ProblemError
 
 REQUESTS = st.builds(

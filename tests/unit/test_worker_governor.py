@@ -254,7 +254,7 @@ async def test_staged_waking(worker: TinyWorker) -> None:
     )
     await worker.update(1, 7)
     await worker.wake(tags=("kv_cache",))
-    assert worker.state is Lifecycle.ACTIVE
+    await worker.reaches(Lifecycle.ACTIVE)
 
 
 async def test_sleeping_wider_and_deeper(worker: TinyWorker) -> None:

@@ -2,9 +2,9 @@
 
 Bottom up: `buffers` (growing columns), `streams` (one column per quantity), `positions` (three-axis
 rope), `messages`, `opaque` and `media` (what accompanies the tokens), `processing` (tokenizers and
-processors), `templates` (what a turn adds), `prompts` (the first turn), `sanity` (the final check),
-`record` (the data), `writing` and `request` (the operations), `batch` (tensors for a trainer).
-Nothing imports torch until a tensor is needed.
+processors), `windows` and `seams` (a turn without its conversation), `templates` (what a turn adds),
+`prompts` (the first turn), `sanity` (the final check), `record` (the data), `writing` and `request`
+(the operations), `batch` (tensors for a trainer). Nothing imports torch until a tensor is needed.
 """
 
 from .batch import RolloutBatch, from_batch, to_batch

@@ -19,8 +19,9 @@ from .processing import TemplateError
 from .prompts import begin
 from .record import Conversation, Counter, Cursor, RequestState
 from .sanity import SanityCheckMode, compare
+from .seams import Turn, join
 from .streams import Rope
-from .templates import Template, Turn, join, template_of
+from .templates import Template, template_of
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class Writing(Conversation):
             turn.close = []
             return 0
         tail = self.streams.ids.data[max(0, end - len(turn.close) - 1) : end]
-        return join(tail, turn, template, self.cursor.stopped)
+        return join(tail, turn, template.codec.special_ids, template.ends, self.cursor.stopped)
 
     def _cut(self, length: int) -> None:
         self.streams.cut(length)

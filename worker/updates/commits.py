@@ -136,15 +136,7 @@ class Commits:
         last = self._last
         if last is not None and last.active == active:
             return last
-        return CommitResponse(
-            active=active,
-            previous=self._updates.previous,
-            commit_seq=self._updates.commit_seq,
-            pause_seconds=0.0,
-            finished=0,
-            aborted=0,
-            kept=0,
-        )
+        return self._answer(_Section())
 
     def _check(self, request: CommitRequest) -> Slot:
         runtime, updates, identity = self._runtime, self._updates, _identity(request)
@@ -190,8 +182,14 @@ class Commits:
             updates.activate(slot)
             await self._end_exact(slot.identity, section)
         runtime.telemetry.pause_seconds.observe(section.pause_seconds)
+        answer = self._answer(section)
+        _log(answer)
+        return answer
+
+    def _answer(self, section: _Section) -> CommitResponse:
+        updates = self._updates
         assert updates.active is not None
-        answer = CommitResponse(
+        return CommitResponse(
             active=updates.active,
             previous=updates.previous,
             commit_seq=updates.commit_seq,
@@ -200,8 +198,6 @@ class Commits:
             aborted=section.count(stopped=True, aborted=True),
             kept=section.count(stopped=False),
         )
-        _log(answer)
-        return answer
 
     @asynccontextmanager
     async def _closed(

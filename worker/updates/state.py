@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rollout_worker.core.fence import Fence
 from rollout_worker.core.runtime import Runtime
 from rollout_worker.engine import EngineError, EngineInfo, Sink, WeightsRejected
 from rollout_worker.schemas import (
@@ -30,7 +31,6 @@ from rollout_worker.schemas import (
 from rollout_worker.sources.resolve import locate, resolve
 from rollout_worker.wire.problems import ProblemError, conflict
 
-from .fence import Fence
 from .slot import Located, Slot, fill, mismatch, same_content
 
 logger = logging.getLogger(__name__)

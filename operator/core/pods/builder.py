@@ -16,7 +16,7 @@ from .overlay import joined_by, merged
 from .volumes import mounts, volumes
 
 NODE_TOLERATION_SECONDS = 30
-"""A pod on a node that is gone is given up this soon (Kubernetes' default is 300 s)."""
+"""A pod on a lost node is given up this soon (Kubernetes' default is 300 s)."""
 
 USER = 65532
 """The unprivileged user of our images."""
@@ -93,7 +93,7 @@ class PodBuilder:
         out: Obj = {
             "hostname": names.pod_name(self.name, replica, rank),
             "subdomain": names.heads_service(self.name),
-            # A process that ended takes its gang with it and comes back with our own back-off.
+            # A process that ends takes its gang down, and restarts with our own back-off.
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": self.spec.grace_seconds,
             "serviceAccountName": self.spec.service_account_name,
@@ -170,7 +170,7 @@ class PodBuilder:
 
 
 def _node_tolerations(overlay: Mapping[str, Any]) -> list[Obj]:
-    """Short tolerations of a lost node, unless the template speaks of them itself."""
+    """Short tolerations of a lost node, unless the template sets its own."""
     told = {t.get("key") for t in overlay.get("tolerations", ())}
     return [
         {

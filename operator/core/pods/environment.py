@@ -1,4 +1,4 @@
-"""The environment of the worker container: its settings, then the operator's file, then the pool's."""
+"""The environment of the worker container: settings from the spec, and the pool's own entries."""
 
 from __future__ import annotations
 

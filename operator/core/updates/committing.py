@@ -1,4 +1,4 @@
-"""The phase Committing: it only goes forward, until all that serve have the new weights."""
+"""The phase Committing: it only goes forward, until every serving replica has the new weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def advance_commit(
 def _failures(
     spec: RolloutReplicaSpec, in_service: list[Head], identity: WeightsId, overdue: bool
 ) -> dict[str, str]:
-    """What keeps heads from the version that is being committed, by pod uid."""
+    """Why heads have not committed the version, by pod uid."""
     found = {}
     for head in in_service:
         text = head.failure(identity, "commit", "stage")

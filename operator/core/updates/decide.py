@@ -2,7 +2,7 @@
 
 The case table of the public contract: stored status, target and the workers' answers in, one
 `WeightsPlan` out. First `lifecycle` settles which update runs, then the phase it is in takes it
-one step further (`staging`, `committing`), then whoever is below the committed weights is told to
+one step further (`staging`, `committing`), then replicas below the committed weights are told to
 load them (`joining`).
 """
 

@@ -1,4 +1,4 @@
-"""Heads outside the update: whoever is below the committed weights loads them before it serves."""
+"""Heads outside the update: one below the committed weights loads them before it serves."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def settle(
 
 
 def finish(plan: WeightsPlan, now: float, message: str) -> None:
-    """End the update under way well: its weights are the committed ones from here on."""
+    """Complete the update under way: its weights are now the committed ones."""
     update = plan.update
     if update is None:
         return
@@ -87,7 +87,7 @@ def _maybe_supersede(
 
 
 def _maybe_retarget(plan: WeightsPlan, target: Version) -> None:
-    """Rolling and Eager have no barrier to keep: they turn to the newest at once."""
+    """Turn to a newer target at once: Rolling and Eager have no barrier to keep."""
     if plan.update is not None and target.identity > plan.update.identity:
         _supersede(plan, f"{target.identity} is newer")
 
@@ -106,9 +106,9 @@ def _supersede(plan: WeightsPlan, why: str) -> None:
 def _begin(
     plan: WeightsPlan, target: Version, heads: Mapping[str, Head], now: float, resting: bool
 ) -> None:
-    """Start the update to `target`; with nobody in service it is committed at once."""
+    """Start the update to `target`; if no replica is in service, commit it at once."""
     if resting and plan.update is not None and plan.update.identity == target.identity:
-        # Given up to rest: they are loaded on the way back, and `Superseded` stays to be seen.
+        # Given up for sleep or suspension: loaded on wake-up, and `Superseded` stays visible.
         identity = target.identity.model_dump()
         plan.committed = CommittedWeights(**identity, source=target.source)
         return
@@ -124,7 +124,7 @@ def _begin(
     floor = plan.committed.identity
     serving = [h for h in heads.values() if h.in_service(floor)]
     if resting or not serving:
-        finish(plan, now, "committed while nobody served; each replica loads it before it serves")
+        finish(plan, now, "committed while no replica served; each loads it before it serves")
     elif any(h.at_least(target.identity) for h in heads.values()):
         _enter_committing(plan)
     else:
@@ -135,7 +135,7 @@ def _begin(
 def _complete_after_rest(
     spec: RolloutReplicaSpec, plan: WeightsPlan, heads: Mapping[str, Head], now: float
 ) -> None:
-    """An update that was given up for a rest is complete once all have loaded it after all."""
+    """Complete an update that was given up for sleep or suspension once all have loaded it."""
     update = plan.update
     if update is None or update.phase is not UpdatePhase.SUPERSEDED:
         return

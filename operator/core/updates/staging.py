@@ -1,7 +1,7 @@
 """The phase Staging: workers read and verify the new weights while the old ones serve.
 
 The *barrier* of an AllAtOnce update is the set of worker processes that were in service when
-staging began. It lives in memory only; a new leader forms it anew from those in service then.
+staging began. It is kept in memory only; a new leader forms it again from those in service then.
 """
 
 from __future__ import annotations
@@ -79,6 +79,6 @@ def _report(plan: WeightsPlan, update: LastUpdate, staged: str, waiting: Iterabl
 
 
 def _attempts(waiting: Iterable[Head], identity: WeightsId) -> int:
-    """The first try and the retries of whoever failed most."""
+    """The first attempt, plus the retries of the head that failed most."""
     failures = (h.worker.failures.get("stage") for h in waiting)
     return 1 + max((f.count for f in failures if f and f.about == identity), default=0)

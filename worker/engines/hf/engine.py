@@ -234,7 +234,9 @@ class HfEngine:
     def metrics(self) -> str:
         """See `Engine.metrics`."""
         parts = self._parts
-        return metrics.render(parts.core, parts.kv, parts.memory) if parts else ""
+        if parts is None:
+            return ""
+        return metrics.render(parts.core.totals, parts.core.census, parts.kv, parts.memory)
 
     def _live(self) -> Parts:
         if self._ended is not None:

@@ -9,7 +9,6 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 from rollout_worker.engine import (
@@ -113,7 +112,7 @@ class SglangEngine:
                 report(Progress(message=progress))
 
         process = self._process = Process(self._die, line)
-        cpu = self._on_cpu()
+        cpu = settings.on_cpu(self._options)
         flags = settings.child_flags(self._options, self._settings, model, cpu)
         report(Progress(message="starting SGLang"))
         sock = process.start(self._settings.python, flags, settings.environ(cpu))
@@ -123,11 +122,6 @@ class SglangEngine:
     async def _read(self, bridge: Bridge, sock: Any) -> None:
         await bridge.run(sock)
         self._die("SGLang's process closed its end of the bridge")
-
-    def _on_cpu(self) -> bool:
-        if self._options.device != "auto":
-            return self._options.device == "cpu"
-        return not Path("/dev/nvidiactl").exists()
 
     async def _hash(self) -> str:
         def work(cancelled: Callable[[], bool]) -> str:

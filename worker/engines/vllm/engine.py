@@ -82,26 +82,7 @@ class VllmEngine:
 
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
         """See `Engine.start`."""
-        loop = asyncio.get_running_loop()
-
-        def relay(progress: Progress) -> None:
-            loop.call_soon_threadsafe(report, progress)
-
-        def work(cancelled: Callable[[], bool]) -> launch.Launched:
-            return launch.launch(self._options, self._settings, relay, cancelled)
-
-        starting = loop.run_in_executor(None, work, self._give_up.is_set)
-        try:
-            launched = await asyncio.shield(starting)
-        except ReadCancelled:
-            raise EngineError("the engine was stopped while it loaded") from None
-        except asyncio.CancelledError:
-            self._give_up.set()
-            await self._end_start()
-            done, _ = await asyncio.wait([starting], timeout=STOP_SECONDS)
-            for future in done:
-                future.exception()  # looked at: a start that was given up is no unheard error
-            raise
+        launched = await self._launch(report)
         report(Progress(message="warming up"))
         parts = await self._assemble(launched)
         try:
@@ -130,6 +111,28 @@ class VllmEngine:
             root_hash=launched.root_hash,
             layout=launched.layout,
         )
+
+    async def _launch(self, report: Callable[[Progress], None]) -> launch.Launched:
+        loop = asyncio.get_running_loop()
+
+        def relay(progress: Progress) -> None:
+            loop.call_soon_threadsafe(report, progress)
+
+        def work(cancelled: Callable[[], bool]) -> launch.Launched:
+            return launch.launch(self._options, self._settings, relay, cancelled)
+
+        starting = loop.run_in_executor(None, work, self._give_up.is_set)
+        try:
+            return await asyncio.shield(starting)
+        except ReadCancelled:
+            raise EngineError("the engine was stopped while it loaded") from None
+        except asyncio.CancelledError:
+            self._give_up.set()
+            await self._end_start()
+            done, _ = await asyncio.wait([starting], timeout=STOP_SECONDS)
+            for future in done:
+                future.exception()  # looked at: a start that was given up is no unheard error
+            raise
 
     async def _assemble(self, launched: launch.Launched) -> _Parts:
         labels, llm = Labels(), launched.llm

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rollout_worker.engine import EngineError, Layout
@@ -104,16 +105,10 @@ def launch(
     tied = bool(getattr(hf_config, "tie_word_embeddings", False))
     layout = layout_of(open_source(options.model).entries, tied=tied)
 
-    def advance(done: int, total: int) -> None:
-        if done < total:
-            report(Progress(message=f"checking weights {done / total:.0%}", fraction=done / total))
-        else:
-            report(Progress(message="starting vLLM's processes"))
-
     before = descendants(os.getpid())
     steps = Steps()
     with ThreadPoolExecutor(1) as pool:
-        hashing = pool.submit(hash_of, options.model, advance, cancelled)
+        hashing = pool.submit(_hash, options.model, report, cancelled)
         llm = _construct(config, steps)
         try:
             root_hash = hashing.result()
@@ -143,6 +138,16 @@ def launch(
         segments=segments(processes),
         vital={process for process in processes if process.title().startswith(TITLE)},
     )
+
+
+def _hash(folder: Path, report: Report, cancelled: Callable[[], bool]) -> str:
+    def advance(done: int, total: int) -> None:
+        if done < total:
+            report(Progress(message=f"checking weights {done / total:.0%}", fraction=done / total))
+        else:
+            report(Progress(message="starting vLLM's processes"))
+
+    return hash_of(folder, advance, cancelled)
 
 
 def _ours(before: set[Process]) -> set[Process]:

@@ -78,8 +78,8 @@ async def test_not_ready_is_healthy_and_says_why(site: Site) -> None:
 
 
 async def test_unhealthy_is_not_ready_either(site: Site) -> None:
-    site.health.text = "the event loop stood still for 6.0 s"
-    assert await site.get("/healthz") == (503, "the event loop stood still for 6.0 s\n")
+    site.health.text = "the event loop was blocked for 6.0 s"
+    assert await site.get("/healthz") == (503, "the event loop was blocked for 6.0 s\n")
     assert (await site.get("/readyz"))[0] == 503
 
 
@@ -139,7 +139,7 @@ def test_the_worst_lag_of_the_last_half_minute_counts() -> None:
     lag.note(0.1)
     lag.note(MAX_LAG_SECONDS + 1)
     lag.note(0.2)
-    assert lag.check() == "the event loop stood still for 6.0 s"
+    assert lag.check() == "the event loop was blocked for 6.0 s"
     now[0] += 29
     assert lag.check() is not None
     now[0] += 2

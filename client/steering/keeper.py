@@ -1,0 +1,153 @@
+"""Keeps the replicas of a pool without an operator at the pool's weights and state.
+
+A replica that was restarted, or that was away while weights were published, comes back without
+them. The keeper looks at all replicas every second and gives each what it lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+
+from rollout_client.control import ControlError, WorkerControl
+from rollout_worker.schemas import (
+    MemoryTag,
+    PauseRequest,
+    RequireRequest,
+    StageRequest,
+    WakeRequest,
+)
+
+from .barrier import POLL_SECONDS, Version
+from .control_ports import ControlPorts
+from .options import DirectOptions
+from .protocol import PoolState
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+SEED_SECONDS = 600.0
+"""How long one replica may take to stage the pool's weights."""
+
+
+class Keeper:
+    """See the module. Runs from `start` to `stop`.
+
+    Args:
+        ports: Control ports of all members.
+        options: How the pool is steered.
+        on_weights: Told names of members and the version that they serve now.
+    """
+
+    def __init__(
+        self,
+        ports: ControlPorts,
+        options: DirectOptions,
+        on_weights: Callable[[Iterable[str], Version], None],
+    ) -> None:
+        self.target: Version | None = None
+        """What every replica must come to serve."""
+        self.state: PoolState | None = None
+        """The state that every replica must come to; None: nobody asked for one."""
+        self.lock = asyncio.Lock()
+        """Held while weights are published or given to who lacks them: never both at once."""
+        self._ports = ports
+        self._options = options
+        self._on_weights = on_weights
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Look after the replicas from now on, if there is anything to give them."""
+        needed = self.target is not None or self.state is not None
+        if self._task is None and needed and not self._ports.closed:
+            self._task = asyncio.create_task(self._run(), name="keeper of the pool")
+
+    async def stop(self) -> None:
+        """Stop, and wait for the end of what is under way."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            async with self.lock:
+                answers = await self._ports.ask(self._ports.names(), self._mend)
+                seeded = [name for name, answer in answers.items() if answer is True]
+                if self.target is not None:
+                    self._on_weights(seeded, self.target)
+            for name, answer in answers.items():
+                if isinstance(answer, ControlError):
+                    logger.warning("%s lacks the pool's weights or state: %s", name, answer)
+
+    async def _mend(self, control: WorkerControl) -> bool:
+        """Give one replica what it lacks; whether it was given weights."""
+        seeded = self.target is not None and await self._seed(self.target, control)
+        state = await control.state()
+        held = {hold.state for hold in state.holds if hold.holder == state.caller}
+        wanted = self.state
+        while wanted in ("Asleep", "Paused") and wanted not in held:
+            await self.change_state(control, wanted)
+            if wanted == self.state:
+                break
+            # Somebody changed it meanwhile, and this order may have come after theirs.
+            wanted, held = self.state, set()
+            if wanted == "Active":
+                await self.change_state(control, wanted)
+        return seeded
+
+    async def _seed(self, version: Version, control: WorkerControl) -> bool:
+        """Give one replica the target if it has older weights; whether it was given."""
+        state = await control.state()
+        active = state.weights.active
+        if active is None or not state.resident.weights or active.identity >= version.identity:
+            return False
+        identity = version.identity
+        await control.require(RequireRequest(epoch=identity.epoch, min_version=identity.version))
+        slot = await control.stage(
+            StageRequest(epoch=identity.epoch, version=identity.version, source=version.source)
+        )
+        until = time.monotonic() + SEED_SECONDS
+        while slot.phase == "Staging" and time.monotonic() < until:
+            await asyncio.sleep(POLL_SECONDS)
+            slot = (await control.state()).weights.staged or slot
+        if slot.phase != "Staged":
+            raise ControlError(409, "stage-failed", slot.error or "it was not staged in time")
+        await control.commit(self._options.commit_request(identity))
+        return True
+
+    async def change_state(self, control: WorkerControl, state: PoolState) -> None:
+        """Move one replica to a state."""
+        match state:
+            case "Asleep":
+                await control.sleep(self._options.sleep_request())
+            case "Paused":
+                await self._wake(control)
+                drain = self._options.drain_seconds
+                await control.pause(PauseRequest(deadline_seconds=drain))
+            case "Active":
+                await self._wake(control)
+                await control.resume()
+
+    async def _wake(self, control: WorkerControl) -> None:
+        """Weights, then the newest version of them, then the KV cache: the order that fits."""
+        if (await control.state()).resident.weights:
+            return await _unless_held(control.wake())
+        tags: tuple[tuple[MemoryTag, ...], ...] = (("weights",), ("kv_cache",))
+        await _unless_held(control.wake(WakeRequest(tags=tags[0])))
+        if self.target is not None:
+            await self._seed(self.target, control)
+        await _unless_held(control.wake(WakeRequest(tags=tags[1])))
+        return None
+
+
+async def _unless_held(wake: Awaitable[object]) -> None:
+    """Wake; if others still hold it, that is for the caller's last call to say."""
+    try:
+        await wake
+    except ControlError as error:
+        if error.slug != "held":
+            raise

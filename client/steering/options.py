@@ -1,0 +1,56 @@
+"""How a pool without an operator is steered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout_worker.schemas import (
+    CommitRequest,
+    InFlightPolicy,
+    OnDeadline,
+    SleepRequest,
+    WeightsId,
+)
+
+from .control_ports import Token
+
+
+@dataclass(frozen=True, slots=True)
+class DirectOptions:
+    """How a pool without an operator is steered.
+
+    Attributes:
+        token: Bearer token of the control ports, or a function that returns it.
+        in_flight: What a commit does to running requests.
+        drain_seconds: How long running requests may go on before a commit, a sleep or a pause.
+        on_deadline: What happens to those that still run then.
+        sleep_level: 1 keeps a copy of the weights, 2 drops them.
+    """
+
+    token: Token = None
+    in_flight: InFlightPolicy = "Drain"
+    drain_seconds: float = 30.0
+    on_deadline: OnDeadline = "Abort"
+    sleep_level: int = 1
+
+    def __post_init__(self) -> None:
+        # Once weights are staged it is too late to find out that no worker accepts these.
+        self.commit_request(WeightsId(epoch=0, version=0))
+        self.sleep_request()
+
+    def commit_request(self, identity: WeightsId, seconds: float | None = None) -> CommitRequest:
+        """Return the order to flip to staged weights, drained in at most so many seconds."""
+        drain = self.drain_seconds if seconds is None else min(self.drain_seconds, seconds)
+        return CommitRequest(
+            epoch=identity.epoch,
+            version=identity.version,
+            in_flight=self.in_flight,
+            deadline_seconds=drain,
+            on_deadline=self.on_deadline,
+        )
+
+    def sleep_request(self) -> SleepRequest:
+        """Return the order to fall asleep."""
+        return SleepRequest.model_validate(
+            {"level": self.sleep_level, "deadline_seconds": self.drain_seconds}
+        )

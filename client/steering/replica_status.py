@@ -1,0 +1,133 @@
+"""What a RolloutReplica says of its epoch, its weights and its state. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_client.errors import EpochLost, PublishFailed, SteeringFailed, Superseded
+from rollout_client.kube.access import Obj
+from rollout_worker.schemas import WeightsId, WeightsSource
+
+from .protocol import PoolState, Published
+
+ANNOTATION_EPOCH = "rollout.dev/trainer-epoch"
+
+
+@dataclass(frozen=True, slots=True)
+class Underway:
+    """Weights that are not committed yet.
+
+    Attributes:
+        phase: `Staging` or `Committing`.
+        message: The operator's own.
+    """
+
+    phase: str
+    message: str
+
+
+def published(
+    pool: Obj, identity: WeightsId, generation: int, seconds: float
+) -> Published | Underway:
+    """Say how far an update is.
+
+    Args:
+        pool: The RolloutReplica.
+        identity: Of the update.
+        generation: Of the spec that asks for it: an older status tells nothing of it.
+        seconds: Since the update was asked for.
+
+    Raises:
+        PublishFailed: The operator says so.
+        Superseded: Other weights were committed, or are on their way.
+    """
+    status = pool.get("status") or {}
+    if _observed(status) < generation:
+        return Underway("Staging", "waiting for the operator to see the new target")
+    weights = status.get("weights") or {}
+    last, committed = weights.get("lastUpdate") or {}, weights.get("committed") or {}
+    phase, message = str(last.get("phase", "")), str(last.get("message", ""))
+    ours = bool(last) and _identity(last) == identity
+    if committed and _identity(committed) == identity:
+        return Published(
+            identity=identity,
+            root_hash=committed.get("rootHash"),
+            replicas=int(status.get("readyReplicas", 0)),
+            seconds=seconds,
+            pause_seconds=None,
+            message=f"weights {identity} are committed" + (f": {message}" if ours else ""),
+        )
+    newer = [each for each in (committed, last) if each and _identity(each) > identity]
+    if newer:
+        raise Superseded(f"weights {_identity(newer[0])} took the place of {identity}")
+    if ours and phase == "Superseded":
+        raise Superseded(message or f"weights {identity} were given up")
+    if ours and phase == "Failed":
+        raise PublishFailed(message or f"weights {identity} failed")
+    if not ours:
+        return Underway("Staging", f"waiting for the update before it: {message}")
+    return Underway(phase, message or str(status.get("message", "")))
+
+
+def highest_epoch(pool: Obj) -> int:
+    """Return the highest epoch that any trainer has taken or used."""
+    annotations = pool["metadata"].get("annotations") or {}
+    taken = str(annotations.get(ANNOTATION_EPOCH, "0"))
+    weights = (pool.get("status") or {}).get("weights") or {}
+    used = [
+        (pool["spec"].get("weights") or {}).get("target"),
+        weights.get("committed"),
+        weights.get("lastUpdate"),
+    ]
+    return max(int(taken) if taken.isdigit() else 0, *(int(u["epoch"]) for u in used if u), 0)
+
+
+def check_epoch(pool: Obj, epoch: int) -> None:
+    """Refuse to go on for a trainer that was shut out.
+
+    Raises:
+        EpochLost: Another trainer has the pool.
+    """
+    held = highest_epoch(pool)
+    if held > epoch:
+        raise EpochLost(f"a trainer with epoch {held} has the pool, this one holds {epoch}")
+
+
+def has_target(pool: Obj, identity: WeightsId, source: WeightsSource) -> bool:
+    """Whether the spec asks for these weights already."""
+    target = (pool["spec"].get("weights") or {}).get("target")
+    if not target or _identity(target) != identity:
+        return False
+    return (target.get("source") or {}).get("path") == source.path
+
+
+def wanted_state(pool: Obj) -> PoolState:
+    """Return the state that the spec asks for."""
+    state: PoolState = pool["spec"].get("state") or "Active"
+    return state
+
+
+def reached(pool: Obj, state: PoolState, generation: int) -> bool:
+    """Whether every worker has come to a state, as the operator noted it.
+
+    Raises:
+        SteeringFailed: Somebody else changed the state, or suspended the pool.
+    """
+    wanted = wanted_state(pool)
+    if wanted != state:
+        raise SteeringFailed(f"somebody set spec.state to {wanted} while it should become {state}")
+    if pool["spec"].get("suspend"):
+        raise SteeringFailed(f"the pool is suspended: it can't become {state}")
+    status = pool.get("status") or {}
+    last = status.get("lastTransition") or {}
+    done = last.get("to") == state and last.get("completedAt")
+    return bool(_observed(status) >= generation and done)
+
+
+def _identity(value: Any) -> WeightsId:
+    return WeightsId(epoch=value["epoch"], version=value["version"])
+
+
+def _observed(status: Obj) -> int:
+    return int(status.get("observedGeneration") or 0)

@@ -1,0 +1,87 @@
+"""A turn behind sampled ids: nothing is written twice, and only a contradicted end is taken back."""
+
+from __future__ import annotations
+
+import pytest
+
+from chatstyles import tokenizer
+from conversations import codec
+from rollout_worker.conversation.messages import Message
+from rollout_worker.conversation.seams import Seams, Turn, common, join
+from rollout_worker.conversation.windows import kind_of, window_for, window_of
+
+END, NEXT, OTHER, NEWLINE = 90, 91, 92, 10
+SPECIAL = {END, NEXT, OTHER}
+
+
+@pytest.mark.parametrize(
+    ("tail", "close", "body", "stopped", "left", "removed"),
+    [
+        ([1, 2], [END, NEWLINE], [NEXT, 5], None, ([END, NEWLINE], [NEXT, 5]), 0),
+        ([1, END], [END, NEWLINE], [NEXT, 5], END, ([NEWLINE], [NEXT, 5]), 0),
+        ([END, NEWLINE], [END, NEWLINE], [NEXT, 5], None, ([], [NEXT, 5]), 0),
+        ([1, OTHER], [END, NEWLINE], [NEXT, 5], OTHER, ([NEWLINE], [NEXT, 5]), 0),
+        ([1, NEXT], [], [NEXT, 5], None, ([], [5]), 0),
+        ([1, OTHER], [], [NEXT, 5], OTHER, ([], [NEXT, 5]), 1),
+        ([1, OTHER], [], [NEXT, 5], None, ([], [NEXT, 5]), 0),
+        ([1, 7], [], [7, 5], None, ([], [7, 5]), 0),
+        ([1, 7], [], [7, 5], 7, ([], [5]), 0),
+        ([1, 7], [], [6, 5], 7, ([], [6, 5]), 0),
+        ([1, END], [NEWLINE], [NEXT], END, ([NEWLINE], [NEXT]), 0),
+        ([], [END], [NEXT], None, ([END], [NEXT]), 0),
+        ([1, OTHER], [], [], OTHER, ([], []), 0),
+    ],
+)
+def test_what_the_policy_wrote_of_a_turn_is_not_written_twice(
+    tail: list[int],
+    close: list[int],
+    body: list[int],
+    stopped: int | None,
+    left: tuple[list[int], list[int]],
+    removed: int,
+) -> None:
+    turn = Turn(close=list(close), body=list(body))
+    assert join(tail, turn, SPECIAL, {END}, stopped) == removed
+    assert (turn.close, turn.body) == left
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "length"), [([], [1], 0), ([1, 2], [1, 3], 1), ([1, 2], [1, 2, 3], 2), ([2], [1], 0)]
+)
+def test_common_beginnings(a: list[int], b: list[int], length: int) -> None:
+    assert common(a, b) == length
+
+
+def test_a_seam_at_a_special_token_is_clean_and_one_within_a_word_may_merge() -> None:
+    seams, encode = Seams(codec("qwen")), codec("qwen").encode
+    assert seams.encode("seven", "<|im_end|>") == (encode("<|im_end|>"), True)
+    assert seams.encode("seven", "<|im_end|>") == (encode("<|im_end|>"), True), "remembered"
+    ids, clean = seams.encode("seven.", " twelve")
+    assert clean
+    assert tokenizer("qwen").decode(ids) == " twelve"
+    assert not seams.encode("five}}", "\nsix")[1]
+
+
+def test_a_window_ends_as_its_conversation_does() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}
+    question: Message = {"role": "user", "content": "what is 17 + 25?"}
+    asks: Message = {"role": "assistant", "content": "let me add", "tool_calls": [call]}
+    result: Message = {"role": "tool", "content": "42", "tool_call_id": "c1"}
+    plain: Message = {"role": "assistant", "content": "42"}
+    for history in ([question], [question, plain], [question, asks], [question, asks, result]):
+        window = window_of(history)
+        assert window is not None
+        assert kind_of(window[-1]) == kind_of(history[-1])
+        assert [m["role"] for m in window] == [m["role"] for m in window_for(kind_of(history[-1]))]
+        assert "42" not in str([message["content"] for message in window])
+    # The calls are real: templates print results beside the names that they answer.
+    window = window_of([question, asks, result, result])
+    assert window is not None
+    assert window[1]["tool_calls"] == [call]
+    assert [m["tool_call_id"] for m in window[2:]] == ["c1", "c1"]
+    # An answer given as text has no calls; results that follow it get some to answer.
+    window = window_of([question, plain], [result])
+    assert window is not None
+    assert window[-1]["tool_calls"][0]["id"] == "c1"
+    assert window_of([{"role": "system", "content": "be brief"}]) is None
+    assert window_of([question, result]) is None

@@ -1,0 +1,120 @@
+"""Seams: fitting the ids of a turn behind ids that are there already.
+
+What a template adds is tokenized alone, with a check of the seam: a tokenizer may merge over it.
+What the policy sampled at the end of its answer may be the beginning of the next turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from .processing import Codec
+
+CONTEXT = 64
+"""Characters before a seam that can matter to the tokenizer."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a turn adds to the ids.
+
+    Attributes:
+        close: Ends the assistant's turn before it; needed only if the policy did not write it.
+        body: The turn itself.
+        inputs: Tensors of its media.
+        full: The whole conversation had to be rendered.
+        rewritten: The template prints earlier turns otherwise than before.
+        merged: The tokenizer would merge over a seam; the text is right, but the ids are not those
+            of a whole render.
+        header: First tokens of `body` that stand for an open generation prompt.
+    """
+
+    close: list[int] = field(default_factory=list)
+    body: list[int] = field(default_factory=list)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    full: bool = False
+    rewritten: bool = False
+    merged: bool = False
+    header: int = 0
+
+
+class Seams:
+    """Tokenizes texts behind other texts."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._clean: set[tuple[str, str]] = set()
+        """Context and first special token of seams over which nothing merges."""
+
+    def encode(self, before: str, text: str) -> tuple[list[int], bool]:
+        """Return the ids of a text that follows another, and whether the seam is clean."""
+        context = self._context(before)
+        begins = self._special.match(text)
+        if begins is None:
+            return self._codec.encode_after(context, text)
+        ids = self._codec.encode(text)
+        if (context, begins[0]) not in self._clean:
+            joined, clean = self._codec.encode_after(context, text)
+            if not clean or joined != ids:
+                return joined, clean
+            self._clean.add((context, begins[0]))
+        return ids, True
+
+    def last_special(self, text: str) -> str:
+        """Return the end of a text from its last special token on; empty: there is none near."""
+        tail = text[-CONTEXT:]
+        found = [match.start() for match in self._special.finditer(tail)]
+        return tail[found[-1] :] if found else ""
+
+    def _context(self, text: str) -> str:
+        return self.last_special(text) or text[-CONTEXT:]
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        texts = sorted(self._codec.specials, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) if texts else "(?!)")
+
+
+def join(
+    tail: Sequence[int], turn: Turn, special: Set[int], ends: Set[int], stopped: int | None
+) -> int:
+    """Fit a turn behind sampled ids, in place; return how many of them must go.
+
+    What the policy wrote of the turn's beginning is not written twice: it ends with the template's
+    closing token, or (GLM) with the first token of the next turn. Another end (Llama's `<|eom_id|>`)
+    stands for the template's. Where a turn has no closing token, an end that the next turn does not
+    begin with (GLM expected another role) is taken back.
+
+    Args:
+        tail: The last sampled ids.
+        turn: Its `close` becomes what is left to write of it.
+        special: Ids of special tokens.
+        ends: Ids with which a policy ends its turn.
+        stopped: Id that the engine named as the end, if any.
+    """
+    whole = [*turn.close, *turn.body]
+    for count in range(min(len(tail), len(turn.close) + 1, len(whole)), 0, -1):
+        same = list(tail[-count:]) == whole[:count]
+        if same and (whole[count - 1] == stopped or not special.isdisjoint(whole[:count])):
+            turn.body = turn.body[max(0, count - len(turn.close)) :]
+            turn.close = turn.close[count:]
+            return 0
+    if not tail or (tail[-1] not in ends and tail[-1] != stopped):
+        return 0
+    if turn.close:
+        first = next((i for i, token in enumerate(turn.close) if token in special), -1)
+        turn.close = turn.close[first + 1 :] if first >= 0 else turn.close
+        return 0
+    return int(bool(turn.body) and turn.body[0] in special)
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the length of the longest common beginning."""
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))
