@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from rollout_worker.engine import (
-    EngineCrashed,
-    EngineDelta,
-    EngineError,
-    EngineRequest,
-    WeightsRejected,
-)
+from rollout_worker.engine import EngineCrashed, EngineError, EngineRequest, WeightsRejected
 from rollout_worker.schemas import (
     AbortReason,
     CommitResponse,
@@ -596,10 +590,7 @@ async def test_requests_of_the_engine_that_the_worker_has_given_up_are_nobodys(
 ) -> None:
     await worker.stage(1, 7)
     sampling = SamplingParams(max_tokens=LONG)
-    stray = cast(
-        AsyncGenerator[EngineDelta, None],
-        worker.engine.generate(EngineRequest("stray", (1,), sampling, None)),
-    )
+    stray = worker.engine.generate(EngineRequest("stray", (1,), sampling, None))
     asyncio.get_running_loop().call_later(0.05, worker.engine.step)
     await anext(stray)
     assert counts(await worker.commit(1, in_flight="Recompute")) == (0, 0, 0)
