@@ -114,7 +114,7 @@ def test_a_gang_that_lost_a_pod_starts_anew(change: dict[str, Any]) -> None:
     assert not found.create
     going = {"pool-0-1"} if "deletion_at" in change else {"pool-0-0", "pool-0-1"}
     assert {name for name, _ in deleted(found)} == going
-    assert all("is being restarted" in d.reason for d in found.delete)
+    assert all("restarts as a whole" in d.reason for d in found.delete)
 
 
 def test_a_gang_of_which_one_goes_is_not_made_again_meanwhile() -> None:

@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.engine import (
-    EngineCrashed,
-    EngineError,
-    EngineRequest,
-    WeightsRejected,
-)
+from rollout_worker.engine import EngineCrashed, EngineError, EngineRequest, WeightsRejected
 from rollout_worker.schemas import (
     AbortReason,
     CommitResponse,
@@ -168,6 +163,8 @@ async def test_a_policy_that_the_engine_lacks_is_refused_at_the_deadline_too(
     body = caught.value.problem.model_dump()
     assert [each["field"] for each in body["errors"]] == [named]
     assert ("'Abort'" if named == "on_deadline" else "Drain, Abort, Recompute") in body["detail"]
+    with refused("not-staged"):  # at the deadline they end, which every engine can
+        await worker.commit(2, in_flight="Drain")
     # Nothing waits for a deadline here, so nothing is asked of the engine.
     await worker.commit(1, in_flight="Recompute", on_deadline="Keep")
 
@@ -598,3 +595,51 @@ async def test_requests_of_the_engine_that_the_worker_has_given_up_are_nobodys(
     await anext(stray)
     assert counts(await worker.commit(1, in_flight="Recompute")) == (0, 0, 0)
     await stray.aclose()
+
+
+async def test_a_drain_looks_at_the_engine_again_and_again(worker: TinyWorker) -> None:
+    """What it still runs may be nobody's here, so that nobody tells of its end."""
+    await worker.stage(1, 7)
+    sampling = SamplingParams(max_tokens=2)
+    stray = worker.engine.generate(EngineRequest("stray", (1,), sampling, None))
+    asyncio.get_running_loop().call_later(0.05, worker.engine.step)
+    await anext(stray)
+    committing = asyncio.create_task(worker.commit(1, deadline_seconds=60))
+    await asyncio.sleep(0.02)
+    worker.engine.step()
+    await asyncio.wait_for(committing, 5)
+
+
+async def test_an_output_that_had_ended_before_is_not_counted(tmp_path: Path) -> None:
+    async with tiny_worker(tmp_path, rows=1) as worker:
+        await worker.stage(1, 7)
+        exact = await worker.begin("exact", 4, exact_version=0, sampling={"n": 2})
+        worker.engine.step(5)
+        await until(lambda: exact.outputs[0].stop_reason is not None, what="the first output")
+        done = await worker.commit(1, in_flight="Recompute")
+        assert counts(done) == (0, 1, 0)
+        assert exact.outputs[0].stop_reason is StopReason.LENGTH
+        assert exact.outputs[1].abort_reason is AbortReason.WEIGHTS
+
+
+async def test_who_waits_for_a_change_hears_of_the_commit_and_of_its_end(
+    worker: TinyWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    await worker.stage(1, 7)
+    hold = worker.engine.before["hold_admission"] = Gate()
+    resume = worker.engine.before["resume"] = Gate()
+    begins = asyncio.create_task(worker.runtime.changed.wait(5))
+    await asyncio.sleep(0)
+    committing = asyncio.create_task(worker.commit(1))
+    await hold.reached.wait()
+    assert await begins
+    hold.open()
+    await resume.reached.wait()
+    ends = asyncio.create_task(worker.runtime.changed.wait(5))
+    await asyncio.sleep(0)
+    resume.open()
+    await committing
+    assert await ends
+    assert b"rollout_worker_engine_pause_seconds_count 1.0" in worker.worker.metrics()
+    assert any("(1, 1), " in r.getMessage() and "(0, 0)" in r.getMessage() for r in caplog.records)

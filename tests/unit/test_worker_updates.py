@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,8 @@ async def test_a_fenced_epoch_stages_nothing(worker: TinyWorker) -> None:
     worker.updates.require(RequireRequest(epoch=2))
     with refused("stale-epoch") as caught:
         await worker.begin_stage(1, 7)
-    assert caught.value.problem.model_dump()["fence_epoch"] == 2
+    body = caught.value.problem.model_dump()
+    assert (body["fence_epoch"], body["active"]) == (2, {"epoch": 0, "version": 0})
 
 
 # Discard, deadlines, faults.
@@ -252,6 +254,7 @@ async def test_nothing_is_staged_while_the_weights_sleep(worker: TinyWorker) -> 
     with refused("asleep") as caught:
         await worker.begin_stage(1, 7)
     assert caught.value.problem.status == 409
+    assert caught.value.problem.model_dump()["active"] == {"epoch": 0, "version": 0}
     await worker.wake()
     await worker.update(1, 7)
 
@@ -382,7 +385,7 @@ async def test_both_phases_are_timed_and_told(
     page = worker.worker.metrics().decode()
     for phase, count in (("stage", 2), ("commit", 1)):
         assert f'weights_update_seconds_count{{phase="{phase}"}} {count}.0' in page
-    assert "rollout_worker_engine_pause_seconds_count 1.0" in page
+    assert re.search(r"^rollout_worker_weights_version\S* 1\.0$", page, re.MULTILINE)
     levels = [r.levelname for r in caplog.records if "(1, 1)" in r.getMessage()]
     assert levels == ["INFO", "WARNING", "INFO", "INFO", "INFO"]
 
@@ -390,5 +393,13 @@ async def test_both_phases_are_timed_and_told(
 async def test_a_floor_wakes_who_waits(worker: TinyWorker) -> None:
     waiting = asyncio.create_task(worker.runtime.changed.wait(5))
     await asyncio.sleep(0)
-    worker.updates.require(RequireRequest(epoch=0, min_version=0))
+    state = worker.updates.require(RequireRequest(epoch=0, min_version=0))
+    assert state.required == WeightsId(epoch=0, version=0)
     assert await waiting
+
+
+async def test_a_stage_waits_for_the_slot_no_longer_than_it_may(worker: TinyWorker) -> None:
+    async with worker.updates.slot_lock:
+        with refused("deadline-exceeded") as caught:
+            await worker.begin_stage(1, 7, deadline_seconds=0.05)
+    assert caught.value.retry_after == 1
