@@ -26,7 +26,7 @@ FLOOR = Bounds(epoch=1, min_version=5)
 
 
 def weights(version: int) -> dict[str, Any]:
-    active = {"epoch": 1, "version": version, "root_hash": None, "labels": {}}
+    active: dict[str, Any] = {"epoch": 1, "version": version, "root_hash": None, "labels": {}}
     return {"active": active, "commit_seq": 1, "said_by_a_newer_worker": 1}
 
 
