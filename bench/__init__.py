@@ -1,7 +1,12 @@
-"""Benchmarks: one command each, every figure with a baseline measured in the same run.
+"""Benchmarks: one command each, every figure beside a baseline measured in the same run.
 
-`python -m bench --help` lists them. Each module has a `SUMMARY` and `run(options)`, which
-returns a `Result`, or several one by one.
+    commands/   one file for each `python -m bench NAME`: what it measures, and against what
+    baselines/  the other ways to do the same work, and ours as they are called there
+    rigs/       what a measurement is set up with: models, workers, servers, clusters
+    reporting/  figures with their spread and verdict, the tables, docs/benchmarks.md
+
+`python -m bench --help` lists the commands by the first lines of their files. Each has a
+`run(options)` that returns a `Result`, or yields several.
 """
 
 from __future__ import annotations
@@ -9,5 +14,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(_ROOT / folder) for folder in ("tests/support", "hack", "hack/cluster")]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests/support", "hack", "hack/cluster")]

@@ -1,7 +1,7 @@
 """Makes the chart's values.schema.json and the table of values in its README.
 
-`VALUES` says for each value what it may be and what it means; the pod templates of the engines
-take the schema of the custom resource.
+`values_schema` says what each value may be and what it means; the engines' pod templates have the
+schema of the custom resource.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollout_operator.crd import structural
-from rollout_operator.spec_env import EnvVar
-from rollout_operator.spec_pod import PodTemplate
+from rollout_operator.api.crd import structural
+from rollout_operator.api.spec_env import EnvVar
+from rollout_operator.api.spec_pod import PodTemplate
 
 Schema = dict[str, Any]
 
@@ -70,11 +70,16 @@ def plain(schema: Mapping[str, Any]) -> Schema:
 
 def _engine(title: str, image: str) -> Schema:
     return group(
-        image=text(f"Image of the {title} worker; {image}. A pool's spec.engine.image goes first."),
+        image=text(f"{title} worker image; {image}. A pool's spec.engine.image takes precedence."),
         imagePullPolicy=_pull_policy(),
         podTemplate=plain(structural(PodTemplate))
-        | {"description": "Overlay on these pods, as spec.podTemplate; the pool's own goes first."},
-        env=items("Environment of the worker container, as in a pod.", plain(structural(EnvVar))),
+        | {
+            "description": "Fields merged into this engine's pods, as spec.podTemplate; the pool's "
+            "own take precedence."
+        },
+        env=items(
+            "Environment of the worker container, as in a pod spec.", plain(structural(EnvVar))
+        ),
     )
 
 
@@ -83,22 +88,24 @@ def _pull_policy() -> Schema:
 
 
 def _metrics() -> Schema:
-    labels = strings("More labels, for example those that Prometheus selects by.")
+    labels = strings("Additional labels, for example those that Prometheus selects by.")
     return group(
         podMonitor=group(
             enabled=switch(
-                "Make PodMonitors of operator and workers; needs the Prometheus Operator."
+                "Create PodMonitors for operator and workers; needs the Prometheus Operator."
             ),
             interval=text("Time between scrapes.", pattern="^[0-9]+(ms|s|m)$"),
             labels=labels,
         ),
         prometheusRule=group(
-            enabled=switch("Make a PrometheusRule with the alerts; needs the Prometheus Operator."),
+            enabled=switch(
+                "Create a PrometheusRule with the alerts; needs the Prometheus Operator."
+            ),
             labels=labels,
         ),
         dashboards=group(
-            enabled=switch("Make a ConfigMap with the Grafana dashboards."),
-            labels=strings("Labels by which Grafana's sidecar finds it."),
+            enabled=switch("Create a ConfigMap with the Grafana dashboards."),
+            labels=strings("Labels that Grafana's sidecar looks for."),
         ),
     )
 
@@ -106,8 +113,8 @@ def _metrics() -> Schema:
 def _image() -> dict[str, Schema]:
     return {
         "image": group(
-            repository=text("Image of the operator.", minLength=1),
-            tag=text("Its tag; the chart's appVersion if empty."),
+            repository=text("Operator image.", minLength=1),
+            tag=text("Image tag; if empty, the chart's appVersion."),
             pullPolicy=_pull_policy(),
         ),
         "imagePullSecrets": items(
@@ -118,13 +125,15 @@ def _image() -> dict[str, Schema]:
             "type": "integer",
             "minimum": 0,
             "maximum": 9,
-            "description": "Operators; one leads, the others stand by.",
+            "description": "Number of operator pods; one leads, the others stand by.",
         },
-        "fullnameOverride": text("Name of the operator's objects; from the release if empty."),
+        "fullnameOverride": text(
+            "Name of the operator's objects; if empty, derived from the release."
+        ),
         "engines": group(
-            hf=_engine(ENGINES["hf"], "rollout-worker-hf of the chart's appVersion if empty"),
-            vllm=_engine(ENGINES["vllm"], "no default"),
-            sglang=_engine(ENGINES["sglang"], "no default"),
+            hf=_engine(ENGINES["hf"], "if empty, rollout-worker-hf at the chart's appVersion"),
+            vllm=_engine(ENGINES["vllm"], "there is no default"),
+            sglang=_engine(ENGINES["sglang"], "there is no default"),
         ),
     }
 
@@ -133,26 +142,26 @@ def _scope() -> dict[str, Schema]:
     namespaces = {"type": "string", "pattern": LABEL}
     return {
         "watchNamespaces": items(
-            "Namespaces whose RolloutReplicas are run; empty: all. Named ones get a Role instead "
-            "of a ClusterRole.",
+            "Namespaces whose RolloutReplicas the operator runs; if empty, all. Listed namespaces "
+            "get a Role each instead of one ClusterRole.",
             namespaces,
         ),
         "workers": group(
             namespaces=items(
-                "Namespaces in which the account rollout-worker gets its rights; empty: the "
-                "watched ones, else the release's own.",
+                "Namespaces in which the service account rollout-worker gets its permissions; if "
+                "empty, the watched ones, else the release's own.",
                 namespaces,
             ),
             serviceAccount=group(
-                create=switch("Make the account rollout-worker there."),
-                annotations=strings("Annotations of the account."),
+                create=switch("Create the service account rollout-worker in these namespaces."),
+                annotations=strings("Annotations of that service account."),
             ),
         ),
         "crds": group(
             install=switch("Install the CRD and upgrade it with the chart."),
             keep=switch(
-                "Uninstall leaves the CRD, its objects, running workers and their account; false: "
-                "nothing is left."
+                "Keep the CRD, its objects, running workers and their service account on "
+                "uninstall; if false, everything is removed."
             ),
         ),
     }
@@ -161,18 +170,20 @@ def _scope() -> dict[str, Schema]:
 def _rights() -> dict[str, Schema]:
     return {
         "roles": group(
-            create=switch("Make the ClusterRoles rollout-viewer, rollout-editor, rollout-trainer.")
+            create=switch(
+                "Create the ClusterRoles rollout-viewer, rollout-editor and rollout-trainer."
+            )
         ),
         "admissionPolicy": group(
             enabled=switch(
-                "Let changes of spec.weights, spec.state and the rest of spec each need their own "
-                "right; without it who may update an object may change all of it."
+                "Require a separate permission to change spec.weights, spec.state and the rest of "
+                "spec; if false, anyone who may update an object may change all of it."
             )
         ),
         "serviceAccount": group(
-            create=switch("Make the operator's account."),
-            name=text("Its name; from the release if empty."),
-            annotations=strings("Its annotations."),
+            create=switch("Create the operator's service account."),
+            name=text("Name of the service account; if empty, derived from the release."),
+            annotations=strings("Annotations of the service account."),
         ),
     }
 
@@ -181,20 +192,20 @@ def _operator() -> dict[str, Schema]:
     return {
         "metrics": _metrics(),
         "logging": group(
-            level=text("Least level.", enum=["DEBUG", "INFO", "WARNING", "ERROR"]),
-            format=text("Form of a line.", enum=["json", "text"]),
+            level=text("Minimum log level.", enum=["DEBUG", "INFO", "WARNING", "ERROR"]),
+            format=text("Log format.", enum=["json", "text"]),
         ),
         "extraArgs": items(
-            "More flags of the operator, see `rollout-operator run --help`.", {"type": "string"}
+            "Additional operator flags, see `rollout-operator run --help`.", {"type": "string"}
         ),
-        "resources": open_object("Resources of the operator."),
+        "resources": open_object("Compute resources of the operator's container."),
         "podSecurityContext": open_object("Security context of the operator's pods."),
         "securityContext": open_object("Security context of the operator's container."),
-        "podAnnotations": strings("More annotations of the operator's pods."),
-        "nodeSelector": strings("Node labels for the operator."),
-        "tolerations": items("Tolerations of the operator.", {"type": "object"}),
-        "affinity": open_object("Affinity of the operator."),
-        "priorityClassName": text("PriorityClass of the operator."),
+        "podAnnotations": strings("Additional annotations for the operator's pods."),
+        "nodeSelector": strings("Labels that the operator's node must have."),
+        "tolerations": items("Tolerations of the operator's pods.", {"type": "object"}),
+        "affinity": open_object("Affinity of the operator's pods."),
+        "priorityClassName": text("PriorityClass of the operator's pods."),
     }
 
 
@@ -237,22 +248,22 @@ README = """# Chart rollout-operator
 
 Generated by `make generate` from `hack/chartvalues.py` and `values.yaml`; don't edit.
 
-Installs the CustomResourceDefinition `RolloutReplica`, the operator, the rights of operator and
-workers, the roles `rollout-viewer`, `rollout-editor` and `rollout-trainer`, an admission policy, and
-where you want them PodMonitors, alerts and dashboards. Helm 3.17 or 4, Kubernetes 1.32 or later.
+Installs the CustomResourceDefinition `RolloutReplica`, the operator, the RBAC of operator and
+workers, the roles `rollout-viewer`, `rollout-editor` and `rollout-trainer`, an admission policy and,
+if you want them, PodMonitors, alerts and dashboards. Needs Helm 3.17 or 4, Kubernetes 1.32 or later.
 
     helm install rollout charts/rollout-operator --namespace rollout-system --create-namespace
 
-- `helm uninstall` leaves the CRD, its objects, running workers and the account they run as
-  (`crds.keep=false` before it: nothing is left). A later install of the same release name and
-  namespace takes them over; under another name set `crds.install=false`.
-- Upgrades change the CRD too. Changes of the CRD only add fields.
-- A change of `engines.*` replaces no running pod; it reaches the pods that are made afterwards
+- `helm uninstall` keeps the CRD, its objects, running workers and the service account they run as
+  (to remove everything, set `crds.keep=false` first). A later install under the same release name and
+  namespace takes them over; to install under another name, set `crds.install=false`.
+- An upgrade also upgrades the CRD. CRD changes only add fields.
+- A change to `engines.*` replaces no running pod; it applies to pods created afterwards
   (docs/decisions/002 says why, and how to roll a pool at once).
-- Who may `update` a RolloutReplica still needs, by the admission policy, `update` on
-  `rolloutreplicas/weights`, `rolloutreplicas/state` or `rolloutreplicas/spec` for each part of the
-  spec. `rollout-trainer` has the first two: a trainer moves weights and state and nothing else.
-  `kubectl scale` needs the subresource `rolloutreplicas/scale`, as `rollout-editor` has it.
+- With the admission policy, permission to `update` a RolloutReplica is not enough: each part of the
+  spec also needs `update` on `rolloutreplicas/weights`, `rolloutreplicas/state` or
+  `rolloutreplicas/spec`. `rollout-trainer` has the first two: a trainer changes weights and state and
+  nothing else. `kubectl scale` needs `rolloutreplicas/scale`, which `rollout-editor` has.
 
 ## Values
 

@@ -54,17 +54,17 @@ def version_of(which: str) -> tuple[str, str]:
 POOLS = (
     Panel(
         "Replicas",
-        "Replicas that exist, serve and sleep.",
+        "Replicas that exist, that serve and that are asleep.",
         "short",
         (
-            (f"rollout_pool_replicas{{{POOL}}}", "{{pool}} exist"),
-            (f"rollout_pool_replicas_ready{{{POOL}}}", "{{pool}} serve"),
-            (f"rollout_pool_replicas_asleep{{{POOL}}}", "{{pool}} sleep"),
+            (f"rollout_pool_replicas{{{POOL}}}", "{{pool}} total"),
+            (f"rollout_pool_replicas_ready{{{POOL}}}", "{{pool}} serving"),
+            (f"rollout_pool_replicas_asleep{{{POOL}}}", "{{pool}} asleep"),
         ),
     ),
     Panel(
-        "Conditions that hold",
-        "1 where a condition is True; Degraded should never be.",
+        "True conditions",
+        "1 for each condition that is True; Degraded should never be.",
         "short",
         (
             (
@@ -75,25 +75,25 @@ POOLS = (
     ),
     Panel(
         "Weights version",
-        "Target against committed; they part while an update runs.",
+        "Target and committed version; they differ while an update is in progress.",
         "short",
         (version_of("target"), version_of("committed")),
     ),
     Panel(
         "Weights epoch",
-        "Rises when another trainer takes over.",
+        "Increases when another trainer takes over.",
         "short",
         ((f'rollout_pool_weights_epoch{{{POOL},which="committed"}}', "{{pool}}"),),
     ),
     Panel(
-        "Restarts of replicas",
-        "Within the last hour.",
+        "Replica restarts",
+        "In the last hour.",
         "short",
         ((f"increase(rollout_pool_restarts_total{{{POOL}}}[1h])", "{{pool}}"),),
     ),
     Panel(
         "Engine restarts",
-        "Restarts of engines inside their worker, within the last hour.",
+        "Engine restarts inside their workers, in the last hour.",
         "short",
         (
             (
@@ -104,34 +104,34 @@ POOLS = (
     ),
     Panel(
         "Generated tokens",
-        "Tokens sampled per second.",
+        "Per second.",
         "short",
         (summed("rollout_worker_generated_tokens_total"),),
     ),
     Panel(
         "Prompt tokens",
-        "Tokens of accepted prompts per second.",
+        "Tokens of accepted prompts, per second.",
         "short",
         (summed("rollout_worker_prompt_tokens_total"),),
     ),
     Panel(
         "Finished outputs",
-        "Per second, by the reason why they ended.",
+        "Per second, by stop reason.",
         "reqps",
         (summed("rollout_worker_requests_total", "pool, stop_reason"),),
     ),
     Panel(
         "Requests",
-        "In work and waiting.",
+        "Running and queued.",
         "short",
         (
             gauge("rollout_worker_requests_in_flight", "pool"),
-            (gauge("rollout_worker_requests_queued", "pool")[0], "{{pool}} wait"),
+            (gauge("rollout_worker_requests_queued", "pool")[0], "{{pool}} queued"),
         ),
     ),
     Panel(
         "Request duration",
-        "From acceptance to the end.",
+        "From acceptance to completion.",
         "s",
         quantiles("rollout_worker_request_duration_seconds", POOL, "pool"),
     ),
@@ -148,14 +148,14 @@ POOLS = (
         quantiles("rollout_worker_weights_update_seconds", POOL, "phase"),
     ),
     Panel(
-        "Pause by a commit",
-        "Time in which an engine could make no token.",
+        "Engine pause during commit",
+        "Time during which an engine could generate no tokens.",
         "s",
         quantiles("rollout_worker_engine_pause_seconds", POOL, "pool"),
     ),
     Panel(
         "Lifecycle transitions",
-        "Duration of sleep, wake, pause and the like.",
+        "Duration of sleep, wake, pause and other transitions.",
         "s",
         quantiles("rollout_worker_transition_seconds", POOL, "transition"),
     ),
@@ -167,7 +167,7 @@ POOLS = (
     ),
     Panel(
         "Resident memory",
-        "Of the worker processes; falls while they sleep.",
+        "Of the worker processes; drops while they are asleep.",
         "bytes",
         (gauge("rollout_worker_memory_resident_bytes", "pool, pod"),),
     ),
@@ -179,14 +179,14 @@ OPERATOR = (
     ),
     Panel(
         "Pools",
-        "Pools that the leader knows.",
+        "Pools known to the leader.",
         "short",
         (("count(rollout_pool_replicas)", "pools"),),
         "stat",
     ),
     Panel(
-        "Watch",
-        "Seconds since the watch last showed something.",
+        "Time since last watch event",
+        "By resource; a quiet cluster has long gaps.",
         "s",
         (
             (
@@ -196,50 +196,50 @@ OPERATOR = (
         ),
     ),
     Panel(
-        "Passes",
-        "Reconcile passes per second by result.",
+        "Reconcile passes",
+        "Per second, by result.",
         "ops",
         (summed("rollout_operator_reconcile_total", "result", ""),),
     ),
     Panel(
-        "Duration of a pass",
-        "From its start to its last write.",
+        "Pass duration",
+        "From the start of a pass to its last write.",
         "s",
         quantiles("rollout_operator_reconcile_duration_seconds", "", "job"),
     ),
     Panel(
-        "Wait in the queue",
-        "How long pools waited after they were due.",
+        "Queue wait",
+        "How long pools waited once they were due.",
         "s",
         quantiles("rollout_operator_queue_wait_seconds", "", "job"),
     ),
     Panel(
-        "Queue",
-        "Pools that are due and wait.",
+        "Queue depth",
+        "Pools that are due and waiting.",
         "short",
         (("max(rollout_operator_queue_depth)", "due"),),
     ),
     Panel(
-        "Requests to the API server",
-        "Per second by verb and resource.",
+        "API server requests",
+        "Per second, by verb and resource.",
         "reqps",
         (summed("rollout_operator_api_requests_total", "verb, resource", ""),),
     ),
     Panel(
-        "Failed requests",
-        "Per second by code; 0 is no answer.",
+        "Failed API server requests",
+        "Per second, by code; 0 means no answer.",
         "reqps",
         (summed("rollout_operator_api_requests_total", "code", 'code!~"2..|404|409"'),),
     ),
     Panel(
         "Event loop lag",
-        "How late timers ran, worst of the last half minute.",
+        "How late timers ran: the worst of the last 30 seconds.",
         "s",
         (("max by (pod) (rollout_operator_event_loop_lag_seconds)", "{{pod}}"),),
     ),
     Panel(
-        "Surprises of the watch",
-        "Per second: objects that only a list showed to be gone, writes that the watch never showed.",
+        "Missed watch events",
+        "Per second: deletions found only by a full list, and own writes that the watch never showed.",
         "ops",
         (
             ("sum(rate(rollout_operator_ghosts_total[$__rate_interval]))", "ghosts"),

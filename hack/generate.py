@@ -14,7 +14,7 @@ import yaml
 from apidocs import reference
 from chartvalues import readme, schema_text
 from dashboards import dashboards
-from rollout_operator.crd import custom_resource_definition
+from rollout_operator.api.crd import custom_resource_definition
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts" / "rollout-operator"

@@ -11,12 +11,12 @@ import prometheus_client
 
 from . import logs
 from .config import Config, ConfigError, parse
-from .reconcile import Reconciler
+from .passes.reconcile import Reconciler
 from .runtime import Operator
 
 
 def main() -> None:
-    """Run the operator; exit code 0: told to stop, 1: Lease lost or fault, 2: wrong setting."""
+    """Run the operator; exit code 0: stopped, 1: Lease lost or task died, 2: wrong setting."""
     try:
         config = parse(sys.argv[1:])
         logs.configure(config.log_level, config.log_format)
@@ -32,7 +32,7 @@ async def _run(config: Config) -> int:
     operator.handle_signals()
     code = await operator.run()
     if code != 0:
-        # A successor may be writing already: no waiting for threads, sockets or garbage.
+        # A successor may be writing already: don't wait for threads, sockets or garbage.
         logging.shutdown()
         os._exit(code)
     return code

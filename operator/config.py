@@ -1,7 +1,7 @@
 """The operator's settings: flags, else environment `ROLLOUT_OPERATOR_<FLAG>`, else defaults.
 
-Defaults of the engines (image, environment, pod template) come from a YAML file, which the chart
-mounts. A wrong setting ends the process with one sentence and exit code 2.
+Engine defaults (image, environment, pod template) come from a YAML file, which the chart mounts. A
+wrong setting ends the process with one sentence and exit code 2.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .credentials import own_namespace
-
-ENGINES = ("hf", "vllm", "sglang")
 PREFIX = "ROLLOUT_OPERATOR_"
 DEFAULT_FILE = Path("/etc/rollout/config.yaml")
+ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where the kubelet puts the credentials of a pod."""
 
 LogFormat = Literal["json", "text"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -32,7 +31,7 @@ class ConfigError(Exception):
 
 
 class EngineDefaults(BaseModel):
-    """What the operator's file says for one type of engine; a pool's spec goes first."""
+    """What the operator's file says for one type of engine; a pool's spec takes precedence."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -76,7 +75,7 @@ class Config(BaseModel):
         return self.engines.get(kind, EngineDefaults())
 
     def account(self) -> tuple[str, str] | None:
-        """Return (namespace, name) of our own service account, if it was named."""
+        """Return (namespace, name) of the operator's own service account, if one is set."""
         return (self.lease_namespace, self.service_account) if self.service_account else None
 
 
@@ -109,24 +108,27 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Confi
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rollout-operator",
-        description="Runs pools of rollout workers. Each flag may be given as environment "
-        f"variable {PREFIX}<FLAG> instead.",
+        description="Run pools of rollout workers. Each flag can also be set as the environment "
+        f"variable {PREFIX}<FLAG>.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="run the operator until it is told to stop")
+    run = commands.add_parser("run", help="run the operator until it is stopped")
     flags = {
-        "--watch-namespaces": "comma-separated; empty: all",
-        "--lease-name": "name of the Lease for leader election",
-        "--lease-namespace": "namespace of Lease and service account (default: the pod's own)",
-        "--http-host": "address of metrics and probes",
-        "--http-port": "port of metrics and probes; 0: any free one",
-        "--config": f"YAML file with the engines' defaults (default: {DEFAULT_FILE}, if there)",
-        "--service-account": "our own account, to mint the tokens that workers ask for",
-        "--workers": "how many pools are reconciled at once",
-        "--resync-seconds": "how often everything is listed again",
-        "--log-level": "DEBUG, INFO, WARNING or ERROR",
-        "--log-format": "json or text",
-        "--pod-name": "our name in the Lease and in events (default: POD_NAME)",
+        "--watch-namespaces": "namespaces to watch, comma-separated (default: all)",
+        "--lease-name": "name of the Lease for leader election (default: rollout-operator)",
+        "--lease-namespace": "namespace of the Lease and of the operator's service account "
+        "(default: the pod's own)",
+        "--http-host": "address to serve metrics and probes on (default: 0.0.0.0)",
+        "--http-port": "port to serve metrics and probes on; 0 picks a free one (default: 8080)",
+        "--config": f"YAML file with engine defaults (default: {DEFAULT_FILE}, if it exists)",
+        "--service-account": "the operator's own service account, used to mint the tokens that "
+        "workers require (default: none)",
+        "--workers": "number of pools reconciled at once (default: 16)",
+        "--resync-seconds": "seconds between full lists of the cluster (default: 300)",
+        "--log-level": "minimum log level: DEBUG, INFO, WARNING or ERROR (default: INFO)",
+        "--log-format": "log format: json or text (default: json)",
+        "--pod-name": "name of this process in the Lease and in events (default: POD_NAME, else "
+        "the host name)",
     }
     for flag, text in flags.items():
         run.add_argument(flag, help=text)
@@ -134,7 +136,8 @@ def _parser() -> argparse.ArgumentParser:
         "--leader-elect",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="hold a Lease while running (default); --no-leader-elect only where one runs for sure",
+        help="hold a Lease while running (default); use --no-leader-elect only if no other "
+        "operator can be running",
     )
     return parser
 
@@ -146,10 +149,10 @@ def _read_file(path: str | None) -> ConfigFile:
     try:
         content = yaml.safe_load(where.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config: {where} can't be read: {error}") from error
+        raise ConfigError(f"--config: can't read {where}: {error}") from error
     except yaml.YAMLError as error:
         flat = " ".join(str(error).split())
-        raise ConfigError(f"--config: {where} is no YAML: {flat}") from error
+        raise ConfigError(f"--config: {where} is not valid YAML: {flat}") from error
     return _validated(ConfigFile, content or {}, f"--config {where}: ")
 
 
@@ -164,3 +167,11 @@ def _validated(model: type[M], values: object, where: str) -> M:
         unknown = first["type"] == "extra_forbidden"
         wrong = "unknown: correct its name or remove it" if unknown else first["msg"]
         raise ConfigError(f"{where}{name}: {wrong}{given}") from error
+
+
+def own_namespace() -> str | None:
+    """Return the namespace of the pod that this process runs in, if it does."""
+    try:
+        return (ACCOUNT_DIR / "namespace").read_text().strip() or None
+    except OSError:
+        return None

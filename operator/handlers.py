@@ -1,8 +1,8 @@
 """Entry point for `kopf run operator/handlers.py` or `kopf run -m rollout_operator.handlers`.
 
-kopf streams and handles signals here, the rest runs beside it, set up from the environment. Nothing
-may import this module (see docs/architecture.md), and as it may be loaded as a script, its imports
-are absolute.
+Here kopf streams and handles signals, and the rest, configured by the environment, runs beside it.
+Nothing may import this module (see docs/architecture.md). It may be loaded as a script, so its
+imports are absolute.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 
 import kopf
 
-from rollout_operator import config, logs, watching
-from rollout_operator.reconcile import Reconciler
+from rollout_operator import config, logs
+from rollout_operator.api.objects import ResourceName
+from rollout_operator.cache import streams
+from rollout_operator.passes.reconcile import Reconciler
 from rollout_operator.runtime import Operator
-from rollout_operator.store import ResourceName
 
 
 class _Process:
@@ -35,13 +36,13 @@ def _sink(resource: ResourceName, event: str | None, obj: Any) -> None:
 def _ended(task: asyncio.Task[int]) -> None:
     if task.cancelled() or task.exception() is not None or task.result() != 0:
         logging.shutdown()
-        os._exit(1)  # the Lease is lost or a task died: kopf must not go on without us
+        os._exit(1)  # the Lease is lost or a task died: kopf must not run on without us
 
 
 @kopf.on.startup()
 async def startup(settings: kopf.OperatorSettings, **_: Any) -> None:
     """Start everything but the streams."""
-    watching.configure(settings, embedded=False)
+    streams.configure(settings, embedded=False)
     try:
         chosen = config.parse(["run"])
     except config.ConfigError as error:
@@ -61,4 +62,4 @@ async def cleanup(**_: Any) -> None:
         await asyncio.wait({_Process.task}, timeout=20)
 
 
-watching.register(_sink)
+streams.register(_sink)

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 QUIET = ("kopf", "aiohttp", "asyncio", "httpx", "httpcore", "urllib3", "kubernetes")
-"""Libraries that report their daily work at INFO; their warnings still come through."""
+"""Libraries that log routine work at INFO; their warnings still come through."""
 
 REPEAT_SECONDS = 60.0
 
 _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _KOPF = {"settings", "k8s_skip", "k8s_ref"}
-"""What kopf hangs on its records for itself."""
+"""What kopf attaches to its records for its own use."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -41,7 +41,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class OnceAMinute(logging.Filter):
-    """Lets one record a minute pass: kopf tells each of its thousand retries in an outage."""
+    """Lets one record a minute pass: in an outage kopf logs each of its thousand retries."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class OnceAMinute(logging.Filter):
         self._passed_at = -REPEAT_SECONDS
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is the first for a minute."""
+        """Return whether no record has passed for a minute."""
         if self._clock() - self._passed_at < REPEAT_SECONDS:
             return False
         self._passed_at = self._clock()
@@ -57,7 +57,7 @@ class OnceAMinute(logging.Filter):
 
 
 def configure(level: str, log_format: str) -> None:
-    """Send all logs to stderr in this format; calling it again replaces the former setting."""
+    """Send all logs to stderr in this format; a later call replaces an earlier one."""
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
         handler.setFormatter(JsonFormatter())

@@ -12,32 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import time
-import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from rollout_client.control import ControlError, WorkerControl
-from rollout_worker.schemas import WorkerState
-
-from .calls import Calls
+from .cache.feed import RELIST_SECONDS
 from .config import Config, ConfigError
-from .connections import Connections
-from .context import Context, Reconcile
-from .expectations import Expectations
-from .kube import Kube
-from .leadership import Leadership, LeadershipLost, SoleLeader
-from .names import audience
-from .passes import Passes
-from .poller import Poller
-from .probes import LoopLag, Probes
-from .recorder import Recorder
-from .resync import Resync
-from .store import Key, Store
-from .streams import Streams
-from .telemetry import Telemetry
-from .watching import RELIST_SECONDS, Feed
-from .workqueue import WorkQueue
+from .health import LoopLag, Probes
+from .kube.lease import LeadershipLost
+from .passes.context import Context, Reconcile
+from .wiring import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +29,7 @@ SILENT_SECONDS = 60.0
 
 QUEUE_AGE_SECONDS = 60.0
 FINISH_SECONDS = 8.0
-"""What running passes get at the end; with all the rest it stays below 25 s."""
+"""Time that running passes get at the end; the whole shutdown stays below 25 s."""
 
 STREAMS_SECONDS = 4.0
 FENCE_TICK_SECONDS = 0.25
@@ -60,7 +43,8 @@ class Operator:
     Args:
         config: The settings.
         make_reconcile: Makes the pass from the context.
-        embedded: False where kopf runs around us and feeds `feed`.
+        embedded: False under `kopf run`, where kopf's handlers feed `feed`.
+        make_parts: Makes the parts from the settings, `make_reconcile` and `spawned`.
     """
 
     def __init__(
@@ -69,86 +53,25 @@ class Operator:
         make_reconcile: Callable[[Context], Reconcile],
         *,
         embedded: bool = True,
+        make_parts: Callable[..., Parts] = Parts,
     ) -> None:
         self._config = config
         self._embedded = embedded
-        self.telemetry = Telemetry()
-        self.kube = Kube(on_request=self.telemetry.request, service_account=config.account())
-        self.leadership = _leadership(config, self.kube)
-        self.kube.fence_with(self.leadership.write_seconds)
-        self._wire(make_reconcile)
-        self.port = 0
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._ended: asyncio.Queue[asyncio.Task[None] | None] = asyncio.Queue()
-
-    def _wire(self, make_reconcile: Callable[[Context], Reconcile]) -> None:
-        config, telemetry = self._config, self.telemetry
-        self._connections = Connections()
-        self.store = Store()
-        self.expectations = Expectations(
-            on_timeout=lambda resource: telemetry.expectation_timeouts.labels(resource).inc()
-        )
-        self.queue: WorkQueue[Key] = WorkQueue(on_wait=telemetry.queue_wait.observe)
-        self.poller = Poller(self._ask, lambda key: self.feed.part_changed(key))
-        may_write = self.leadership.may_write
-        self.calls = Calls(self.queue.add, after=self.poller.refresh, may_start=may_write)
-        self.recorder = Recorder(self.kube, instance=config.pod_name)
-        self.resync = Resync(
-            self.kube,
-            self.store,
-            self.expectations,
-            self.queue,
-            telemetry,
-            namespaces=config.watch_namespaces,
-            interval=config.resync_seconds,
-        )
-        self.feed = Feed(self.store, self.expectations, self.queue, telemetry, self.resync)
-        self.streams = Streams(
-            self.feed,
-            namespaces=config.watch_namespaces,
-            spawned=self.handle_signals,
-            listed=self.resync.first,
-        )
-        reconcile = make_reconcile(self._context())
-        self.passes = Passes(
-            reconcile, self.queue, telemetry, workers=config.workers, may_run=may_write
-        )
+        self._parts = make_parts(config, make_reconcile, spawned=self.handle_signals)
+        self.feed = self._parts.feed
         self._lag = LoopLag()
         self._probes = Probes(
-            telemetry,
+            self._parts.telemetry,
             healthy=[self._lag.check, self._dead_task, self._stuck_election],
             ready=[self._leads_badly],
             refresh=self._refresh_metrics,
         )
-
-    def _context(self) -> Context:
-        return Context(
-            config=self._config,
-            store=self.store,
-            expectations=self.expectations,
-            kube=self.kube,
-            calls=self.calls,
-            poller=self.poller,
-            control=self.control,
-            recorder=self.recorder,
-            telemetry=self.telemetry,
-            queue=self.queue,
-            clock=time.time,
-            fence=self.leadership.may_write,
-        )
-
-    def control(self, key: Key, address: str) -> WorkerControl:
-        """Return the client of a worker's control port at `host:port`."""
-
-        async def token() -> str | None:
-            if self._config.service_account is None:
-                return None  # a worker that wants one says so
-            return await self.kube.token(audience(key.namespace, key.name))
-
-        return WorkerControl(f"http://{address}", token, self._connections.send)
+        self.port = 0
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ended: asyncio.Queue[asyncio.Task[None] | None] = asyncio.Queue()
 
     def handle_signals(self) -> None:
-        """Let SIGTERM and SIGINT end `run` in an orderly way (only in a main thread)."""
+        """Make SIGTERM and SIGINT shut `run` down gracefully (only in a main thread)."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             try:
@@ -157,22 +80,20 @@ class Operator:
                 return  # not the main thread: whoever runs us there stops us
 
     def stop(self) -> None:
-        """Ask `run` to end in an orderly way."""
+        """Ask `run` to shut down gracefully."""
         self._ended.put_nowait(None)
 
     async def run(self) -> int:
         """Run until `stop` (returns 0), or until the Lease is lost or a task died (1).
 
         Raises:
-            ConfigError: The port of metrics and probes can't be had.
+            ConfigError: The port for metrics and probes is not available.
         """
         host, port = self._config.http_host, self._config.http_port
         try:
             self.port = await self._probes.start(host, port)
         except OSError as error:
-            raise ConfigError(
-                f"--http-port: {host}:{port} can't be listened on: {error}"
-            ) from error
+            raise ConfigError(f"--http-port: can't listen on {host}:{port}: {error}") from error
         logger.info("serving metrics and probes", extra={"port": self.port})
         self._start("loop lag", self._lag.run())
         self._start("leading", self._lead())
@@ -188,31 +109,31 @@ class Operator:
                 return 1
 
     async def _lead(self) -> None:
-        await self.leadership.acquire()
-        self._start("lease", self.leadership.hold())
+        await self._parts.leadership.acquire()
+        self._start("lease", self._parts.leadership.hold())
         self._start("fence", self._watch_fence())
-        self._start("events", self.recorder.run())
-        await self.resync.first()
-        logger.info("the first list is complete", extra={"known": self.store.counts()})
+        self._start("events", self._parts.recorder.run())
+        await self._parts.resync.first()
+        logger.info("the first list is complete", extra={"known": self._parts.store.counts()})
         if self._embedded:
-            self._start("streams", self.streams.run())
-        self._start("poller", self.poller.run())
-        self._start("resync", self.resync.run())
-        self._start("passes", self.passes.run())
-        self.resync.soon(RELIST_SECONDS)  # what went between the list and the streams' start
+            self._start("streams", self._parts.streams.run())
+        self._start("poller", self._parts.poller.run())
+        self._start("resync", self._parts.resync.run())
+        self._start("passes", self._parts.passes.run())
+        self._parts.resync.soon(RELIST_SECONDS)  # what went between the list and the streams' start
 
     async def _watch_fence(self) -> None:
-        """Cut running calls off as soon as this process may not act, and look again when it may."""
+        """Cancel running calls as soon as this process may not act; look again when it may."""
         could = True
         while True:
             await asyncio.sleep(FENCE_TICK_SECONDS)
-            can = self.leadership.may_write()
+            can = self._parts.leadership.may_write()
             if could and not can:
-                logger.error("fenced: the Lease was not renewed in time; nothing is written")
-                await self.calls.cancel_all()
+                logger.error("fenced: the Lease was not renewed in time; writes are suspended")
+                await self._parts.calls.cancel_all()
             elif can and not could:
-                logger.warning("the Lease is renewed: going on")
-                self.resync.soon(0)
+                logger.warning("the Lease is renewed: resuming writes")
+                self._parts.resync.soon(0)
             could = can
 
     def _start(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -228,33 +149,33 @@ class Operator:
         if error is None and task.get_name() == "leading":
             return None  # everything is started
         if isinstance(error, LeadershipLost):
-            logger.critical("leadership is lost: %s", error)
+            logger.critical("lost leadership: %s", error)
             return LOST
-        logger.critical("the task %r ended", task.get_name(), exc_info=error)
+        logger.critical("the task %r ended unexpectedly", task.get_name(), exc_info=error)
         return DIED
 
     async def _end_well(self) -> None:
         if "passes" not in self._tasks:
             self._tasks["leading"].cancel()
-        await self.passes.finish(self._tasks.get("passes"), FINISH_SECONDS)
-        await self.calls.cancel_all()
+        await self._parts.passes.finish(self._tasks.get("passes"), FINISH_SECONDS)
+        await self._parts.calls.cancel_all()
         if events := self._tasks.get("events"):
-            await self.recorder.flush(events)
+            await self._parts.recorder.flush(events)
         await self._cancel("leading", "lease", "poller", "resync", "fence")
-        await self.leadership.release()
+        await self._parts.leadership.release()
         await self._stop_streams()
         await self._close()
 
     async def _end_badly(self, reason: str) -> None:
-        """End at once: a successor may be at work already."""
+        """End at once: a successor may be working already."""
         await self._cancel("passes", "poller", "resync", "leading", "lease", "events")
-        await self.calls.cancel_all()
+        await self._parts.calls.cancel_all()
         if reason == DIED:
-            await self.leadership.release()
+            await self._parts.leadership.release()
         await self._cancel(*self._tasks)
 
     async def _stop_streams(self) -> None:
-        self.streams.stop()
+        self._parts.streams.stop()
         if streams := self._tasks.get("streams"):
             await asyncio.wait({streams}, timeout=STREAMS_SECONDS)
 
@@ -268,16 +189,8 @@ class Operator:
     async def _close(self) -> None:
         await self._cancel(*self._tasks)
         await self._probes.stop()
-        await self._connections.close()
-        await self.kube.close()
-
-    async def _ask(self, key: Key, address: str) -> WorkerState:
-        try:
-            return await self.control(key, address).state()
-        except ControlError as error:
-            if error.status == 401:
-                self.kube.forget_token(audience(key.namespace, key.name))
-            raise
+        await self._parts.connections.close()
+        await self._parts.kube.close()
 
     def _dead_task(self) -> str | None:
         for name, task in self._tasks.items():
@@ -286,38 +199,27 @@ class Operator:
         return None
 
     def _stuck_election(self) -> str | None:
-        if self.leadership.silent_seconds() > SILENT_SECONDS:
+        if self._parts.leadership.silent_seconds() > SILENT_SECONDS:
             return "the loop that renews the Lease is stuck"
         return None
 
     def _leads_badly(self) -> str | None:
-        """Return what keeps a leader from its work; a standby has none to do."""
-        if not self.leadership.held():
+        """Return what keeps a leader from working; a standby has nothing to do."""
+        if not self._parts.leadership.held():
             return None
-        if not self.leadership.may_write():
-            return "the Lease could not be renewed: fenced"
-        age = self.resync.age()
+        if not self._parts.leadership.may_write():
+            return "fenced: can't renew the Lease"
+        age = self._parts.resync.age()
         if age is None:
             return "the first list is not complete"
-        if age > 2 * self.resync.interval + RELIST_SECONDS:
-            return f"the last whole list was {age:.0f} s ago"
-        waited = self.queue.oldest_age()
+        if age > 2 * self._parts.resync.interval + RELIST_SECONDS:
+            return f"the last full list was {age:.0f} s ago"
+        waited = self._parts.queue.oldest_age()
         if waited > QUEUE_AGE_SECONDS:
-            return f"a pool has waited {waited:.0f} s for a worker"
+            return f"a pool has waited {waited:.0f} s to be reconciled"
         return None
 
     def _refresh_metrics(self) -> None:
-        self.telemetry.leader.set(self.leadership.held())
-        self.telemetry.queue_depth.set(self.queue.depth())
-        self.telemetry.event_loop_lag.set(self._lag.worst())
-
-
-def _leadership(config: Config, kube: Kube) -> Leadership | SoleLeader:
-    if not config.leader_elect:
-        return SoleLeader()
-    return Leadership(
-        kube,
-        namespace=config.lease_namespace,
-        name=config.lease_name,
-        identity=f"{config.pod_name}_{uuid.uuid4()}",
-    )
+        self._parts.telemetry.leader.set(self._parts.leadership.held())
+        self._parts.telemetry.queue_depth.set(self._parts.queue.depth())
+        self._parts.telemetry.event_loop_lag.set(self._lag.worst())

@@ -17,7 +17,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .store import Key
+from rollout_operator.api.objects import Key
 
 DURATION_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 CONDITION_STATUSES = ("True", "False", "Unknown")
@@ -31,7 +31,7 @@ class PoolFigures:
         replicas: Replicas that exist.
         ready: Those of them that serve.
         asleep: Those of them that are asleep.
-        restarts: Restarts of workers since the pool was made; never falls.
+        restarts: Restarts of replicas since the pool was created; never decreases.
         weights: `which` (committed, target, active_min, active_max) to (epoch, version).
         conditions: Type to status.
     """
@@ -60,38 +60,38 @@ class Telemetry:
         )
         self.reconcile_total = Counter(
             "rollout_operator_reconcile",
-            "Reconcile passes by result: ok, error, fenced.",
+            "Reconcile passes by result: ok, error, conflict, fenced.",
             ["result"],
             registry=self.registry,
         )
         self.queue_depth = Gauge(
             "rollout_operator_queue_depth",
-            "Pools that are due and wait for a worker.",
+            "Pools that are due and waiting to be reconciled.",
             registry=self.registry,
         )
         self.queue_wait = Histogram(
             "rollout_operator_queue_wait_seconds",
-            "How long a pool waited for a worker after it was due.",
+            "How long a pool waited to be reconciled after it was due.",
             buckets=DURATION_BUCKETS,
             registry=self.registry,
         )
         self._add_api_metrics()
         self.event_loop_lag = Gauge(
             "rollout_operator_event_loop_lag_seconds",
-            "How late the event loop ran a timer, worst of the last half minute.",
+            "How late the event loop ran a timer: the worst of the last 30 seconds.",
             registry=self.registry,
         )
 
     def _add_api_metrics(self) -> None:
         self.watch_last_event = Gauge(
             "rollout_operator_watch_last_event_timestamp_seconds",
-            "When the watch last showed something of this resource, Unix time.",
+            "When the watch last delivered an event for this resource, Unix time.",
             ["resource"],
             registry=self.registry,
         )
         self.api_requests = Counter(
             "rollout_operator_api_requests",
-            "Requests to the API server; code 0: no answer.",
+            "Requests to the API server; code 0 means no answer.",
             ["verb", "resource", "code"],
             registry=self.registry,
         )
@@ -102,12 +102,12 @@ class Telemetry:
         )
         self.ghosts = Counter(
             "rollout_operator_ghosts",
-            "Objects that a list showed to be gone without the watch having said so.",
+            "Objects that a list found gone although the watch had delivered no event.",
             registry=self.registry,
         )
         self.expectation_timeouts = Counter(
             "rollout_operator_expectation_timeouts",
-            "Writes of ours that the watch did not show within a minute.",
+            "The operator's own writes that the watch did not show within a minute.",
             ["resource"],
             registry=self.registry,
         )
@@ -117,7 +117,7 @@ class Telemetry:
         self.api_requests.labels(verb, resource, str(code)).inc()
 
     def watch_event(self, resource: str) -> None:
-        """Note that the watch is alive."""
+        """Note that the watch delivered an event."""
         self.watch_last_event.labels(resource).set(time.time())
 
     def pool(self, key: Key, figures: PoolFigures) -> None:
@@ -125,12 +125,8 @@ class Telemetry:
         self._pools.figures[key] = figures
 
     def forget(self, key: Key) -> None:
-        """Show nothing of a pool any more."""
+        """Stop showing a pool."""
         self._pools.figures.pop(key, None)
-
-    def forget_pools(self) -> None:
-        """Show no pools: this process does not lead (any more)."""
-        self._pools.figures.clear()
 
     def page(self) -> bytes:
         """Return the text of `/metrics`."""
@@ -156,7 +152,7 @@ class _Pools(Collector):
             "rollout_pool_replicas_asleep", "Replicas that are asleep.", labels=labels
         )
         restarts = CounterMetricFamily(
-            "rollout_pool_restarts", "Restarts of workers.", labels=labels
+            "rollout_pool_restarts", "Restarts of replicas.", labels=labels
         )
         version = GaugeMetricFamily(
             "rollout_pool_weights_version", "Version of weights.", labels=[*labels, "which"]
@@ -166,7 +162,7 @@ class _Pools(Collector):
         )
         condition = GaugeMetricFamily(
             "rollout_pool_condition",
-            "1 for the status that a condition has.",
+            "1 for the status that a condition has, 0 for the others.",
             labels=[*labels, "type", "status"],
         )
         for key, shown in list(self.figures.items()):

@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("soak", parent=settings.get_profile("untimed"), max_examples=2000)
 settings.load_profile("untimed")
 
 
@@ -26,13 +27,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-goldens", action="store_true", help="write the goldens anew; review the diff"
     )
+    parser.addoption(
+        "--soak",
+        action="store_true",
+        help="run what is marked `soak`, and every property with many more examples",
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("soak"):
+        settings.load_profile("soak")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    runs = _is_soak if config.getoption("soak") else _is_daily
+    other: list[pytest.Item] = []
     for item in items:
         tier = item.path.relative_to(HERE).parts[0]
         if tier in MARKERS:
             item.add_marker(getattr(pytest.mark, MARKERS[tier]))
+        if not runs(item):
+            other.append(item)
+    if other:
+        config.hook.pytest_deselected(items=other)
+        items[:] = [item for item in items if runs(item)]
+
+
+def _is_daily(item: pytest.Item) -> bool:
+    return item.get_closest_marker("soak") is None
+
+
+def _is_soak(item: pytest.Item) -> bool:
+    """Whether `make soak` runs a test: marked, or one of hypothesis, then with more examples."""
+    is_property = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+    return is_property or not _is_daily(item)
 
 
 @pytest.fixture(scope="session")

@@ -1,30 +1,51 @@
-"""Command line of the worker: `rollout-worker serve`, `rollout-worker openapi`."""
+"""Command line of the worker: `rollout-worker serve`, `rollout-worker openapi`.
+
+It answers signals before anything else: the kernel drops those that PID 1, which it is in a
+container, has no handler for, and the kubelet would wait out the whole grace period. So whatever
+takes time to import is imported inside of functions.
+"""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import json
-import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
-from . import logs
-from .settings import BadSettings, add_flags, parse
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+    from types import FrameType
+
+    from .settings import Settings
 
 EXIT_BAD_SETTINGS = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; returns the exit status.
+
+    Without `argv` it is that of the process, whose signals are answered from here on.
+    """
+    if argv is None and sys.argv[1:2] == ["serve"]:
+        # Until `ports.server` takes over: nothing serves yet, so nothing has to end in order.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _leave)
     arguments = _parser().parse_args(argv)
     if arguments.command == "openapi":
         return _openapi()
     return _serve(arguments)
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(0)
+
+
 def _parser() -> argparse.ArgumentParser:
+    import argparse
+
+    from .settings import add_flags
+
     parser = argparse.ArgumentParser(
         prog="rollout-worker", description="One inference engine behind a data and a control port."
     )
@@ -42,27 +63,40 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    # Imported late so that --help and bad flags answer at once.
-    from .server import serve
+    import asyncio
+
+    from . import logs
+    from .settings import BadSettings, parse
 
     try:
         settings = parse(arguments, os.environ)
         logs.configure(settings.log_level, settings.log_format)
-        code = asyncio.run(serve(settings))
+        asyncio.run(_run(settings))
     except BadSettings as error:
         sys.stderr.write(f"rollout-worker: {error}\n")
         return EXIT_BAD_SETTINGS
-    # Everything is flushed and freed; taking torch's modules down one by one would cost ten
-    # seconds in which the pod holds its place.
+
+
+async def _run(settings: Settings) -> NoReturn:
+    import logging
+
+    from .ports.server import serve
+
+    code = await serve(settings)
+    # Everything is flushed and freed. To end in order from here would cost ten seconds in which the
+    # pod holds its place: a thread that imports torch is waited for, its modules taken down.
     logging.shutdown()
     os._exit(code)
 
 
 def _openapi() -> int:
-    from .auth import Anyone
-    from .control_api import control_app
-    from .data_api import data_app
+    import json
+
+    from .ports.auth import Anyone
+    from .ports.control import control_app
+    from .ports.data import data_app
     from .service import Worker
+    from .settings import parse
 
     arguments = _parser().parse_args(
         ["serve", "--model", "model", "--auth", "none", "--control-host", "127.0.0.1"]

@@ -1,10 +1,10 @@
-"""The contract between the worker and an inference engine.
+"""The contract between the worker and an inference engine; whole, as adapters are written from it.
 
 The worker (`service.py`) owns everything a trainer can see: lifecycle, holds, admission, version
-floors, in-flight policies, authentication. An engine owns the model: it makes tokens, stamps each
-with the weights that made it, and swaps weights at a step boundary. An adapter for another engine
-implements `Engine` and is added to `engines/__init__.py`; docs/engines.md tells how, and
-`tests/contract` what it has to pass.
+floors, in-flight policies, authentication, and where the bytes of weights come from. An engine owns
+the model: it makes tokens, stamps each with the weights that made it, gives memory for new weights,
+and swaps them in at a step boundary. An adapter for another engine implements `Engine` and is added
+to `engines/__init__.py`; docs/engines.md tells how, and `tests/contract` what it has to pass.
 
 All methods are called from one asyncio loop; none may block it. Unless said otherwise a method is
 idempotent and safe to call concurrently with running generations.
@@ -13,14 +13,15 @@ Errors::
 
     EngineError
     ├── InvalidRequest        the engine can't do what the request asks (a 4xx that names the field)
-    ├── WeightsRejected       bytes that don't fit the model; names the tensor (old weights serve)
+    ├── WeightsRejected       bytes that don't fit the model; names the tensor (old weights serve on)
     └── EngineCrashed         the engine is dead or in an unknown state; only a restart helps
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from .schemas import (
@@ -34,9 +35,11 @@ from .schemas import (
     StopMatch,
     StopReason,
     WeightsId,
-    WeightsSource,
     WeightsSpan,
 )
+
+ENGINES = ("hf", "vllm", "sglang")
+"""The engines that there are adapters for; `engines.create` makes them."""
 
 
 class EngineError(Exception):
@@ -53,7 +56,7 @@ class InvalidRequest(EngineError):
 
 
 class WeightsRejected(EngineError):
-    """The staged bytes are not weights of this model; `tensor` is the first offender, if one."""
+    """These bytes are not weights of this model; `tensor` is the first offender, if one is."""
 
     def __init__(self, detail: str, *, tensor: str | None = None) -> None:
         super().__init__(detail)
@@ -103,50 +106,134 @@ class EngineDelta:
     queued_seconds: float = 0.0
 
 
+ITEM_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+}
+"""Safetensors' dtypes and the bytes of one element."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Dtype (safetensors' name, such as `BF16`) and shape of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor's bytes."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a version: its name in the checkpoint and what it is."""
+
+    name: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a version of a model's weights holds, under the names of its checkpoint.
+
+    `required` must be there; `optional` may be (a tied output head, buffers that the model makes
+    itself). `tied` maps such a head to the tensor that it must equal.
+    """
+
+    required: Mapping[str, TensorSpec]
+    optional: Mapping[str, TensorSpec]
+    tied: Mapping[str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is once its model is loaded.
 
     `engine_version` begins with a digit. `model`: the folder. `eos_token_ids`: as `folder.eos_ids`
-    finds them. `vocab_size`: ids from there on are refused.
+    finds them. `root_hash`: of the checkpoint that was loaded, as `weights.root_hash` has it.
+    `layout`: what the worker checks each version against before it asks for memory.
     """
 
     engine: str
     engine_version: str
     model: str
     max_length: int
-    vocab_size: int
     eos_token_ids: frozenset[int]
     root_hash: str
-    """Content hash of the checkpoint, as `weights.py` computes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class StagedInfo:
-    """Result of a finished stage."""
-
-    root_hash: str
-    bytes_total: int
+    layout: Layout
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A moment's counts: requests started, requests not started yet, memory of the engine.
+    """A moment's view of the engine: requests started, and which memory is there.
 
     `running_ids` names those started, so that a commit ends them and leaves the queue alone;
     `pinned_ids` those of them that run on the weights before the active ones.
     """
 
     running: int
-    queued: int
     resident: Resident
-    resident_bytes: Mapping[MemoryTag, int] = field(default_factory=dict)
     running_ids: frozenset[str] = frozenset()
     pinned_ids: frozenset[str] = frozenset()
 
 
-StageProgress = Callable[[int, int], None]
-"""Called with (bytes_done, bytes_total); may be called from any thread."""
+class Sink(Protocol):
+    """Memory of an engine for one more version; the worker fills it, `commit` makes it serve.
+
+    `allocate`, `seal` and `close` may block and are called in threads, never two at once.
+    """
+
+    @property
+    def memory(self) -> Literal["host", "device"]:
+        """Where `allocate`'s buffers lie; device memory needs a transport that writes to it."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds now."""
+        ...
+
+    def allocate(self, entry: Entry) -> memoryview | None:
+        """Return the buffer of exactly this tensor's bytes, None if its value isn't needed.
+
+        Called once for each entry of `open_slot`, in that order; each buffer is filled before the
+        next call. A tensor that isn't needed is hashed all the same.
+        """
+        ...
+
+    def seal(self) -> None:
+        """Take note that everything is written and verified: the engine may read it."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back, sealed or not. Idempotent; what serves is never touched.
+
+        Works on the sink of an engine that has died or was stopped, too.
+        """
+        ...
+
+
+class Refill(Protocol):
+    """Brings the active weights again, for a `sleep` or `wake` that needs their bytes."""
+
+    async def __call__(self, *, on_disk: bool = False) -> Sink:
+        """Return a sealed sink of the same engine; who called it frees it.
+
+        The worker calls `open_slot` (with `on_disk`), fills the sink and verifies its hash.
+
+        Raises:
+            WeightsRejected: their source no longer holds the active weights.
+            EngineError: what `open_slot` raised.
+        """
+        ...
+
 
 KvPolicy = Literal["keep", "recompute", "pin"]
 
@@ -215,21 +302,23 @@ class Engine(Protocol):
         """Undo `pause` and `hold_admission`."""
         ...
 
-    async def stage(
-        self, identity: WeightsId, source: WeightsSource, progress: StageProgress
-    ) -> StagedInfo:
-        """Read and verify `source` into a second buffer while the old weights serve.
+    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
+        """Give memory for one more version beside the serving one; nothing else changes.
 
-        One slot: a new stage drops the former one. Cancelling drops what was staged.
+        `entries` fit `EngineInfo.layout`. The worker fills one slot at a time, and closes or
+        commits it before it asks for the next; a refill may come on top. `on_disk`: in a file
+        without a name in `spill_dir`, asked for only by the engine itself, through `Refill`.
 
         Raises:
-            WeightsRejected: a missing, unexpected or ill-shaped tensor, or a wrong hash.
+            WeightsRejected: this model's weights can't be updated.
+            EngineError: no room; the text says what to change.
         """
         ...
 
-    async def commit(self, identity: WeightsId, kv: KvPolicy) -> None:
-        """Make the staged `identity` the active one; label and weights flip together.
+    async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
+        """Make the sealed `sink` the active weights; label and weights flip together.
 
+        The sink is of this engine, which owns it from now on and frees it, also when it fails.
         Called while paused. `keep`: running requests go on with their KV and later tokens are
         `stale_kv`; `recompute`: their prefix is prefilled again with the new weights; `pin`: they
         go on with the former weights, which stay in memory until the last of them ended, while
@@ -239,26 +328,26 @@ class Engine(Protocol):
         Policies that leave nothing running (`Drain`, `Abort`) come as `recompute`.
 
         Raises:
-            WeightsRejected: nothing staged under that identity; the old weights serve.
+            WeightsRejected: the weights can't be taken after all; the old ones serve.
+            EngineError: the weights are asleep; nothing changed.
         """
         ...
 
-    async def discard(self) -> None:
-        """Drop the staged weights, if any."""
-        ...
-
-    async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
+    async def sleep(
+        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: Refill
+    ) -> None:
         """Give memory back, for real; called while paused, perhaps with frozen requests.
 
-        Level 1 keeps the weights' values elsewhere, level 2 drops them. Frozen requests whose KV
-        is lost are prefilled again after waking. Giving back what is given back changes nothing.
+        Level 1 keeps the weights' values elsewhere (`refill` brings them if the engine can't read
+        its own memory), level 2 drops them. Frozen requests whose KV is lost are prefilled again
+        after waking. Giving back what is given back changes nothing.
         """
         ...
 
-    async def wake(self, tags: Collection[MemoryTag], source: WeightsSource) -> None:
-        """Take memory back. `source` is that of the active weights, used after level 2.
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+        """Take memory back; `refill` brings the values of weights that were dropped.
 
-        Does not resume. Raises WeightsRejected if `source` no longer holds the active weights.
+        Does not resume. Raises what `refill` raises; everything stays asleep then.
         """
         ...
 
@@ -280,8 +369,4 @@ class Engine(Protocol):
 
     def metrics(self) -> str:
         """Return the engine's own metrics in the Prometheus text format, under its own names."""
-        ...
-
-    def decode(self, token_ids: Collection[int]) -> str:
-        """Text of token ids without special ones, for people; OpenAI's routes have their own."""
         ...

@@ -1,6 +1,6 @@
-"""Log lines of the worker: JSON for a cluster, text for a terminal.
+"""The worker's logging: JSON for a cluster, text for a terminal.
 
-INFO says that something changed. Prompts, tokens and credentials are never logged.
+INFO means that something changed. Prompts, tokens and credentials are never logged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; what `extra` carries becomes fields."""
+    """One JSON object per line; the contents of `extra` become fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as JSON."""
@@ -32,13 +32,13 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str, style: Literal["json", "text"] | str) -> None:
-    """Send all log lines to stderr in the chosen form."""
+    """Log everything to stderr in the chosen format."""
     handler = logging.StreamHandler(sys.stderr)
     if style == "json":
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # INFO of these is chatter: each request, each start of a server.
+    # Their INFO lines are noise: one per request, one per server start.
     for noisy in ("httpx", "httpcore", "uvicorn.error", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

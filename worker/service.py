@@ -1,4 +1,4 @@
-"""One worker: its parts put together, what both ports call, and an orderly end."""
+"""One worker: assembles its parts, offers what both ports call, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -7,50 +7,43 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from pathlib import Path
 
-from .admission import check_room, check_version, expand, not_serving
-from .commits import Commits
+from .core.runtime import Runtime
 from .engine import Engine
 from .engines import EngineOptions, create
-from .flights import Flight, Flights
-from .governor import Governor
-from .hub import local_model
-from .openai_text import Texts
-from .problems import ProblemError
-from .runtime import Runtime
+from .lifecycle.governor import Governor
+from .lifecycle.supervisor import Supervisor
+from .lifecycle.verbs import Verbs
+from .requests.admission import check_room, check_version, expand, not_serving
+from .requests.flights import Flight, Flights
 from .schemas import (
     AbortReason,
     GenerateRequest,
     Lifecycle,
-    StreamDelta,
     WorkerInfo,
     WorkerState,
 )
 from .settings import Settings
-from .supervisor import Supervisor
-from .updates import Updates
-from .verbs import Verbs
+from .sources.hub import local_model
+from .updates.commits import Commits
+from .updates.state import Updates
+from .wire.problems import ProblemError
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 90.0
-"""How long a request may outlive its own deadline before it is given up on."""
-
 
 def engine_factory(settings: Settings) -> Callable[[], Engine]:
-    """How to make the engine that the settings name; a model of the hub is fetched by then."""
-    roots = settings.weights_roots
+    """How to create the engine that the settings name, downloading a Hub model first."""
 
     def make() -> Engine:
-        model = local_model(settings.model, settings.model_revision)
         options = EngineOptions(
-            model=model,
+            model=local_model(settings.model, settings.model_revision),
             dtype=settings.dtype,
             max_length=settings.max_length,
             device=settings.device,
             max_batch_tokens=settings.max_batch_tokens,
-            weights_roots=(model, *roots) if roots else (),
             logprobs=settings.logprobs,
             args=settings.engine_arg,
             **({} if settings.spill_dir is None else {"spill_dir": settings.spill_dir}),
@@ -70,7 +63,6 @@ class Worker:
         self.updates = Updates(self.runtime)
         self.commits = Commits(self.runtime, self.updates, self.flights)
         self.governor = Governor(self.runtime, self.updates, self.flights)
-        self.texts = Texts(lambda: local_model(settings.model, settings.model_revision))
         self.verbs = Verbs(self.runtime, self.flights, self.governor)
         self.supervisor = Supervisor(
             self.runtime,
@@ -81,7 +73,7 @@ class Worker:
         )
 
     async def run(self) -> None:
-        """Supervise and govern until cancelled; a defect of either ends the process."""
+        """Supervise and govern until cancelled; a bug in either ends the process."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.supervisor.run())
             tasks.create_task(self.governor.run())
@@ -89,12 +81,12 @@ class Worker:
     # The data port.
 
     def submit(self, request: GenerateRequest) -> Flight:
-        """Accept a request, or refuse it with nothing done.
+        """Accept a request, or refuse it without side effects.
 
-        Does not await: the checks and the registration are one step, no commit fits between.
+        Never awaits: checks and registration are one step, so no commit can come in between.
 
         Raises:
-            ProblemError: 4xx or 503 that names the fix.
+            ProblemError: 4xx or 503, which names the fix.
         """
         self.check_serving()
         engine, info = self.runtime.loaded()
@@ -102,11 +94,12 @@ class Worker:
         assert active is not None, "an engine has loaded weights"
         exact = check_version(request, active)
         request_id = request.request_id or uuid.uuid4().hex
-        # Before the queue's 429, after which the client would send its duplicate again.
+        # Before the queue's 429, after which the client would retry its duplicate.
         if request_id in self.flights:
             raise ProblemError(
                 "duplicate-request",
-                f"request_id {request_id!r} is in flight: use a new one, or abort it first",
+                f"request_id {request_id!r} is already in flight: use a new one, or abort that"
+                " request first",
             )
         check_room(self.runtime, self.flights.waiting, request.sampling.n)
         requests = expand(request, request_id, engine, info, self.settings.logprobs)
@@ -116,67 +109,48 @@ class Worker:
         return flight
 
     def check_serving(self) -> None:
-        """Refuse work while no request may run.
+        """Refuse requests while none may run.
 
         Raises:
-            ProblemError: 503 that says why.
+            ProblemError: 503, which says why.
         """
-        refusal = not_serving(self.runtime, self.updates)
+        refusal = not_serving(self.runtime, self.updates.identity, self.updates.fence.floor)
         if refusal is not None:
             raise refusal
-
-    async def finish(self, flight: Flight, deadline_seconds: float) -> None:
-        """Wait until a flight ended; its own deadline ends it in any case.
-
-        Raises:
-            ProblemError: see `Flight.check`.
-        """
-        async with asyncio.timeout(deadline_seconds + ANSWER_SECONDS):
-            await flight.done.wait()
-        flight.check()
-
-    async def stream(self, flight: Flight, deadline_seconds: float) -> AsyncIterator[StreamDelta]:
-        """Yield a flight's deltas until it ended.
-
-        Raises:
-            ProblemError: see `Flight.check`.
-        """
-        async with asyncio.timeout(deadline_seconds + ANSWER_SECONDS):
-            while (delta := await flight.deltas.get()) is not None:
-                yield delta
-        flight.check()
-
-    async def drop(self, flight: Flight) -> None:
-        """Abort a flight whose client is gone."""
-        await self.flights.abort([flight], AbortReason.CLIENT)
 
     def readiness(self) -> ProblemError | None:
         """None if requests may be sent here, else why not."""
         if self.runtime.shutting_down:
-            return ProblemError("shutting-down", "the worker shuts down", retry_after=1)
-        return not_serving(self.runtime, self.updates)
+            return ProblemError("shutting-down", "the worker is shutting down", retry_after=1)
+        return not_serving(self.runtime, self.updates.identity, self.updates.fence.floor)
 
-    def info(self) -> WorkerInfo:
-        """What is served.
+    def model_folder(self) -> Path:
+        """The served model's folder; a Hub model is downloaded by the time an engine loads."""
+        return local_model(self.settings.model, self.settings.model_revision)
+
+    def info(self, *, chat: bool, tool_parser: str | None) -> WorkerInfo:
+        """What is served; `chat` and `tool_parser` say what the OpenAI routes support.
 
         Raises:
             ProblemError: nothing is loaded yet.
         """
         if self.runtime.info is None or self.runtime.engine is None:
-            raise ProblemError("starting", "no engine has loaded yet: try again", retry_after=2)
-        engine, info, texts = self.runtime.engine, self.runtime.info, self.texts
+            raise ProblemError(
+                "starting", "the engine has not loaded yet: try again", retry_after=2
+            )
+        engine, info = self.runtime.engine, self.runtime.info
         return WorkerInfo(
             engine=info.engine,
             engine_version=info.engine_version,
             model=self.settings.served_name,
             max_length=info.max_length,
             capabilities=engine.capabilities.model_copy(
-                update={"chat": bool(texts.template), "tool_parser": texts.tool_parser}
+                update={"chat": chat, "tool_parser": tool_parser}
             ),
         )
 
     def metrics(self) -> bytes:
-        """The page for Prometheus."""
+        """The metrics page that Prometheus scrapes."""
         runtime = self.runtime
         own = runtime.engine is not None and runtime.lifecycle.has_engine
         return runtime.telemetry.page(runtime.engine.metrics() if own and runtime.engine else "")
@@ -184,7 +158,7 @@ class Worker:
     # The control port.
 
     def state(self, caller: str = "") -> WorkerState:
-        """Everything that an operator or a trainer wants to see of this worker."""
+        """Everything an operator or a trainer needs to know about this worker."""
         runtime, now = self.runtime, time.monotonic()
         stats = runtime.stats()
         return WorkerState(
@@ -204,21 +178,23 @@ class Worker:
             progress=runtime.progress,
         )
 
-    # The end.
+    # Shutdown.
 
     async def shut_down(self) -> None:
-        """Serve on for a grace while not ready, then drain, then abort what is left."""
+        """Keep serving for a grace period while not ready, then drain, then abort the rest."""
         runtime, settings = self.runtime, self.settings
         runtime.shutting_down = True
         runtime.changed.fire()
-        logger.info("shutting down: not ready, serving %g s more", settings.shutdown_grace)
+        logger.info(
+            "shutting down: no longer ready, still serving for %g s", settings.shutdown_grace
+        )
         await asyncio.sleep(settings.shutdown_grace)
         runtime.admitting = False
         until = time.monotonic() + settings.drain_seconds
         with contextlib.suppress(ProblemError):
             if not runtime.lifecycle.has_engine:
                 return
-            # A commit under way ends first: half of one helps nobody.
+            # Let a running commit finish first: half a commit is of no use.
             async with runtime.alone(settings.drain_seconds):
                 frozen = runtime.lifecycle.state is not Lifecycle.ACTIVE
                 if runtime.lifecycle.state in (Lifecycle.ACTIVE, Lifecycle.PAUSED):
@@ -226,5 +202,5 @@ class Worker:
                 while len(self.flights) and not frozen and time.monotonic() < until:
                     await runtime.changed.wait(until - time.monotonic())
         if len(self.flights):
-            logger.info("aborting %d requests at the end of the drain", len(self.flights))
+            logger.info("the drain is over: aborting %d requests", len(self.flights))
             await self.flights.abort_all(AbortReason.CONTROL)

@@ -1,7 +1,7 @@
-"""Settings of `rollout-worker serve`: flags, their environment variables, and what fits together.
+"""Settings of `rollout-worker serve`: flags, environment variables, and which combinations work.
 
-Every flag `--some-name` can be given as `ROLLOUT_SOME_NAME`; a flag wins. `FLAGS` is the one list,
-`parse` the one place that checks values: everything after it trusts them.
+Every flag `--some-name` can also be set as `ROLLOUT_SOME_NAME`; the flag wins. `FLAGS` lists them
+all, and `parse` is the one place that checks values: everything after it trusts them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from .engines import ENGINES
+from .engine import ENGINES
 from .schemas import LogprobsOf
 
 ENV_PREFIX = "ROLLOUT_"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 POOL_WEIGHTS_ROOTS = "/rollout/model:/rollout/weights"
-"""Where the operator mounts the model and the weights' volume."""
+"""Where the operator mounts the model and the weights volume."""
 RESTART_DELAYS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 AuthMode = Literal["none", "token", "kubernetes"]
@@ -29,7 +29,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 class BadSettings(ValueError):
-    """A flag or variable that can't be used; the text names it and the fix."""
+    """A flag or variable with an unusable value; the text names it and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +69,18 @@ class Settings:
 
     @property
     def in_pool(self) -> bool:
-        """Whether an operator owns this worker: it starts fenced."""
+        """Whether an operator manages this worker, which then starts fenced."""
         return self.pool is not None
 
     @property
     def audience(self) -> str:
-        """Audience that tokens must be made for; as `rollout_operator.names.audience`."""
+        """Audience that tokens must be issued for; as in `rollout_operator.api.names.audience`."""
         return f"rollout.dev/{self.namespace}/{self.pool}"
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag: its name without dashes, how text becomes a value, its default and meaning."""
+    """One flag: its name without dashes, how to parse its value, its default and meaning."""
 
     name: str
     read: Callable[[str], Any]
@@ -103,16 +103,18 @@ class Flag:
 
     @property
     def shown(self) -> str:
-        """The default as one would type it; empty if there is none."""
+        """The default as a user would type it; empty if there is none."""
         if isinstance(self.default, tuple):
             return ",".join(f"{value:g}" for value in self.default)
+        if isinstance(self.default, float):
+            return f"{self.default:g}"
         return "" if self.default is None else str(self.default)
 
 
 def _port(text: str) -> int:
     port = int(text)
     if not 0 <= port <= 65535:
-        raise ValueError("a port is between 0 (any free one) and 65535")
+        raise ValueError("must be between 0 (any free port) and 65535")
     return port
 
 
@@ -126,7 +128,7 @@ def _positive(text: str) -> int:
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 86400:
-        raise ValueError("seconds between 0 and 86400")
+        raise ValueError("must be between 0 and 86400 seconds")
     return value
 
 
@@ -134,7 +136,7 @@ def _delays(text: str) -> tuple[float, ...]:
     try:
         return tuple(_seconds(part) for part in text.split(","))
     except ValueError as error:
-        raise ValueError(f"seconds between 0 and 86400 with commas between: {error}") from error
+        raise ValueError(f"must be comma-separated seconds: {error}") from error
 
 
 def _name(text: str) -> str:
@@ -143,84 +145,82 @@ def _name(text: str) -> str:
     return text
 
 
+_METAVARS: dict[Callable[[str], Any], str] = {
+    _port: "PORT",
+    _positive: "N",
+    _seconds: "SECONDS",
+    _delays: "SECONDS,…",
+    _name: "NAME",
+    Path: "FILE",
+}
+"""What stands for the value in `--help`, unless the flag says otherwise."""
+
+_ROOTS_HELP = (
+    "colon-separated folders that weights may be staged from, besides the model's; relative paths"
+    f" are below the last one. Default: {POOL_WEIGHTS_ROOTS} in a pool, else any folder"
+)
+_DELAYS_HELP = (
+    "delays before restarting a dead engine, one per consecutive failure; the last one repeats."
+    " An engine that lives for 10 minutes resets them"
+)
+
 FLAGS: tuple[Flag, ...] = (
-    Flag("engine", str, "hf", "inference software", ENGINES),
-    Flag(
-        "model",
-        _name,
-        None,
-        "folder of the checkpoint, or a repository of the Hugging Face hub (required)",
-        metavar="PATH",
-    ),
-    Flag("model-revision", _name, None, "commit, tag or branch of that repository"),
-    Flag("served-name", _name, None, "name for clients; default: the folder's", metavar="NAME"),
-    Flag("dtype", str, "auto", "of the weights; auto: the model's", get_args(Dtype)),
-    Flag("device", str, "auto", "where the engine runs", get_args(Device)),
-    Flag("max-length", _positive, None, "most tokens of prompt and answer; default: the model's"),
-    Flag("data-host", _name, "0.0.0.0", "address of the data port"),
-    Flag("data-port", _port, 8000, "generate, health, readiness, metrics"),
-    Flag("control-host", _name, "0.0.0.0", "address of the control port"),
-    Flag("control-port", _port, 8001, "state, pause, sleep, weights"),
-    Flag("auth", str, "token", "who may use the control port", ("none", "token", "kubernetes")),
-    Flag("auth-token-file", Path, None, "file with the bearer token of --auth token"),
-    Flag("logprobs", str, "sampling", "kind that requests get by default", ("sampling", "raw")),
-    Flag("pool", _name, None, "RolloutReplica that this worker belongs to: it starts fenced"),
+    Flag("engine", str, "hf", "inference engine", ENGINES),
+    Flag("model", _name, None, "folder of the checkpoint, or a repository on the Hugging Face Hub"
+         " (required)", metavar="PATH"),
+    Flag("model-revision", _name, None, "commit, tag or branch of the Hub repository",
+         metavar="REVISION"),
+    Flag("served-name", _name, None, "model name shown to clients; default: the folder's name"),
+    Flag("dtype", str, "auto", "data type of the weights; auto: the model's", get_args(Dtype)),
+    Flag("device", str, "auto", "device to run the engine on", get_args(Device)),
+    Flag("max-length", _positive, None,
+         "maximum tokens of prompt plus output; default: the model's maximum"),
+    Flag("data-host", _name, "0.0.0.0", "address the data port listens on", metavar="HOST"),
+    Flag("data-port", _port, 8000, "data port: generation, health, readiness, metrics"),
+    Flag("control-host", _name, "0.0.0.0", "address the control port listens on", metavar="HOST"),
+    Flag("control-port", _port, 8001, "control port: state, pause, sleep, weights"),
+    Flag("auth", str, "token", "how callers of the control port authenticate",
+         ("none", "token", "kubernetes")),
+    Flag("auth-token-file", Path, None, "file with the bearer token for --auth token"),
+    Flag("logprobs", str, "sampling", "kind of logprobs returned by default", ("sampling", "raw")),
+    Flag("pool", _name, None, "RolloutReplica this worker belongs to; it then starts fenced"),
     Flag("namespace", _name, None, "namespace of the pool; default: the service account's"),
-    Flag(
-        "weights-roots",
-        str,
-        None,
-        "folders, separated by colons, that staged paths must be below besides the model; relative"
-        f" paths resolve below the last one. Default: {POOL_WEIGHTS_ROOTS} in a pool, else any",
-        metavar="PATHS",
-    ),
-    Flag("drain-seconds", _seconds, 30.0, "what running requests get at SIGTERM"),
-    Flag("shutdown-grace", _seconds, 5.0, "how long to serve on after SIGTERM while not ready"),
-    Flag("start-timeout", _seconds, 3600.0, "longest time for loading the model, in seconds"),
-    Flag(
-        "restart-delays",
-        _delays,
-        RESTART_DELAYS,
-        "waits before a dead engine is started again: after its first death, its second and so on,"
-        " the last one from then on; starts over once an engine lived for 10 minutes",
-        metavar="SECONDS,…",
-    ),
-    Flag("max-queue", _positive, 1024, "waiting outputs beyond which requests get 429"),
-    Flag("max-batch-tokens", _positive, None, "bound of the KV cache, in tokens"),
-    Flag("spill-dir", Path, None, "folder for weights that sleep gives back; default: $TMPDIR"),
-    Flag(
-        "engine-arg",
-        str,
-        (),
-        "one of the engine's own flags, repeatable; the variable holds shell words",
-        repeated=True,
-        metavar="ARG",
-    ),
-    Flag("log-level", str, "info", "least severity", ("debug", "info", "warning", "error")),
-    Flag("log-format", str, "json", "json or text", ("json", "text")),
+    Flag("weights-roots", str, None, _ROOTS_HELP, metavar="DIRS"),
+    Flag("drain-seconds", _seconds, 30.0,
+         "how long running requests may take to finish after SIGTERM"),
+    Flag("shutdown-grace", _seconds, 5.0,
+         "how long to keep serving after SIGTERM, though no longer ready"),
+    Flag("start-timeout", _seconds, 3600.0, "how long the model may take to load"),
+    Flag("restart-delays", _delays, RESTART_DELAYS, _DELAYS_HELP),
+    Flag("max-queue", _positive, 1024, "maximum queued outputs; requests beyond it get 429"),
+    Flag("max-batch-tokens", _positive, None, "size of the KV cache, in tokens"),
+    Flag("spill-dir", Path, None,
+         "folder for weights that sleep moves out of memory; default: $TMPDIR", metavar="DIR"),
+    Flag("engine-arg", str, (), "flag to pass to the engine, repeatable; the variable takes shell"
+         " words", repeated=True, metavar="ARG"),
+    Flag("log-level", str, "info", "minimum log level", ("debug", "info", "warning", "error")),
+    Flag("log-format", str, "json", "log format", ("json", "text")),
     Flag("kube-api-url", str, None, "URL of the Kubernetes API; default: in-cluster", hidden=True),
     Flag("kube-ca", Path, SERVICE_ACCOUNT / "ca.crt", "CA of the Kubernetes API", hidden=True),
-    Flag(
-        "kube-token-file", Path, SERVICE_ACCOUNT / "token", "token for the API", hidden=True
-    ),
+    Flag("kube-token-file", Path, SERVICE_ACCOUNT / "token", "token for the API", hidden=True),
 )  # fmt: skip
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all flags; values stay text so that flag and variable take the same way."""
+    """Add all flags; values stay text, so that `parse` treats flags and variables alike."""
     for flag in FLAGS:
         default = f" (default: {flag.shown})" if flag.shown else ""
         parser.add_argument(
             f"--{flag.name}",
             choices=flag.choices,
-            metavar=flag.metavar or (None if flag.choices else "VALUE"),
+            metavar=flag.metavar or (None if flag.choices else _METAVARS.get(flag.read)),
             action="append" if flag.repeated else "store",
             help=argparse.SUPPRESS if flag.hidden else f"{flag.help}{default} [{flag.env}]",
         )
 
 
 def parse(given: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
-    """Return checked settings of flags and environment.
+    """Return checked settings from flags and environment.
 
     Raises:
         BadSettings: names the flag or variable and the fix.
@@ -228,7 +228,7 @@ def parse(given: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
     values = {flag.field: _value(flag, getattr(given, flag.field), environ) for flag in FLAGS}
     if values["model"] is None:
         raise BadSettings(
-            "give --model PATH (or ROLLOUT_MODEL): the checkpoint's folder or repository"
+            "give --model PATH (or ROLLOUT_MODEL): the checkpoint's folder or Hub repository"
         )
     values["served_name"] = values["served_name"] or Path(values["model"]).name or "model"
     values["namespace"] = values["namespace"] or _own_namespace()
@@ -245,8 +245,8 @@ def _value(flag: Flag, given: str | Sequence[str] | None, environ: Mapping[str, 
         try:
             return tuple(shlex.split(environ.get(flag.env, "")))
         except ValueError as error:
-            raise BadSettings(f"{flag.env} holds no shell words: {error}") from error
-    # An empty variable is the usual way to unset one in a manifest.
+            raise BadSettings(f"{flag.env} can't be split into shell words: {error}") from error
+    # In manifests, people unset a variable by making it empty.
     text, source = (given, f"--{flag.name}") if given is not None else (None, flag.env)
     if text is None:
         text = environ.get(flag.env) or None
@@ -273,7 +273,7 @@ def _roots(text: str | None, *, in_pool: bool) -> tuple[Path, ...]:
     roots = tuple(Path(part) for part in text.split(":") if part)
     for root in roots:
         if not root.is_absolute():
-            raise BadSettings(f"--weights-roots has {str(root)!r}: give absolute paths")
+            raise BadSettings(f"--weights-roots contains {str(root)!r}: use absolute paths")
     return roots
 
 
@@ -285,19 +285,19 @@ def _check_auth(settings: Settings) -> None:
         )
     if settings.auth == "token" and settings.auth_token_file is None:
         raise BadSettings(
-            "--auth token needs --auth-token-file FILE; for a worker on this machine only, use"
+            "--auth token needs --auth-token-file FILE; for local use only, there is"
             " --auth none --control-host 127.0.0.1"
         )
     if settings.pool is not None and settings.namespace is None:
         raise BadSettings("--pool needs --namespace (or ROLLOUT_NAMESPACE)")
     if settings.auth == "kubernetes" and settings.pool is None:
         raise BadSettings(
-            "--auth kubernetes needs --pool and --namespace: tokens are made for one pool"
+            "--auth kubernetes needs --pool and --namespace: tokens are issued for one pool"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
+    """Whether an address is reachable only from this machine."""
     if host == "localhost":
         return True
     try:

@@ -1,6 +1,6 @@
-"""The task of tools.py: sums of two numbers, and a calculator that is called by `<calc>17+25</calc>`.
+"""The task of tools.py: sums of two numbers, and a calculator, called by `<calc>17+25</calc>`.
 
-An answer is either such a call and nothing else, or the final one: the sum in digits.
+An answer is either just such a call, or the final one: the sum in digits.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Question:
 
     @classmethod
     def drawn(cls, dice: random.Random) -> Question:
-        """Return one of numbers with two digits."""
+        """Return a random question with two-digit numbers."""
         return cls(dice.randint(10, 99), dice.randint(10, 99))
 
     @property
     def text(self) -> str:
-        """As the user asks it."""
+        """The user's message."""
         return f"{self.a}+{self.b}"
 
     def reward(self, answer: str) -> float:
@@ -57,19 +57,19 @@ class Question:
 
 
 def expression_of(answer: str) -> str | None:
-    """Return what the calculator is asked; None: this answer is the final one."""
+    """Return the expression for the calculator; None if this answer is the final one."""
     match = _CALL.fullmatch(answer)
     return match[1] if match else None
 
 
 def call(expression: str, name: str) -> dict[str, Any]:
-    """Return a call in OpenAI's form; `name` is its id."""
+    """Return a call in OpenAI's format; `name` is its id."""
     function = {"name": "calculator", "arguments": {"expression": expression}}
     return {"id": name, "type": "function", "function": function}
 
 
 def calculate(expression: str) -> str:
-    """Return the sum; `error` if it is none."""
+    """Return the sum; `error` if the expression is not one."""
     match = _SUM.fullmatch(expression)
     return str(int(match[1]) + int(match[2])) if match else "error"
 
@@ -80,11 +80,11 @@ def opening(question: Question) -> str:
 
 
 def between(answer: str, ended: bool) -> str:
-    """Return what stands behind a call before the policy's next turn.
+    """Return the text between a call and the policy's next turn.
 
     Args:
-        answer: with the call.
-        ended: The policy itself wrote `END`.
+        answer: the answer with the call.
+        ended: whether the policy itself wrote `END`.
     """
     close = "" if ended else END
     result = calculate(expression_of(answer) or "")
@@ -92,7 +92,7 @@ def between(answer: str, ended: bool) -> str:
 
 
 def shown(question: Question, dice: random.Random) -> list[str]:
-    """Return the answers of a teacher who guesses every other time, and else asks first."""
+    """Return the answers of a teacher that guesses every other time, and otherwise asks first."""
     if dice.random() < 0.5:
         return [str(dice.randint(20, 198))]
     return [f"<calc>{question.text}</calc>", str(question.a + question.b)]

@@ -1,8 +1,8 @@
-"""Checks what was trained on against what the engines answered, token by token.
+"""Check what was trained on against what the engines answered, token by token.
 
-A `Conversation` has both: the request as it came out of the training batch, and the ledger that
-`tools.py` kept beside it of what each turn was asked and answered. The texts between the turns are
-not taken from either: `calculator.py` says what they must be.
+A `Conversation` has both: the request, as it came out of the training batch, and the ledger of
+prompts and answers that `tools.py` kept for each turn. The texts between the turns come from
+neither: `calculator.py` says what they must be.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Token:
-    """What the ledger says of one token; weights: epoch, version, stale_kv, if it was sampled."""
+    """A token according to the ledger; weights: epoch, version, stale_kv, if it was sampled."""
 
     token: int
     logprob: float = 0.0
@@ -55,7 +55,7 @@ class Token:
 
 @dataclass
 class Report:
-    """What was checked; it is good if there are no faults."""
+    """What was checked; the check passes if there are no faults."""
 
     conversations: int = 0
     turns: int = 0
@@ -84,12 +84,12 @@ class Report:
 def check(
     asked: Sequence[Question], conversations: Sequence[Conversation], tokenizer: Any
 ) -> Report:
-    """Return the report on all conversations of a training.
+    """Return the report on all conversations of a training run.
 
     Args:
-        asked: Every question, once for each of its samples, in order.
-        conversations: What was trained on, in the same order.
-        tokenizer: of the model.
+        asked: every question, once for each of its samples, in order.
+        conversations: what was trained on, in the same order.
+        tokenizer: the model's.
     """
     report = Report()
     if list(asked) != [each.question for each in conversations]:
@@ -130,7 +130,7 @@ def _answer_faults(turn: Turn, tokenizer: Any) -> Iterator[str]:
 
 
 def _version_faults(conversation: Conversation) -> Iterator[str]:
-    """Weights of sampled tokens: among those that could serve, and never going back."""
+    """Check sampled tokens' weights: they could be serving then, and never go backwards."""
     last = conversation.oldest
     for span in (span for turn in conversation.turns for span in turn.result.output.weights):
         identity = span.epoch, span.version
@@ -142,7 +142,7 @@ def _version_faults(conversation: Conversation) -> Iterator[str]:
 
 
 def _text_faults(conversation: Conversation, tokenizer: Any) -> Iterator[str]:
-    """What was sent: all that was before, and then only what the task puts there."""
+    """Check each prompt: everything so far, plus only what the task adds."""
     before: list[int] = []
     wanted = opening(conversation.question)
     for number, turn in enumerate(conversation.turns):
@@ -156,7 +156,7 @@ def _text_faults(conversation: Conversation, tokenizer: Any) -> Iterator[str]:
 
 
 def _token_faults(conversation: Conversation) -> Iterator[str]:
-    """Every column of the request, against the ledger."""
+    """Check every column of the request against the ledger."""
     request, tokens = conversation.request, list(_ledger(conversation.turns))
     prompt, length = len(conversation.turns[0].prompt), len(tokens)
     ids = [each.token for each in tokens]
@@ -188,7 +188,7 @@ def _token_faults(conversation: Conversation) -> Iterator[str]:
 
 
 def _ledger(turns: Sequence[Turn]) -> Iterator[Token]:
-    """Yield every token of a conversation as the engines had and gave them."""
+    """Yield every token of a conversation, as the engines received and returned them."""
     length = 0
     for turn in turns:
         yield from map(Token, turn.prompt[length:])
@@ -201,7 +201,7 @@ def _ledger(turns: Sequence[Turn]) -> Iterator[Token]:
 
 
 def _end_faults(conversation: Conversation, tokenizer: Any) -> Iterator[str]:
-    """How it ended, and what it earned."""
+    """Check how it ended, and its reward."""
     request, texts = conversation.request, [_text(turn, tokenizer) for turn in conversation.turns]
     reward = {"sum": [conversation.question.reward(texts[-1])]}
     expected: dict[str, tuple[object, object]] = {

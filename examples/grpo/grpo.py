@@ -1,17 +1,18 @@
-"""GRPO in plain torch over a pool of rollout workers: what the tasks beside this file share.
+"""GRPO in plain torch over a pool of rollout workers: the part that all tasks in this folder share.
 
 One step:
 
-1. the pool draws the *next* batch while this one is learned from: data is one step old, and an
-   update arrives while requests run (`inFlight.policy: Keep`);
+1. the pool samples the *next* batch while the trainer learns from this one: data is one step old,
+   and updates arrive while requests run (`inFlight.policy: Keep`);
 2. rewards, and advantages within each group of samples of one prompt (GRPO, arXiv:2402.03300);
 3. two minibatches of the clipped policy gradient (PPO, arXiv:1707.06347); each token is weighted by
-   min(pi_trainer / pi_rollout, 2), because the policy that is learned from is not quite the one
-   that was sampled (truncated importance sampling);
-4. safetensors onto the shared volume, `publish_weights`, next step.
+   min(pi_trainer / pi_rollout, 2), because the policy that learns is not quite the one that was
+   sampled from (truncated importance sampling);
+4. safetensors to the shared volume, `publish_weights`, next step.
 
-Every token says which weights made it. With those the trainer computes its logprob again: both must
-agree to 1e-3 unless KV of older weights was reused. *Raw* logprobs must not, or nothing is proven.
+Every token says which weights sampled it. The trainer recomputes its logprob with those weights: the
+two must agree to 1e-3 unless KV of older weights was reused. *Raw* logprobs must differ, or the
+check proves nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollout_client import RolloutPool
-from rollout_worker.weights import write_manifest
+from rollout_worker.sources.files import write_manifest
 
 GROUP, TEMPERATURE, KEPT_VERSIONS, DEADLINE = 8, 0.8, 4, 300.0
 CLIP_LOW, CLIP_HIGH, TRUNCATE, TOLERANCE = 0.2, 0.28, 2.0, 1e-3
@@ -41,11 +42,11 @@ Identity = tuple[int, int]
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of one step: B sequences of L tokens; those of one prompt stand together.
+    """Samples of one step: B sequences of L tokens, grouped by prompt.
 
     tokens, positions: [B, L] int64. attended, sampled, stale_kv: [B, L] bool. logprobs: [B, L]
-    float32, as drawn. identity: [B, L, 2] int64, epoch and version of a token's weights. What was
-    not sampled has no logprob (0) and no weights (-1). rewards: [B] float32.
+    float32, as sampled. identity: [B, L, 2] int64, epoch and version of a token's weights. Tokens
+    that were not sampled have no logprob (0) and no weights (-1). rewards: [B] float32.
     """
 
     tokens: Tensor
@@ -64,7 +65,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `turns`: stretches that the policy sampled, per sequence."""
+    """One row of the table; `turns`: how many turns the policy sampled, per sequence."""
 
     step: int
     reward: float
@@ -79,7 +80,7 @@ class Row:
 
 
 class Policy:
-    """The model that learns, and the weights of the last versions, to check samples against.
+    """The model that learns, and the last versions of its weights, to check samples against.
 
     Args:
         model: folder of the checkpoint.
@@ -95,16 +96,16 @@ class Policy:
         self.remember((0, 0))
 
     def remember(self, identity: Identity) -> None:
-        """Keep these weights, and those of the versions just before."""
+        """Keep the current weights as this version, and drop the oldest versions."""
         state = self.model.state_dict()
         self.versions[identity] = {name: value.clone() for name, value in state.items()}
         while len(self.versions) > KEPT_VERSIONS:
             self.versions.pop(min(self.versions))
 
     def logprobs(self, samples: Samples, *, raw: bool = False) -> Tensor:
-        """Return [B, L]: of sampled tokens under the distribution that is sampled, 0 elsewhere.
+        """Return [B, L]: sampled tokens' logprobs under the sampling distribution, 0 elsewhere.
 
-        `raw`: of the model's own distribution, without temperature and with all tokens.
+        `raw`: under the model's own distribution, without temperature and with all tokens.
         """
         logits = self.model(
             input_ids=samples.tokens,
@@ -119,7 +120,7 @@ class Policy:
 
     @torch.no_grad()
     def as_sampled(self, samples: Samples, *, raw: bool = False) -> Tensor:
-        """Return [B, L]: each token's logprob under the weights that made it; NaN if gone."""
+        """Return [B, L]: each token's logprob under the weights that sampled it; NaN if gone."""
         now = {name: value.clone() for name, value in self.model.state_dict().items()}
         found = torch.where(samples.sampled, torch.nan, 0.0)
         for identity, state in self.versions.items():
@@ -145,14 +146,14 @@ class Policy:
         return float(weights[samples.sampled].mean())
 
     def step(self, loss: Tensor) -> None:
-        """Go one step down."""
+        """Take one optimizer step."""
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
 
     def save(self, folder: Path) -> None:
-        """Write a version where the workers read it; the manifest comes last."""
+        """Write a version where the workers read it, the manifest last."""
         folder.mkdir(parents=True)
         state = {name: value.contiguous() for name, value in self.model.state_dict().items()}
         if self.model.config.tie_word_embeddings:
@@ -163,13 +164,13 @@ class Policy:
 
 
 class Publisher:
-    """Brings one version after the other to the pool, in an epoch of its own.
+    """Publishes one version after another to the pool, in an epoch of its own.
 
     Args:
-        pool: whose trainer this becomes.
-        policy: remembers what is published, also *before* anybody can sample from it.
+        pool: the pool that this becomes the trainer of.
+        policy: remembers each version *before* it is published and anyone can sample from it.
         weights: folder for the versions.
-        mount: the same folder as the workers see it.
+        mount: the same folder, as the workers see it.
     """
 
     def __init__(self, pool: RolloutPool, policy: Policy, weights: Path, mount: Path) -> None:
@@ -181,31 +182,31 @@ class Publisher:
 
     @property
     def identity(self) -> Identity:
-        """The newest version that anybody may have sampled from."""
+        """The newest version that may have been sampled from."""
         return (self.epoch, self.version) if self.version else (0, 0)
 
     def publish(self) -> None:
-        """Publish the policy as it is now; returns once it is committed."""
+        """Publish the current policy; return once it is committed."""
         self.version += 1
         self.policy.save(self.folder / str(self.version))
         self.policy.remember(self.identity)
         self.pool.publish_weights(self.version, str(self.mount / str(self.version)))
         self.committed = self.identity
-        # Bytes stay until a later version is committed, and a while for those that restart.
+        # Keep bytes until a later version is committed, and a while longer for workers that restart.
         for folder in self.folder.iterdir():
             if int(folder.name) < self.version - 2:
                 shutil.rmtree(folder)
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Return [B]: rewards centred and scaled within each group."""
+    """Return [B]: rewards, centered and scaled within each group."""
     groups = rewards.view(-1, GROUP)
     centred = groups - groups.mean(1, keepdim=True)
     return (centred / (groups.std(1, keepdim=True) + 1e-4)).flatten()
 
 
 def difference(ours: Tensor, samples: Samples) -> float:
-    """Return the largest difference to the rollout's logprobs where the KV was not stale."""
+    """Return the largest difference from the rollout's logprobs where the KV was not stale."""
     fresh = samples.sampled & ~samples.stale_kv & ~ours.isnan()
     return float((ours - samples.logprobs)[fresh].abs().max()) if fresh.any() else 0.0
 
@@ -214,13 +215,13 @@ def train(publisher: Publisher, draw: Callable[[int], Samples], steps: int, seed
     """Run all steps and return the table.
 
     Args:
-        publisher: with the policy that learns.
-        draw: Draws the samples of one seed from the pool; runs in a thread of its own.
-        steps: how many.
-        seed: of the first batch.
+        publisher: publishes the policy that learns.
+        draw: samples one batch from the pool, given its seed; runs in a thread of its own.
+        steps: number of steps.
+        seed: seed of the first batch.
 
     Raises:
-        SystemExit: The logprobs are not those of the weights that the rollout names.
+        SystemExit: The logprobs don't match the weights that the rollout names.
     """
     policy, rows = publisher.policy, list[Row]()
     with ThreadPoolExecutor(1) as background:
@@ -254,7 +255,7 @@ def train(publisher: Publisher, draw: Callable[[int], Samples], steps: int, seed
             if matching > TOLERANCE:
                 raise SystemExit(f"step {step}: logprobs differ by {matching:.2g} from the rollout")
             if raw < TOLERANCE:
-                raise SystemExit("raw logprobs agree, too: the check of logprobs checks nothing")
+                raise SystemExit("raw logprobs agree as well: the logprob check proves nothing")
     return rows
 
 
@@ -286,15 +287,15 @@ def write(rows: list[Row], folder: Path, title: str, chance: float) -> None:
 
 
 def arguments(text: str, steps: int) -> argparse.ArgumentParser:
-    """Return the command line that all tasks have; `text` says what this one does."""
+    """Return the command line that all tasks share; `text` describes the task."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=text, formatter_class=raw)
     parser.add_argument("--pool", required=True, help="name of the RolloutReplica")
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--model", type=Path, required=True, help="the pool's checkpoint")
-    parser.add_argument("--weights", type=Path, required=True, help="where versions are written")
-    parser.add_argument("--mount", type=Path, required=True, help="that folder, as workers see it")
-    parser.add_argument("--out", type=Path, required=True, help="for the table and the plot")
+    parser.add_argument("--weights", type=Path, required=True, help="folder to write versions to")
+    parser.add_argument("--mount", type=Path, required=True, help="same folder, as workers see it")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the table and the plot")
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seed", type=int, default=1)
     return parser

@@ -1,17 +1,17 @@
-"""Teach a tiny model to ask a calculator instead of guessing: GRPO (grpo.py) in several turns.
+"""Teach a tiny model to ask a calculator instead of guessing: GRPO (grpo.py) over several turns.
 
     python tools.py --pool policy --namespace demo --model MODEL --weights FOLDER …
 
-A user asks for the sum of two numbers. The policy answers at once, or writes `<calc>17+25</calc>`;
-then the calculator's result comes as a message of its own, and it is the policy's turn again. The
-reward is 1 if the last answer is the sum, else 0: nothing rewards the call itself.
+A user asks for the sum of two numbers. The policy either answers directly or writes
+`<calc>17+25</calc>`; then the calculator replies in a message of its own, and it is the policy's
+turn again. The reward is 1 if the last answer is the sum, else 0: nothing rewards the call itself.
 
-From chance a random model would never write a call, so it first imitates a teacher (plain
-supervised learning, version 1 of the weights) who guesses every other time and else asks. It earns
-about half then; what lifts the reward is the policy gradient over whole conversations.
+A random model would never write a call by chance, so it first imitates a teacher (plain supervised
+learning, version 1 of the weights) that guesses half of the time and asks otherwise. It then earns
+about 0.5; only the policy gradient over whole conversations raises the reward further.
 
-What the engines answered is kept in a ledger beside the conversations. At the end check.py compares
-both, token by token, and `report.json` says what it found.
+A ledger beside the conversations keeps what the engines answered. At the end, check.py compares the
+two, token by token, and `report.json` says what it found.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ LENGTH = 200
 
 
 class Task:
-    """Conversations of one training.
+    """The conversations of one training run.
 
     Args:
-        tokenizer: of the model, with the task's template.
-        publisher: of the pool that answers.
+        tokenizer: the model's, with the task's template.
+        publisher: publishes to the pool that answers.
     """
 
     def __init__(self, tokenizer: Any, publisher: Publisher) -> None:
@@ -79,19 +79,19 @@ class Task:
             held = list(together.map(self.converse, asked, names))
         batch = to_batch([each.request for each in held], pad_token_id=self.tokenizer.pad_token_id)
         self.asked += asked
-        # What is checked at the end is what the batch holds, not what went into it.
+        # The check at the end is of what the batch contains, not of what went into it.
         both = zip(held, from_batch(batch), strict=True)
         self.conversations += [replace(each, request=request) for each, request in both]
         return samples_of(batch)
 
     def converse(self, question: Question, name: str) -> Conversation:
-        """Hold one conversation to its end, whatever happens to workers and weights."""
+        """Hold one conversation to the end, whatever happens to workers and weights."""
         oldest = self.publisher.committed
         request, turns = self.begin(question, name), list[Turn]()
         floor = oldest
         while True:
             prompt = request.get_generation_prompt_ids(self.tokenizer).tolist()
-            # A later turn is never made by older weights, also if it comes to another worker.
+            # Older weights never sample a later turn, even if it goes to another worker.
             result = self.publisher.pool.generate(
                 prompt,
                 session_id=name,
@@ -113,7 +113,7 @@ class Task:
         return Conversation(question, request, turns, oldest, self.publisher.identity)
 
     def begin(self, question: Question, name: str) -> RolloutRequest:
-        """Return a conversation that has its first message."""
+        """Return a conversation with its first message."""
         return RolloutRequest.from_messages(
             [{"role": "user", "content": question.text}],
             self.tokenizer,
@@ -132,7 +132,7 @@ class Task:
     def answer(
         self, request: RolloutRequest, result: GenerateResult, calls: Sequence[Any] = ()
     ) -> None:
-        """Append an answer; one that calls is nothing but the call."""
+        """Append an answer; one with a call consists of nothing else."""
         request.add_output(
             self.tokenizer,
             result.output,
@@ -142,7 +142,7 @@ class Task:
         )
 
     def imitate(self, policy: Policy, seed: int) -> None:
-        """Warm start: let the policy imitate the teacher; from then on it learns more slowly."""
+        """Warm up: let the policy imitate the teacher, then lower its learning rate."""
         dice, parameters = random.Random(seed), list(policy.model.parameters())
         policy.optimizer = torch.optim.Adam(parameters, lr=TAUGHT_RATE)
         for _ in range(TAUGHT):
@@ -153,7 +153,7 @@ class Task:
         policy.optimizer = torch.optim.Adam(parameters, lr=RATE)
 
     def lesson(self, dice: random.Random) -> RolloutRequest:
-        """Return a conversation of the teacher."""
+        """Return one of the teacher's conversations."""
         question = Question.drawn(dice)
         request = self.begin(question, "lesson")
         for text in shown(question, dice):
@@ -166,7 +166,7 @@ class Task:
 
 
 def allowed(tokenizer: Any) -> list[int]:
-    """Return the ids that the policy may sample: one for each character, and the end."""
+    """Return the ids that the policy may sample: one per character, and the end."""
     ids: list[int] = tokenizer.convert_tokens_to_ids([*sorted(set(ALPHABET)), END])
     return ids
 
@@ -192,7 +192,7 @@ def samples_of(batch: RolloutBatch) -> Samples:
 
 
 def write_report(report: Report, rows: Sequence[grpo.Row], versions: int, folder: Path) -> None:
-    """Write `report.json` and say what it says.
+    """Write `report.json` and print it.
 
     Raises:
         SystemExit: There are faults, or tokens whose logprobs could not be checked.
@@ -221,7 +221,7 @@ def main() -> None:
 
 
 def run(pool: RolloutPool, tokenizer: Any, args: argparse.Namespace) -> None:
-    """Train over a pool that serves, check, and write what came of it."""
+    """Train over a serving pool, check, and write the results."""
     policy = Policy(args.model, allowed(tokenizer))
     publisher = Publisher(pool, policy, args.weights, args.mount)
     task = Task(tokenizer, publisher)

@@ -2,9 +2,9 @@
 
     python train.py --pool policy --namespace demo --model MODEL --weights FOLDER …
 
-The prompt is a digit, a sample is twelve tokens, and the reward is the share of them that count on
-from the token before (8, 9, 0, 1, …). Sampling may draw digits only, so an untrained model earns
-0.1.
+The prompt is a digit, a sample is twelve tokens, and the reward is the share of them that continue
+the count from the token before (8, 9, 0, 1, …). Only digits can be sampled, so an untrained model
+earns 0.1.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ TEN, PROMPTS, LENGTH = 10, 32, 12
 
 
 def rewards(digits: Tensor) -> Tensor:
-    """Return [B]: the share of the digits [B, 1 + LENGTH] that count on from the one before."""
+    """Return [B]: the share of digits [B, 1 + LENGTH] that are one above the previous digit."""
     return ((digits[:, 1:] - digits[:, :-1]) % TEN == 1).float().mean(1)
 
 
 def sample(pool: RolloutPool, digits: Sequence[int], seed: int) -> Samples:
-    """Draw `PROMPTS` groups of `GROUP` samples from the pool; `digits`: ids of 0 to 9."""
+    """Sample `PROMPTS` groups of `GROUP` from the pool; `digits`: the ids of 0 to 9."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, TEN, (PROMPTS,), generator=generator).repeat_interleave(GROUP)
     sampling = {

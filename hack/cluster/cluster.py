@@ -86,6 +86,10 @@ def _add_life_commands(
 ) -> None:
     command = _add(commands, _build)
     command.add_argument("component", nargs="*", help="only these (kube, helm, kwok, …)")
+    command.add_argument("--without", action="append", default=[], help="leave this one out")
+    command.add_argument(
+        "--check-nodes", action="store_true", help="first see whether this machine can have nodes"
+    )
     command = _add(commands, _up, named)
     command.add_argument("--nodes", type=int, default=1, metavar="N", help="real nodes (1)")
     command.add_argument("--gpus", type=int, default=0, metavar="G", help="fake GPUs a node (0)")
@@ -139,9 +143,13 @@ def _add_tool_commands(
 
 def _build(arguments: argparse.Namespace) -> None:
     """Compile every binary that is missing or outdated, and fetch Prometheus."""
+    if arguments.check_nodes:
+        preflight.root("a cluster with nodes")
     if os.geteuid() == 0:
         debian.ensure(debian.NODE_PACKAGES)
-    build.build(arguments.component)
+    if arguments.check_nodes:
+        preflight.real_nodes()
+    build.build(arguments.component, without=arguments.without)
 
 
 def _up(arguments: argparse.Namespace) -> None:

@@ -77,6 +77,11 @@ class PodState:
     page: bytes | None = None
     """The answer of `/v1/state`, until something changes."""
 
+    @property
+    def serving(self) -> bool:
+        """Whether it would answer requests."""
+        return self.hold is None and self.weights.required is not None
+
     def state(self) -> bytes:
         """Return the answer of `/v1/state`."""
         if self.page is None:
@@ -90,7 +95,7 @@ class PodState:
             boot_id=self.boot_id,
             engine="hf",
             lifecycle=lifecycle,
-            serving=lifecycle is Lifecycle.ACTIVE and self.weights.required is not None,
+            serving=self.serving,
             weights=self.weights,
             resident=Resident(weights=awake, kv_cache=awake),
             holds=(self.hold,) if self.hold else (),
@@ -184,7 +189,8 @@ class Server:
     """The routes of all pods; see the module."""
 
     def __init__(self) -> None:
-        self._pods: dict[str, PodState] = {}
+        self.pods: dict[str, PodState] = {}
+        """By address."""
         self._counts: Counter[str] = Counter()
 
     def app(self) -> web.Application:
@@ -206,13 +212,13 @@ class Server:
         self._counts[request.path] += 1
         assert request.transport is not None, "a request that is handled has a connection"
         address: str = request.transport.get_extra_info("sockname")[0]
-        return self._pods.setdefault(address, PodState())
+        return self.pods.setdefault(address, PodState())
 
     async def _state(self, request: web.Request) -> web.Response:
         return _json(self._pod(request).state())
 
     async def _show_counts(self, _: web.Request) -> web.Response:
-        return web.json_response({"pods": len(self._pods), **self._counts})
+        return web.json_response({"pods": len(self.pods), **self._counts})
 
     def _post(
         self,

@@ -93,5 +93,5 @@ class Stage:
         while not (answer := look()):
             if time.monotonic() > end:
                 raise DemoError(f"waited {seconds:.0f} s in vain for: {what}")
-            time.sleep(0.1)
+            time.sleep(0.5)  # most looks start kubectl, and workers need the cores
         return answer

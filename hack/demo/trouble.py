@@ -6,8 +6,6 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
 
 import httpx
 
@@ -26,6 +24,8 @@ class Trouble:
     """
 
     GROWS_AFTER, DIES_AFTER = 1, 4
+    BUSY = 4
+    """Requests in flight of a worker that is killed: they don't all end before the signal comes."""
 
     def __init__(self, stage: Stage, pool: str) -> None:
         self.stage, self.pool = stage, pool
@@ -48,17 +48,16 @@ class Trouble:
         """Kill -9 the first worker while it answers requests."""
         pod = self.stage.get("pod", f"{self.pool}-0-0")
         pid = process_in(pod["metadata"]["uid"], "rollout-worker")
-        running = self.stage.until("the worker to be busy", lambda: self.running(pod), 60)
-        os.kill(pid, signal.SIGKILL)
-        self.stage.say(f"$ kill -9 {self.pool}-0-0, which had {running} requests in flight")
+        url = f"http://{pod['status']['podIP']}:8000/metrics"
+        with httpx.Client(trust_env=False, timeout=30) as client:
 
-    def running(self, pod: dict[str, Any]) -> int:
-        """Return how many requests a worker answers now."""
-        with suppress(httpx.HTTPError):
-            url = f"http://{pod['status']['podIP']}:8000/metrics"
-            page = httpx.get(url, timeout=5, trust_env=False).text
-            return int(sum(float(number) for number in IN_FLIGHT.findall(page)))
-        return 0
+            def busy() -> int:
+                found = in_flight(client.get(url).raise_for_status().text)
+                return found if found >= self.BUSY else 0
+
+            running = self.stage.until(f"{self.BUSY} requests in flight", busy, 60)
+            os.kill(pid, signal.SIGKILL)
+        self.stage.say(f"$ kill -9 {self.pool}-0-0, which had {running} requests in flight")
 
     def over(self, seconds: float) -> None:
         """Wait until all three replicas serve again, and show them."""
@@ -66,3 +65,8 @@ class Trouble:
             "wait", "rr", self.pool, "--for=condition=Ready", f"--timeout={seconds:.0f}s"
         )
         self.stage.kubectl("get", "rr", self.pool, "-o", "wide", show=True)
+
+
+def in_flight(page: str) -> int:
+    """Return how many requests a worker answers, by its page of metrics."""
+    return int(sum(float(number) for number in IN_FLIGHT.findall(page)))

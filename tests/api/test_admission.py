@@ -157,8 +157,8 @@ def test_trainer_applies_its_target(trainer: Person, name: str) -> None:
 def test_trainer_changes_nothing_else(trainer: Person, spec: dict[str, Any]) -> None:
     said = trainer.refused_patch("probe", spec)
     assert (
-        "changing spec beyond weights and state needs the right to update rolloutreplicas/spec in "
-        "namespace admission: ask for a role that has it (rollout-editor), see kubectl auth can-i "
+        "changing spec beyond weights and state needs permission to update rolloutreplicas/spec in "
+        "namespace admission: ask for a role that has it (rollout-editor); check with kubectl auth can-i "
         "update rolloutreplicas.rollout.dev/probe --subresource=spec"
     ) in said
 
@@ -198,7 +198,7 @@ def test_rights_are_asked_for_in_the_pool_that_changes(cluster: Cluster, name: s
     narrow.patch(name, {"weights": TARGET})
     assert "rolloutreplicas/weights" in narrow.refused_patch("probe", {"weights": TARGET})
     assert (
-        "changing spec.state needs the right to update rolloutreplicas/state in namespace admission"
+        "changing spec.state needs permission to update rolloutreplicas/state in namespace admission"
     ) in narrow.refused_patch(name, {"state": "Asleep"})
     narrow.kubectl("annotate", "rr", name, "rollout.dev/retry=1")
 

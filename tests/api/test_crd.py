@@ -11,7 +11,7 @@ import pytest
 from localkube import Cluster
 from manifests import GPU, pool, source, target
 from namespaced import Namespace
-from rollout_operator.spec import RolloutReplicaSpec, parse_spec
+from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_worker.schemas import WeightsId
 
 
@@ -104,7 +104,9 @@ def test_takes_every_field(space: Namespace) -> None:
     space.kubectl("create", "-f", "-", manifest=manifest)
     stored = json.loads(space.kubectl("get", "rr", "full", "-o", "json"))
     assert stored["spec"] == manifest["spec"]
-    assert parse_spec(stored).target_id == WeightsId(epoch=1, version=7)
+    target = parse_spec(stored).target
+    assert target is not None
+    assert target.identity == WeightsId(epoch=1, version=7)
 
 
 def test_fills_in_what_people_must_see(space: Namespace) -> None:
@@ -143,37 +145,37 @@ TRANSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "version goes down": (
         {},
         target(2, 4, "b"),
-        "(2, 4) is below the stored (2, 5): raise version, or take epoch 3",
+        "(2, 4) is lower than the stored (2, 5): raise version, or use epoch 3",
     ),
-    "epoch goes down": ({}, target(1, 9, "b"), "(1, 9) is below the stored (2, 5)"),
+    "epoch goes down": ({}, target(1, 9, "b"), "(1, 9) is lower than the stored (2, 5)"),
     "target removed": ({}, {"weights": {"target": None}}, "spec.weights.target cannot be removed"),
     "weights removed": ({}, {"weights": None}, "spec.weights.target cannot be removed"),
     "source changes alone": (
         {},
         target(2, 5, "b"),
-        "spec.weights.target.source must not change under the same epoch and version: raise",
+        "spec.weights.target.source must not change for the same epoch and version: raise",
     ),
     "source becomes the checkpoint": (
         {},
         {"weights": {"target": {"source": {"path": None, "checkpoint": {}}}}},
-        "source must not change under the same epoch and version: raise version",
+        "source must not change for the same epoch and version: raise version",
     ),
     "version rises alone": (
         {},
         target(2, 6, "a"),
-        "spec.weights.target.source must change with version: give the new version's own source",
+        "spec.weights.target.source must change when version does: give the new version its own source",
     ),
     "engine": (
         {},
         {"engine": {"type": "vllm"}},
-        "spec.engine.type is immutable: make another RolloutReplica for another engine",
+        "spec.engine.type is immutable: create another RolloutReplica for another engine",
     ),
-    "model path": ({}, source(path="/models/other"), "spec.model.source is immutable: make"),
-    "model kind": ({}, source(claim={"name": "c"}), "spec.model.source is immutable: make"),
+    "model path": ({}, source(path="/models/other"), "spec.model.source is immutable: create"),
+    "model kind": ({}, source(claim={"name": "c"}), "spec.model.source is immutable: create"),
     "accelerator added": (
         {},
         {"accelerator": GPU},
-        "spec.accelerator.resource is immutable: make another RolloutReplica",
+        "spec.accelerator.resource is immutable: create another RolloutReplica",
     ),
     "accelerator removed": (
         {"accelerator": GPU},
@@ -188,7 +190,7 @@ TRANSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "parallelism": (
         {"engine": {"type": "vllm"}, "accelerator": GPU},
         {"parallelism": {"tensor": 2}},
-        "spec.parallelism is immutable: make another RolloutReplica with the new shape",
+        "spec.parallelism is immutable: create another RolloutReplica with the new shape",
     ),
     "parallelism removed is its default": ({}, {"parallelism": None}, None),
     "image and resources": (

@@ -73,17 +73,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "relative model path": (
         source(path="models/x"),
-        "spec.model.source.path must be absolute and without '..'",
+        "spec.model.source.path must be an absolute path without '..'",
     ),
-    "model path upwards": (source(path="/m/../x"), "must be absolute and without '..'"),
+    "model path upwards": (source(path="/m/../x"), "must be an absolute path without '..'"),
     "claim without name": (source(claim={}), "spec.model.source.claim.name: Required value"),
     "claim subPath upwards": (
         source(claim={"name": "c", "subPath": "../x"}),
-        "subPath must be relative and without '..': give a folder inside the volume",
+        "subPath must be a relative path without '..': name a folder inside the volume",
     ),
     "claim subPath absolute": (
         source(claim={"name": "c", "subPath": "/x"}),
-        "subPath must be relative and without '..'",
+        "subPath must be a relative path without '..'",
     ),
     "hub repo": (source(hub={"repo": "a/b/c"}), "spec.model.source.hub.repo"),
     "hub token": (
@@ -107,15 +107,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "CPU with a world": (
         {"engine": {"type": "vllm"}, "parallelism": {"tensor": 4}},
-        "a pool on CPU (no spec.accelerator) has one rank, not 4: set spec.accelerator.resource",
+        "without spec.accelerator a pool runs on CPU with one rank, not 4: set spec.accelerator",
     ),
     "world over nodes": (
         {"engine": {"type": "vllm"}, "accelerator": GPU, "parallelism": {"tensor": 8, "nodes": 3}},
-        "tensor*pipeline*data = 8 does not divide over 3 nodes: set nodes to a divisor of it",
+        "tensor*pipeline*data = 8 is not divisible by nodes = 3: set nodes to a divisor of it",
     ),
     "more nodes than ranks": (
         {"parallelism": {"nodes": 2}},
-        "tensor*pipeline*data = 1 does not divide over 2 nodes",
+        "tensor*pipeline*data = 1 is not divisible by nodes = 2",
     ),
     "accelerator empty": ({"accelerator": {}}, "spec.accelerator.resource: Required value"),
     "accelerator name": ({"accelerator": {"resource": "gpu"}}, "spec.accelerator.resource"),
@@ -203,11 +203,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "restart delays": (
         {"restartPolicy": {"baseDelaySeconds": 60, "maxDelaySeconds": 5}},
-        "baseDelaySeconds (10 if absent) must not exceed maxDelaySeconds",
+        "baseDelaySeconds (default 10) must not exceed maxDelaySeconds",
     ),
     "restart delay below the default": (
         {"restartPolicy": {"maxDelaySeconds": 5}},
-        "lower the one or raise the other",
+        "lower one or raise the other",
     ),
     "drain": ({"drainSeconds": -1}, "spec.drainSeconds in body should be greater than or equal"),
     "account": ({"serviceAccountName": "Rollout_Worker"}, "spec.serviceAccountName"),
@@ -226,7 +226,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mount below /rollout": (
         mount("/rollout/model"),
-        "mountPath must not be /rollout or below: the operator mounts the model",
+        "mountPath must not be /rollout or below it: the operator mounts the model",
     ),
     "mount with dots": (mount("/data/../rollout/weights"), "mountPath must be an absolute path"),
     "mount relative": (mount("data"), "mountPath must be an absolute path"),
@@ -238,7 +238,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "volume of the operator": (
         template(volumes=[{"name": "rollout-model", "emptyDir": {}}]),
-        "volume names starting with rollout- belong to the operator: rename it",
+        "volume names starting with rollout- are reserved for the operator: rename it",
     ),
     "two volumes of one name": (
         template(volumes=[{"name": "a", "emptyDir": {}}, {"name": "a", "emptyDir": {}}]),

@@ -13,9 +13,21 @@ import pytest
 
 from localkube import Cluster
 from manifests import pool, text
-from rollout_operator.expectations import Expectations
-from rollout_operator.kube import Kube
-from rollout_operator.kube_errors import (
+from rollout_operator.api.names import (
+    API_VERSION,
+    KIND,
+    LABEL_MANAGED_BY,
+    LABEL_POOL,
+    MANAGER,
+    PLURAL,
+)
+from rollout_operator.api.objects import Key, Obj
+from rollout_operator.cache.expectations import Expectations
+from rollout_operator.cache.resync import Resync
+from rollout_operator.cache.store import Store
+from rollout_operator.cache.workqueue import WorkQueue
+from rollout_operator.kube.client import Kube
+from rollout_operator.kube.errors import (
     AlreadyExists,
     Conflict,
     FencedError,
@@ -24,12 +36,8 @@ from rollout_operator.kube_errors import (
     NotFound,
     Unavailable,
 )
-from rollout_operator.names import API_VERSION, KIND, LABEL_MANAGED_BY, LABEL_POOL, MANAGER, PLURAL
-from rollout_operator.recorder import Recorder
-from rollout_operator.resync import Resync
-from rollout_operator.store import Key, Obj, Store
+from rollout_operator.kube.events import Recorder
 from rollout_operator.telemetry import Telemetry
-from rollout_operator.workqueue import WorkQueue
 
 NAMESPACE = "kube"
 KEY = Key(NAMESPACE, "math")
@@ -302,7 +310,7 @@ async def test_events_are_posted_once(kube: Kube, cluster: Cluster, math: Obj) -
     running = asyncio.create_task(recorder.run())
     name = math["metadata"]["name"]
     for _ in range(3):
-        recorder.event(math, "Warning", "NameConflict", "pod/x belongs to another", related=math)
+        recorder.event(math, "Warning", "NameConflict", "pod/x belongs to another")
     recorder.event(math, "Normal", "Created", "ü" * 2000)
     await recorder.flush(running)
     assert running.done()

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from localkube import Cluster
-from rollout_worker.auth import CONTROL, SEE, STAGE, Right
-from rollout_worker.kubeauth import DENIED_SECONDS, KubernetesReview
-from rollout_worker.problems import ProblemError
+from rollout_worker.ports.access import CONTROL, SEE, STAGE, Right
+from rollout_worker.ports.kubeauth import DENIED_SECONDS, KubernetesReview
 from rollout_worker.settings import BadSettings, Settings, add_flags, parse
+from rollout_worker.wire.problems import ProblemError
 
 NAMESPACE = "worker-auth"
 POOL = "math"

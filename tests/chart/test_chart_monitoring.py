@@ -13,10 +13,10 @@ import yaml
 
 from charts import CHART, case, every, one
 from localkube.debian import unpack_prometheus
-from rollout_operator.store import Key
+from rollout_operator.api.objects import Key
 from rollout_operator.telemetry import PoolFigures
 from rollout_operator.telemetry import Telemetry as OperatorTelemetry
-from rollout_worker.telemetry import Telemetry as WorkerTelemetry
+from rollout_worker.observe.telemetry import Telemetry as WorkerTelemetry
 
 RULES = CHART / "rules.yaml"
 DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))
@@ -244,7 +244,7 @@ def test_monitors_scrape_ports_that_exist() -> None:
         for monitor in every(documents, "PodMonitor")
         for endpoint in monitor["spec"]["podMetricsEndpoints"]
     }
-    # `data` is the port of the pods that operator/pods.py builds.
+    # `data` is the port of the pods that operator/core/pods/ builds.
     assert ports == {"http": "rollout-operator", "data": "rollout-worker"}
 
 

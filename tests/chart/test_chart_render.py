@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from charts import CHART, NAMESPACE, VALUES, Document, case, every, helm, one, rendered
+from rollout_operator.api.crd import custom_resource_definition
+from rollout_operator.api.spec_pod import PodTemplate
 from rollout_operator.config import ConfigFile
-from rollout_operator.crd import custom_resource_definition
-from rollout_operator.spec_pod import PodTemplate
 
 GOLDENS = Path(__file__).parent / "goldens"
 CASES = sorted(path.stem for path in VALUES.glob("*.yaml"))
@@ -229,7 +229,7 @@ def test_notes_name_the_next_command() -> None:
 
 
 def test_example_of_the_notes_is_a_valid_pool() -> None:
-    from rollout_operator.spec import parse_spec
+    from rollout_operator.api.spec import parse_spec
 
     done = helm("install", "rollout", CHART, "--dry-run=client")
     example = done.stdout.partition("<<END\n")[2].partition("  END\n")[0]

@@ -13,7 +13,7 @@ import pytest
 
 import images
 import rollout_local
-from clusters import nodes_cluster
+from clusters import run_cluster
 from fleets import Fleet
 from localkube import Cluster
 from pools import Pool
@@ -33,7 +33,7 @@ def cluster() -> Iterator[Cluster]:
         yield running
         return
     images.build()
-    with nodes_cluster("tier", nodes=2) as made:
+    with run_cluster("tier", nodes=2) as made:
         _install(made)
         yield made
 

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from localkube import Cluster
-from pools import PROMPT, START_SECONDS, Pool, eventually
+from pools import PROMPT, START_SECONDS, Pool
 from rollout_client import GenerateResult, RolloutError, RolloutPool
 from versions import Volume
+from waiting import eventually
 
 pytestmark = pytest.mark.timeout(540)
 """Three minutes on a busy machine: eight workers start, most of them one after the other."""
@@ -173,14 +174,14 @@ def roll(life: Pool) -> None:
         labels = [pod["metadata"]["labels"].get("team") for pod in life.pods()]
         return labels == ["blue"] * 2 and life.condition("Ready")[0] == "True"
 
-    eventually("both pods are of the new template", whole, START_SECONDS)
+    life.eventually("both pods are of the new template", whole, START_SECONDS)
 
 
 def scale(life: Pool, replicas: int) -> None:
     """Scale as `kubectl scale` does, and wait until so many pods are left or serve."""
     life.kubectl("scale", "rr", NAME, f"--replicas={replicas}")
     life.wait("Ready")
-    eventually(f"{replicas} pods", lambda: len(life.pods()) == replicas, 60)
+    life.eventually(f"{replicas} pods", lambda: len(life.pods()) == replicas, 60)
 
 
 def kill(life: Pool, replica: int) -> None:
@@ -192,7 +193,7 @@ def kill(life: Pool, replica: int) -> None:
         new = {pod["metadata"]["uid"] for pod in life.pods()} - before
         return len(new) == 1 and life.condition("Ready")[0] == "True"
 
-    eventually("it is replaced", replaced, START_SECONDS)
+    life.eventually("it is replaced", replaced, START_SECONDS)
 
 
 def first_tokens(pool: RolloutPool) -> list[tuple[int, ...]]:

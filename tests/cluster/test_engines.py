@@ -18,7 +18,7 @@ import yaml
 import rollout_local
 from localkube import Cluster
 from localkube.home import REPOSITORY
-from pools import PROMPT, Pool, eventually
+from pools import PROMPT, Pool
 from reference import Reference
 
 pytestmark = pytest.mark.timeout(600)
@@ -36,7 +36,9 @@ def engine(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Pool]:
     pool = Pool(cluster, "pools", body["metadata"]["name"])
     try:
         pool.apply(**{**body["spec"], "replicas": 1})
-        eventually("progress is told", lambda: TOLD.search(pool.status().get("message", "")), 120)
+        pool.eventually(
+            "progress is told", lambda: TOLD.search(pool.status().get("message", "")), 120
+        )
         pool.wait("Ready", seconds=ENGINE_SECONDS)
         yield pool
     finally:
@@ -57,7 +59,7 @@ def test_an_engine_lives_as_any_other(engine: Pool) -> None:
     awake = engine.metric("rollout_worker_memory_resident_bytes")
     engine.patch(state="Asleep", sleep={"level": 2})
     engine.wait("Asleep", seconds=90)
-    eventually("no endpoints", lambda: not engine.endpoints(), 15)
+    engine.eventually("no endpoints", lambda: not engine.endpoints())
     assert engine.metric("rollout_worker_memory_resident_bytes") < awake
     engine.patch(state="Active")
     engine.wait("Ready", seconds=90)
@@ -65,7 +67,7 @@ def test_an_engine_lives_as_any_other(engine: Pool) -> None:
 
     boot = engine.pod()["metadata"]["uid"]
     kill_engine(engine)
-    eventually("the death is seen", lambda: engine.condition("Ready")[0] == "False", 30)
+    engine.eventually("the death is seen", lambda: engine.condition("Ready")[0] == "False", 30)
     engine.wait("Ready", seconds=ENGINE_SECONDS)
     assert engine.pod()["metadata"]["uid"] == boot, "the worker restarts its engine in the pod"
     assert tokens(engine) == updated, "the new engine has the committed weights"

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 import rollout_local
+from apiclient import PODS, api_of
 from localkube import Cluster
-from pools import START_SECONDS, Pool, eventually, manifest
+from pools import START_SECONDS, Pool, manifest
+from waiting import eventually
 
 MakePool = Callable[..., Pool]
 
@@ -29,8 +31,8 @@ def life(cluster: Cluster) -> Iterator[Pool]:
 
 def operator_pids(cluster: Cluster) -> list[int]:
     """Processes of the operator's pods, as this machine numbers them."""
-    text = cluster.kubectl("-n", rollout_local.SYSTEM, "get", "pods", "-o", "json")
-    uids = [pod["metadata"]["uid"].replace("-", "") for pod in json.loads(text)["items"]]
+    pods = api_of(cluster).items(PODS.format(rollout_local.SYSTEM), fresh=True)
+    uids = [pod["metadata"]["uid"].replace("-", "") for pod in pods]
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -64,7 +66,7 @@ def test_children_are_the_contract(life: Pool) -> None:
     assert status["replicas"] == status["readyReplicas"] == status["updatedReplicas"] == 2
     assert status["selector"] == "rollout.dev/pool=life,rollout.dev/role=head"
     assert {m["name"] for m in status["members"]} == set(names)
-    eventually("both are endpoints", lambda: len(life.endpoints()) == 2)
+    life.eventually("both are endpoints", lambda: len(life.endpoints()) == 2)
     answer = life.generate()
     assert life.identities(answer) == [(0, 0)]
     looked_up = life.kubectl(
@@ -88,7 +90,7 @@ def test_kubectl_scale_up_and_down(life: Pool) -> None:
     life.wait("Ready")
     assert len(life.pods()) == 3
     life.kubectl("scale", "rr", "life", "--replicas=1")
-    eventually("one pod is left", lambda: len(life.pods()) == 1, 40)
+    life.eventually("one pod is left", lambda: len(life.pods()) == 1, 40)
     life.wait("Ready")
     assert life.pods()[0]["metadata"]["name"] == "life-0-0"
     assert life.status()["replicas"] == 1
@@ -100,7 +102,7 @@ def test_a_killed_worker_is_replaced_with_the_committed_weights(life: Pool) -> N
     before = life.generate()["outputs"][0]["token_ids"]
     uid = life.pod()["metadata"]["uid"]
     life.kill()
-    eventually("a new pod", lambda: life.pods() and life.pods()[0]["metadata"]["uid"] != uid)
+    life.eventually("a new pod", lambda: life.pods() and life.pods()[0]["metadata"]["uid"] != uid)
     life.wait("Ready")
     answer = life.generate()
     assert life.identities(answer) == [(1, 1)], "it served nothing below what is committed"
@@ -137,13 +139,13 @@ def test_an_upgrade_of_the_operator_rolls_nothing(cluster: Cluster, life: Pool) 
 
 
 def test_reconcile_paused(life: Pool) -> None:
-    life.kubectl("annotate", "rr", "life", "rollout.dev/reconcile-paused=true")
-    eventually("it says so", lambda: "reconcile-paused" in life.status()["message"])
+    life.annotate(reconcile_paused="true")
+    life.eventually("it says so", lambda: "reconcile-paused" in life.status()["message"])
     life.kubectl("scale", "rr", "life", "--replicas=1")
     time.sleep(3)
     assert len(life.pods()) == 2
-    life.kubectl("annotate", "rr", "life", "rollout.dev/reconcile-paused-")
-    eventually("it goes on", lambda: len(life.pods()) == 1, 40)
+    life.annotate(reconcile_paused=None)
+    life.eventually("it goes on", lambda: len(life.pods()) == 1, 40)
 
 
 def test_a_taken_name_is_reported_and_not_adopted(cluster: Cluster, pool: MakePool) -> None:
@@ -155,12 +157,12 @@ def test_a_taken_name_is_reported_and_not_adopted(cluster: Cluster, pool: MakePo
     }
     cluster.kubectl("-n", "pools", "apply", "-f", "-", input=json.dumps(stranger))
     made = pool("taken", replicas=0)
-    eventually("NameConflict", lambda: made.condition("Degraded") == ("True", "NameConflict"))
-    kept = json.loads(made.kubectl("get", "service", "taken", "-o", "json"))
+    made.eventually("NameConflict", lambda: made.condition("Degraded") == ("True", "NameConflict"))
+    kept = made.service()
     assert kept["spec"]["selector"] == {"app": "strange"}
     assert "ownerReferences" not in kept["metadata"]
     made.kubectl("delete", "service", "taken")
-    eventually("it makes its own", lambda: made.condition("Degraded")[0] == "False", 40)
+    made.eventually("it makes its own", lambda: made.condition("Degraded")[0] == "False", 40)
 
 
 def test_a_taken_pod_name_is_reported(cluster: Cluster, pool: MakePool) -> None:
@@ -175,10 +177,10 @@ def test_a_taken_pod_name_is_reported(cluster: Cluster, pool: MakePool) -> None:
     }
     cluster.kubectl("-n", "pools", "apply", "-f", "-", input=json.dumps(stranger))
     made = pool("squatter", replicas=1)
-    eventually("NameConflict", lambda: made.condition("Degraded") == ("True", "NameConflict"))
+    made.eventually("NameConflict", lambda: made.condition("Degraded") == ("True", "NameConflict"))
     assert "squatter-0-0" in made.status()["message"]
     made.kubectl("delete", "pod", "squatter-0-0", "--wait=false")
-    eventually("its own pod", lambda: made.pods(), 40)
+    made.eventually("its own pod", lambda: made.pods(), 40)
 
 
 def test_a_changed_service_is_mended(life: Pool) -> None:
@@ -187,11 +189,10 @@ def test_a_changed_service_is_mended(life: Pool) -> None:
     )
 
     def mended() -> bool:
-        service = json.loads(life.kubectl("get", "service", "life", "-o", "json"))
         wanted = {"rollout.dev/pool": "life", "rollout.dev/role": "head"}
-        return bool(service["spec"]["selector"] == wanted)
+        return bool(life.service()["spec"]["selector"] == wanted)
 
-    eventually("the selector is back", mended)
+    life.eventually("the selector is back", mended)
 
 
 def test_suspend_removes_the_pods_and_keeps_the_rest(life: Pool) -> None:
@@ -213,7 +214,7 @@ def test_the_operator_is_killed_and_nothing_happens_to_the_pool(
         os.kill(pid, signal.SIGKILL)
     assert life.generate()
     life.patch(state="Paused")
-    eventually("a new leader acts", lambda: life.status()["phase"] == "Paused", 60)
+    life.eventually("a new leader acts", lambda: life.status()["phase"] == "Paused", 60)
     assert life.get()["metadata"]["resourceVersion"] != version
     life.patch(state="Active")
     life.wait("Ready")
@@ -221,11 +222,11 @@ def test_the_operator_is_killed_and_nothing_happens_to_the_pool(
 
 def test_deleted_while_the_operator_is_down(cluster: Cluster, pool: MakePool) -> None:
     made = pool("orphan", replicas=1)
-    eventually("it has a pod", lambda: made.pods(), 30)
+    made.eventually("it has a pod", lambda: made.pods(), 30)
     scale_operator(cluster, 0)
     try:
         made.delete()
-        assert made.left() == ""
+        assert made.left() == []
     finally:
         scale_operator(cluster, 2)
 
@@ -255,7 +256,7 @@ def test_a_lost_node_costs_a_replacement(cluster: Cluster, pool: MakePool) -> No
         cluster.kubectl("uncordon", "node-1")
         # The operator may live on that node, too: then the standby takes over first.
         cluster.node_crash(2)
-        eventually(
+        made.eventually(
             "the pod is made anew on the other node",
             lambda: [pod["metadata"]["uid"] for pod in made.pods()] not in ([], [uid]),
             150,

@@ -19,6 +19,7 @@ from clusters import control_plane, nodes_cluster
 from localkube import Cluster, ClusterError, network
 from localkube.home import SOURCES, cache
 from localkube.settings import DNS_ADDRESS
+from waiting import eventually
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +33,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def until(true: Callable[[], bool], what: str, seconds: float = 30) -> float:
     """Wait; returns how long it took."""
     began = time.monotonic()
-    while not true():
-        assert time.monotonic() - began < seconds, f"not within {seconds} s: {what}"
-        time.sleep(0.1)
+    eventually(what, true, seconds)
     return time.monotonic() - began
 
 

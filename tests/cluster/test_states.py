@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fleets import Fleet
-from pools import eventually
 
 
 def rest(fleet: Fleet, state: str, **spec: object) -> None:
     """Ask for a state and wait until status says that all replicas are there."""
     fleet.patch(state=state, **spec)
-    eventually(f"the pool is {state}", lambda: fleet.status()["phase"] == state)
+    fleet.eventually(f"the pool is {state}", lambda: fleet.status()["phase"] == state)
     assert fleet.condition("Ready") == ("False", state)
     assert fleet.condition("Degraded")[0] == "False"
 
@@ -35,7 +34,7 @@ def test_sleep_and_wake(fleet: Fleet, level: int) -> None:
     assert (status["asleepReplicas"], status["readyReplicas"]) == (2, 0)
     assert [m["state"] for m in status["members"]] == ["Asleep", "Asleep"]
     assert fleet.gate(0) == fleet.gate(1) == "False"
-    eventually("no endpoints", lambda: not fleet.endpoints(), 10)
+    fleet.eventually("no endpoints", lambda: not fleet.endpoints())
     reply = fleet.ask(0)
     assert (reply.status, reply.body["type"]) == (503, "urn:rollout:problem:asleep")
     state = fleet.control(0, "state").body
@@ -72,7 +71,7 @@ def test_falling_asleep_aborts_at_the_end_of_the_drain(fleet: Fleet) -> None:
 def test_pause_and_resume(fleet: Fleet) -> None:
     boots = [fleet.control(r, "state").body["boot_id"] for r in (0, 1)]
     rest(fleet, "Paused")
-    eventually("no endpoints", lambda: not fleet.endpoints(), 10)
+    fleet.eventually("no endpoints", lambda: not fleet.endpoints())
     reply = fleet.ask(0)
     assert (reply.status, reply.body["type"]) == (503, "urn:rollout:problem:paused")
     state = fleet.control(0, "state").body
@@ -87,12 +86,12 @@ def test_pause_and_resume(fleet: Fleet) -> None:
 def test_a_trainers_hold_is_its_own(fleet: Fleet) -> None:
     """The pool is Active again, but one replica stays with whoever holds it."""
     assert fleet.control(1, "sleep", {"mode": "drain", "deadline_seconds": 5}).status == 200
-    eventually("it is seen", lambda: "held by" in fleet.status()["message"], 15)
+    fleet.eventually("it is seen", lambda: "held by" in fleet.status()["message"])
     assert fleet.condition("Ready")[0] == "False"
-    eventually("it is out of the Service", lambda: len(fleet.endpoints()) == 1, 10)
+    fleet.eventually("it is out of the Service", lambda: len(fleet.endpoints()) == 1)
     rest(fleet, "Asleep")
     fleet.patch(state="Active")
-    eventually("replica 0 serves", lambda: fleet.ask(0).status == 200)
+    fleet.eventually("replica 0 serves", lambda: fleet.ask(0).status == 200)
     assert fleet.control(1, "state").body["lifecycle"] == "Asleep"
     assert fleet.condition("Degraded")[0] == "False", "a hold is no fault"
     assert fleet.control(1, "wake", {}).status == 200
@@ -102,6 +101,6 @@ def test_a_trainers_hold_is_its_own(fleet: Fleet) -> None:
 def test_states_follow_each_other_quickly(fleet: Fleet) -> None:
     for state in ("Asleep", "Active", "Paused", "Asleep", "Active", "Asleep"):
         fleet.patch(state=state)
-    eventually("the last one counts", lambda: fleet.status()["phase"] == "Asleep")
+    fleet.eventually("the last one counts", lambda: fleet.status()["phase"] == "Asleep")
     assert fleet.status()["observedGeneration"] == fleet.get()["metadata"]["generation"]
     awake(fleet)

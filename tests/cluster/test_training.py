@@ -1,8 +1,13 @@
-"""A policy learns on the cluster: `make demo-train` with fewer steps."""
+"""A policy learns on the cluster: `make demo-train` with fewer steps.
+
+For `make soak`: every day test_training_tools shows the same with conversations, and more.
+"""
 
 from __future__ import annotations
 
 import csv
+
+import pytest
 
 import rollout_local
 from demo import train
@@ -11,6 +16,7 @@ from demo.stage import Stage
 from localkube import Cluster
 from localkube.home import cache
 
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 STEPS = 12
 RISE = 0.3
 """Above an untrained policy, which earns 0.1; 40 steps reach 0.99."""

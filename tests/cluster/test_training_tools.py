@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import json
 
+import pytest
+
 import rollout_local
 from demo import train
 from demo.scene import Scene
@@ -16,6 +18,7 @@ from demo.stage import Stage
 from localkube import Cluster
 from localkube.home import cache
 
+pytestmark = pytest.mark.timeout(900)
 STEPS, CONVERSATIONS = 12, 128
 RISE = 0.2
 """Above the teacher's policy, which guesses every other time; 12 steps reached 0.95."""

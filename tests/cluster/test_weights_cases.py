@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from fleets import Fleet, phases_of
-from pools import eventually
 
 
 def condition(status: dict[str, Any], kind: str) -> tuple[str, str]:
@@ -30,7 +29,7 @@ def test_complete(fleet: Fleet) -> None:
 
 
 def test_target_rises_while_active(fleet: Fleet) -> None:
-    old, before, gates = fleet.identity, fleet.get(), fleet.gates()
+    old, before, gates = fleet.identity, fleet.now(), fleet.gates()
     with fleet.traffic(0, 1) as seen:
         new = fleet.raise_to("2")
         fleet.settled(new, 2)
@@ -60,14 +59,14 @@ def test_target_rises_while_active(fleet: Fleet) -> None:
 
 def test_target_rises_while_paused(fleet: Fleet) -> None:
     fleet.patch(state="Paused")
-    eventually("the pool pauses", lambda: fleet.status()["phase"] == "Paused")
+    fleet.eventually("the pool pauses", lambda: fleet.status()["phase"] == "Paused")
     new = fleet.raise_to("3")
     fleet.wait_phase("Complete", new)
     assert [fleet.active(r) for r in (0, 1)] == [new, new]
     assert fleet.condition("Ready") == ("False", "Paused")
     reply = fleet.ask(0)
     assert (reply.status, reply.body["type"]) == (503, "urn:rollout:problem:paused")
-    eventually("nobody is in the Service", lambda: not fleet.endpoints(), 5)
+    fleet.eventually("nobody is in the Service", lambda: not fleet.endpoints())
     fleet.patch(state="Active")
     assert fleet.first_answer(0) == new
     fleet.settled(new, 2)
@@ -76,7 +75,7 @@ def test_target_rises_while_paused(fleet: Fleet) -> None:
 def test_target_rises_while_asleep(fleet: Fleet) -> None:
     old = fleet.identity
     fleet.patch(state="Asleep")
-    eventually("the pool sleeps", lambda: fleet.status()["phase"] == "Asleep")
+    fleet.eventually("the pool sleeps", lambda: fleet.status()["phase"] == "Asleep")
     new = fleet.raise_to("1")
     fleet.wait_phase("Complete", new)
     assert fleet.committed() == new
@@ -90,10 +89,10 @@ def test_target_rises_while_asleep(fleet: Fleet) -> None:
 
 
 def test_staging_newer_target_same_epoch(fleet: Fleet) -> None:
-    before, commits, old = fleet.get(), fleet.weights(0)["commit_seq"], fleet.identity
+    before, commits, old = fleet.now(), fleet.weights(0)["commit_seq"], fleet.identity
     with fleet.frozen(1):
         first = fleet.raise_to("2")
-        eventually("replica 0 has staged", lambda: fleet.staged(0) == first, 10)
+        fleet.eventually("replica 0 has staged", lambda: fleet.staged(0) == first)
         fleet.raise_to("3")
         newest = fleet.raise_to("1")
         assert fleet.check(fleet.generate(0)) == old
@@ -106,14 +105,14 @@ def test_staging_newer_target_same_epoch(fleet: Fleet) -> None:
 
 
 def test_staging_fails_and_a_newer_target_follows(fleet: Fleet) -> None:
-    old, before = fleet.identity, fleet.get()
+    old, before = fleet.identity, fleet.now()
     bad = fleet.raise_to("bad")
-    eventually("Degraded", lambda: fleet.condition("Degraded") == ("True", "WeightsFailed"), 10)
+    fleet.eventually("Degraded", lambda: fleet.condition("Degraded") == ("True", "WeightsFailed"))
     message = fleet.status()["message"]
     assert "w-0-0" in message or "w-1-0" in message
     assert "tensor" in message
     assert fleet.condition("WeightsSynced") == ("False", "Staging")
-    eventually("it is tried again", lambda: fleet.update()["attempts"] >= 3, 10)
+    fleet.eventually("it is tried again", lambda: fleet.update()["attempts"] >= 3)
     for replica in (0, 1):
         fleet.check(fleet.generate(replica), old)
     assert len(fleet.endpoints()) == 2
@@ -121,12 +120,12 @@ def test_staging_fails_and_a_newer_target_follows(fleet: Fleet) -> None:
     path = fleet.publish("3")
     fleet.volume.cut_off(path)
     cut = fleet.point(path)
-    eventually("the file is named", lambda: "truncated" in fleet.status()["message"], 10)
+    fleet.eventually("the file is named", lambda: "truncated" in fleet.status()["message"])
     assert fleet.update()["version"] == cut[1]
     fleet.check(fleet.generate(0), old)
 
     good = fleet.raise_to("2")
-    fleet.settled(good, 2, seconds=15)
+    fleet.settled(good, 2)
     assert fleet.condition("Degraded")[0] == "False"
     seen = fleet.phases(before)
     assert (bad, "Superseded") in seen or (cut, "Staging") in seen
@@ -142,7 +141,7 @@ def test_staging_deadline(fleet: Fleet) -> None:
     assert fleet.condition("WeightsSynced") == ("False", "DeadlineExceeded")
     assert fleet.condition("Ready")[0] == "True"
     fleet.check(fleet.generate(), old)
-    before = fleet.get()
+    before = fleet.now()
     fleet.volume.publish("3", path)
     fleet.settled(new, 2)
     assert [p for p in fleet.phases(before) if p[1] != "Failed"] == [
@@ -152,12 +151,12 @@ def test_staging_deadline(fleet: Fleet) -> None:
 
 
 def test_staging_higher_epoch(fleet: Fleet) -> None:
-    before, commits, old = fleet.get(), fleet.weights(0)["commit_seq"], fleet.identity
+    before, commits, old = fleet.now(), fleet.weights(0)["commit_seq"], fleet.identity
     with fleet.frozen(1):
         first = fleet.raise_to("1")
-        eventually("replica 0 has staged", lambda: fleet.staged(0) == first, 10)
+        fleet.eventually("replica 0 has staged", lambda: fleet.staged(0) == first)
         second = fleet.raise_to("2", epoch=first[0] + 1)
-        eventually("fenced", lambda: fleet.weights(0)["fence_epoch"] == second[0], 10)
+        fleet.eventually("fenced", lambda: fleet.weights(0)["fence_epoch"] == second[0])
         assert fleet.check(fleet.generate(0)) == old
         body = {"epoch": first[0], "version": 999, "source": {"path": "w-1"}}
         late = fleet.control(0, "weights/stage", body)
@@ -171,14 +170,16 @@ def test_staging_higher_epoch(fleet: Fleet) -> None:
 def test_staging_then_asleep(fleet: Fleet) -> None:
     with fleet.frozen(1):
         new = fleet.raise_to("3")
-        eventually("replica 0 has staged", lambda: fleet.staged(0) == new, 10)
+        fleet.eventually("replica 0 has staged", lambda: fleet.staged(0) == new)
         fleet.patch(state="Asleep")
-        eventually("it is superseded", lambda: fleet.update()["phase"] != "Staging", 10)
-    eventually("the pool sleeps", lambda: fleet.status()["phase"] == "Asleep")
+        fleet.eventually("it is superseded", lambda: fleet.update()["phase"] != "Staging")
+    fleet.eventually("the pool sleeps", lambda: fleet.status()["phase"] == "Asleep")
     update = fleet.update()
     assert ((update["epoch"], update["version"]), update["phase"]) == (new, "Superseded")
-    assert [fleet.weights(r)["staged"] for r in (0, 1)] == [None, None], "discarded"
-    assert not fleet.endpoints()
+    fleet.eventually(
+        "both have discarded it", lambda: not any(fleet.weights(r)["staged"] for r in (0, 1))
+    )
+    fleet.eventually("nobody is in the Service", lambda: not fleet.endpoints())
     with fleet.traffic(0, 1) as seen:
         fleet.patch(state="Active")
         fleet.settled(new, 2)
@@ -221,7 +222,7 @@ def test_staging_restart_and_scale_up_stay_outside_the_barrier(fleet: Fleet) -> 
     fleet.kill(1)
     fleet.patch(replicas=3)
     assert [fleet.first_answer(r) for r in (1, 2)] == [old, old]
-    eventually("all serve", lambda: fleet.status().get("readyReplicas") == 3, 20)
+    fleet.eventually("all serve", lambda: fleet.status().get("readyReplicas") == 3)
     assert fleet.phases() == [(new, "Staging")]
     assert [fleet.weights(r)["staged"] for r in (1, 2)] == [None, None], "joiners do not stage"
     newest = fleet.raise_to("2")

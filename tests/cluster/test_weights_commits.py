@@ -1,31 +1,29 @@
 """API.md's case table on real workers: from the first commit call on, other strategies, crashes.
 
-A request of some seconds under the policy Drain keeps one replica from committing: that is how
-these tests hold an update in `Committing`.
+A request under the policy Drain keeps one replica from committing: that is how these tests hold an
+update in `Committing`, until they have seen what they want and abort it.
 """
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future
 
 from fleets import Fleet
 from leaders import kill_leader, taken_over
 from localkube import Cluster
-from pools import eventually
 from replies import Identity, Reply
 
 LONG = 500
-"""Tokens of a request that holds a commit for some seconds."""
+"""Tokens of a request that is to end by itself, while a commit waits for it."""
 
 LONGEST = 1900
-"""As many as the model takes: a commit that gives up after a second meets it still running."""
+"""As many as the model takes, many seconds: a test does not have to hurry, it ends the request."""
 
 PATIENT = {"policy": "Drain", "deadlineSeconds": 60}
 
 
 def held(
-    fleet: Fleet, replica: int, seed: str, tokens: int = LONG, **weights: object
+    fleet: Fleet, replica: int, seed: str, tokens: int = LONGEST, **weights: object
 ) -> tuple[Identity, Future[Reply]]:
     """An update that this replica can't commit yet; returns it, and the request that keeps it."""
     reply = fleet.long_request(replica, tokens)
@@ -43,15 +41,19 @@ def lost_between_stage_and_commit(fleet: Fleet) -> tuple[Identity, str]:
     with fleet.frozen(0):
         path = fleet.publish(other(fleet))
         new = fleet.point(path)
-        eventually(
-            "the operator saw that replica 1 has staged", lambda: fleet.staged_seen() == 1, 10
+        fleet.eventually(
+            "the operator saw that replica 1 has staged", lambda: fleet.staged_seen() == 1
         )
         fleet.stop(1)
-        body = {"epoch": new[0], "version": new[1]}
-        fleet.later(lambda: fleet.control(1, "weights/discard", body))
-        time.sleep(0.5)
-    eventually("replica 0 has committed", lambda: fleet.active(0) == new, 20)
+        # It lies in the worker's socket before the commit call, which comes on another one.
+        fleet.control_soon(1, "weights/discard", {"epoch": new[0], "version": new[1]})
+    fleet.eventually("replica 0 has committed", lambda: fleet.active(0) == new)
     return new, path
+
+
+def let_go(fleet: Fleet, replica: int) -> None:
+    """End the request that holds the replica's commit."""
+    assert fleet.control(replica, "abort", {"all": True}).status == 200
 
 
 def other(fleet: Fleet) -> str:
@@ -62,18 +64,19 @@ def other(fleet: Fleet) -> str:
 def test_rolling_stops_at_a_failing_member(fleet_of_three: Fleet) -> None:
     fleet = fleet_of_three
     old = fleet.identity
-    first = fleet.long_request(0, LONG)
+    first = fleet.long_request(0, LONGEST)
     path = fleet.publish(other(fleet))
     new = fleet.point(path, strategy="Rolling", inFlight=PATIENT)
     fleet.wait_phase("Committing", new)
-    eventually("all have staged", lambda: [fleet.staged(r) for r in (1, 2)] == [new, new], 10)
+    fleet.eventually("all have staged", lambda: [fleet.staged(r) for r in (1, 2)] == [new, new])
     assert [fleet.active(r) for r in range(3)] == [old] * 3, "one at a time"
     fleet.volume.remove(path)
     fleet.control(1, "weights/discard", {"epoch": new[0], "version": new[1]})
+    let_go(fleet, 0)
     assert first.result(60).identities == [old]
-    eventually("Degraded", lambda: fleet.condition("Degraded") == ("True", "WeightsFailed"), 15)
+    fleet.eventually("Degraded", lambda: fleet.condition("Degraded") == ("True", "WeightsFailed"))
     assert "w-1-0" in fleet.status()["message"]
-    eventually("the first has it", lambda: fleet.active(0) == new, 10)
+    fleet.eventually("the first has it", lambda: fleet.active(0) == new)
     answers = [fleet.check(fleet.generate(r)) for r in range(3)]
     assert answers == [new, old, old], "the failing one keeps the old, those after it wait"
     assert fleet.committed() == old, "the least that is served"
@@ -87,20 +90,23 @@ def test_eager_goes_on_past_a_failing_member(fleet_of_three: Fleet) -> None:
     old = fleet.identity
     with fleet.frozen(0):
         new = fleet.raise_to(other(fleet), strategy="Eager")
-        eventually("the others go on", lambda: [fleet.active(r) for r in (1, 2)] == [new, new], 10)
+        fleet.eventually(
+            "the others go on", lambda: [fleet.active(r) for r in (1, 2)] == [new, new]
+        )
         assert fleet.committed() == old, "the least that is served"
         assert {fleet.check(fleet.generate(r)) for r in (1, 2)} == {new}
     fleet.settled(new, 3)
 
 
 def test_committing_newer_target_and_epoch(fleet: Fleet) -> None:
-    old, before, commits = fleet.identity, fleet.get(), fleet.weights(0)["commit_seq"]
+    old, before, commits = fleet.identity, fleet.now(), fleet.weights(0)["commit_seq"]
     first, reply = held(fleet, 1, other(fleet))
     second = fleet.raise_to(other(fleet), epoch=first[0] + 1)
-    eventually("replica 0 has committed", lambda: fleet.active(0) == first, 10)
+    fleet.eventually("replica 0 has committed", lambda: fleet.active(0) == first)
     assert fleet.phases(before)[-1] == (first, "Committing")
     assert fleet.committed() == old
     assert fleet.check(fleet.generate(0)) == first, "old and new serve, each labelled"
+    let_go(fleet, 1)
     assert reply.result(60).identities == [old]
     fleet.settled(second, 2)
     seen = fleet.phases(before)
@@ -119,8 +125,8 @@ def test_committing_a_member_fails(fleet: Fleet) -> None:
     assert fleet.condition("Degraded") == ("True", "WeightsFailed")
     assert "w-1-0" in fleet.status()["message"]
     assert fleet.check(fleet.generate()) == new
-    eventually("it is shut out", lambda: fleet.ask(1).status == 503, 10)
-    eventually("it is out of the Service", lambda: len(fleet.endpoints()) == 1, 10)
+    fleet.eventually("it is shut out", lambda: fleet.ask(1).status == 503)
+    fleet.eventually("it is out of the Service", lambda: len(fleet.endpoints()) == 1)
     fleet.volume.publish(fleet.bytes_of[new], path)
     fleet.settled(new, 2)
     assert fleet.condition("Degraded")[0] == "False"
@@ -128,21 +134,21 @@ def test_committing_a_member_fails(fleet: Fleet) -> None:
 
 def test_committing_deadline(fleet: Fleet) -> None:
     old = fleet.identity
-    new, reply = held(fleet, 1, other(fleet), LONGEST, deadlineSeconds=1)
-    fleet.wait_phase("Complete", new, seconds=10)
+    new, reply = held(fleet, 1, other(fleet), deadlineSeconds=1)
+    fleet.wait_phase("Complete", new)
     assert not reply.done(), "who is late is not waited for"
     assert fleet.committed() == new
-    eventually("it left the Service", lambda: fleet.gate(1) == "False", 5)
+    fleet.eventually("it left the Service", lambda: fleet.gate(1) == "False")
     assert fleet.condition("Degraded") == ("True", "WeightsFailed")
     assert reply.result(60).identities == [old]
     fleet.settled(new, 2)
 
 
 def test_committing_then_asleep(fleet: Fleet) -> None:
-    old, before = fleet.identity, fleet.get()
-    new, reply = held(fleet, 1, other(fleet))
+    old, before = fleet.identity, fleet.now()
+    new, reply = held(fleet, 1, other(fleet), LONG)
     fleet.patch(state="Asleep")
-    eventually("the pool sleeps", lambda: fleet.status()["phase"] == "Asleep")
+    fleet.eventually("the pool sleeps", lambda: fleet.status()["phase"] == "Asleep")
     done = reply.result(60)
     assert (done.identities, done.body["outputs"][0]["stop_reason"]) == ([old], "length")
     assert fleet.phases(before)[-1] == (new, "Complete")
@@ -157,11 +163,11 @@ def test_a_worker_is_ahead_of_the_target(fleet: Fleet) -> None:
     epoch, version = new = fleet.identity
     body = {"epoch": epoch, "version": version, "source": {"path": path}}
     assert fleet.control(1, "weights/stage", body).status == 202
-    eventually("it is staged", lambda: fleet.staged(1) == new, 10)
+    fleet.eventually("it is staged", lambda: fleet.staged(1) == new)
     commit = {"epoch": epoch, "version": version, "in_flight": "Drain", "deadline_seconds": 5}
     assert fleet.control(1, "weights/commit", commit).status == 200
     ahead = ("False", "AheadOfTarget")
-    eventually("it is seen", lambda: fleet.condition("WeightsSynced") == ahead, 15)
+    fleet.eventually("it is seen", lambda: fleet.condition("WeightsSynced") == ahead)
     assert [fleet.check(fleet.generate(r)) for r in (0, 1)] == [old, new], "as is, labelled"
     assert fleet.gate(1) == "True"
     assert fleet.committed() == old
@@ -191,7 +197,7 @@ def test_the_operator_dies_while_committing(fleet: Fleet, cluster: Cluster) -> N
     assert fleet.phases()[-1] == (new, "Committing")
     dead = kill_leader(cluster)
     fleet.go_on(1)
-    eventually("replica 1 lost it", lambda: fleet.weights(1)["staged"] is None, 10)
+    fleet.eventually("replica 1 lost it", lambda: fleet.weights(1)["staged"] is None)
     assert [fleet.check(fleet.generate(r)) for r in (0, 1)] == [new, old], "each labelled"
     assert fleet.committed() == old
     taken_over(cluster, dead)
@@ -208,21 +214,21 @@ def test_committing_restart_and_scale_up(fleet: Fleet) -> None:
     fleet.patch(replicas=3)
     joined = [fleet.first_answer(r) for r in (1, 2)]
     assert joined == [new, new], "neither the checkpoint nor the old weights"
-    fleet.control(0, "abort", {"all": True})
+    let_go(fleet, 0)
     assert {tuple(r.result(60).identities) for r in replies} == {(old,)}
     fleet.settled(new, 3)
 
 
 def test_committing_then_suspend(fleet: Fleet) -> None:
-    new, reply = held(fleet, 1, other(fleet))
+    new, reply = held(fleet, 1, other(fleet), LONG)
     fleet.patch(suspend=True)
-    fleet.wait_phase("Complete", new, seconds=10)
+    fleet.wait_phase("Complete", new)
     assert fleet.committed() == new
-    eventually("no pods run", lambda: not fleet.pods(), 40)
+    fleet.eventually("no pods run", lambda: not fleet.pods(), 40)
     assert fleet.status()["phase"] == "Suspended"
     assert reply.result(60).status == 200, "drained, or a partial answer"
     newer = fleet.raise_to(other(fleet))
-    fleet.wait_phase("Complete", newer, seconds=10)
+    fleet.wait_phase("Complete", newer)
     assert fleet.committed() == newer, "target rises while suspended"
     assert fleet.condition("WeightsSynced") == ("False", "Suspended")
 
@@ -231,15 +237,15 @@ def test_nobody_serves_and_a_fresh_process_is_fenced(shared_fleet: Fleet) -> Non
     """Begins with a suspended pool, as the test before leaves it."""
     fleet = shared_fleet
     fleet.patch(suspend=True)
-    eventually("no pods run", lambda: not fleet.pods(), 40)
+    fleet.eventually("no pods run", lambda: not fleet.pods(), 40)
     fleet.patch(suspend=False)
-    eventually("pods are made", lambda: len(fleet.pods()) == 2, 10)
+    fleet.eventually("pods are made", lambda: len(fleet.pods()) == 2)
     new = fleet.raise_to(other(fleet))
-    fleet.wait_phase("Complete", new, seconds=10)
+    fleet.wait_phase("Complete", new)
     assert fleet.committed() == new, "nobody serves: at once"
     fleet.pause_operator(True)  # nobody calls require now
     try:
-        eventually("the worker has loaded", lambda: fleet.loaded(0), 120)
+        fleet.eventually("the worker has loaded", lambda: fleet.loaded(0), 120)
         assert fleet.weights(0)["required"] is None
         reply = fleet.ask(0)
         assert (reply.status, reply.body["type"]) == (503, "urn:rollout:problem:fenced")
@@ -260,5 +266,5 @@ def test_staging_then_suspend(fleet: Fleet) -> None:
     fleet.patch(suspend=True)
     fleet.wait_phase("Superseded", new)
     assert fleet.committed() == new, "what they load when they come back"
-    eventually("no pods run", lambda: not fleet.pods(), 40)
+    fleet.eventually("no pods run", lambda: not fleet.pods(), 40)
     assert fleet.condition("Suspended")[0] == "True"

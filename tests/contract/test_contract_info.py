@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, get_args
 
 import pytest
 
 from contracts import Served
-from judging import greedy
-from reference import Reference
-from rollout_worker.schemas import SAMPLING_FIELDS, Capabilities, InFlightPolicy, WorkerInfo
+from judging import CLOSE, greedy
+from reference import Reference, distribution
+from rollout_worker.schemas import (
+    SAMPLING_FIELDS,
+    Capabilities,
+    InFlightPolicy,
+    SamplingParams,
+    WorkerInfo,
+)
 from workers import PROMPT, slug
 
-# A value of each sampling field; `FIRST` stands for the greedy first token.
-FIRST = "first"
-PROOFS: dict[str, Any] = {
-    "min_tokens": 3,
-    "temperature": 0.5,
-    "top_p": 0.5,
-    "top_k": 1,
-    "min_p": 1.0,
-    "repetition_penalty": 1.5,
-    "presence_penalty": 2.0,
-    "frequency_penalty": 2.0,
-    "logit_bias": {FIRST: -100.0},
-    "allowed_token_ids": [60, 61],
-    "stop_token_ids": [FIRST],
-    "ignore_eos": True,
-}
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+FEW = list(range(60, 68))
+"""So few tokens that a greedy output of them repeats itself, unless that is penalised."""
+
+
+def proofs(first: int) -> dict[str, Any]:
+    """A value of each sampling field; `first` is the greedy first token."""
+    return {
+        "min_tokens": 3,
+        "temperature": 0.5,
+        "top_p": 1e-4,
+        "top_k": 1,
+        "min_p": 1.0,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 2.0,
+        "frequency_penalty": 2.0,
+        "logit_bias": {str(first): -100.0},
+        "allowed_token_ids": [60, 61],
+        "stop_token_ids": [first],
+        "ignore_eos": True,
+    }
 
 
 def test_the_page_is_complete(worker: Served) -> None:
@@ -35,7 +47,7 @@ def test_the_page_is_complete(worker: Served) -> None:
     assert (info.api, info.engine, info.model) == ("v1", worker.kind.name, "tiny")
     assert info.engine_version[0].isdigit()
     assert info.max_length == 2048
-    assert set(PROOFS) == set(SAMPLING_FIELDS)
+    assert set(proofs(0)) == set(SAMPLING_FIELDS)
     assert info.capabilities.logprobs
     assert "Drain" in info.capabilities.in_flight
     assert "Abort" in info.capabilities.in_flight
@@ -44,14 +56,7 @@ def test_the_page_is_complete(worker: Served) -> None:
 @pytest.mark.parametrize("field", SAMPLING_FIELDS)
 def test_each_sampling_field(worker: Served, reference: dict[int, Reference], field: str) -> None:
     [first] = reference[1].greedy(PROMPT, 1)
-    value = PROOFS[field]
-    if field == "logit_bias":
-        value = {str(first): value[FIRST]}
-    if field == "stop_token_ids":
-        value = [first]
-    sampling = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, field: value}
-    if field in ("top_k", "min_p"):
-        sampling["temperature"] = 2.0  # both leave nothing but the likeliest token
+    sampling = asking(field, first, worker.able["sampling"])
     answer = worker.generate(sampling=sampling, logprobs="none")
     if field not in worker.able["sampling"]:
         assert (answer.status_code, slug(answer)) == (422, "unsupported")
@@ -59,6 +64,28 @@ def test_each_sampling_field(worker: Served, reference: dict[int, Reference], fi
         return
     assert answer.status_code == 200, answer.text
     tokens = answer.json()["outputs"][0]["token_ids"]
+    if field in PENALTIES:
+        assert likeliest(reference[1], tokens, sampling)
+        without = {name: each for name, each in sampling.items() if name != field}
+        assert not likeliest(reference[1], tokens, without), "it changes the output"
+    else:
+        proves(field, tokens, first, sampling)
+
+
+def asking(field: str, first: int, able: Collection[str]) -> dict[str, Any]:
+    """Sampling that shows whether the field is applied."""
+    sampling: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    if field in ("top_k", "min_p", "top_p"):
+        sampling["temperature"] = 2.0  # each leaves nothing but the likeliest token
+    if field == "min_tokens" and "stop_token_ids" in able:
+        sampling["stop_token_ids"] = [first]
+    if field in PENALTIES and "allowed_token_ids" in able:
+        sampling["allowed_token_ids"] = FEW
+    return {**sampling, field: proofs(first)[field]}
+
+
+def proves(field: str, tokens: list[int], first: int, sampling: dict[str, Any]) -> None:
+    """Fail unless the field was applied."""
     match field:
         case "logit_bias":
             assert tokens[0] != first
@@ -66,12 +93,27 @@ def test_each_sampling_field(worker: Served, reference: dict[int, Reference], fi
             assert set(tokens) <= {60, 61}
         case "stop_token_ids":
             assert tokens == [first]
-        case "presence_penalty" | "frequency_penalty" | "repetition_penalty":
-            assert tokens[0] == first or field == "repetition_penalty"
+        case "min_tokens":
+            assert len(tokens) >= 3
+            masked = set(sampling.get("stop_token_ids", ()))
+            assert not masked & set(tokens[:3])
+        case "temperature":
+            assert len(tokens) == 8, "what it does to logprobs is judged elsewhere"
         case _:
-            assert len(tokens) == 8
-    if field in ("top_k", "min_p", "ignore_eos", "min_tokens", "top_p"):
-        assert tokens[0] == first
+            assert (len(tokens), tokens[0]) == (8, first)
+
+
+def likeliest(judge: Reference, tokens: list[int], fields: dict[str, Any]) -> bool:
+    """Whether each token is the likeliest one of the distribution that these fields make."""
+    sampling, logits = SamplingParams.model_validate(fields), judge.logits(PROMPT, tokens)
+    rows = [
+        distribution(logits[index], PROMPT, tokens[:index], sampling)
+        for index in range(len(tokens))
+    ]
+    return all(
+        float(row[token]) >= float(row.max()) - CLOSE
+        for row, token in zip(rows, tokens, strict=True)
+    )
 
 
 def test_each_remaining_ability_of_requests(worker: Served) -> None:

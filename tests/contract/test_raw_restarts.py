@@ -1,6 +1,6 @@
 """Dead and hung engine processes under load, what they leave behind, and an orderly end.
 
-ROLLOUT_CYCLES=100 repeats the deaths, each of every process in turn; the suite has one of each.
+`make soak` repeats the deaths, each of every process in turn, ROLLOUT_CYCLES times.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from judging import greedy
 from processes import Process, held, traces
 from reference import Reference
 from waiting import until_sync
-from workers import PROMPT
+from workers import PROMPT, slug
 
 logger = logging.getLogger(__name__)
 
-CYCLES = int(os.environ.get("ROLLOUT_CYCLES", "0"))
+CYCLES = int(os.environ.get("ROLLOUT_CYCLES", "4"))
 LONG = {"max_tokens": 1500, "ignore_eos": True}
 HELPERS = ("resource_tracker", "forkserver")
 """Python's own: an engine lives without them."""
@@ -48,15 +48,29 @@ def engine_processes(worker: Served) -> list[Process]:
     return found
 
 
-def fall(worker: Served, victim: Process, how: signal.Signals, judge: Reference) -> None:
-    """End one process below running requests, and see everything that must come of it."""
+def fall(
+    worker: Served,
+    victim: Process,
+    how: signal.Signals,
+    judge: Reference,
+    *,
+    pausing: bool = False,
+) -> None:
+    """End one process below running requests, and see everything that must come of it.
+
+    `pausing`: while somebody pauses, whose own deadlines are for what may take long.
+    """
     before = worker.state()
     family = own(worker)
     left = traces(family)
     running = worker.busy(6, 1500)
     began = time.monotonic()
     os.kill(victim.pid, how)
-    until_sync(lambda: not worker.ready(), NOTICED_SECONDS[how] + 20, what="somebody to notice")
+    if pausing:
+        answer = worker.post("pause", mode="keep")
+        assert (answer.status_code, slug(answer)) == (409, "failed")
+    else:
+        until_sync(lambda: not worker.ready(), NOTICED_SECONDS[how] + 20, what="somebody to notice")
     noticed = time.monotonic() - began
     for answer in running():
         assert answer.status_code == 200, answer.text
@@ -67,6 +81,9 @@ def fall(worker: Served, victim: Process, how: signal.Signals, judge: Reference)
             if output["logprobs"]:
                 expected = judge.raw_logprobs(PROMPT, output["token_ids"])
                 assert output["logprobs"] == pytest.approx(expected, abs=2e-4)
+    if pausing:
+        assert [hold["holder"] for hold in worker.state()["holds"]] == ["operator"], "it outlives"
+        worker.post("resume")
     said, slowest = restarted(worker, before["restarts"])
     after = worker.state()
     assert after["boot_id"] == before["boot_id"]
@@ -104,17 +121,26 @@ def restarted(worker: Served, restarts: int) -> tuple[list[str], float]:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("how", "pausing"),
+    [
+        (signal.SIGKILL, False),
+        (signal.SIGSTOP, True),
+        pytest.param(signal.SIGSTOP, False, marks=pytest.mark.soak),
+    ],
+    ids=["killed", "stopped while it pauses", "stopped"],
+)
 def test_an_engine_process_falls(
-    raw_worker: Served, reference: dict[int, Reference], how: signal.Signals
+    raw_worker: Served, reference: dict[int, Reference], how: signal.Signals, pausing: bool
 ) -> None:
     processes = engine_processes(raw_worker)
     raw_worker.load(2)
     # Another one each time: the first dies, the innermost hangs.
-    fall(raw_worker, processes[0 if how is signal.SIGKILL else -1], how, reference[2])
+    victim = processes[0 if how is signal.SIGKILL else -1]
+    fall(raw_worker, victim, how, reference[2], pausing=pausing)
 
 
-@pytest.mark.skipif(not CYCLES, reason="set ROLLOUT_CYCLES to a number: each takes a start")
+@pytest.mark.soak
 @pytest.mark.timeout(200 * CYCLES + 100)
 def test_many_falls(raw_worker: Served, reference: dict[int, Reference]) -> None:
     """Nothing of any death is left, and the worker that outlives them all has not grown."""
@@ -152,26 +178,6 @@ SLACK = {"files": 0, "descriptors": 8, "threads": 8, "MiB": 64}
 def kept_by(worker: Served) -> dict[str, int]:
     """What the worker's own process holds, and what lies in its temporary folder."""
     return {"files": len(list(worker.temporary.rglob("*"))), **held(worker.process.pid)}
-
-
-@pytest.mark.timeout(500)
-def test_a_hang_is_noticed_while_it_is_paused(raw_worker: Served) -> None:
-    """Long before the deadlines of the verbs, which are for what may take long."""
-    hung = engine_processes(raw_worker)[-1]
-    restarts = raw_worker.state()["restarts"]
-    running = raw_worker.busy(2, 1500)
-    began = time.monotonic()
-    os.kill(hung.pid, signal.SIGSTOP)
-    pausing = raw_worker.in_background(lambda: raw_worker.post("pause", mode="keep"))
-    answer = pausing.result(NOTICED_SECONDS[signal.SIGSTOP] + 20)
-    noticed = time.monotonic() - began
-    assert answer.status_code == 409, answer.text
-    for output in (answer.json()["outputs"][0] for answer in running()):
-        sound(output)
-        assert output["abort_reason"] == "engine"
-    raw_worker.post("resume")  # the hold outlives the engine
-    restarted(raw_worker, restarts)
-    assert noticed < NOTICED_SECONDS[signal.SIGSTOP], f"noticed after {noticed:.1f} s"
 
 
 def test_starting_told_its_progress(raw_worker: Served) -> None:

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 
-from engines import PROMPT, Output, follow, reaches, request, run, run_all, serving
+from engines import (
+    PROMPT,
+    Output,
+    figure,
+    follow,
+    reaches,
+    request,
+    run,
+    run_all,
+    serving,
+    waiting,
+)
 from reference import Reference
 from rollout_worker.engine import EngineRequest
 from tinymodels import TinyModels
@@ -94,11 +105,11 @@ async def test_two_hundred_requests_lose_nothing(tiny_models: TinyModels) -> Non
         running = asyncio.gather(*(run(engine, each) for each in wanted))
         while not running.done():
             stats = engine.stats()
-            assert stats.running + stats.queued <= 200
+            assert stats.running + waiting(engine) <= 200
             most = max(most, stats.running)
             await asyncio.sleep(0.005)
         outputs = await running
-        assert engine.stats().running == engine.stats().queued == 0
+        assert engine.stats().running == waiting(engine) == 0
     assert most == 32
     for each, output in zip(wanted, outputs, strict=True):
         assert len(output.token_ids) == each.sampling.max_tokens
@@ -112,11 +123,11 @@ async def test_memory_bounds_what_runs_together(tiny_models: TinyModels) -> None
         tasks = [asyncio.create_task(run(engine, each)) for each in wanted]
         await asyncio.sleep(0.3)
         stats = engine.stats()
-        assert (stats.running, stats.queued) == (4, 8)
+        assert (stats.running, waiting(engine)) == (4, 8)
         await engine.abort(None, "control")  # type: ignore[arg-type]
         await asyncio.gather(*tasks)
         # keys and values, 2 layers, 2 heads of 32 floats
-        assert engine.stats().resident_bytes["kv_cache"] <= 2048 * 2 * 2 * 2 * 32 * 4
+        assert figure(engine, "hf_engine_kv_cache_bytes") <= 2048 * 2 * 2 * 2 * 32 * 4
 
 
 async def test_priority_then_arrival(tiny_models: TinyModels) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engines import PROMPT, Output, follow, reaches, request, run, run_all, serving
+from engines import PROMPT, Output, follow, reaches, request, run, run_all, serving, waiting
 from reference import Reference
 from rollout_worker.engine import Engine, EngineCrashed, EngineError, InvalidRequest
 from rollout_worker.engines import EngineOptions, create
@@ -54,11 +54,11 @@ async def test_abort_all_ends_running_and_queued_while_paused(
         outputs, tasks = zip(*(launch(engine, f"r{i}") for i in range(4)), strict=True)
         await reaches(outputs[0], 3)
         await engine.pause()
-        assert (engine.stats().running, engine.stats().queued) == (2, 2)
+        assert (engine.stats().running, waiting(engine)) == (2, 2)
         assert engine.stats().running_ids == {"r0", "r1"}
         known = await engine.abort(None, reason)
         await asyncio.gather(*tasks)
-        assert (engine.stats().running, engine.stats().queued) == (0, 0)
+        assert (engine.stats().running, waiting(engine)) == (0, 0)
     assert known == {"r0", "r1", "r2", "r3"}
     assert [output.abort_reason for output in outputs] == [reason] * 4
     assert [len(output.token_ids) for output in outputs[2:]] == [0, 0]
@@ -92,7 +92,7 @@ async def test_held_admission_lets_the_running_end(tiny_models: TinyModels) -> N
         await engine.hold_admission()
         later, later_task = launch(engine, "new", max_tokens=2)
         await task
-        assert (engine.stats().running, engine.stats().queued) == (0, 1)
+        assert (engine.stats().running, waiting(engine)) == (0, 1)
         assert later.token_ids == []
         await engine.resume()
         await later_task
@@ -118,7 +118,7 @@ async def test_a_cancelled_reader_aborts_also_from_the_queue(tiny_models: TinyMo
         task.cancel()
         await asyncio.wait([task])
         await engine.abort([], AbortReason.CONTROL)  # a later command has run
-        assert engine.stats().queued == 0
+        assert waiting(engine) == 0
 
 
 async def test_ids_in_flight_are_unique(tiny_models: TinyModels) -> None:
@@ -178,7 +178,7 @@ async def test_a_step_that_raises_ends_everybody(
         async with asyncio.timeout(10):
             await asyncio.gather(running_task, queued_task)
         wrong = engine.alive()
-        for call in (engine.pause(), engine.abort(None, AbortReason.CONTROL), engine.discard()):
+        for call in (engine.pause(), engine.abort(None, AbortReason.CONTROL), engine.open_slot([])):
             with pytest.raises(EngineCrashed):
                 await call
         with pytest.raises(EngineCrashed):

@@ -17,25 +17,21 @@ from engines import (
     V1,
     V2,
     Output,
+    figure,
     follow,
+    nothing,
     reaches,
+    refilling,
     request,
     run,
     serving,
+    staged,
     update,
 )
 from reference import Reference
 from rollout_worker.engine import EngineError, WeightsRejected
 from rollout_worker.engines.hf.engine import HfEngine
-from rollout_worker.schemas import Checkpoint, WeightsSource
 from tinymodels import TinyModels
-
-
-def source(folder: Path) -> WeightsSource:
-    return WeightsSource(path=str(folder))
-
-
-CHECKPOINT_SOURCE = WeightsSource(checkpoint=Checkpoint())
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:
@@ -48,16 +44,18 @@ async def test_sleep_and_wake_bring_the_same_output_back(
     tiny_models: TinyModels, tmp_path: Path, level: Any
 ) -> None:
     wanted = [request(f"r{i}", temperature=1, seed=i, max_tokens=30) for i in range(4)]
-    active = source(tiny_models.weights(2))
     async with serving(tiny_models.model(1), spill_dir=tmp_path) as (engine, _):
+        active = refilling(engine, tiny_models.weights(2)) if level == 2 else nothing
         await update(engine, tiny_models.weights(2))
         before = [await run(engine, each) for each in wanted]  # bit for bit needs equal batches
         await engine.pause()
-        await engine.sleep(level, ["weights", "kv_cache"])
-        await engine.sleep(level, ["weights", "kv_cache"])
+        await engine.sleep(level, ["weights", "kv_cache"], nothing)
+        await engine.sleep(level, ["weights", "kv_cache"], nothing)
         asleep = engine.stats()
+        held = [figure(engine, f"hf_engine_{what}_bytes") for what in ("weights", "kv_cache")]
+        version = await staged(engine, tiny_models.weights(2))
         with pytest.raises(EngineError, match="asleep"):
-            await engine.commit(V2, "keep")
+            await engine.commit(V2, version.sink, "keep")
         await engine.resume()  # nothing can run: it waits for its memory
         waiting = asyncio.create_task(run(engine, request("w")))
         await asyncio.sleep(0.05)
@@ -69,7 +67,7 @@ async def test_sleep_and_wake_bring_the_same_output_back(
         await waiting
         after = [await run(engine, each) for each in wanted]
     assert (asleep.resident.weights, asleep.resident.kv_cache) == (False, False)
-    assert asleep.resident_bytes == {"weights": 0, "kv_cache": 0}
+    assert held == [0, 0]
     assert (half.resident.weights, half.resident.kv_cache) == (True, False)
     for one, two in zip(before, after, strict=True):
         assert (one.token_ids, one.logprobs) == (two.token_ids, two.logprobs)
@@ -95,8 +93,8 @@ async def test_running_outputs_go_on_after_their_kv_was_lost(
         task = asyncio.create_task(follow(engine, request(max_tokens=60), output))
         await reaches(output, 5)
         await engine.pause()
-        await engine.sleep(1, tags)
-        await engine.wake(tags, CHECKPOINT_SOURCE)
+        await engine.sleep(1, tags, nothing)
+        await engine.wake(tags, nothing)
         await engine.resume()
         await task
     assert output.token_ids == reference.greedy(PROMPT, 60)
@@ -109,25 +107,25 @@ async def test_staged_waking_serves_the_update(
 ) -> None:
     async with serving(tiny_models.model(1)) as (engine, _):
         await engine.pause()
-        await engine.sleep(1, ["weights", "kv_cache"])
-        await engine.wake(["weights"], CHECKPOINT_SOURCE)
-        await engine.stage(V1, source(tiny_models.weights(2)), lambda *_: None)
-        await engine.commit(V1, "recompute")
-        await engine.wake(["kv_cache"], source(tiny_models.weights(2)))
+        await engine.sleep(1, ["weights", "kv_cache"], nothing)
+        await engine.wake(["weights"], nothing)
+        version = await staged(engine, tiny_models.weights(2))
+        await engine.commit(V1, version.sink, "recompute")
+        await engine.wake(["kv_cache"], nothing)
         await engine.resume()
         assert (await run(engine, request())).token_ids == reference_2.greedy(PROMPT, 8)
 
 
-async def test_level_2_refuses_other_bytes_than_were_active(
+async def test_a_refused_refill_leaves_everything_asleep(
     tiny_models: TinyModels, reference: Reference
 ) -> None:
     async with serving(tiny_models.model(1)) as (engine, _):
         await engine.pause()
-        await engine.sleep(2, ["weights"])
-        with pytest.raises(WeightsRejected, match="root_hash"):
-            await engine.wake(["weights"], source(tiny_models.weights(2)))
+        await engine.sleep(2, ["weights"], nothing)
+        with pytest.raises(WeightsRejected, match="has gone"):
+            await engine.wake(["weights"], nothing)
         assert not engine.stats().resident.weights
-        await engine.wake(["weights"], CHECKPOINT_SOURCE)
+        await engine.wake(["weights"], refilling(engine, tiny_models.model(1)))
         await engine.resume()
         assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
 
@@ -139,7 +137,7 @@ async def test_no_spill_folder_leaves_the_weights_serving(
         before = await run(engine, request())
         await engine.pause()
         with pytest.raises(EngineError, match="spill_dir"):
-            await engine.sleep(1, ["weights"])
+            await engine.sleep(1, ["weights"], nothing)
         assert engine.stats().resident.weights
         await engine.resume()
         assert (await run(engine, request())).token_ids == before.token_ids
@@ -162,13 +160,13 @@ async def test_a_lost_spill_is_made_up_for_by_the_source(
 ) -> None:
     async with serving(tiny_models.model(1)) as (engine, _):
         await engine.pause()
-        await engine.sleep(1, ["weights"])
+        await engine.sleep(1, ["weights"], nothing)
         parts = cast("HfEngine", engine)._parts
         assert parts is not None
-        spill = parts.versions._memory._spill
+        spill = parts.memory._spill
         assert spill is not None
         os.truncate(spill._file.fileno(), 1000)
-        await engine.wake(["weights"], CHECKPOINT_SOURCE)
+        await engine.wake(["weights"], refilling(engine, tiny_models.model(1)))
         await engine.resume()
         assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
     assert "it ends early" in caplog.text
@@ -178,15 +176,16 @@ async def test_a_cancelled_sleep_leaves_the_weights_serving(
     tiny_models: TinyModels, reference: Reference
 ) -> None:
     async with serving(tiny_models.model(1)) as (engine, _):
+        active = refilling(engine, tiny_models.model(1))
         await engine.pause()
         for level in (1, 2, 1):
-            asleep = asyncio.create_task(engine.sleep(level, ["weights", "kv_cache"]))
+            asleep = asyncio.create_task(engine.sleep(level, ["weights", "kv_cache"], active))
             await asyncio.sleep(0.001 * level)
             await cancelled(asleep)
-            awake = asyncio.create_task(engine.wake(["weights", "kv_cache"], CHECKPOINT_SOURCE))
+            awake = asyncio.create_task(engine.wake(["weights", "kv_cache"], active))
             await asyncio.sleep(0.001)
             await cancelled(awake)
-        await engine.wake(["weights", "kv_cache"], CHECKPOINT_SOURCE)
+        await engine.wake(["weights", "kv_cache"], active)
         await engine.resume()
         assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
 
@@ -206,9 +205,9 @@ async def test_memory_really_falls_by_the_weights(
         await update(engine, folder)  # the former buffers must go, too
         awake = resident_memory()
         await engine.pause()
-        await engine.sleep(level, ["weights", "kv_cache"])
+        await engine.sleep(level, ["weights", "kv_cache"], nothing)
         asleep = resident_memory()
-        await engine.wake(["weights", "kv_cache"], source(folder))
+        await engine.wake(["weights", "kv_cache"], refilling(engine, folder))
         await engine.resume()
         after = await run(engine, request())
     assert size > 80_000_000

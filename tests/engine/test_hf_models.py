@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
-from engines import V1, request, run_all, serving, update
+from engines import request, run_all, serving, update
 from reference import Reference
 from rollout_worker.engine import EngineError, WeightsRejected
-from rollout_worker.schemas import WeightsSource
+from rollout_worker.updates.slot import fill
 
 COMMON: dict[str, Any] = {
     "vocab_size": 128,
@@ -73,7 +73,7 @@ async def test_batches_equal_transformers_own(tmp_path: Path, name: str, attenti
     prompts = [[rng.randrange(128) for _ in range(n)] for n in (1, 3, 9, 30, 31)]
     wanted = [request(f"r{i}", prompt, max_tokens=20) for i, prompt in enumerate(prompts)]
     flags = ("--attention", attention, "--prefill-tokens", "20")
-    async with serving(first, *flags) as (engine, _):
+    async with serving(first, *flags) as (engine, info):
         outputs = await run_all(engine, wanted)
         judge = Reference(first, attention)
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -83,7 +83,7 @@ async def test_batches_equal_transformers_own(tmp_path: Path, name: str, attenti
             )
         if name in CONVERTED:
             with pytest.raises(WeightsRejected, match="converts this model"):
-                await engine.stage(V1, WeightsSource(path=str(second)), lambda *_: None)
+                await fill(engine, info.layout, (second, ()), lambda _: None)
             return
         await update(engine, second)
         updated = await run_all(engine, wanted)

@@ -9,10 +9,23 @@ from typing import Any
 
 import pytest
 
-from engines import PROMPT, V1, V2, Output, follow, reaches, request, run, serving, update
+from engines import (
+    PROMPT,
+    V1,
+    V2,
+    Output,
+    figure,
+    follow,
+    nothing,
+    reaches,
+    request,
+    run,
+    serving,
+    update,
+)
 from reference import Reference
 from rollout_worker.engine import Engine
-from rollout_worker.schemas import AbortReason, WeightsSource
+from rollout_worker.schemas import AbortReason
 from tinymodels import TinyModels
 from waiting import until, until_sync
 from workers import InProcess, in_process
@@ -36,16 +49,16 @@ async def test_old_and_new_run_side_by_side(
     tiny_models: TinyModels, reference: Reference, reference_2: Reference
 ) -> None:
     async with serving(tiny_models.model(1)) as (engine, _):
-        one = engine.stats().resident_bytes["weights"]
+        one = figure(engine, "hf_engine_weights_bytes")
         old, running = await launched(engine, 150)
         await update(engine, tiny_models.weights(2), kv="pin")
         names = {f"old{i}" for i in range(3)}
         assert engine.stats().pinned_ids == names
-        assert engine.stats().resident_bytes["weights"] == 2 * one
+        assert figure(engine, "hf_engine_weights_bytes") == 2 * one
         fresh = [await run(engine, request(f"new{i}", p)) for i, p in enumerate(PROMPTS)]
         assert engine.stats().pinned_ids == names, "the new ones ended while the old ones ran"
         await running
-        await until(lambda: engine.stats().resident_bytes["weights"] == one)
+        await until(lambda: figure(engine, "hf_engine_weights_bytes") == one)
         assert not engine.stats().pinned_ids
     for prompt, output in zip(PROMPTS, old, strict=True):
         assert output.versions == [(0, False)] * 150
@@ -60,7 +73,7 @@ async def test_a_third_version_takes_the_oldest_along(
 ) -> None:
     """Never more than two sets: the engine moves the oldest on, the worker waits before that."""
     async with serving(tiny_models.model(1)) as (engine, _):
-        one = engine.stats().resident_bytes["weights"]
+        one = figure(engine, "hf_engine_weights_bytes")
         old, running = await launched(engine, 200)
         await update(engine, tiny_models.weights(2), V1, kv="pin")
         middle = Output()
@@ -68,7 +81,7 @@ async def test_a_third_version_takes_the_oldest_along(
         await reaches(middle, 5)
         await update(engine, tiny_models.weights(3), V2, kv="pin")
         assert engine.stats().pinned_ids == {"mid"}
-        assert engine.stats().resident_bytes["weights"] == 2 * one
+        assert figure(engine, "hf_engine_weights_bytes") == 2 * one
         await asyncio.gather(running, task)
     assert middle.token_ids == reference_2.greedy(PROMPT, 200)
     assert set(middle.versions) == {(1, False)}
@@ -83,7 +96,7 @@ async def test_whatever_ends_the_pin_frees_the_old_weights(
     tiny_models: TinyModels, end: Any
 ) -> None:
     async with serving(tiny_models.model(1)) as (engine, _):
-        one = engine.stats().resident_bytes["weights"]
+        one = figure(engine, "hf_engine_weights_bytes")
         old, running = await launched(engine, 400)
         await update(engine, tiny_models.weights(2), V1, kv="pin")
         match end:
@@ -95,7 +108,7 @@ async def test_whatever_ends_the_pin_frees_the_old_weights(
                 await update(engine, tiny_models.weights(3), V2, kv=end)
         await running
         if end != "stop":
-            assert engine.stats().resident_bytes["weights"] == one
+            assert figure(engine, "hf_engine_weights_bytes") == one
             assert not engine.stats().pinned_ids
     wanted = {"abort": "control", "stop": "engine"}.get(end)
     assert [output.abort_reason for output in old] == [wanted] * 3
@@ -105,9 +118,9 @@ async def test_whatever_ends_the_pin_frees_the_old_weights(
 
 async def test_nothing_running_means_nothing_pinned(tiny_models: TinyModels) -> None:
     async with serving(tiny_models.model(1)) as (engine, _):
-        one = engine.stats().resident_bytes["weights"]
+        one = figure(engine, "hf_engine_weights_bytes")
         await update(engine, tiny_models.weights(2), V1, kv="pin")
-        assert engine.stats().resident_bytes["weights"] == one
+        assert figure(engine, "hf_engine_weights_bytes") == one
 
 
 async def test_sleep_forgets_the_pinned_weights(
@@ -118,10 +131,10 @@ async def test_sleep_forgets_the_pinned_weights(
         old, running = await launched(engine, 100)
         await update(engine, tiny_models.weights(2), V1, kv="pin")
         await engine.pause()
-        await engine.sleep(1, ("weights", "kv_cache"))
-        assert set(engine.stats().resident_bytes.values()) == {0}
-        source = WeightsSource(path=str(tiny_models.weights(2)))
-        await engine.wake(("weights", "kv_cache"), source)
+        await engine.sleep(1, ("weights", "kv_cache"), nothing)
+        assert figure(engine, "hf_engine_weights_bytes") == 0
+        assert figure(engine, "hf_engine_kv_cache_bytes") == 0
+        await engine.wake(("weights", "kv_cache"), nothing)
         await engine.resume()
         await running
     for prompt, output in zip(PROMPTS, old, strict=True):

@@ -13,14 +13,29 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engines import PROMPT, V1, V2, Output, follow, reaches, request, run, run_all, update
+from engines import (
+    PROMPT,
+    V1,
+    V2,
+    Output,
+    follow,
+    nothing,
+    reaches,
+    refilling,
+    request,
+    run,
+    run_all,
+    update,
+)
 from reference import Reference
 from rollout_worker.engine import EngineError, WeightsRejected
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.engine import SglangEngine
 from rollout_worker.engines.sglang.process import session
 from rollout_worker.engines.sglang.streams import UNREAD_SECONDS
-from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId, WeightsSource
+from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId
+from rollout_worker.sources.files import open_source
+from rollout_worker.updates.slot import fill
 from tinymodels import TinyModels
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,11 +106,14 @@ async def test_a_bad_version_is_refused_by_the_tensor_and_the_old_one_serves(
     tensors = load_file(tiny_models.weights(2) / "model.safetensors")
     tensors[name] = tensors[name][:-1].clone()
     save_file(tensors, tmp_path / "model.safetensors")
+    assert engine._model is not None
     with pytest.raises(WeightsRejected) as refused:
-        await engine.stage(V1, WeightsSource(path=str(tmp_path)), lambda *_: None)
+        await fill(engine, engine._model.layout, (tmp_path, ()), lambda _: None)
     assert refused.value.tensor == name
-    with pytest.raises(WeightsRejected, match="not staged"):
-        await engine.commit(V1, "recompute")
+    sink = await engine.open_slot(open_source(tmp_path).entries)
+    with pytest.raises(WeightsRejected, match="sealed"):
+        await engine.commit(V1, sink, "recompute")
+    assert sink.nbytes == 0
     assert (await run(engine, request(max_tokens=8))).token_ids == reference.greedy(PROMPT, 8)
 
 
@@ -145,24 +163,26 @@ async def test_unread_tokens_come_in_few_pieces_and_keep_their_labels(
 async def test_memory_goes_and_comes_back_bit_for_bit(
     engine: SglangEngine, tiny_models: TinyModels
 ) -> None:
-    source = WeightsSource(path=str(tiny_models.weights(2)))
+    active = refilling(engine, tiny_models.weights(2))
     before, held = await run(engine, request(max_tokens=16)), resident(engine)
     await engine.pause()
-    await engine.sleep(1, BOTH)
+    await engine.sleep(1, BOTH, nothing)
     gone = held - resident(engine)
     with pytest.raises(EngineError, match="asleep"):
         await engine.resume()
-    await engine.wake(BOTH, WeightsSource(path="/no/such/folder"))
+    await engine.wake(BOTH, nothing)
     await engine.resume()
     assert same(await run(engine, request(max_tokens=16)), before)
     # The KV cache of a tiny model is all there is to give; the rest is libraries.
-    assert gone > 0.5 * engine.stats().resident_bytes["kv_cache"]
+    assert engine._versions is not None
+    # Keys and values, 2 layers, 2 heads of 32 floats.
+    assert gone > 0.5 * engine._versions._facts["max_tokens"] * 2 * 2 * 2 * 32 * 4
     await engine.pause()
-    await engine.sleep(2, ["weights"])
+    await engine.sleep(2, ["weights"], nothing)
     with pytest.raises(WeightsRejected):
-        await engine.wake(["weights"], WeightsSource(path=str(tiny_models.weights(3))))
+        await engine.wake(["weights"], nothing)
     assert not engine.stats().resident.weights
-    await engine.wake(["weights"], source)
+    await engine.wake(["weights"], active)
     await engine.resume()
     assert same(await run(engine, request(max_tokens=16)), before)
 
@@ -181,8 +201,8 @@ async def test_requests_aborted_while_paused_do_not_keep_memory_from_going(
     assert await engine.abort(["r", "unknown"], AbortReason.CLIENT) == {"r"}
     await tasks[0]
     assert running.abort_reason is AbortReason.CLIENT
-    await engine.sleep(1, ["kv_cache"])
-    await engine.wake(["kv_cache"], WeightsSource(path="/no/such/folder"))
+    await engine.sleep(1, ["kv_cache"], nothing)
+    await engine.wake(["kv_cache"], nothing)
     await engine.resume()
     await tasks[1]
     assert kept.stop_reason is StopReason.LENGTH

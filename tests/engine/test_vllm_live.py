@@ -122,6 +122,7 @@ except EngineError as error:
     assert "hf engine" in reason
 
 
+@pytest.mark.soak
 def test_what_vllm_alone_refuses_ends_that_request_only(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -142,6 +142,7 @@ def unlogged() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("unlogged")
 @pytest.mark.timeout(60 + 30 * CYCLES)
 def test_many_deaths_leave_no_thread_file_or_memory(tiny_models: TinyModels) -> None:
@@ -196,7 +197,7 @@ def test_weights_that_are_lost_leave_the_worker_fenced(
     crash_and_return(worker)
     state = worker.state()
     assert (state["lifecycle"], state["serving"]) == ("Active", False)
-    assert "(1, 1) could not be loaded again" in state["last_error"]
+    assert "(1, 1) could not be reloaded" in state["last_error"]
     assert state["weights"]["active"]["version"] == 0
     assert state["weights"]["required"] == {"epoch": 1, "version": 1}
     assert slug(worker.generate()) == "fenced"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import ssl
 import threading
@@ -19,6 +20,16 @@ Obj = dict[str, Any]
 MERGE = "application/merge-patch+json"
 POOLS = "/apis/rollout.dev/v1alpha1/namespaces/{}/rolloutreplicas"
 PODS = "/api/v1/namespaces/{}/pods"
+SERVICES = "/api/v1/namespaces/{}/services"
+SLICES = "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices"
+
+
+class ApiError(AssertionError):
+    """The API server refused a request that must succeed."""
+
+    def __init__(self, request: str, status: int, text: str) -> None:
+        super().__init__(f"{request}: {status} {text[:500]}")
+        self.status = status
 
 
 def connect(cluster: Cluster, *, timeout: float | None = 30.0) -> httpx.Client:
@@ -53,19 +64,48 @@ class Api:
         """Return an object or a list."""
         return self._send("GET", path, params=params)
 
-    def items(self, path: str, selector: str = "") -> list[Obj]:
-        """Return a list's objects, from the API server's own cache."""
-        params = {"resourceVersion": "0"} | ({"labelSelector": selector} if selector else {})
+    def items(self, path: str, selector: str = "", *, fresh: bool = False) -> list[Obj]:
+        """Return a list's objects: from the API server's own cache, or `fresh` as they are now."""
+        params = {} if fresh else {"resourceVersion": "0"}
+        if selector:
+            params["labelSelector"] = selector
         found: list[Obj] = self._send("GET", path, params=params)["items"]
         return found
+
+    def version(self, path: str) -> str:
+        """Return the resourceVersion of a collection: `changes` tells what happened since."""
+        found: str = self.get(path, limit="1")["metadata"]["resourceVersion"]
+        return found
+
+    def changes(self, path: str, name: str, since: str) -> list[Obj]:
+        """Return every state that an object was in after `since`, up to now, oldest first."""
+        last = int(self.get(f"{path}/{name}")["metadata"]["resourceVersion"])
+        found: list[Obj] = []
+        if last <= int(since):
+            return found
+        params = {
+            "watch": "1",
+            "resourceVersion": since,
+            "fieldSelector": f"metadata.name={name}",
+            "timeoutSeconds": "5",
+        }
+        with self._client.stream("GET", path, params=params) as answer:
+            for line in answer.iter_lines():
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    raise AssertionError(f"changes of {path}/{name}: {event['object']}")
+                found.append(event["object"])
+                if int(event["object"]["metadata"]["resourceVersion"]) >= last:
+                    return found
+        raise AssertionError(f"changes of {path}/{name} end before {last}: {len(found)} were seen")
 
     def create(self, path: str, body: Obj) -> Obj:
         """Create an object in a collection."""
         return self._send("POST", path, body)
 
-    def patch(self, path: str, body: Obj) -> Obj:
-        """Merge `body` into an object."""
-        return self._send("PATCH", path, body, kind=MERGE)
+    def patch(self, path: str, body: Obj, *, kind: str = MERGE, missing: bool = False) -> Obj:
+        """Merge `body` into an object; with `missing`, gone already is success."""
+        return self._send("PATCH", path, body, kind=kind, missing=missing)
 
     def delete(self, path: str, **options: Any) -> None:
         """Delete an object or a collection; gone already is success."""
@@ -85,10 +125,16 @@ class Api:
         content = None if body is None else json.dumps(body)
         headers = {"Content-Type": kind}
         answer = self._client.request(method, path, content=content, headers=headers, params=params)
-        if not (answer.is_success or (missing and answer.status_code == 404)):
-            raise AssertionError(f"{method} {path}: {answer.status_code} {answer.text[:500]}")
+        if not (answer.is_success or (missing and answer.status_code in (404, 409))):
+            raise ApiError(f"{method} {path}", answer.status_code, answer.text)
         found: Obj = answer.json()
         return found
+
+
+@functools.cache
+def api_of(cluster: Cluster) -> Api:
+    """Return the one client of this process for a cluster."""
+    return Api(cluster)
 
 
 @dataclass(frozen=True, slots=True)

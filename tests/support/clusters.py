@@ -2,6 +2,7 @@
 
 `with control_plane("api") as cluster:` is a real API server of this test run only.
 `ROLLOUT_KEEP_CLUSTER=1` leaves clusters up after the tests, for a look.
+`ROLLOUT_TEST_RUN=<pid>` names the program (`hack/lanes`) whose run this is a part of.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from localkube import Cluster
+from localkube.home import exclusive
 
 _OURS = re.compile(r"test-[a-z0-9-]+-(?P<pid>\d+)")
 
@@ -32,6 +34,21 @@ def nodes_cluster(purpose: str, nodes: int, gpus: int = 0) -> Iterator[Cluster]:
 
 
 @contextmanager
+def run_cluster(purpose: str, nodes: int) -> Iterator[Cluster]:
+    """Yield a cluster that every pytest process of one `make test` shares.
+
+    What failed is tried again on the very same cluster: `hack/lanes` removes it at the end.
+    """
+    run = os.environ.get("ROLLOUT_TEST_RUN")
+    if run is None:
+        with nodes_cluster(purpose, nodes) as cluster:
+            yield cluster
+        return
+    remove_left_behind()
+    yield Cluster.start(f"test-{purpose}-{run}", nodes=nodes)
+
+
+@contextmanager
 def _started(purpose: str, nodes: int, gpus: int) -> Iterator[Cluster]:
     remove_left_behind()
     name = f"test-{purpose}-{os.getpid()}"
@@ -44,7 +61,8 @@ def _started(purpose: str, nodes: int, gpus: int) -> Iterator[Cluster]:
 
 def remove_left_behind() -> None:
     """Remove clusters of test runs that were killed before they could."""
-    for name in Cluster.names():
-        match = _OURS.fullmatch(name)
-        if match and not Path("/proc", match["pid"]).exists():
-            Cluster.remove(name)
+    with exclusive("left-behind"):  # another lane may look at this moment
+        for name in Cluster.names():
+            match = _OURS.fullmatch(name)
+            if match and not Path("/proc", match["pid"]).exists():
+                Cluster.remove(name)

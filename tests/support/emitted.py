@@ -13,23 +13,22 @@ NO_REASON = {"True", "False", "Unknown", "Normal", "Warning"}
 
 def reasons(folder: Path) -> set[str]:
     """Every reason that a condition or an event of the operator can bear."""
-    status = ast.parse((folder / "status.py").read_text())
+    status = ast.parse((folder / "api" / "status.py").read_text())
     found: set[str] = set()
-    for name in ("findings", "fleet", "reconcile", "report", "writes"):
-        tree = ast.parse((folder / f"{name}.py").read_text())
-        for node in ast.walk(tree):
+    for file in [*(folder / "core").rglob("*.py"), *(folder / "passes").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef):
                 found |= set(_of_function(node))
     # WeightsSynced says the phase of the update, Ready the state that keeps it from serving.
     found |= _values(status, "UpdatePhase") & {"Staging", "Committing"}
-    found |= _values(ast.parse((folder / "spec.py").read_text()), "State") - {"Active"}
+    found |= _values(ast.parse((folder / "api" / "spec.py").read_text()), "State") - {"Active"}
     return found - NO_REASON
 
 
 def _of_function(function: ast.FunctionDef) -> Iterator[str]:
     for node in ast.walk(function):
         match node:
-            case ast.Call(func=ast.Name(id="Finding"), args=[_, reason, *_]):
+            case ast.Call(func=ast.Name(id="Finding" | "Note"), args=[_, reason, *_]):
                 yield from _texts(reason, function)
             case ast.Return(value=ast.Tuple(elts=[_, reason, _])):
                 yield from _texts(reason, function)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout_worker.engines import ENGINES
+from rollout_worker.engine import ENGINES
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"))

@@ -9,8 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.engine import Engine, EngineDelta, EngineInfo, EngineRequest
+from rollout_worker.engine import (
+    Engine,
+    EngineDelta,
+    EngineInfo,
+    EngineRequest,
+    Refill,
+    Sink,
+    WeightsRejected,
+)
 from rollout_worker.engines import EngineOptions, create
+from rollout_worker.engines.checkpoint import layout_of
 from rollout_worker.schemas import (
     AbortReason,
     LogprobsOf,
@@ -18,9 +27,10 @@ from rollout_worker.schemas import (
     StopMatch,
     StopReason,
     WeightsId,
-    WeightsSource,
     WeightsSpan,
 )
+from rollout_worker.sources.files import Report, open_source
+from rollout_worker.updates.slot import fill
 
 PROMPT = (5, 6, 7, 8, 9, 100, 200, 300)
 V1, V2 = WeightsId(epoch=1, version=1), WeightsId(epoch=1, version=2)
@@ -116,10 +126,57 @@ async def serving(
         await engine.stop()
 
 
+async def staged(engine: Engine, folder: Path, report: Report = lambda done, total: None) -> Staged:
+    """Fill and seal a sink of the engine, as the worker does."""
+    root = ""
+
+    def verify(found: str) -> None:
+        nonlocal root
+        root = found
+
+    sink = await fill(engine, layout_of(open_source(folder).entries), (folder, ()), verify, report)
+    return Staged(sink, root)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A sealed sink and the root hash of what was read into it."""
+
+    sink: Sink
+    root_hash: str
+
+
 async def update(engine: Engine, folder: Path, identity: WeightsId = V1, kv: Any = "keep") -> str:
     """Stage and commit under a pause; return the root hash."""
-    staged = await engine.stage(identity, WeightsSource(path=str(folder)), lambda *_: None)
+    version = await staged(engine, folder)
     await engine.pause()
-    await engine.commit(identity, kv)
+    await engine.commit(identity, version.sink, kv)
     await engine.resume()
-    return staged.root_hash
+    return version.root_hash
+
+
+def refilling(engine: Engine, folder: Path) -> Refill:
+    """What the worker gives to `sleep` and `wake` when a folder's are the active weights."""
+
+    async def refill(*, on_disk: bool = False) -> Sink:
+        source = open_source(folder)
+        layout = layout_of(source.entries)
+        return await fill(engine, layout, (folder, ()), lambda _: None, on_disk=on_disk)
+
+    return refill
+
+
+async def nothing(*, on_disk: bool = False) -> Sink:
+    """A refill that nobody should need: the source has gone."""
+    raise WeightsRejected("the source of the active weights has gone")
+
+
+def figure(engine: Engine, name: str) -> float:
+    """One of the engine's own metrics."""
+    lines = dict(line.rsplit(" ", 1) for line in engine.metrics().splitlines())
+    return float(lines[name])
+
+
+def waiting(engine: Engine) -> float:
+    """How many outputs an hf engine has queued."""
+    return figure(engine, "hf_engine_waiting")

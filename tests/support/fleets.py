@@ -7,7 +7,6 @@ tokens are those that these bytes make, not only its label.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -18,17 +17,15 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
-from kubernetes import client, config, watch
 
-from localkube import Cluster
-from pools import PROMPT, Pool, eventually
+from apiclient import POOLS, ApiError, Obj
+from localkube import Cluster, ClusterError
+from pools import PROMPT, Pool
 from replies import Identity, Reply, Traffic
 from steering import steering_token
 from versions import Volume
 
-GROUP, VERSION, PLURAL = "rollout.dev", "v1alpha1", "rolloutreplicas"
 GATE = "rollout.dev/serving"
-PAUSED = "rollout.dev/reconcile-paused"
 WEIGHTS = {"volume": {"claim": {"name": "weights"}}}
 TUNABLES = {"strategy", "maxUnavailable", "inFlight", "deadlineSeconds"}
 NOT_PLAIN = dict.fromkeys(("state", "suspend", "sleep"))
@@ -40,10 +37,6 @@ class Fleet(Pool):
 
     def __init__(self, cluster: Cluster, namespace: str, name: str) -> None:
         super().__init__(cluster, namespace, name)
-        kubeconfig = cluster.environment()["KUBECONFIG"]
-        self._api = config.new_client_from_config(config_file=kubeconfig)
-        self._objects = client.CustomObjectsApi(self._api)
-        self._core = client.CoreV1Api(self._api)
         # The address of a dead pod answers nothing at all.
         self._http = httpx.Client(trust_env=False, timeout=httpx.Timeout(60, connect=2))
         self._threads = ThreadPoolExecutor(16)
@@ -65,7 +58,7 @@ class Fleet(Pool):
     def steady(self, replicas: int) -> None:
         """Bring the pool back to serving with default settings, however it was left."""
         for replica in range(replicas):
-            with suppress(AssertionError, client.ApiException, httpx.HTTPError, KeyError):
+            with suppress(AssertionError, ClusterError, httpx.HTTPError, KeyError):
                 self.go_on(replica)
                 self.let_go(replica)
         spec = self.get()["spec"]
@@ -80,7 +73,7 @@ class Fleet(Pool):
     def serves(self, identity: Identity, seconds: float) -> bool:
         """Whether the pool comes to serve this identity within so many seconds."""
         try:
-            eventually(f"the pool serves {identity}", lambda: self._at(identity), seconds)
+            self.eventually(f"the pool serves {identity}", lambda: self._at(identity), seconds)
         except AssertionError:
             return False
         return True
@@ -91,70 +84,23 @@ class Fleet(Pool):
         self.volume.clean()
         self._threads.shutdown()
         self._http.close()
-        self._api.close()
-
-    # Reading the cluster without a process for each look: these tests look often.
-
-    def get(self) -> dict[str, Any]:
-        answer: dict[str, Any] = self._objects.get_namespaced_custom_object(
-            GROUP, VERSION, self.namespace, PLURAL, self.name
-        )
-        return answer
-
-    def pods(self) -> list[dict[str, Any]]:
-        raw = self._core.list_namespaced_pod(
-            self.namespace, label_selector=f"rollout.dev/pool={self.name}", _preload_content=False
-        )
-        items: list[dict[str, Any]] = json.loads(raw.data)["items"]
-        return items
-
-    def pod(self, replica: int = 0) -> dict[str, Any]:
-        raw = self._core.read_namespaced_pod(
-            f"{self.name}-{replica}-0", self.namespace, _preload_content=False
-        )
-        answer: dict[str, Any] = json.loads(raw.data)
-        return answer
-
-    def endpoints(self) -> list[str]:
-        raw = client.DiscoveryV1Api(self._api).list_namespaced_endpoint_slice(
-            self.namespace,
-            label_selector=f"kubernetes.io/service-name={self.name}",
-            _preload_content=False,
-        )
-        return [
-            address
-            for piece in json.loads(raw.data)["items"]
-            for endpoint in piece.get("endpoints") or ()
-            if endpoint.get("conditions", {}).get("ready")
-            for address in endpoint["addresses"]
-        ]
 
     def update(self) -> dict[str, Any]:
         """`status.weights.lastUpdate`."""
         found: dict[str, Any] = self.status().get("weights", {}).get("lastUpdate") or {}
         return found
 
-    def history(self, since: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every status that was written since that object was read, oldest first."""
-        last = int(self.get()["metadata"]["resourceVersion"])
-        found: list[dict[str, Any]] = []
-        version = since["metadata"]["resourceVersion"]
-        if int(version) == last:
-            return found
-        events = watch.Watch().stream(
-            self._objects.list_namespaced_custom_object,
-            GROUP, VERSION, self.namespace, PLURAL,
-            field_selector=f"metadata.name={self.name}",
-            resource_version=version, timeout_seconds=5,
-        )  # fmt: skip
-        for event in events:
-            found.append(event["object"].get("status") or {})
-            if int(event["object"]["metadata"]["resourceVersion"]) >= last:
-                break
-        return found
+    def now(self) -> str:
+        """This moment, for `history` and `phases`: minutes later the API server has forgotten it."""
+        return self.api.version(POOLS.format(self.namespace))
 
-    def phases(self, since: dict[str, Any] | None = None) -> list[tuple[Identity, str]]:
-        """Phases of updates, as written since that object was read, or the present one."""
+    def history(self, since: str) -> list[Obj]:
+        """Every status that was written since that moment, oldest first."""
+        states = self.api.changes(POOLS.format(self.namespace), self.name, since)
+        return [state.get("status") or {} for state in states]
+
+    def phases(self, since: str | None = None) -> list[tuple[Identity, str]]:
+        """Phases of updates, as written since that moment, or the present one."""
         return phases_of([self.status()] if since is None else self.history(since))
 
     # Moving weights.
@@ -186,7 +132,7 @@ class Fleet(Pool):
             seen = (found.get("epoch"), found.get("version"), found.get("phase"))
             return status if seen == (*identity, phase) else None
 
-        status = eventually(f"{identity} {phase}; {self.update()}", look, seconds, every=0.02)
+        status = self.eventually(f"{identity} is {phase}", look, seconds, every=0.02)
         assert status is not None
         return status
 
@@ -266,20 +212,18 @@ class Fleet(Pool):
         return Reply(answer.status_code, answer.json(), time.monotonic())
 
     def long_request(self, replica: int | None, tokens: int) -> Future[Reply]:
-        """Start a request of about 3 ms a token; returns once the worker runs it."""
-        where = 0 if replica is None else replica
-        before = self.metric("rollout_worker_requests_in_flight", where)
+        """Start a request of about 3 ms a token; returns once a worker runs it."""
+        replicas = range(self.get()["spec"]["replicas"]) if replica is None else (replica,)
+        before = self.in_flight(*replicas)
         reply = self._threads.submit(self.ask, replica, tokens)
-        if replica is None:
-            time.sleep(0.3)
-            return reply
-        eventually(
-            "the request runs",
-            lambda: self.metric("rollout_worker_requests_in_flight", where) > before,
-            seconds=5,
-            every=0.01,
+        self.eventually(
+            "the request runs", lambda: self.in_flight(*replicas) > before, 10, every=0.01
         )
         return reply
+
+    def in_flight(self, *replicas: int) -> float:
+        """How many requests these replicas run."""
+        return sum(self.metric("rollout_worker_requests_in_flight", each) for each in replicas)
 
     @contextmanager
     def traffic(self, *replicas: int) -> Iterator[Traffic]:
@@ -324,12 +268,35 @@ class Fleet(Pool):
 
     def control(self, replica: int, verb: str, body: dict[str, Any] | None = None) -> Reply:
         """Call a worker's control port as the trainer; no body: GET."""
+        return self._control(replica, verb, body, lambda event, _: None)
+
+    def control_soon(self, replica: int, verb: str, body: dict[str, Any]) -> Future[Reply]:
+        """As `control`, and returns once the call is sent, so that later ones come after it."""
+        sent = threading.Event()
+
+        def trace(event: str, _: object) -> None:
+            if event == "http11.send_request_body.complete":
+                sent.set()
+
+        reply = self._threads.submit(self._control, replica, verb, body, trace)
+        assert sent.wait(10), f"the call of {verb} was not sent"
+        return reply
+
+    def _control(
+        self,
+        replica: int,
+        verb: str,
+        body: dict[str, Any] | None,
+        trace: Callable[[str, object], None],
+    ) -> Reply:
         if not self._token:
             self._token = steering_token(self)
         url = f"http://{self.pod(replica)['status']['podIP']}:8001/v1/{verb}"
         headers = {"Authorization": f"Bearer {self._token}"}
         method = "GET" if body is None else "POST"
-        answer = self._http.request(method, url, headers=headers, json=body)
+        answer = self._http.request(
+            method, url, headers=headers, json=body, extensions={"trace": trace}
+        )
         return Reply(answer.status_code, answer.json(), time.monotonic())
 
     def let_go(self, replica: int) -> None:
@@ -337,10 +304,6 @@ class Fleet(Pool):
         if self._token:
             self.control(replica, "wake", {})
             self.control(replica, "resume", {})
-
-    def later(self, call: Callable[[], Reply]) -> Future[Reply]:
-        """Run a call beside the test."""
-        return self._threads.submit(call)
 
     # Trouble.
 
@@ -350,12 +313,12 @@ class Fleet(Pool):
         def look() -> Identity | None:
             try:
                 reply = self.ask(replica)
-            except (httpx.HTTPError, client.ApiException, KeyError):
+            except (httpx.HTTPError, ApiError, KeyError):
                 return None  # no pod, no address, no listener
             assert reply.status in (200, 503), reply.body
             return self.check(reply.body) if reply.status == 200 else None
 
-        found = eventually(f"replica {replica} answers", look, seconds)
+        found = self.eventually(f"replica {replica} answers", look, seconds)
         assert found is not None
         return found
 
@@ -369,8 +332,7 @@ class Fleet(Pool):
 
     def pause_operator(self, paused: bool) -> None:
         """Set or drop the annotation that stops the reconciling of this pool."""
-        word = f"{PAUSED}=true" if paused else f"{PAUSED}-"
-        self.kubectl("annotate", "--overwrite", "rr", self.name, word)
+        self.annotate(reconcile_paused="true" if paused else None)
 
 
 def phases_of(history: list[dict[str, Any]]) -> list[tuple[Identity, str]]:

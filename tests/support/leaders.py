@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
 
 import rollout_local
+from apiclient import PODS, api_of
 from localkube import Cluster
-from pools import eventually
+from waiting import eventually
 
+LEASE = (
+    f"/apis/coordination.k8s.io/v1/namespaces/{rollout_local.SYSTEM}/leases/{rollout_local.RELEASE}"
+)
 TAKEOVER_SECONDS = 60.0
 """The Lease of a killed leader runs out after 15 s; then the standby reads everything anew."""
 
 
 def leader(cluster: Cluster) -> str:
-    """Identity of the operator that leads: `<pod>_<uuid>`."""
-    return cluster.kubectl(
-        "-n", rollout_local.SYSTEM, "get", "lease", "rollout-operator",
-        "-o", "jsonpath={.spec.holderIdentity}",
-    ).strip()  # fmt: skip
+    """Identity of the operator that leads: `<pod>_<uuid>`; empty if nobody does."""
+    holder: str = api_of(cluster).get(LEASE)["spec"].get("holderIdentity") or ""
+    return holder
 
 
 def kill_leader(cluster: Cluster) -> str:
     """Kill -9 the leading operator; returns its identity."""
     holder = leader(cluster)
-    pod = json.loads(
-        cluster.kubectl(
-            "-n", rollout_local.SYSTEM, "get", "pod", holder.split("_")[0], "-o", "json"
-        )
-    )
+    pod = api_of(cluster).get(f"{PODS.format(rollout_local.SYSTEM)}/{holder.split('_')[0]}")
     uid = pod["metadata"]["uid"].replace("-", "")
     found = [e for e in Path("/proc").iterdir() if e.name.isdigit() and _is_operator(e, uid)]
     assert found, f"no process of {holder}"
@@ -54,5 +51,4 @@ def taken_over(cluster: Cluster, before: str) -> None:
         f"somebody but {before} leads",
         lambda: leader(cluster) not in (before, ""),
         seconds=TAKEOVER_SECONDS,
-        every=0.5,
     )

@@ -1,19 +1,24 @@
-"""A RolloutReplica on a real cluster, as a test drives it: kubectl, HTTP and signals."""
+"""A RolloutReplica on a real cluster, as a test drives it: the API, HTTP, signals and kubectl.
+
+Tests look often: they ask the API server themselves, without a process for each look. kubectl is
+for what people do with it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import httpx
 
+from apiclient import PODS, POOLS, SERVICES, SLICES, Obj, api_of
 from localkube import Cluster
 from localkube.pods import process_in
+from waiting import eventually
 
 PROMPT = [5, 6, 7, 8, 9, 100, 200, 300]
 START_SECONDS = 180.0
@@ -22,17 +27,13 @@ START_SECONDS = 180.0
 
 T = TypeVar("T")
 
-
-def eventually(what: str, look: Callable[[], T], seconds: float = 30.0, every: float = 0.1) -> T:
-    """Return the first truthy answer of `look`; fail with the last one after the deadline."""
-    end = time.monotonic() + seconds
-    while True:
-        answer = look()
-        if answer:
-            return answer
-        if time.monotonic() > end:
-            raise AssertionError(f"not within {seconds:g} s: {what}; last answer: {answer!r}")
-        time.sleep(every)
+_HTTP = httpx.Client(
+    trust_env=False,
+    # The address of a dead pod answers nothing at all.
+    timeout=httpx.Timeout(60, connect=10),
+    # Every request is a new connection: the Service chooses a replica for each.
+    limits=httpx.Limits(max_keepalive_connections=0),
+)
 
 
 def manifest(name: str, **spec: Any) -> dict[str, Any]:
@@ -60,6 +61,15 @@ class Pool:
         self.cluster = cluster
         self.namespace = namespace
         self.name = name
+        self.api = api_of(cluster)
+        self.path = f"{POOLS.format(namespace)}/{name}"
+        self.selector = f"rollout.dev/pool={name}"
+
+    def eventually(
+        self, what: str, look: Callable[[], T], seconds: float = 30.0, every: float = 0.1
+    ) -> T:
+        """Wait for something about this pool; what fails shows its status."""
+        return eventually(what, look, seconds, every, seen=self.status)
 
     def kubectl(self, *words: str, **options: Any) -> str:
         """Run kubectl in the pool's namespace."""
@@ -72,8 +82,12 @@ class Pool:
 
     def patch(self, **spec: Any) -> None:
         """Merge these fields into spec."""
-        body = json.dumps({"spec": spec})
-        self.kubectl("patch", "rr", self.name, "--type", "merge", "-p", body)
+        self.api.patch(self.path, {"spec": spec})
+
+    def annotate(self, **notes: str | None) -> None:
+        """Set annotations of our group; None drops one."""
+        annotations = {f"rollout.dev/{name.replace('_', '-')}": v for name, v in notes.items()}
+        self.api.patch(self.path, {"metadata": {"annotations": annotations}})
 
     def target(self, epoch: int, version: int, path: str, **weights: Any) -> None:
         """Move the pointer."""
@@ -82,10 +96,9 @@ class Pool:
             weights={"target": {"epoch": epoch, "version": version, "source": source}, **weights}
         )
 
-    def get(self) -> dict[str, Any]:
+    def get(self) -> Obj:
         """The whole object."""
-        answer: dict[str, Any] = json.loads(self.kubectl("get", "rr", self.name, "-o", "json"))
-        return answer
+        return self.api.get(self.path)
 
     def status(self) -> dict[str, Any]:
         """Its status, empty before the first write."""
@@ -103,51 +116,31 @@ class Pool:
 
     def wait(self, kind: str, status: str = "True", seconds: float = START_SECONDS) -> None:
         """Wait until a condition holds for the current generation."""
-        end = time.monotonic() + seconds
-        while self.condition(kind)[0] != status:
-            if time.monotonic() > end:
-                seen = self.status()
-                raise AssertionError(f"{kind} is not {status} after {seconds:g} s: {seen}")
-            time.sleep(0.1)
-
-    def wait_update(self, phase: str, version: int, seconds: float = 60.0) -> dict[str, Any]:
-        """Wait for a phase of the update to `version`; returns the status."""
-
-        def look() -> dict[str, Any] | None:
-            status = self.status()
-            update = status.get("weights", {}).get("lastUpdate") or {}
-            there = update.get("phase") == phase and update.get("version") == version
-            return status if there else None
-
-        found = eventually(f"update {version} is {phase}", look, seconds, every=0.05)
-        assert found is not None
-        return found
+        self.eventually(f"{kind} is {status}", lambda: self.condition(kind)[0] == status, seconds)
 
     def committed(self) -> tuple[int, int]:
         """Identity of the committed weights."""
         weights = self.status()["weights"]["committed"]
         return weights["epoch"], weights["version"]
 
-    def pods(self) -> list[dict[str, Any]]:
+    def pods(self) -> list[Obj]:
         """All pods of the pool."""
-        text = self.kubectl("get", "pods", "-l", f"rollout.dev/pool={self.name}", "-o", "json")
-        items: list[dict[str, Any]] = json.loads(text)["items"]
-        return items
+        return self.api.items(PODS.format(self.namespace), self.selector, fresh=True)
 
-    def pod(self, replica: int = 0) -> dict[str, Any]:
+    def pod(self, replica: int = 0) -> Obj:
         """The head pod of a replica."""
-        name = f"{self.name}-{replica}-0"
-        answer: dict[str, Any] = json.loads(self.kubectl("get", "pod", name, "-o", "json"))
-        return answer
+        return self.api.get(f"{PODS.format(self.namespace)}/{self.name}-{replica}-0")
+
+    def service(self) -> Obj:
+        """The data Service."""
+        return self.api.get(f"{SERVICES.format(self.namespace)}/{self.name}")
 
     def endpoints(self) -> list[str]:
         """Ready addresses behind the data Service."""
-        text = self.kubectl(
-            "get", "endpointslices", "-l", f"kubernetes.io/service-name={self.name}", "-o", "json"
-        )
+        selector = f"kubernetes.io/service-name={self.name}"
         return [
             address
-            for piece in json.loads(text)["items"]
+            for piece in self.api.items(SLICES.format(self.namespace), selector, fresh=True)
             for endpoint in piece.get("endpoints") or ()
             if endpoint.get("conditions", {}).get("ready")
             for address in endpoint["addresses"]
@@ -157,8 +150,7 @@ class Pool:
         """Data port of the Service, or of one replica's head."""
         if replica is not None:
             return f"http://{self.pod(replica)['status']['podIP']}:8000"
-        service = json.loads(self.kubectl("get", "service", self.name, "-o", "json"))
-        return f"http://{service['spec']['clusterIP']}:8000"
+        return f"http://{self.service()['spec']['clusterIP']}:8000"
 
     def generate(self, replica: int | None = None, tokens: int = 8, **body: Any) -> dict[str, Any]:
         """Greedy tokens from the Service, or from one replica's head."""
@@ -167,9 +159,7 @@ class Pool:
             "sampling": {"temperature": 0, "max_tokens": tokens, "ignore_eos": True},
             **body,
         }
-        answer = httpx.post(
-            f"{self.url(replica)}/v1/generate", json=request, timeout=60, trust_env=False
-        )
+        answer = _HTTP.post(f"{self.url(replica)}/v1/generate", json=request)
         assert answer.status_code == 200, answer.text
         parsed: dict[str, Any] = answer.json()
         return parsed
@@ -180,7 +170,7 @@ class Pool:
 
     def metric(self, name: str, replica: int = 0) -> float:
         """Sum of a worker's metric over its labels."""
-        page = httpx.get(f"{self.url(replica)}/metrics", timeout=10, trust_env=False).text
+        page = _HTTP.get(f"{self.url(replica)}/metrics", timeout=10).text
         values = [
             float(line.rsplit(" ", 1)[1])
             for line in page.splitlines()
@@ -210,10 +200,13 @@ class Pool:
 
     def delete(self, seconds: float = 60.0) -> None:
         """Delete the pool and wait until nothing of it is left."""
-        self.kubectl("delete", "rr", self.name, "--ignore-not-found", "--wait=false")
-        eventually(f"{self.name} is gone", lambda: not self.left(), seconds)
+        self.api.delete(self.path)
+        eventually(f"{self.name} is gone", lambda: not self.left(), seconds, seen=self.left)
 
-    def left(self) -> str:
-        """Names of what is left of the pool."""
-        selector = f"rollout.dev/pool={self.name}"
-        return self.kubectl("get", "pods,services", "-l", selector, "-o", "name").strip()
+    def left(self) -> list[str]:
+        """Names of what is left of the pool, as `<kind>/<name>`."""
+        return [
+            f"{kind}/{child['metadata']['name']}"
+            for kind, path in (("pod", PODS), ("service", SERVICES))
+            for child in self.api.items(path.format(self.namespace), self.selector, fresh=True)
+        ]

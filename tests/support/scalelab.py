@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from apiclient import PODS, POOLS, Api, Obj
 from localkube import Cluster, network, processes
 from localkube.settings import free_ports
+from waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 SYSTEM, ACCOUNT = "rollout-system", "rollout-operator"
@@ -84,12 +85,7 @@ class Lab:
         ]  # fmt: skip
         environment = {"KUBECONFIG": str(account), "OMP_NUM_THREADS": "1"}
         processes.spawn(self.cluster.state, "operator", command, environment)
-        end = time.monotonic() + seconds
-        while not self._is_ready():
-            processes.require_alive(self.cluster.state, "operator")
-            if time.monotonic() > end:
-                raise AssertionError(f"the operator is not ready after {seconds:g} s")
-            time.sleep(0.02)
+        eventually("the operator is ready", self._is_ready, seconds, every=0.02)
 
     def stop_operator(self) -> None:
         """Kill it."""
@@ -103,6 +99,7 @@ class Lab:
         return process.pid
 
     def _is_ready(self) -> bool:
+        processes.require_alive(self.cluster.state, "operator")
         try:
             url = f"http://127.0.0.1:{self.port}/readyz"
             return httpx.get(url, timeout=5, trust_env=False).status_code == 200
@@ -165,19 +162,18 @@ class Lab:
     def await_condition(self, kind: str, names: set[str], seconds: float) -> float:
         """Wait until the condition is True for all of these pools; return the seconds it took."""
         began = time.monotonic()
-        while True:
+
+        def missing() -> dict[str, Obj | None]:
             pools = self.pools()
-            missing = {name for name in names if not holds(pools.get(name), kind)}
-            took = time.monotonic() - began
-            if not missing:
-                return took
-            if took > seconds:
-                name = min(missing)
-                raise AssertionError(
-                    f"{len(missing)} of {len(names)} pools are not {kind} after {seconds:g} s, "
-                    f"for example {name}: {(pools.get(name) or {}).get('status')}"
-                )
-            time.sleep(0.1)
+            return {n: pools.get(n) for n in sorted(names) if not holds(pools.get(n), kind)}
+
+        def example() -> str:
+            left = missing()
+            name = next(iter(left), "")
+            return f"{len(left)} of {len(names)} not, as {name!r}: {left.get(name)}"
+
+        eventually(f"the pools are {kind}", lambda: not missing(), seconds, seen=example)
+        return time.monotonic() - began
 
     def await_silence(self, quiet: float, seconds: float) -> float:
         """Wait until the operator has written nothing for `quiet` seconds.
@@ -268,13 +264,13 @@ def _prepare(cluster: Cluster) -> None:
     )  # fmt: skip
     crd = "crd/rolloutreplicas.rollout.dev"
     cluster.kubectl("wait", "--for=condition=Established", crd, "--timeout=30s")
-    end = time.monotonic() + 30
-    while True:
+
+    def answers() -> bool:
         processes.require_alive(cluster.state, "processless")
         try:
             httpx.get("http://127.0.0.1:8001/counts", timeout=5, trust_env=False)
-            return
         except httpx.TransportError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.05)
+            return False
+        return True
+
+    eventually("the control ports answer", answers, every=0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from pools import Pool
-from rollout_operator import names
+from rollout_operator.api import names
 
 ACCOUNT = "w-trainer"
 

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 
 from apiclient import PODS, Api, Obj
-from pools import eventually
 from scalelab import NAMESPACE, Lab, processless_pool
+from waiting import eventually
 
 POOL, NODE = "stuck", "dead"
 GRACE_SECONDS = 1

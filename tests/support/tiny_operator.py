@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout_operator import logs
+from rollout_operator.api.names import API_VERSION, KIND, PLURAL
+from rollout_operator.api.objects import Key
 from rollout_operator.config import Config, parse
-from rollout_operator.context import Context, Reconcile
-from rollout_operator.names import API_VERSION, KIND, PLURAL
+from rollout_operator.passes.context import Context, Reconcile
 from rollout_operator.runtime import Operator
-from rollout_operator.store import Key
 
 
 def make_pass(context: Context, folder: Path) -> Reconcile:

@@ -1,25 +1,55 @@
-"""Waiting in tests, always with a deadline."""
+"""Waiting in tests, always with a deadline and a word on what was seen last."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0, *, what: str = "") -> None:
-    """Return once the condition holds, or fail after so many seconds."""
+def eventually(
+    what: str,
+    look: Callable[[], T],
+    seconds: float = 30.0,
+    every: float = 0.1,
+    *,
+    seen: Callable[[], object] | None = None,
+) -> T:
+    """Return the first truthy answer of `look`.
+
+    Args:
+        what: is waited for, in a few words.
+        look: asks.
+        seconds: until it fails.
+        every: so many seconds it asks.
+        seen: tells the state of what is waited for when it fails, beside the last answer.
+    """
     end = time.monotonic() + seconds
-    while not condition():
+    while True:
+        answer = look()
+        if answer:
+            return answer
         if time.monotonic() > end:
-            raise AssertionError(f"waited {seconds:g} s for {what or 'a condition'} in vain")
-        await asyncio.sleep(0.01)
+            state = "" if seen is None else f"; seen: {seen()}"
+            raise AssertionError(
+                f"not within {seconds:g} s: {what}; last answer: {answer!r}{state}"
+            )
+        time.sleep(every)
 
 
 def until_sync(condition: Callable[[], object], seconds: float = 10.0, *, what: str = "") -> None:
-    """As `until`, for tests without a loop."""
+    """As `eventually`, for a condition that says nothing."""
+    eventually(what or "a condition", condition, seconds, 0.05)
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0, *, what: str = "") -> None:
+    """As `until_sync`, and other tasks of this loop go on meanwhile."""
     end = time.monotonic() + seconds
-    while not condition():
+    while not (answer := condition()):
         if time.monotonic() > end:
-            raise AssertionError(f"waited {seconds:g} s for {what or 'a condition'} in vain")
-        time.sleep(0.05)
+            what = what or "a condition"
+            raise AssertionError(f"not within {seconds:g} s: {what}; last answer: {answer!r}")
+        await asyncio.sleep(0.01)

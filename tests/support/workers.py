@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from rollout_worker.auth import make_authorizer
-from rollout_worker.server import Servers
+from rollout_worker.ports.auth import make_authorizer
+from rollout_worker.ports.server import Servers
 from rollout_worker.service import Worker
 from rollout_worker.settings import add_flags, parse
 from waiting import until_sync

@@ -1,36 +1,28 @@
 """A small world for `decide`: pods and workers that do what a plan says, one step at a time.
 
 Not a stand-in for the API server or the worker (the api and cluster tests have the real ones): it
-lets unit tests and hypothesis walk thousands of histories through the pure core.
+lets unit tests and hypothesis walk thousands of histories through the pure core. It can be slow (a
+watch that lags, pods that take their grace, stagings and commits that last), silent, and it holds
+objects of strangers. After each pass it asserts what must hold of all of them (`safety`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout_operator.decide import decide
-from rollout_operator.observe import CallError, Observed, Pod, Worker
-from rollout_operator.plan import CallWorker, Plan, Verb
-from rollout_operator.revision import revision
-from rollout_operator.spec import RolloutReplicaSpec
-from rollout_operator.status import RolloutReplicaStatus
-from rollout_worker.schemas import (
-    ActiveWeights,
-    CommitRequest,
-    Hold,
-    Lifecycle,
-    Progress,
-    RequireRequest,
-    Resident,
-    StagedWeights,
-    StageRequest,
-    WeightsId,
-    WeightsState,
-    WorkerState,
-)
+from rollout_operator.api.revision import revision
+from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.api.status import RolloutReplicaStatus
+from rollout_operator.core.decide import decide
+from rollout_operator.core.plan import CallWorker, DeletePod, Plan, Verb
+from rollout_operator.core.world import CallError, Observed, Pod, Worker
+from rollout_worker.schemas import WeightsId
+from safety import Pass, check
+from simworker import SimWorker
 
-ME = "operator"
+NOW = 1_000_000.0
+NO_FINISHED_AT = False  # 12.1.8: a pod that failed without `finishedAt` is never replaced
 
 
 def spec_of(**changes: Any) -> RolloutReplicaSpec:
@@ -44,6 +36,23 @@ def spec_of(**changes: Any) -> RolloutReplicaSpec:
     return RolloutReplicaSpec.model_validate(document)
 
 
+def a_pod(spec: RolloutReplicaSpec, replica: int = 0, rank: int = 0, **fields: Any) -> Pod:
+    """A pod of ours that runs and is ready."""
+    name = f"pool-{replica}-{rank}"
+    made = Pod(
+        name=name,
+        uid=f"uid of {name}",
+        replica=replica,
+        rank=rank,
+        revision=revision(spec),
+        phase="Running",
+        owned=True,
+        started=True,
+        ready=True,
+    )
+    return replace(made, **fields)
+
+
 def target(epoch: int, version: int, path: str | None = None) -> dict[str, Any]:
     """A weights section with this pointer."""
     source = path or f"/rollout/weights/{epoch}-{version}"
@@ -51,102 +60,12 @@ def target(epoch: int, version: int, path: str | None = None) -> dict[str, Any]:
 
 
 @dataclass
-class SimWorker:
-    """What a real worker would answer."""
+class Flight:
+    """A call under way; after a restart of the operator the worker goes on, and nobody waits."""
 
-    boot: str
-    active: WeightsId = field(default_factory=lambda: WeightsId(epoch=0, version=0))
-    staged: StagedWeights | None = None
-    required: WeightsId | None = None
-    fence_epoch: int = 0
-    hold: str | None = None
-    foreign_hold: str | None = None
-    loading: bool = True
-    broken_stage: bool = False
-    broken_commit: bool = False
-    progress: Progress | None = None
-    commits: list[WeightsId] = field(default_factory=list)
-
-    @property
-    def lifecycle(self) -> Lifecycle:
-        if self.loading:
-            return Lifecycle.LOADING
-        holds = {self.hold, self.foreign_hold}
-        if "Asleep" in holds:
-            return Lifecycle.ASLEEP
-        return Lifecycle.PAUSED if "Paused" in holds else Lifecycle.ACTIVE
-
-    @property
-    def serving(self) -> bool:
-        return (
-            self.lifecycle is Lifecycle.ACTIVE
-            and self.required is not None
-            and self.active >= self.required
-        )
-
-    def state(self) -> WorkerState:
-        holds = []
-        if self.hold:
-            holds.append(Hold(holder=ME, state=self.hold))
-        if self.foreign_hold:
-            holds.append(Hold(holder="trainer", state=self.foreign_hold))
-        return WorkerState(
-            boot_id=self.boot,
-            engine="hf",
-            lifecycle=self.lifecycle,
-            serving=self.serving,
-            weights=WeightsState(
-                active=ActiveWeights(
-                    epoch=self.active.epoch,
-                    version=self.active.version,
-                    root_hash=f"hash{self.active}",
-                ),
-                staged=self.staged,
-                required=self.required,
-                fence_epoch=self.fence_epoch,
-            ),
-            resident=Resident(weights=True, kv_cache=True),
-            holds=tuple(holds),
-            caller=ME,
-            progress=self.progress,
-        )
-
-    def stage(self, body: StageRequest) -> str | None:
-        identity = WeightsId(epoch=body.epoch, version=body.version)
-        if body.epoch < self.fence_epoch:
-            return "stale-epoch"
-        if self.broken_stage:
-            failed = {"phase": "Failed", "error": "tensor 'lm_head.weight' has shape [3]"}
-            self.staged = StagedWeights(
-                epoch=body.epoch, version=body.version, source=body.source, **failed
-            )
-            return "tensor 'lm_head.weight' has shape [3]"
-        self.staged = StagedWeights(
-            epoch=identity.epoch,
-            version=identity.version,
-            source=body.source,
-            phase="Staged",
-            root_hash=f"hash{identity}",
-        )
-        return None
-
-    def commit(self, body: CommitRequest) -> str | None:
-        identity = WeightsId(epoch=body.epoch, version=body.version)
-        if self.broken_commit:
-            return "commit broke"
-        if self.staged is None or (self.staged.epoch, self.staged.version) != identity.as_tuple():
-            return "not-staged"
-        assert identity > self.active, "never rolled back"
-        self.active, self.staged = identity, None
-        self.commits.append(identity)
-        return None
-
-    def require(self, body: RequireRequest) -> str | None:
-        self.fence_epoch = max(self.fence_epoch, body.epoch)
-        if body.min_version is not None:
-            floor = WeightsId(epoch=body.epoch, version=body.min_version)
-            self.required = floor if self.required is None else max(self.required, floor)
-        return None
+    call: CallWorker
+    due: float
+    ours: bool = True
 
 
 class World:
@@ -154,14 +73,18 @@ class World:
 
     def __init__(self, spec: RolloutReplicaSpec) -> None:
         self.spec = spec
-        self.now = 1_000_000.0
+        self.now = NOW
         self.generation = 1
         self.status = RolloutReplicaStatus()
         self.pods: dict[str, Pod] = {}
+        self.strangers: dict[str, Pod] = {}
+        """Pods of others that bear our names."""
         self.workers: dict[str, SimWorker] = {}
         self.failures: dict[tuple[str, str], CallError] = {}
+        self.flights: dict[tuple[str, str], Flight] = {}
         self.barrier: frozenset[str] | None = None
         self.restarts_of: dict[int, int] = {}
+        self.conflicts: dict[str, str] = {}
         self.uids = 0
         self.log: list[str] = []
         self.retry = ""
@@ -172,6 +95,16 @@ class World:
         """Calls under way of such verbs, by pod uid."""
         self.backoff = 1.0
         """Seconds until a failed call may be repeated."""
+        self.lag = 0.0
+        """Seconds until the watch shows a write or the end of a pod."""
+        self.grace = 0.0
+        """Seconds that a deleted pod takes to go."""
+        self.seconds_of: dict[Verb, float] = {}
+        """How long calls take; the others end at once."""
+        self._unshown: dict[tuple[str, str], float] = {}
+        """Writes that the watch has not shown, by verb and uid: when it will."""
+        self._ghosts: dict[str, tuple[Pod, float]] = {}
+        """Pods that are gone, as the watch shows them still."""
 
     def set(self, **changes: Any) -> None:
         """Change the spec as a user would."""
@@ -181,58 +114,82 @@ class World:
         self.generation += 1
 
     def observed(self) -> Observed:
-        workers = {}
-        for pod in self.pods.values():
-            if pod.rank or pod.finished or pod.uid not in self.workers:
-                continue
-            failures = {v: e for (uid, v), e in self.failures.items() if uid == pod.uid}
-            hung = frozenset(v for uid, v in self.hung if uid == pod.uid and v in self.frozen)
-            workers[pod.uid] = Worker(self.workers[pod.uid].state(), None, hung, failures)
+        """What a pass sees now."""
+        shown = {name: ghost for name, (ghost, _) in self._ghosts.items()} | self.strangers
+        for name, pod in self.pods.items():
+            late = pod.deleting and ("delete", pod.uid) in self._unshown
+            shown[name] = replace(pod, deletion_at=None) if late else pod
         return Observed(
             name="pool",
             namespace="ns",
             uid="owner",
             generation=self.generation,
-            pods=tuple(self.pods[n] for n in sorted(self.pods)),
-            workers=workers,
-            conflicts={},
+            pods=tuple(shown[n] for n in sorted(shown)),
+            workers={p.uid: self._known(p) for p in self.pods.values() if self._is_polled(p)},
+            conflicts=self.conflicts,
             rejections={},
-            unsettled=0,
+            unsettled=len(self._unshown),
             restarts_of=self.restarts_of,
             barrier=self.barrier,
             paused=False,
             retry=self.retry,
         )
 
+    def _is_polled(self, pod: Pod) -> bool:
+        return pod.rank == 0 and not pod.finished and pod.uid in self.workers
+
+    def _known(self, pod: Pod) -> Worker:
+        worker = self.workers[pod.uid]
+        failures = {v: e for (uid, v), e in self.failures.items() if uid == pod.uid}
+        running = {v for uid, v in self.hung if uid == pod.uid and v in self.frozen}
+        running |= {v for (uid, v), f in self.flights.items() if uid == pod.uid and f.ours}
+        if worker.unasked or worker.silent:
+            error = None if worker.unasked else "no answer within 3 s"
+            return Worker(None, error, frozenset(running), failures)
+        return Worker(worker.state(), None, frozenset(running), failures)
+
     def forget(self) -> None:
         """The operator restarts: what it only remembered is gone."""
         self.barrier = None
         self.restarts_of = {}
+        self.conflicts = {}
         self.failures = {}
         self.hung = set()
+        self._unshown = {}
+        for flight in self.flights.values():
+            flight.ours = False
 
     def step(self) -> Plan:
         """One pass and its effects; the clock moves a second."""
-        plan = decide(self.spec, self.observed(), self.status, self.now)
+        self._catch_up()
+        seen, stored = self.observed(), self.status
+        plan = decide(self.spec, seen, stored, self.now)
+        going = frozenset(p.uid for p in self.pods.values() if p.deleting)
+        check(Pass(self.spec, seen, stored, plan, going))
+        self._carry_out(plan)
+        self._settle()
+        self._check_bytes()
+        self.now += 1.0
+        return plan
+
+    def _carry_out(self, plan: Plan) -> None:
         self.status = plan.status
         self.barrier = plan.barrier
         self.restarts_of.update(plan.restarts)
-        for gate in plan.gates:
-            pod = self.pods[gate.name]
-            self.pods[gate.name] = replace(
-                pod, gate=gate.serving, gate_boot=gate.boot, gate_since=self.now
-            )
-            self.log.append(f"gate {gate.name} {gate.serving}")
+        for gate in sorted(plan.gates, key=lambda g: g.serving):
+            pod = self.pods.get(gate.name)
+            if pod is not None and pod.uid == gate.uid:
+                self.pods[gate.name] = replace(
+                    pod, gate=gate.serving, gate_boot=gate.boot, gate_since=self.now
+                )
+                self.log.append(f"gate {gate.name} {gate.serving}")
         for deletion in plan.delete:
-            self.log.append(f"delete {deletion.name}")
-            self.kill(deletion.name)
+            self._delete(deletion)
+        self.conflicts = {}
         for creation in plan.create:
             self.make(creation.replica, creation.rank, creation.restarts)
         for call in plan.calls:
             self._call(call)
-        self._settle()
-        self.now += 1.0
-        return plan
 
     def run(self, steps: int = 40) -> RolloutReplicaStatus:
         """Passes until nothing changes."""
@@ -240,18 +197,29 @@ class World:
         for _ in range(steps):
             plan = self.step()
             after = (self.status.model_copy(update={"message": ""}), tuple(sorted(self.pods)))
-            if after == before and not (plan.calls or plan.create or plan.delete or plan.gates):
+            acted = plan.calls or plan.create or plan.delete or plan.gates or self.flights
+            if after == before and not acted and not any(p.deleting for p in self.pods.values()):
                 break
             before = after
         return self.status
 
     def make(self, replica: int, rank: int, restarts: int = 0) -> None:
+        """Create a pod; a name that is taken stays with whoever has it."""
         name = f"pool-{replica}-{rank}"
-        assert name not in self.pods, "names are unique"
-        self.uids += 1
         self.restarts_of.pop(replica, None)
+        if name in self.strangers:
+            self.conflicts[f"pod/{name}"] = f"pod/{name} exists and is not ours"
+        if name in self.strangers or name in self.pods:
+            return
         self.log.append(f"create {name}")
-        self.pods[name] = Pod(
+        self.pods[name] = self._pod(name, replica, rank, restarts)
+        self._unshow("create", self.pods[name].uid)
+        if rank == 0:
+            self.workers[f"uid{self.uids}"] = SimWorker(boot=f"boot{self.uids}")
+
+    def _pod(self, name: str, replica: int, rank: int, restarts: int = 0) -> Pod:
+        self.uids += 1
+        return Pod(
             name=name,
             uid=f"uid{self.uids}",
             replica=replica,
@@ -259,65 +227,136 @@ class World:
             revision=revision(self.spec),
             phase="Running",
             owned=True,
-            created_at=self.now,
             started=True,
             ip="10.0.0.1",
             node="node-1",
             restarts=restarts,
             retry=self.retry,
         )
-        if rank == 0:
-            self.workers[f"uid{self.uids}"] = SimWorker(boot=f"boot{self.uids}")
+
+    def intrude(self, replica: int) -> None:
+        """Somebody else has a pod of this name, with our labels, unless we were first."""
+        name = f"pool-{replica}-0"
+        if name not in self.pods and name not in self._ghosts:
+            self.strangers[name] = replace(self._pod(name, replica, 0), owned=False)
 
     def kill(self, name: str) -> None:
         """The pod is gone, process and all."""
         pod = self.pods.pop(name)
-        self.workers.pop(pod.uid, None)
+        self._end_process(pod.uid)
+        if self.lag and ("create", pod.uid) not in self._unshown:
+            self._ghosts[name] = (pod, self.now + self.lag)
+        for verb in ("create", "delete"):
+            self._unshown.pop((verb, pod.uid), None)
 
     def fail(self, name: str) -> None:
         """The pod's process ended by itself."""
         pod = self.pods[name]
-        self.workers.pop(pod.uid, None)
+        self._end_process(pod.uid)
+        finished_at = None if NO_FINISHED_AT else self.now
         self.pods[name] = replace(
-            pod, phase="Failed", ready=False, finished_at=self.now, trouble="exit code 137"
+            pod, phase="Failed", ready=False, finished_at=finished_at, trouble="exit code 137"
         )
+
+    def reboot(self, replica: int) -> None:
+        """Another process answers in the head's pod."""
+        pod = self.pods[f"pool-{replica}-0"]
+        if pod.uid in self.workers:
+            self._end_process(pod.uid)
+            self.uids += 1
+            self.workers[pod.uid] = SimWorker(boot=f"boot{self.uids}")
 
     def worker(self, replica: int) -> SimWorker:
         """The worker of a replica's head."""
         return self.workers[self.pods[f"pool-{replica}-0"].uid]
 
+    def _end_process(self, uid: str) -> None:
+        self.workers.pop(uid, None)
+        self.flights = {slot: f for slot, f in self.flights.items() if slot[0] != uid}
+
+    def _unshow(self, verb: str, uid: str) -> None:
+        if self.lag:
+            self._unshown[verb, uid] = self.now + self.lag
+
+    def _delete(self, deletion: DeletePod) -> None:
+        pod = self.pods.get(deletion.name)
+        if pod is None or pod.uid != deletion.uid:
+            return  # gone, or another one: the precondition holds
+        self.log.append(f"delete {deletion.name}")
+        if deletion.grace == 0 or not self.grace:
+            self.kill(deletion.name)
+            self._ghosts.update(
+                {n: (replace(g, deletion_at=self.now), d) for n, (g, d) in self._ghosts.items()}
+            )
+        elif not pod.deleting:
+            self.pods[deletion.name] = replace(pod, deletion_at=self.now + self.grace)
+            self._unshow("delete", pod.uid)
+
+    def _catch_up(self) -> None:
+        """What is due by now: pods go, the watch shows, calls end."""
+        for name, pod in list(self.pods.items()):
+            if pod.deletion_at is not None and self.now >= pod.deletion_at:
+                self.kill(name)
+        self._unshown = {k: due for k, due in self._unshown.items() if due > self.now}
+        self._ghosts = {n: (g, due) for n, (g, due) in self._ghosts.items() if due > self.now}
+        for slot, flight in list(self.flights.items()):
+            if flight.due <= self.now:
+                del self.flights[slot]
+                self._end(flight)
+
     def _call(self, call: CallWorker) -> None:
         self.log.append(f"{call.verb} {call.pod}")
+        slot = (call.uid, call.verb.value)
         worker = self.workers.get(call.uid)
         if worker is None or call.verb in self.frozen:
-            self.hung.add((call.uid, call.verb.value))
+            self.hung.add(slot)
             return
-        self.hung.discard((call.uid, call.verb.value))
+        self.hung.discard(slot)
+        if call.verb is Verb.STAGE and (problem := worker.begin_stage(call.body)):  # type: ignore[arg-type]
+            self._ended(call, problem)
+            return
+        flight = Flight(call, self.now + self.seconds_of.get(call.verb, 0.0))
+        if flight.due > self.now:
+            self.flights[slot] = flight
+        else:
+            self._end(flight)
+
+    def _end(self, flight: Flight) -> None:
+        worker, call = self.workers[flight.call.uid], flight.call
         problem: str | None = None
         match call.verb:
             case Verb.STAGE:
-                problem = worker.stage(call.body)  # type: ignore[arg-type]
+                problem = worker.end_stage(call.body)  # type: ignore[arg-type]
             case Verb.COMMIT:
                 problem = worker.commit(call.body)  # type: ignore[arg-type]
             case Verb.REQUIRE:
-                problem = worker.require(call.body)  # type: ignore[arg-type]
+                worker.require(call.body)  # type: ignore[arg-type]
             case Verb.DISCARD:
-                worker.staged = None
+                worker.discard(call.body)  # type: ignore[arg-type]
             case Verb.PAUSE:
                 worker.hold = "Paused"
             case Verb.SLEEP:
                 worker.hold = "Asleep"
             case Verb.RESUME | Verb.WAKE:
                 worker.hold = None
+        if flight.ours:
+            self._ended(call, problem)
+
+    def _ended(self, call: CallWorker, problem: str | None) -> None:
         slot = (call.uid, call.verb.value)
-        if problem is None:
-            self.failures.pop(slot, None)
-        else:
-            before = self.failures.get(slot)
+        before = self.failures.pop(slot, None)
+        if problem is not None:
             count = before.count + 1 if before and before.about == call.about else 1
             self.failures[slot] = CallError(
                 problem, count, self.now + self.backoff, about=call.about
             )
+
+    def _check_bytes(self) -> None:
+        """An identity is one content, in the whole pool."""
+        content: dict[WeightsId, str] = {}
+        for worker in self.workers.values():
+            known = content.setdefault(worker.active, worker.active_hash)
+            assert known == worker.active_hash, f"two contents of {worker.active}"
 
     def _settle(self) -> None:
         for name, pod in self.pods.items():

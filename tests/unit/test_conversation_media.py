@@ -146,7 +146,7 @@ def test_a_cut_takes_a_turn_with_media_whole() -> None:
 
 def test_media_need_a_processor_and_are_never_cut_from_a_prompt() -> None:
     image = {"role": "user", "content": [{"type": "image", "image": picture(2, 2)}]}
-    with pytest.raises(ValueError, match="1 image given with a tokenizer"):
+    with pytest.raises(ValueError, match="1 image with a bare tokenizer"):
         RolloutRequest.from_messages([image], tokenizer("qwen"), max_prompt_len=100)
     with pytest.raises(PromptTooLong, match="holds media"):
         RolloutRequest.from_messages(

@@ -89,9 +89,9 @@ def test_an_answer_of_a_worker_is_taken_as_it_is() -> None:
     )  # fmt: skip
     assert request.messages[-1] == {"role": "assistant", "content": "19"}
     assert request.logprobs_of == "raw"
-    with pytest.raises(ValueError, match="'sampling' behind logprobs of 'raw'"):
+    with pytest.raises(ValueError, match="'sampling' logprobs after 'raw' ones"):
         answer(request, "qwen", "20", logprobs=[-1.0] * 3)
-    with pytest.raises(ValueError, match="for all or none"):
+    with pytest.raises(ValueError, match="for all turns or none"):
         answer(request, "qwen", "20")
 
 
@@ -103,7 +103,7 @@ def test_an_answer_of_a_worker_is_taken_as_it_is() -> None:
         ({"logprobs": [float("nan"), -1.0, -1.0]}, "logprob 0 is nan"),
         ({"logprobs": [-1.0] * 3, "logprobs_of": "cooked"}, "use one of sampling, raw"),
         ({"weights": spans((1, 1))}, "spans end at 1, the ids at 3"),
-        ({"weights": spans((1, 1), (2, 1))[1:]}, r"\[1, 2\) where 0 was due"),
+        ({"weights": spans((1, 1), (2, 1))[1:]}, r"\[1, 2\), expected one that starts at 0"),
     ],
 )
 def test_what_does_not_fit_the_ids_is_refused_and_changes_nothing(more: Any, message: str) -> None:
@@ -181,12 +181,12 @@ def test_given_prompt_ids_are_taken_without_their_padding() -> None:
     bare = begun("qwen", input_ids=ids[: -whole.cursor.opened])
     assert bare.get_generation_prompt_ids(TOK) == ids
     for wrong in ({}, {"input_ids": ids}):
-        with pytest.raises(ValueError, match="attention_mask belongs to input_ids"):
+        with pytest.raises(ValueError, match="attention_mask needs input_ids"):
             begun("qwen", attention_mask=[1, 1], **wrong)
 
 
 def test_media_under_an_unknown_key_are_not_dropped() -> None:
-    with pytest.raises(ValueError, match=r"\['images'\] where image, video, audio may be"):
+    with pytest.raises(ValueError, match=r"unknown keys \['images'\]: use image, video, audio"):
         begun("qwen", multi_modal_data={"images": [object()]})
 
 
@@ -255,7 +255,7 @@ def test_a_conversation_ends_once_and_not_with_a_call() -> None:
     assert (request.state, request.finish_reason) == ("completed", "aborted")
     assert TOK.decode(request.input_ids.tolist()).endswith("19<|im_end|>\n")
     for again in (request.finalize, request.get_generation_prompt_ids):
-        with pytest.raises(ValueError, match="takes no more turns"):
+        with pytest.raises(ValueError, match="accepts no more turns"):
             again(TOK)
 
 
@@ -283,7 +283,7 @@ def test_an_assistants_message_goes_its_own_way() -> None:
         request.add_messages(TOK, [{"role": "assistant", "content": "19"}])
     with pytest.raises(ValueError, match="give content"):
         request.add_assistant_message(TOK)
-    with pytest.raises(ValueError, match="belong to content_ids"):
+    with pytest.raises(ValueError, match="need content_ids"):
         request.add_assistant_message(TOK, "19", logprobs=[-1.0])
     with pytest.raises(ValueError, match="at least one message"):
         RolloutRequest.from_messages([], TOK, max_prompt_len=5)

@@ -88,7 +88,7 @@ def test_the_standard_library_wins_at_the_root(program: str) -> None:
 
 
 def test_no_module_of_the_operator_bears_a_standard_name() -> None:
-    names = {path.stem for path in (ROOT / "operator").glob("*.py")} - {"__main__"}
+    names = {path.stem for path in (ROOT / "operator").rglob("*.py")} - {"__main__"}
     assert not names & set(sys.stdlib_module_names)
 
 

@@ -96,7 +96,7 @@ def test_a_wrong_value_is_named(flag: str, sentence: str) -> None:
         ("engines: {hf: {imagePullPolicy: Often}}", r"engines\.hf\.imagePullPolicy: .*'Always'"),
         ("replicas: 2", r"replicas: unknown: correct its name"),
         ("- a", r"the file: Input should be a valid dictionary"),
-        ("a: [", r"is no YAML: "),
+        ("a: [", r"is not valid YAML: "),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, content: str, sentence: str) -> None:
@@ -109,5 +109,5 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: str, sentence: str) -> N
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ConfigError, match="--config: /none can't be read"):
+    with pytest.raises(ConfigError, match="--config: can't read /none"):
         run("--config=/none")

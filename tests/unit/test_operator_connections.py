@@ -10,7 +10,7 @@ import pytest
 
 from loopback import Loopback, loopback
 from rollout_client.control import ControlError, ControlUnreachable, WorkerControl
-from rollout_operator.connections import Connections
+from rollout_operator.workers.connections import Connections
 from rollout_worker.schemas import RequireRequest
 
 

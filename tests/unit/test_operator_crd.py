@@ -12,8 +12,8 @@ import pytest
 import yaml
 from pydantic import Field
 
-from rollout_operator.crd import UnsupportedSchema, custom_resource_definition, structural
-from rollout_operator.schema import ApiModel, cel, checked, rules
+from rollout_operator.api.crd import UnsupportedSchema, custom_resource_definition, structural
+from rollout_operator.api.schema import ApiModel, cel, checked, rules
 
 ROOT = Path(__file__).parents[2]
 DEFINITION = custom_resource_definition()
@@ -177,7 +177,7 @@ class Endless(ApiModel):
     ("model", "message"),
     [
         (Unbounded, "Unbounded.count: give the integer a lower and an upper bound"),
-        (Either, "Either.value: a union of 2 types can't stand in a CRD"),
+        (Either, "Either.value: a union of 2 types is not possible in a CRD"),
         (Endless, "Endless.text: give the string a maximum length"),
     ],
 )

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from rollout_operator.expectations import TIMEOUT_SECONDS, Expectations
-from rollout_operator.store import Key, Obj
+from rollout_operator.api.objects import Key, Obj
+from rollout_operator.cache.expectations import TIMEOUT_SECONDS, Expectations
 
 KEY = Key("rl", "math")
 

@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 
 from loopback import Loopback, kubeconfig, loopback
-from rollout_operator.credentials import LoginFailed, login
-from rollout_operator.kube import Kube
-from rollout_operator.kube_errors import (
+from rollout_operator.kube.client import Kube
+from rollout_operator.kube.credentials import LoginFailed, login
+from rollout_operator.kube.errors import (
     AlreadyExists,
     Conflict,
     Forbidden,

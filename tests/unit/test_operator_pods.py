@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from pathlib import Path
 from typing import Any
 
+import pytest
+import yaml
+
+from rollout_operator.api.revision import is_current, revision
 from rollout_operator.config import EngineDefaults
-from rollout_operator.pods import PodBuilder
-from rollout_operator.revision import is_current, revision
-from rollout_operator.services import differs, pool_services, repair
+from rollout_operator.core.pods.builder import PodBuilder
+from rollout_operator.core.services import differs, pool_services, repair
 from world import spec_of
 
 GPU: dict[str, Any] = {
@@ -17,6 +23,137 @@ GPU: dict[str, Any] = {
     "parallelism": {"tensor": 8, "pipeline": 2, "nodes": 2},
     "accelerator": {"resource": "nvidia.com/gpu"},
 }
+
+
+GOLDENS = Path(__file__).parent / "goldens"
+EVERYTHING: dict[str, Any] = {
+    "engine": {"type": "hf", "env": [{"name": "B", "value": "2"}], "logprobs": "Raw"},
+    "model": {
+        "source": {"claim": {"name": "models", "subPath": "tiny"}},
+        "servedName": "policy", "maxLength": 512, "dtype": "float32",
+    },
+    "weights": {"volume": {"claim": {"name": "steps"}}},
+    "drainSeconds": 60,
+    "resources": {"limits": {"memory": "1Gi"}},
+    "podTemplate": {
+        "labels": {"tier": "y"}, "annotations": {"note": "n"}, "nodeSelector": {"disk": "fast"},
+        "priorityClassName": "high", "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "volumes": [{"name": "more", "emptyDir": {}}],
+        "volumeMounts": [{"name": "more", "mountPath": "/more"}],
+    },
+}  # fmt: skip
+DEFAULTS: dict[str, Any] = {
+    "imagePullPolicy": "Always",
+    "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "1"}],
+    "podTemplate": {
+        "labels": {"team": "a", "tier": "x"}, "nodeSelector": {"zone": "z"},
+        "volumes": [{"name": "more", "hostPath": {"path": "/"}}],
+        "securityContext": {"fsGroup": 7}, "schedulerName": "other",
+    },
+}  # fmt: skip
+TOKEN = {"repo": "org/model", "revision": "abc", "tokenSecret": {"name": "hub", "key": "token"}}
+
+
+def plain_yaml(*objects: Any) -> str:
+    """As YAML without anchors."""
+    return yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "replica", "rank", "restarts", "defaults", "spec"),
+    [
+        ("plain", 0, 0, 0, {}, {}),
+        ("everything", 2, 0, 3, DEFAULTS, EVERYTHING),
+        ("member", 1, 1, 0, {}, {**GPU, "model": {"source": {"hub": TOKEN}}}),
+    ],
+    ids=["plain", "everything", "member"],
+)
+def test_the_whole_pod_is_as_it_was_reviewed(
+    request: pytest.FixtureRequest,
+    name: str,
+    replica: int,
+    rank: int,
+    restarts: int,
+    defaults: dict[str, Any],
+    spec: dict[str, Any],
+) -> None:
+    base = EngineDefaults.model_validate({"image": "worker:1", **defaults})
+    builder = PodBuilder("pool", "ns", "uid", "again" if restarts else "", spec_of(**spec), base)
+    golden = GOLDENS / f"pod-{name}.yaml"
+    text = plain_yaml(builder.build(replica, rank, restarts))
+    if request.config.getoption("--update-goldens"):
+        golden.write_text(text)
+    assert text == golden.read_text(), "run pytest --update-goldens and review the difference"
+
+
+def test_both_services_are_as_they_were_reviewed(request: pytest.FixtureRequest) -> None:
+    golden = GOLDENS / "services.yaml"
+    text = plain_yaml(*pool_services("pool", "ns", "uid"))
+    if request.config.getoption("--update-goldens"):
+        golden.write_text(text)
+    assert text == golden.read_text(), "run pytest --update-goldens and review the difference"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        (("metadata", "labels"), None, "label app.kubernetes.io/name"),
+        (("metadata", "labels", "rollout.dev/pool"), "x", "label rollout.dev/pool"),
+        (("metadata", "labels", "theirs"), "x", None),
+        (("spec", "selector"), {"a": "b"}, "spec.selector"),
+        (("spec", "publishNotReadyAddresses"), None, "spec.publishNotReadyAddresses"),
+        (("spec", "ports"), None, "spec.ports"),
+        (("spec", "clusterIPs"), ["None"], None),
+    ],
+)
+def test_what_differs_of_a_service(path: tuple[str, ...], value: object, why: str | None) -> None:
+    _, want = pool_services("pool", "ns", "uid")
+    have = copy.deepcopy(want)
+    for port in have["spec"]["ports"]:
+        port["nodePort"] = 30000  # the API server's own additions are no difference
+    place = have
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    assert differs(want, have) == why
+
+
+def test_a_repair_is_a_patch_of_what_is_ours() -> None:
+    data, heads = pool_services("pool", "ns", "uid")
+    for want, published in ((data, False), (heads, True)):
+        patch = {op["path"]: op["value"] for op in repair(want)}
+        assert {op["op"] for op in repair(want)} == {"add"}
+        assert patch.pop("/spec/selector") == want["spec"]["selector"]
+        assert patch.pop("/spec/ports") == want["spec"]["ports"]
+        assert patch.pop("/spec/publishNotReadyAddresses") is published
+        labels = {k.rpartition("/")[2].replace("~1", "/"): v for k, v in patch.items()}
+        assert labels == want["metadata"]["labels"]
+
+
+def test_the_template_may_speak_of_lost_nodes_itself() -> None:
+    for told in ({"key": "node.kubernetes.io/not-ready"}, {"operator": "Exists"}):
+        pod = build(podTemplate={"tolerations": [told]})
+        others = [t["key"] for t in pod["spec"]["tolerations"][1:]]
+        assert others == (["node.kubernetes.io/unreachable"] if "key" in told else [])
+
+
+@pytest.mark.parametrize(
+    ("model", "mounts", "roots"),
+    [
+        ("/models/a/b", ["/models"], "/models"),
+        ("/models/a/b", ["/models", "/models/a"], "/models/a"),
+        ("/modelsother/a", ["/models"], "/modelsother"),
+        ("/models", ["/models"], "/models"),
+        ("/a", [], "/a"),
+    ],
+)
+def test_weights_may_lie_below_the_models_mount(model: str, mounts: list[str], roots: str) -> None:
+    template = {
+        "volumes": [{"name": f"v{i}", "emptyDir": {}} for i in range(len(mounts))],
+        "volumeMounts": [{"name": f"v{i}", "mountPath": m} for i, m in enumerate(mounts)],
+    }
+    pod = build(model={"source": {"path": model}}, podTemplate=template)
+    assert env(pod)["ROLLOUT_WEIGHTS_ROOTS"] == roots
 
 
 def build(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from manifests import pool
-from rollout_operator.schema import ApiModel, field_path, without
-from rollout_operator.spec import (
+from rollout_operator.api.schema import ApiModel, field_path, without
+from rollout_operator.api.spec import (
     EngineType,
     InvalidSpec,
     RolloutReplicaSpec,
@@ -20,7 +20,7 @@ from rollout_operator.spec import (
     Strategy,
     parse_spec,
 )
-from rollout_operator.status import (
+from rollout_operator.api.status import (
     LastError,
     Member,
     PoolCondition,
@@ -28,7 +28,7 @@ from rollout_operator.status import (
     StatusId,
     parse_status,
 )
-from rollout_worker.schemas import CHECKPOINT, WeightsId
+from rollout_worker.schemas import WeightsId
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 GPU = {"resource": "nvidia.com/gpu"}
@@ -57,9 +57,10 @@ def test_defaults_are_values_and_not_none() -> None:
 
 def test_checkpoint_is_the_target_until_one_is_set() -> None:
     assert spec().target is None
-    assert spec().target_id == CHECKPOINT
+    assert spec().target is None
     moved = spec({"weights": {"target": {"epoch": 2, "version": 9, "source": {"path": "a"}}}})
-    assert moved.target_id == WeightsId(epoch=2, version=9)
+    assert moved.target is not None
+    assert moved.target.identity == WeightsId(epoch=2, version=9)
     assert moved.target is not None
     assert moved.target.source.path == "a"
 
@@ -77,7 +78,7 @@ def test_shape_of_a_gang(
     shape: dict[str, int], accelerator: dict[str, str] | None, world: int, pods: int, each: int
 ) -> None:
     it = spec({"parallelism": shape, "accelerator": accelerator})
-    assert (it.world, it.pods_per_replica, it.accelerators_per_pod) == (world, pods, each)
+    assert (it.world, it.parallelism.nodes, it.accelerators_per_pod) == (world, pods, each)
 
 
 def test_in_flight_deadline_is_the_drain_time_unless_given() -> None:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_operator.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER
-from rollout_operator.store import Key, Obj, Store
+from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER
+from rollout_operator.api.objects import Key, Obj
+from rollout_operator.cache.store import Store
 
 KEY = Key("rl", "math")
 
@@ -45,9 +46,9 @@ def names(store: Store) -> list[str]:
 
 def test_an_event_is_kept_and_names_the_pool_to_wake() -> None:
     store = Store()
-    assert store.observe("pools", "ADDED", pool(1)) == KEY
-    assert store.observe("pods", "ADDED", pod("b", 2)) == KEY
-    assert store.observe("pods", None, pod("a", 3)) == KEY
+    assert store.take("pools", "ADDED", pool(1)) == {KEY}
+    assert store.take("pods", "ADDED", pod("b", 2)) == {KEY}
+    assert store.take("pods", None, pod("a", 3)) == {KEY}
     assert store.pool(KEY) == pool(1)
     assert names(store) == ["a", "b"]
     assert store.keys() == [KEY]
@@ -56,7 +57,7 @@ def test_an_event_is_kept_and_names_the_pool_to_wake() -> None:
 
 def test_managed_fields_are_not_kept() -> None:
     store = Store()
-    store.observe("pools", "ADDED", pool(1, managedFields=[{"manager": "kubectl"}]))
+    store.take("pools", "ADDED", pool(1, managedFields=[{"manager": "kubectl"}]))
     assert store.pool(KEY) == pool(1)
 
 
@@ -72,89 +73,89 @@ def test_a_strangers_pod_is_not_kept(stranger: dict[str, str] | None) -> None:
     obj = pod("a", 1)
     obj["metadata"]["labels"] = stranger
     store = Store()
-    assert store.observe("pods", "ADDED", obj) is None
+    assert store.take("pods", "ADDED", obj) == set()
     assert store.pods(KEY) == []
 
 
 def test_an_older_or_equal_version_changes_and_wakes_nothing() -> None:
     store = Store()
     store.upsert("pods", pod("a", 7))
-    assert store.observe("pods", "MODIFIED", pod("a", 6)) is None
-    assert store.observe("pods", "MODIFIED", pod("a", 7)) is None
+    assert store.take("pods", "MODIFIED", pod("a", 6)) == set()
+    assert store.take("pods", "MODIFIED", pod("a", 7)) == set()
     assert store.pods(KEY) == [pod("a", 7)]
 
 
 def test_a_late_event_does_not_bring_a_deleted_object_back() -> None:
     store = Store()
-    store.observe("pods", "ADDED", pod("a", 5))
-    assert store.observe("pods", "DELETED", pod("a", 9)) == KEY
-    assert store.observe("pods", "MODIFIED", pod("a", 8)) is None
+    store.take("pods", "ADDED", pod("a", 5))
+    assert store.take("pods", "DELETED", pod("a", 9)) == {KEY}
+    assert store.take("pods", "MODIFIED", pod("a", 8)) == set()
     assert names(store) == []
 
 
 def test_a_namesake_made_anew_survives_the_deletion_of_the_old_one() -> None:
     store = Store()
-    store.observe("pods", "ADDED", pod("a", 5, uid="old"))
+    store.take("pods", "ADDED", pod("a", 5, uid="old"))
     store.upsert("pods", pod("a", 9, uid="new"))
-    assert store.observe("pods", "DELETED", pod("a", 8, uid="old")) is None
+    assert store.take("pods", "DELETED", pod("a", 8, uid="old")) == set()
     assert store.pods(KEY) == [pod("a", 9, uid="new")]
 
 
 def test_an_object_that_left_the_selector_may_come_back() -> None:
     store = Store()
-    store.observe("pods", "ADDED", pod("a", 5))
-    store.observe("pods", "DELETED", pod("a", 6))  # what a selecting watch sends then
-    assert store.observe("pods", "ADDED", pod("a", 7)) == KEY
+    store.take("pods", "ADDED", pod("a", 5))
+    store.take("pods", "DELETED", pod("a", 6))  # what a selecting watch sends then
+    assert store.take("pods", "ADDED", pod("a", 7)) == {KEY}
     assert names(store) == ["a"]
 
 
 def test_a_pod_that_changes_its_pool_touches_both() -> None:
     store = Store()
-    store.observe("pods", "ADDED", pod("a", 5))
+    store.take("pods", "ADDED", pod("a", 5))
     other = Key("rl", "code")
     assert store.take("pods", "MODIFIED", pod("a", 6, pool="code")) == {KEY, other}
     assert names(store) == []
     assert [p["metadata"]["name"] for p in store.pods(other)] == ["a"]
-    assert store.observe("pods", "MODIFIED", pod("a", 7, pool=None)) == other
+    assert store.take("pods", "MODIFIED", pod("a", 7, pool=None)) == {other}
 
 
 def test_a_list_removes_ghosts_and_brings_what_is_new() -> None:
     store = Store()
     for name in ("a", "b", "c"):
-        store.observe("pods", "ADDED", pod(name, 5))
-    touched, ghosts = store.replace_counted("pods", [pod("a", 5), pod("d", 8)], listed_at="9")
+        store.take("pods", "ADDED", pod(name, 5))
+    touched, ghosts = store.replace("pods", [pod("a", 5), pod("d", 8)], listed_at="9")
     assert (touched, ghosts) == ({KEY}, 2)
     assert names(store) == ["a", "d"]
     # What it removed does not come back by an event from before the list.
-    assert store.observe("pods", "MODIFIED", pod("b", 9)) is None
+    assert store.take("pods", "MODIFIED", pod("b", 9)) == set()
 
 
 def test_a_list_that_changes_nothing_touches_nothing() -> None:
     store = Store()
-    store.observe("pods", "ADDED", pod("a", 5))
-    assert store.replace("pods", [pod("a", 5)], listed_at="9") == set()
+    store.take("pods", "ADDED", pod("a", 5))
+    assert store.replace("pods", [pod("a", 5)], listed_at="9")[0] == set()
 
 
 def test_a_list_does_not_remove_what_is_newer_than_it() -> None:
     store = Store()
     store.upsert("pods", pod("made-meanwhile", 12))
-    assert store.replace("pods", [], listed_at="10") == set()
+    assert store.replace("pods", [], listed_at="10")[0] == set()
     assert names(store) == ["made-meanwhile"]
 
 
 def test_a_list_does_not_bring_back_what_was_deleted_meanwhile() -> None:
     store = Store()
-    store.observe("pods", "ADDED", pod("a", 5))
-    store.observe("pods", "DELETED", pod("a", 12))
-    assert store.replace("pods", [pod("a", 5)], listed_at="10") == set()
+    store.take("pods", "ADDED", pod("a", 5))
+    store.take("pods", "DELETED", pod("a", 12))
+    assert store.replace("pods", [pod("a", 5)], listed_at="10")[0] == set()
     assert names(store) == []
 
 
 def test_a_list_of_one_namespace_leaves_the_others_alone() -> None:
     store = Store()
-    store.observe("pools", "ADDED", pool(1))
-    store.observe("pools", "ADDED", pool(2, namespace="elsewhere"))
-    touched = store.replace("pools", [], listed_at="9", namespace="rl")
+    store.take("pools", "ADDED", pool(1))
+    store.take("pools", "ADDED", pool(2, namespace="elsewhere"))
+    touched, _ = store.replace("pools", [], listed_at="9", namespace="rl")
     assert touched == {KEY}
     assert store.keys() == [Key("elsewhere", "math")]
 
@@ -162,17 +163,17 @@ def test_a_list_of_one_namespace_leaves_the_others_alone() -> None:
 def test_after_a_list_nothing_older_is_believed() -> None:
     store = Store()
     store.replace("pods", [pod("a", 5)], listed_at="10", namespace="rl")
-    assert store.observe("pods", "ADDED", pod("never-seen", 9)) is None
-    assert store.observe("pods", "DELETED", pod("a", 8)) == KEY or names(store) == ["a"]
-    assert store.observe("pods", "ADDED", pod("b", 11)) == KEY
+    assert store.take("pods", "ADDED", pod("never-seen", 9)) == set()
+    assert store.take("pods", "DELETED", pod("a", 8)) == {KEY} or names(store) == ["a"]
+    assert store.take("pods", "ADDED", pod("b", 11)) == {KEY}
 
 
 def test_a_cluster_restored_from_a_backup_is_believed() -> None:
     store = Store()
     store.replace("pods", [pod("a", 50), pod("b", 60)], listed_at="100")
-    assert store.replace("pods", [pod("a", 20)], listed_at="40") == {KEY}
+    assert store.replace("pods", [pod("a", 20)], listed_at="40")[0] == {KEY}
     assert store.pods(KEY) == [pod("a", 20)]
-    assert store.observe("pods", "MODIFIED", pod("a", 41)) == KEY
+    assert store.take("pods", "MODIFIED", pod("a", 41)) == {KEY}
 
 
 def test_versions_that_are_no_numbers_take_what_came_last() -> None:
@@ -180,10 +181,10 @@ def test_versions_that_are_no_numbers_take_what_came_last() -> None:
     first, second = pod("a", 1), pod("a", 1)
     first["metadata"]["resourceVersion"] = "x9"
     second["metadata"]["resourceVersion"] = "x1"
-    store.observe("pods", "ADDED", first)
-    assert store.observe("pods", "MODIFIED", second) == KEY
+    store.take("pods", "ADDED", first)
+    assert store.take("pods", "MODIFIED", second) == {KEY}
     assert store.pods(KEY) == [second]
-    assert store.replace("pods", [], listed_at="y") == {KEY}
+    assert store.replace("pods", [], listed_at="y")[0] == {KEY}
 
 
 History = list[tuple[str, str, int]]
@@ -236,7 +237,7 @@ def test_whatever_is_lost_late_or_twice_a_list_makes_it_true(
     def deliver(part: History) -> None:
         for event, name, version in part:
             obj = pod(name, version, uid=life(history, name, version))
-            store.observe("pods", event, obj)
+            store.take("pods", event, obj)
 
     deliver(events[:cut])
     world = replay(history)
@@ -249,6 +250,6 @@ def test_whatever_is_lost_late_or_twice_a_list_makes_it_true(
 def test_a_stream_without_faults_needs_no_list(history: History) -> None:
     store = Store()
     for event, name, version in history:
-        store.observe("pods", event, pod(name, version, uid=life(history, name, version)))
+        store.take("pods", event, pod(name, version, uid=life(history, name, version)))
     world = replay(history)
     assert store.pods(KEY) == [world[name] for name in sorted(world)]

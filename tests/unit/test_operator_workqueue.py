@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from rollout_operator.workqueue import MAX_SECONDS, QueueClosed, WorkQueue
+from rollout_operator.cache.workqueue import MAX_SECONDS, QueueClosed, WorkQueue
 from waiting import until
 
 

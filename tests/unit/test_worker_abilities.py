@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.abilities import check_abilities
 from rollout_worker.engine import EngineRequest, InvalidRequest
+from rollout_worker.requests.abilities import check_abilities
 from rollout_worker.schemas import SAMPLING_FIELDS, Capabilities, LogprobsOf, SamplingParams
 
 ABLE: dict[str, Any] = {
@@ -108,3 +108,13 @@ def test_an_engine_that_records_none_has_no_logprobs_of_any_kind(kind: LogprobsO
     """Not even where both kinds are the same numbers."""
     assert refused(request(kind), logprobs=()) == "logprobs"
     assert refused(request(None), logprobs=()) is None
+
+
+@pytest.mark.parametrize(
+    ("kinds", "fix"), [(("sampling", "raw"), "'raw'"), (("sampling",), "'none'")]
+)
+def test_the_way_out_is_one_that_there_is(kinds: tuple[LogprobsOf, ...], fix: str) -> None:
+    able = Capabilities(**{**ABLE, "logprobs": kinds, "sampling_logprobs": ()})
+    with pytest.raises(InvalidRequest) as caught:
+        check_abilities(request(temperature=0.5), able)
+    assert fix in str(caught.value)

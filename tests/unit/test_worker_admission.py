@@ -1,8 +1,16 @@
+import asyncio
+from pathlib import Path
+from typing import cast
+
 import pytest
 
-from rollout_worker.admission import check_version
-from rollout_worker.problems import KINDS, ProblemError, conflict
-from rollout_worker.schemas import GenerateRequest, WeightsId
+from rollout_worker.core.runtime import Runtime
+from rollout_worker.engine import Engine
+from rollout_worker.requests.admission import check_version, not_serving
+from rollout_worker.schemas import GenerateRequest, Lifecycle, WeightsId
+from rollout_worker.wire.problems import KINDS, ProblemError, conflict
+from tiny_engine import TinyEngine
+from tiny_worker import settings
 
 ACTIVE = WeightsId(epoch=2, version=80)
 
@@ -64,3 +72,84 @@ def test_every_kind_of_problem_has_an_error_status_and_a_title() -> None:
 def test_a_conflict_is_a_409_whatever_the_slug() -> None:
     assert conflict("asleep", "wake it").problem.status == 409
     assert ProblemError("asleep", "wake it").problem.status == 503
+
+
+@pytest.mark.parametrize(
+    ("state", "slug", "retry_after"),
+    [
+        (Lifecycle.STARTING, "starting", 2),
+        (Lifecycle.LOADING, "starting", 2),
+        (Lifecycle.FAILED, "failed", 5),
+        (Lifecycle.ACTIVE, None, None),
+        (Lifecycle.PAUSING, "paused", 1),
+        (Lifecycle.PAUSED, "paused", 1),
+        (Lifecycle.DRAINING, "asleep", 5),
+        (Lifecycle.ASLEEP, "asleep", 5),
+        (Lifecycle.WAKING, "asleep", 5),
+    ],
+)
+async def test_each_state_serves_or_says_why_not(
+    tmp_path: Path, state: Lifecycle, slug: str | None, retry_after: int | None
+) -> None:
+    runtime = Runtime(settings())
+    runtime.engine = cast(Engine, TinyEngine(tmp_path))
+    runtime.died = asyncio.get_running_loop().create_future()
+    for step in WAYS[state]:
+        runtime.lifecycle.move(step)
+    refusal = not_serving(runtime, ACTIVE, None)
+    assert (refusal and refusal.slug, refusal and refusal.retry_after) == (slug, retry_after)
+    runtime.admitting = False
+    refusal = not_serving(runtime, ACTIVE, None)
+    assert refusal is not None
+    assert refusal.slug == "shutting-down"
+
+
+S = Lifecycle
+WAYS: dict[Lifecycle, tuple[Lifecycle, ...]] = {
+    S.STARTING: (),
+    S.LOADING: (S.LOADING,),
+    S.FAILED: (S.FAILED,),
+    S.ACTIVE: (S.LOADING, S.ACTIVE),
+    S.PAUSING: (S.LOADING, S.PAUSING),
+    S.PAUSED: (S.LOADING, S.PAUSING, S.PAUSED),
+    S.DRAINING: (S.LOADING, S.DRAINING),
+    S.ASLEEP: (S.LOADING, S.DRAINING, S.ASLEEP),
+    S.WAKING: (S.LOADING, S.DRAINING, S.ASLEEP, S.WAKING),
+}
+
+
+@pytest.mark.parametrize("want", ["pause", "sleep"])
+async def test_a_hold_refuses_before_the_state_follows(tmp_path: Path, want: str) -> None:
+    runtime = Runtime(settings())
+    runtime.engine = cast(Engine, TinyEngine(tmp_path))
+    runtime.died = asyncio.get_running_loop().create_future()
+    for step in WAYS[S.ACTIVE]:
+        runtime.lifecycle.move(step)
+    if want == "pause":
+        runtime.holds.pause("me")
+    else:
+        runtime.holds.sleep("me", 1, ["weights"])
+    refusal = not_serving(runtime, ACTIVE, None)
+    assert refusal is not None
+    assert refusal.slug == ("paused" if want == "pause" else "asleep")
+
+
+async def test_in_a_pool_nothing_is_served_below_a_floor_or_without_one(tmp_path: Path) -> None:
+    pool = ("--pool", "p", "--namespace", "n", "--weights-roots", str(tmp_path))
+    runtime = Runtime(settings(*pool))
+    runtime.engine = cast(Engine, TinyEngine(tmp_path))
+    runtime.died = asyncio.get_running_loop().create_future()
+    for step in WAYS[S.ACTIVE]:
+        runtime.lifecycle.move(step)
+    floor = WeightsId(epoch=2, version=81)
+    for active, required, serves in (
+        (ACTIVE, None, False),
+        (ACTIVE, ACTIVE, True),
+        (ACTIVE, floor, False),
+        (None, floor, False),
+        (floor, ACTIVE, True),
+    ):
+        refusal = not_serving(runtime, active, required)
+        assert (refusal is None) is serves
+        if refusal is not None:
+            assert (refusal.slug, refusal.retry_after) == ("fenced", 1)

@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout_worker.auth import CONTROL, SEE, BearerToken, bearer
-from rollout_worker.problems import ProblemError
+from rollout_worker.ports.access import CONTROL, SEE, bearer
+from rollout_worker.ports.auth import BearerToken
 from rollout_worker.settings import BadSettings
+from rollout_worker.wire.problems import ProblemError
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.fence import Fence
-from rollout_worker.problems import ProblemError
+from rollout_worker.core.fence import Fence
 from rollout_worker.schemas import RequireRequest
+from rollout_worker.wire.problems import ProblemError
 
 REQUESTS = st.builds(
     RequireRequest,
@@ -44,3 +44,32 @@ def test_repeating_is_fine_and_a_floor_below_the_fence_too() -> None:
     fence.check(2)
     with pytest.raises(ProblemError, match="fenced off"):
         fence.check(1)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "version", "slug"), [(2, 6, "version-regressed"), (1, 9, "stale-epoch")]
+)
+def test_a_floor_that_would_go_down_says_which_way(epoch: int, version: int, slug: str) -> None:
+    fence = Fence()
+    fence.raise_to(RequireRequest(epoch=2, min_version=7))
+    with pytest.raises(ProblemError) as refused:
+        fence.raise_to(RequireRequest(epoch=epoch, min_version=version))
+    assert refused.value.slug == slug
+    assert refused.value.problem.model_dump()["required"] == {"epoch": 2, "version": 7}
+
+
+def test_a_fenced_epoch_is_told_with_the_facts() -> None:
+    fence = Fence()
+    fence.raise_to(RequireRequest(epoch=2))
+    with pytest.raises(ProblemError) as refused:
+        fence.check(1, active=None)
+    body = refused.value.problem.model_dump()
+    assert (body["fence_epoch"], body["active"]) == (2, None)
+
+
+def test_only_a_change_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    fence = Fence()
+    for _ in range(2):
+        fence.raise_to(RequireRequest(epoch=2, min_version=7))
+    assert len(caplog.records) == 2, "the epoch and the floor, once each"

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rollout_worker.holds import COMMIT, Holds, SleepLevel, Target, Want
+from rollout_worker.core.holds import COMMIT, Holds, SleepLevel, Target, Want
 from rollout_worker.schemas import MemoryTag, WeightsId
 
 ALL: frozenset[MemoryTag] = frozenset({"weights", "kv_cache"})
@@ -159,3 +159,26 @@ def test_the_level_is_that_of_the_deepest_sleeper(level: SleepLevel) -> None:
     holds.sleep("a", 1, ["kv_cache"])
     holds.sleep("b", level, ["weights"])
     assert holds.target(0).level == level
+
+
+def test_the_first_of_several_to_expire_is_told() -> None:
+    holds = Holds()
+    holds.pause("a", expires=30)
+    holds.pause("b", expires=10)
+    holds.sleep("c", 1, ALL)
+    assert holds.next_expiry() == 10
+
+
+def test_a_hold_ends_at_the_moment_of_its_expiry() -> None:
+    holds = Holds()
+    holds.pause("a", expires=10)
+    holds.sleep("b", 1, ALL)
+    assert (holds.of("a", 9), holds.of("b", 9), holds.of("c", 9)) == (
+        *(Want.PAUSED, Want.ASLEEP),
+        Want.ACTIVE,
+    )
+    assert [(h.holder, h.state) for h in holds.listing(9)] == [("a", "Paused"), ("b", "Asleep")]
+    assert holds.others("b", 9) == ["a"]
+    assert holds.of("a", 10) is Want.ACTIVE
+    assert [h.holder for h in holds.listing(10)] == ["b"]
+    assert holds.others("b", 10) == []

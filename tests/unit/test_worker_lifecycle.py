@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.lifecycle import MOVES, WITHOUT_ENGINE, IllegalMove, Tracker
+from rollout_worker.core.states import MOVES, WITHOUT_ENGINE, IllegalMove, Tracker
 from rollout_worker.schemas import Lifecycle
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.openai_messages import plain
-from rollout_worker.openai_models import ChatRequest, CompletionRequest
-from rollout_worker.openai_text import Growing
-from rollout_worker.problems import ProblemError
-from rollout_worker.tool_calls import Gate, parse, parser_of
+from rollout_worker.openai.messages import plain
+from rollout_worker.openai.models import ChatRequest, CompletionRequest
+from rollout_worker.openai.text import Growing
+from rollout_worker.openai.tool_calls import Gate, parse, parser_of
+from rollout_worker.wire.problems import ProblemError
 
 
 def utf8(ids: Sequence[int], special: bool) -> str:

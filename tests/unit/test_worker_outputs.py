@@ -1,9 +1,17 @@
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.engine import EngineDelta, EngineRequest
-from rollout_worker.outputs import Output
-from rollout_worker.schemas import AbortReason, SamplingParams, StopReason, WeightsSpan
+from rollout_worker.requests.outputs import Output
+from rollout_worker.schemas import (
+    AbortReason,
+    SamplingParams,
+    StopMatch,
+    StopReason,
+    WeightsSpan,
+)
 
 REQUEST = EngineRequest(
     request_id="r/0", token_ids=(1,), sampling=SamplingParams(), logprobs="sampling"
@@ -63,3 +71,20 @@ def test_an_output_that_never_ran_is_empty() -> None:
         StopReason.ABORTED,
         AbortReason.DEADLINE,
     )
+
+
+def test_everything_of_a_delta_is_kept() -> None:
+    output = Output(0, REQUEST)
+    match = StopMatch(token_id=7)
+    for cached, preempted in ((3, 1), (0, 0)):
+        output.take(EngineDelta((), (), (), cached_tokens=cached, preemptions=preempted))
+    output.take(EngineDelta((), (), (), stop_reason=StopReason.STOP, stop_match=match))
+    assert (output.cached_tokens, output.preemptions) == (3, 1)
+    assert (output.result().stop_reason, output.result().stop_match) == (StopReason.STOP, match)
+
+
+def test_who_asked_for_no_logprobs_gets_none() -> None:
+    output = Output(0, replace(REQUEST, logprobs=None))
+    output.take(EngineDelta((5,), None, (WeightsSpan(epoch=0, version=0, start=0, end=1),)))
+    output.end(AbortReason.CLIENT)
+    assert (output.result().logprobs, output.result().token_ids) == (None, (5,))

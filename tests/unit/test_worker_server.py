@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from rollout_worker.server import bind
+from rollout_worker.ports.server import bind
 
 
 async def test_small_pieces_are_sent_at_once() -> None:

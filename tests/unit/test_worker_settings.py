@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout_operator import names
+from rollout_operator.api import names
 from rollout_worker.__main__ import main
-from rollout_worker.kubeauth import GROUP, RESOURCE
+from rollout_worker.ports.kubeauth import GROUP, RESOURCE
 from rollout_worker.settings import FLAGS, BadSettings, Settings, add_flags, parse
 
 ALONE = ["--model", "/models/tiny", "--auth", "none", "--control-host", "127.0.0.1"]
@@ -81,8 +81,8 @@ def test_delays_are_a_list() -> None:
         pytest.param([*ALONE, "--data-port", "70000"], {}, "--data-port is '70000'", id="port"),
         pytest.param([*ALONE, "--max-queue", "0"], {}, "at least 1", id="queue"),
         pytest.param([*ALONE, "--drain-seconds", "-1"], {}, "between 0 and 86400", id="drain"),
-        pytest.param([*ALONE, "--restart-delays", ""], {}, "commas between", id="no delays"),
-        pytest.param([*ALONE, "--restart-delays", "1,-2"], {}, "commas between", id="delays"),
+        pytest.param([*ALONE, "--restart-delays", ""], {}, "comma-separated", id="no delays"),
+        pytest.param([*ALONE, "--restart-delays", "1,-2"], {}, "comma-separated", id="delays"),
         pytest.param(ALONE, {"ROLLOUT_LOGPROBS": "some"}, "ROLLOUT_LOGPROBS is 'some'", id="env"),
         pytest.param(ALONE, {"ROLLOUT_ENGINE_ARG": "'"}, "ROLLOUT_ENGINE_ARG", id="words"),
         pytest.param([*ALONE, "--weights-roots", "a:b"], {}, "absolute paths", id="roots"),

@@ -10,7 +10,13 @@ from http import HTTPStatus
 
 import pytest
 
-from rollout_worker.engine import EngineCrashed, EngineError, EngineRequest, InvalidRequest
+from rollout_worker.engine import (
+    EngineCrashed,
+    EngineError,
+    EngineRequest,
+    InvalidRequest,
+    Layout,
+)
 from rollout_worker.engines.sglang import settings
 from rollout_worker.engines.sglang.bridge import Bridge, frame
 from rollout_worker.engines.sglang.checks import check
@@ -18,7 +24,6 @@ from rollout_worker.engines.sglang.desk import Desk
 from rollout_worker.engines.sglang.model import Model
 from rollout_worker.engines.sglang.streams import Stream, child_tokens
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
-from rollout_worker.weights import Layout
 
 MODEL = Model(None, Layout({}, {}, {}), frozenset({2}), 64, 100, "float32", 0)
 

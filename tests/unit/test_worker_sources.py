@@ -1,12 +1,16 @@
+"""Which paths of a stage request are allowed, and what may lie below them."""
+
+from __future__ import annotations
+
 import argparse
 from pathlib import Path
 
 import pytest
 
-from rollout_worker.problems import ProblemError
 from rollout_worker.schemas import Checkpoint, WeightsSource
 from rollout_worker.settings import Settings, add_flags, parse
-from rollout_worker.sources import resolve
+from rollout_worker.sources.resolve import locate, resolve
+from rollout_worker.wire.problems import ProblemError
 
 
 def settings(model: Path, *roots: Path) -> Settings:
@@ -61,3 +65,20 @@ def test_alone_any_absolute_path_goes(roots: tuple[Path, Path, Path], tmp_path: 
 def test_the_checkpoint_needs_no_path(roots: tuple[Path, Path, Path]) -> None:
     source = WeightsSource(checkpoint=Checkpoint())
     assert resolve(source, settings(roots[0])) is source
+
+
+def test_a_version_may_take_its_files_from_the_model_and_the_roots(
+    roots: tuple[Path, Path, Path],
+) -> None:
+    model, first, last = roots
+    found = resolve(WeightsSource(path="v1"), settings(model, first, last))
+    assert locate(found, settings(model, first, last), model) == (last / "v1", roots)
+    assert locate(found, settings(model), model) == (last / "v1", ())
+
+
+def test_the_checkpoint_is_the_models_folder_wherever_its_files_are(
+    roots: tuple[Path, Path, Path],
+) -> None:
+    """That of a model of the hub holds links to a cache."""
+    source = WeightsSource(checkpoint=Checkpoint())
+    assert locate(source, settings(*roots), roots[0] / "v1") == (roots[0] / "v1", ())

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import mmap
 import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rollout_worker.checkpoints import Entry, TensorSpec
 from rollout_worker.engine import EngineError, EngineRequest, InvalidRequest
 from rollout_worker.engines.vllm import settings
-from rollout_worker.engines.vllm.blobs import ALIGN, Blob
 from rollout_worker.engines.vllm.gate import Gate
 from rollout_worker.engines.vllm.intake import Model, check
 from rollout_worker.engines.vllm.labels import Labels
 from rollout_worker.engines.vllm.launch import Steps
 from rollout_worker.engines.vllm.steering import Steering
-from rollout_worker.processes import descendants, end
+from rollout_worker.observe.processes import descendants, end
 from rollout_worker.schemas import SamplingParams, WeightsId
 from waiting import until_sync
-
-FILE = Path("model.safetensors")
 
 
 def commit(labels: Labels, version: int, *, kept: bool) -> None:
@@ -94,36 +87,6 @@ async def test_a_shut_gate_and_those_who_give_up() -> None:
     gate.open()
     await asyncio.gather(tasks["c"], tasks["d"])
     assert gate.inside == {"c", "d"}
-
-
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_a_blob_holds_tensors_and_leaves_nothing_behind(tmp_path: Path, *, on_disk: bool) -> None:
-    entries = [
-        Entry("a", TensorSpec("U8", (3,)), FILE, 0),
-        Entry("empty", TensorSpec("F32", (0, 4)), FILE, 3),
-        Entry("b", TensorSpec("F32", (2, 2)), FILE, 3),
-    ]
-    before = set(os.listdir("/proc/self/fd"))
-    blob = Blob(entries, tmp_path if on_disk else None)
-    blob.buffer(entries[0])[:] = b"abc"
-    blob.buffer(entries[2])[:] = bytes(range(16))
-    blob.seal()
-    ticket = json.loads(blob.ticket())
-    places = {name: (dtype, shape, start) for name, dtype, shape, start in ticket["tensors"]}
-    assert places["b"][:2] == ("F32", [2, 2])
-    assert all(start % ALIGN == 0 for _, _, start in places.values())
-    handle = os.open(ticket["path"], os.O_RDONLY)
-    try:
-        with mmap.mmap(handle, ticket["size"], prot=mmap.PROT_READ) as seen:
-            assert seen[:3] == b"abc"
-            start = places["b"][2]
-            assert seen[start : start + 16] == bytes(range(16))
-    finally:
-        os.close(handle)
-    blob.close()
-    blob.close()
-    assert set(os.listdir("/proc/self/fd")) == before
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_descendants_are_found_and_ended() -> None:

@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from rollout_worker import weights
-from rollout_worker.checkpoints import Entry, TensorSpec, open_source
-from rollout_worker.engine import WeightsRejected
-from rollout_worker.schemas import Checkpoint, WeightsSource
-from rollout_worker.weights import Layout, ReadCancelled, write_manifest
+from rollout_worker.engine import Entry, Layout, TensorSpec, WeightsRejected
+from rollout_worker.sources import files
+from rollout_worker.sources.files import ReadCancelled, open_source, write_manifest
+from rollout_worker.weights import check_layout
 
 TENSORS: dict[str, Any] = {
     "model.embed_tokens.weight": np.arange(12, dtype=np.float32).reshape(4, 3),
@@ -57,14 +56,14 @@ def publish(folder: Path, shards: int = 1, **changes: Any) -> Path:
 
 def read(path: Path, layout: Layout = LAYOUT) -> tuple[dict[str, bytearray], str]:
     source = open_source(path)
-    layout.check(source)
+    check_layout(layout, source.entries, str(path))
     kept: dict[str, bytearray] = {}
 
     def allocate(entry: Entry) -> memoryview:
         kept[entry.name] = bytearray(entry.spec.nbytes)
         return memoryview(kept[entry.name])
 
-    root = weights.read(source, layout, allocate, lambda *_: None, lambda: False)
+    root = files.read(source, layout.tied, allocate, lambda *_: None, lambda: False)
     return kept, root
 
 
@@ -252,62 +251,53 @@ def test_progress_and_cancellation(tmp_path: Path) -> None:
     def progress(done: int, total: int) -> None:
         seen.append((done, total))
 
-    weights.read(source, LAYOUT, lambda _: None, progress, lambda: False)
+    files.read(source, {}, lambda _: None, progress, lambda: False)
     assert seen[0] == (0, source.bytes_total)
     assert seen[-1] == (source.bytes_total, source.bytes_total)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     with pytest.raises(ReadCancelled):
-        weights.read(source, LAYOUT, lambda _: None, progress, lambda: True)
+        files.read(source, {}, lambda _: None, progress, lambda: True)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
     folder = publish(tmp_path / "w")
     source = open_source(folder)
-    os.truncate(folder / "model.safetensors", source.entries[0].offset)
-    error = refused(lambda: weights.read(source, LAYOUT, lambda _: None, lambda *_: None, bool))
+    os.truncate(folder / "model.safetensors", source.places[source.entries[0].name].offset)
+    error = refused(lambda: files.read(source, {}, lambda _: None, lambda *_: None, bool))
     assert "ends within tensor" in str(error)
 
 
-class TestLocate:
-    def test_checkpoint_is_the_model(self, tmp_path: Path) -> None:
-        source = WeightsSource(checkpoint=Checkpoint())
-        assert weights.locate(source, checkpoint=tmp_path, roots=(Path("/x"),)) == tmp_path
+def test_a_linked_shard_leads_out_of_no_root(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", publish(tmp_path / "outside")
+    (root / "v1").mkdir(parents=True)
+    (root / "v1" / "model.safetensors").symlink_to(outside / "model.safetensors")
+    assert open_source(root / "v1")
+    error = refused(lambda: open_source(root / "v1", roots=(root,)))
+    assert "leads out" in str(error)
+    assert str(root) in str(error)
 
-    def test_relative_paths_lie_below_the_last_root(self, tmp_path: Path) -> None:
-        first, last = tmp_path / "first", publish(tmp_path / "last" / "v1").parent
-        first.mkdir()
-        found = weights.locate(WeightsSource(path="v1"), checkpoint=tmp_path, roots=(first, last))
-        assert found == (last / "v1").resolve()
-        assert "relative" in str(
-            refused(lambda: weights.locate(WeightsSource(path="v1"), checkpoint=tmp_path, roots=()))
-        )
 
-    @pytest.mark.parametrize("way", ["absolute", "dots", "link"])
-    def test_nothing_leads_out_of_the_roots(self, tmp_path: Path, way: str) -> None:
-        root, outside = tmp_path / "root", publish(tmp_path / "outside")
-        root.mkdir()
-        (root / "link").symlink_to(outside)
-        path = {"absolute": str(outside), "dots": "../outside", "link": "link"}[way]
-        source = WeightsSource(path=path)
-        error = refused(lambda: weights.locate(source, checkpoint=tmp_path, roots=(root,)))
-        assert "leads out" in str(error)
-        assert str(root) in str(error)
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors.index.json"])
+def test_what_is_beside_the_shards_leads_out_of_no_root(tmp_path: Path, name: str) -> None:
+    root = publish(tmp_path / "root" / "v1").parent
+    (tmp_path / name).write_text("{}")
+    (root / "v1" / name).symlink_to(tmp_path / name)
+    assert "leads out" in str(refused(lambda: open_source(root / "v1", roots=(root,))))
 
-    def test_a_linked_shard_does_not_lead_out_either(self, tmp_path: Path) -> None:
-        root, outside = tmp_path / "root", publish(tmp_path / "outside")
-        (root / "v1").mkdir(parents=True)
-        (root / "v1" / "model.safetensors").symlink_to(outside / "model.safetensors")
-        assert open_source(root / "v1")
-        assert "leads out" in str(refused(lambda: open_source(root / "v1", roots=(root,))))
 
-    def test_links_within_a_root_are_fine(self, tmp_path: Path) -> None:
-        publish(tmp_path / "root" / "v1")
-        (tmp_path / "root" / "latest").symlink_to("v1")
-        source = WeightsSource(path="latest")
-        found = weights.locate(source, checkpoint=tmp_path, roots=(tmp_path / "root",))
-        assert open_source(found, roots=(tmp_path / "root",))
+def test_a_folder_that_becomes_a_link_leads_out_of_no_root(tmp_path: Path) -> None:
+    """It was none when its path was looked at."""
+    root, outside = tmp_path / "root", publish(tmp_path / "outside")
+    root.mkdir()
+    (root / "v1").symlink_to(outside)
+    assert "leads out" in str(refused(lambda: open_source(root / "v1", roots=(root,))))
 
-    def test_a_missing_path_is_named(self, tmp_path: Path) -> None:
-        source = WeightsSource(path=str(tmp_path / "gone"))
-        error = refused(lambda: weights.locate(source, checkpoint=tmp_path, roots=()))
-        assert "does not exist" in str(error)
+
+def test_links_within_a_root_are_fine(tmp_path: Path) -> None:
+    publish(tmp_path / "root" / "v1")
+    (tmp_path / "root" / "latest").symlink_to("v1")
+    assert open_source(tmp_path / "root" / "latest", roots=(tmp_path / "root",))
+
+
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
+    assert "gone' does not exist" in str(refused(lambda: open_source(tmp_path / "gone")))

@@ -1,11 +1,10 @@
 """The multi-turn `RolloutRequest`: ids, masks, logprobs and weights of a whole conversation.
 
-From the ground up: `buffers` (growing columns), `streams` (one column a quantity), `positions`
-(three-axis rope), `messages`, `opaque` and `media` (what travels with the tokens), `processing`
-(tokenizers and processors), `windows` and `seams` (a turn without its conversation), `templates`
-(what a turn adds), `prompts` (the first turn), `sanity` (the check at the end), `record` (the
-data), `writing` and `request` (the operations), `batch` (tensors for a trainer). Nothing imports
-torch before a tensor is asked for.
+Bottom up: `buffers` (growing columns), `streams` (one column per quantity), `positions` (three-axis
+rope), `messages`, `opaque` and `media` (what accompanies the tokens), `processing` (tokenizers and
+processors), `windows` and `seams` (a turn without its conversation), `templates` (what a turn adds),
+`prompts` (the first turn), `sanity` (the final check), `record` (the data), `writing` and `request`
+(the operations), `batch` (tensors for a trainer). Nothing imports torch until a tensor is needed.
 """
 
 from .batch import RolloutBatch, from_batch, to_batch

@@ -1,20 +1,21 @@
-"""Requests as a trainer's batch, and back: left-padded prompts, right-padded responses.
+"""Convert requests to a trainer's batch and back: left-padded prompts, right-padded responses.
 
-Names are verl's. With B requests, P the padded length of prompts, R of responses, L = P + R:
+Names are verl's. B is the number of requests, P and R the padded lengths of prompts and responses,
+L = P + R:
 
 | tensor | shape | dtype | padding | meaning |
 |---|---|---|---|---|
 | `prompts` | [B, P] | int64 | left, pad id | |
-| `responses` | [B, R] | int64 | right, pad id | answers, and what users and tools said |
+| `responses` | [B, R] | int64 | right, pad id | answers, and turns of users and tools |
 | `input_ids` | [B, L] | int64 | both | prompts and responses |
 | `attention_mask` | [B, L] | int64 | 0 | 1 for every real token |
 | `position_ids` | [B, L] or [B, 4, L] | int64 | 0 left, counting on right | four rows if any
 request has three-axis positions: text, time, height, width |
 | `response_mask` | [B, R] | int64 | 0 | 1 where the policy sampled |
-| `loss_mask` | [B, R] | int64 | 0 | 1 in every answer, also one given as text |
+| `loss_mask` | [B, R] | int64 | 0 | 1 in every answer, including those given as text |
 | `rollout_log_probs` | [B, R] | float32 | 0 | 0.0 where not sampled |
-| `weights_epoch`, `weights_version` | [B, R] | int64 | -1 | -1 where no weights were named |
-| `stale_kv` | [B, R] | bool | false | KV of older weights was reused |
+| `weights_epoch`, `weights_version` | [B, R] | int64 | -1 | -1 where no weights were reported |
+| `stale_kv` | [B, R] | bool | false | whether KV of older weights was reused |
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class RolloutBatch:
     Attributes:
         batch: Tensors by name, see the module.
         non_tensor_batch: Lists of length B: `request_id`, `messages`, `reward_scores`,
-            `multi_modal_inputs`, `request` (all else that a request holds), …
-        meta_info: `pad_token_id`, and `logprobs_of`, the kind of the logprobs.
+            `multi_modal_inputs`, `request` (everything else in a request), …
+        meta_info: `pad_token_id`, and `logprobs_of`, the kind of logprobs.
     """
 
     batch: dict[str, torch.Tensor]
@@ -85,25 +86,30 @@ def to_batch(
     """Return requests as one batch.
 
     Args:
-        requests: At least one, with logprobs of one kind.
-        pad_token_id: Fills what is not a token.
-        prompt_length: Pad prompts to it; None: to the longest.
-        response_length: Pad responses to it; None: to the longest.
-        pad_to_multiple_of: Round both lengths up.
+        requests: At least one; all logprobs must be of one kind.
+        pad_token_id: The padding token.
+        prompt_length: Pad prompts to this length; None: to the longest.
+        response_length: Pad responses to this length; None: to the longest.
+        pad_to_multiple_of: Round both lengths up to a multiple of this.
 
     Raises:
-        ValueError: No request, no padding, a prompt or response longer than asked, logprobs of two kinds.
+        ValueError: No requests, no padding token, a prompt or response above the given length, or
+            logprobs of two kinds.
     """
     import torch
 
     if pad_token_id is None or pad_to_multiple_of < 1:
         raise ValueError(
-            f"pad_token_id={pad_token_id}, pad_to_multiple_of={pad_to_multiple_of}: the first must "
-            "be an id (eos_token_id, if the tokenizer has none of its own), the second 1 or more"
+            f"pad_token_id={pad_token_id}, pad_to_multiple_of={pad_to_multiple_of}: pad_token_id "
+            "must be an id (use eos_token_id if the tokenizer has no pad token), "
+            "pad_to_multiple_of at least 1"
         )
     kinds = {request.logprobs_of for request in requests} - {None}
     if not requests or len(kinds) > 1:
-        raise ValueError(f"{len(requests)} requests with logprobs of {sorted(map(str, kinds))}")
+        raise ValueError(
+            f"got {len(requests)} requests with logprobs of kinds {sorted(map(str, kinds))}: a "
+            "batch needs at least one request and logprobs of one kind"
+        )
     sizes = [(r.streams.prompt, len(r.streams) - r.streams.prompt) for r in requests]
     prompt = _length("prompt", [p for p, _ in sizes], prompt_length, pad_to_multiple_of)
     response = _length("response", [r for _, r in sizes], response_length, pad_to_multiple_of)
@@ -131,7 +137,9 @@ def to_batch(
 def _length(what: str, lengths: list[int], wanted: int | None, multiple: int) -> int:
     longest = max(lengths)
     if wanted is not None and longest > wanted:
-        raise ValueError(f"{what} {lengths.index(longest)} has {longest} tokens, {wanted} asked")
+        raise ValueError(
+            f"{what} {lengths.index(longest)} has {longest} tokens, above {what}_length={wanted}"
+        )
     length = longest if wanted is None else wanted
     return -(-length // multiple) * multiple
 
@@ -177,10 +185,10 @@ def _others(requests: Sequence[RolloutRequest]) -> dict[str, list[Any]]:
 
 
 def from_batch(batch: RolloutBatch) -> list[RolloutRequest]:
-    """Return the requests of a batch, equal to those it was made of.
+    """Return the requests of a batch, equal to the ones it was made from.
 
     Raises:
-        ValueError: The tensors do not belong to the requests (rows or columns were dropped).
+        ValueError: The tensors do not match the requests (rows or columns were dropped).
     """
     found = []
     for row, rest in enumerate(batch.non_tensor_batch["request"]):
@@ -195,7 +203,7 @@ def _streams(row: dict[str, torch.Tensor], three_axes: bool) -> Streams:
     mask = row["attention_mask"].bool()
     start, end = prompt - int(mask[:prompt].sum()), prompt + int(mask[prompt:].sum())
     if not bool(mask[start:end].all()) or end - start != int(mask.sum()):
-        raise ValueError("attention_mask: the tokens of a row must stand together")
+        raise ValueError("attention_mask: the tokens of a row must be contiguous")
     answered = end - prompt
 
     def response(name: str, fill: float) -> list[Any]:

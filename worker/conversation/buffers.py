@@ -1,7 +1,7 @@
-"""Growing columns of numbers: appending costs what is appended, reading copies nothing.
+"""Growing columns of numbers: appending costs only what is appended, reading copies nothing.
 
 A `Column` is a typed stdlib array, so that neither operator nor client needs numpy. A `View` is a
-fixed stretch of a column: it stays right while the column grows, and says so when it was cut.
+fixed slice of a column: it stays valid while the column grows, and raises once the column is cut.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INT32, INT8, FLOAT32 = "i", "b", "f"
 
 
 class Column(Generic[N]):
-    """A buffer that grows at its end and may be cut there."""
+    """A buffer that grows at its end and can be truncated there."""
 
     __slots__ = ("cuts", "data")
 
@@ -71,10 +71,10 @@ class Column(Generic[N]):
 
 
 class View(Sequence[N]):
-    """A read-only stretch of a column; equal to any sequence of the same numbers.
+    """A read-only slice of a column; equal to any sequence of the same numbers.
 
     Raises:
-        RuntimeError: On reading, once the column was cut below the stretch's end.
+        RuntimeError: On reading, if the column has been cut below the end of the slice.
     """
 
     __slots__ = ("_column", "_cuts", "_start", "_stop")
@@ -87,7 +87,7 @@ class View(Sequence[N]):
     def _source(self) -> array[N]:
         cuts = self._column.cuts
         if len(cuts) > self._cuts and min(cuts[self._cuts :]) < self._stop:
-            raise RuntimeError("the request was shortened since this was read: read it anew")
+            raise RuntimeError("the request has been truncated since: read this from it again")
         return self._column.data
 
     def array(self) -> array[N]:

@@ -1,4 +1,4 @@
-"""Tensors of media, turn by turn: appended without copying, joined when a batch needs them."""
+"""Media tensors, turn by turn: appended without copying, concatenated when a batch needs them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MediaTurn(BaseModel):
 
 
 def joined(turns: list[MediaTurn]) -> dict[str, Any]:
-    """Return the tensors of all turns, joined on their first axis."""
+    """Return the tensors of all turns, concatenated on their first axis."""
     found: dict[str, list[Any]] = {}
     for turn in turns:
         for key, value in turn.inputs.items():

@@ -1,4 +1,4 @@
-"""Messages as chat templates want them: plain dicts, media taken out, tool calls parsed."""
+"""Messages as chat templates expect them: plain dicts, media extracted, tool calls parsed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _KINDS = {
 
 
 class ToolResponse(BaseModel):
-    """What a tool returned: text, and media in the order in which the model shall see them.
+    """What a tool returned: text, and media in the order in which the model sees them.
 
-    `name` and `tool_call_id` say which call it answers; templates that print them need them.
+    `name` and `tool_call_id` identify the call it answers; some templates print them.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -47,7 +47,7 @@ class ToolResponse(BaseModel):
         return values
 
     def is_empty(self) -> bool:
-        """Return whether there is nothing in it."""
+        """Return whether it is empty."""
         return not self.text and not any(getattr(self, key) for key in MEDIA_KEYS)
 
     def message(self) -> tuple[Message, Media]:
@@ -63,7 +63,7 @@ class ToolResponse(BaseModel):
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Return a response given as one, as text, as a mapping or as a like-shaped object."""
+        """Return a response given as such, or as text, a mapping, or a model with its fields."""
         if isinstance(value, cls):
             return value
         if isinstance(value, str):
@@ -72,7 +72,7 @@ class ToolResponse(BaseModel):
 
 
 def plain(value: Any) -> Any:
-    """Return a mapping of a message or tool, models turned into dicts.
+    """Return a message or tool as a plain mapping, with models converted to dicts.
 
     Raises:
         TypeError: It is neither a mapping nor a model.
@@ -81,7 +81,7 @@ def plain(value: Any) -> Any:
         return {key: plain(item) if _is_model(item) else item for key, item in value.items()}
     if _is_model(value):
         return value.model_dump(exclude_none=True)
-    raise TypeError(f"a message is a mapping or a model, not {type(value).__name__!r}")
+    raise TypeError(f"a message must be a mapping or a model, not {type(value).__name__!r}")
 
 
 def _is_model(value: Any) -> bool:
@@ -89,13 +89,13 @@ def _is_model(value: Any) -> bool:
 
 
 def taken(value: Any) -> tuple[Message, Media]:
-    """Return a message as a plain dict, and the media that stood in its content.
+    """Return a message as a plain dict, and the media from its content.
 
-    Media become placeholders (`{"type": "image"}`); a placeholder that is one already stays.
+    Media become placeholders (`{"type": "image"}`); existing placeholders stay.
 
     Raises:
-        ValueError: No role.
-        TypeError: No message at all.
+        ValueError: The message has no role.
+        TypeError: It is not a message.
     """
     message = dict(plain(value))
     if not isinstance(message.get("role"), str):
@@ -122,13 +122,13 @@ def _item(item: Message, media: Media) -> Message:
 
 
 def tool_call(call: Any) -> Message:
-    """Return a call in OpenAI's form with its arguments parsed, as templates print them."""
+    """Return a call in OpenAI's format, with its arguments parsed, as templates expect them."""
     found = dict(plain(call))
     function = dict(plain(found["function"])) if "function" in found else None
     if function is None:
         return found
     if isinstance(function.get("arguments"), str):
-        # If the model wrote no JSON, the template prints what it wrote.
+        # If the model's arguments are not JSON, the template prints them as they are.
         with contextlib.suppress(json.JSONDecodeError):
             function["arguments"] = json.loads(function["arguments"])
     return {**found, "type": found.get("type", "function"), "function": function}

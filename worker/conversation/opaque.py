@@ -1,7 +1,7 @@
-"""Anything a message, a tool or a processor hands over, as JSON or msgpack and back.
+"""Serialize anything a message, a tool or a processor provides to JSON or msgpack, and back.
 
-Tensors, arrays, images, bytes, tuples and mappings with other keys than strings travel under a
-marker key; dtype, shape and every bit are kept. Nothing is imported that the value does not need.
+Tensors, arrays, images, bytes, tuples and mappings with non-string keys are written under a marker
+key; dtype, shape and every bit are kept. Only what the value itself needs is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def encode(value: Any, binary: bool) -> Any:
     """Return plain data; bytes stay bytes when `binary`, else they become base64.
 
     Raises:
-        TypeError: Names the type that cannot travel.
+        TypeError: Names the type that can't be serialized.
     """
 
     def raw(data: bytes) -> bytes | str:
@@ -48,7 +48,7 @@ def _foreign(value: Any, raw: Callable[[bytes], bytes | str]) -> Any:
         return {KIND: "tensor", **_tensor(value), "data": raw(_tensor_bytes(value))}
     if module == "numpy":
         if not hasattr(value, "dtype") or value.dtype.kind in "OV":
-            raise TypeError(f"numpy {name} of objects or records can't be written: use lists")
+            raise TypeError(f"numpy {name} of objects or records can't be serialized: use lists")
         whole = {"dtype": value.dtype.str, "shape": list(value.shape)}
         scalar = {} if name == "ndarray" else {"scalar": True}
         return {KIND: "array", **whole, **scalar, "data": raw(value.tobytes())}
@@ -57,7 +57,7 @@ def _foreign(value: Any, raw: Callable[[bytes], bytes | str]) -> Any:
         whole = {"mode": value.mode, "size": list(value.size), "palette": palette}
         return {KIND: "image", **whole, "data": raw(value.tobytes())}
     raise TypeError(
-        f"{module}.{name} can't be written: hand over a tensor, an array, a PIL image or bytes"
+        f"{module}.{name} can't be serialized: use a tensor, an array, a PIL image or bytes"
     )
 
 
@@ -74,7 +74,7 @@ def _tensor_bytes(value: Any) -> bytes:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Compare what `encode` takes, and models of it; tensors and arrays by type and every number."""
+    """Compare what `encode` accepts, and models of it; tensors and arrays by type and content."""
     if a is b:
         return True
     if isinstance(a, BaseModel):
@@ -90,7 +90,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def decode(value: Any) -> Any:
-    """Return what `encode` was given."""
+    """Invert `encode`."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -141,4 +141,4 @@ def _dump(value: Any, info: SerializationInfo) -> Any:
 
 
 Opaque = Annotated[Any, BeforeValidator(decode), PlainSerializer(_dump)]
-"""A field of any plain data, tensors, arrays and images."""
+"""A field for any plain data, tensors, arrays and images."""

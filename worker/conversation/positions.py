@@ -1,7 +1,7 @@
-"""Three-axis rope positions (mRoPE) of what a turn adds, for processors of the Qwen-VL family.
+"""Three-axis rope positions (mRoPE) of the tokens a turn adds, for Qwen-VL processors.
 
-Text advances all three axes (time, height, width) together; a vision block spans its grid, and what
-follows starts one above its largest position, as vLLM, SGLang and verl do.
+Text advances all three axes (time, height, width) together; a vision block spans its grid, and the
+next token's position is one above the block's largest, as in vLLM, SGLang and verl.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .buffers import INT32
 from .streams import Rope
 
 Block = tuple[int, int, int, float]
-"""A vision block: time, height and width in merged patches, and the time axis' step."""
+"""A vision block: time, height and width in merged patches, and the step of the time axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class RopeLayout:
 
     Attributes:
         seconds_step: Positions per second of video (2 for Qwen2.5-VL); 0: one per time patch.
-        by_frame: Every frame of a video is a block of its own between timestamps (Qwen3-VL).
+        by_frame: Each video frame is a block of its own, between timestamps (Qwen3-VL).
     """
 
     image_id: int
@@ -35,7 +35,7 @@ class RopeLayout:
 
     @classmethod
     def of(cls, processor: Any) -> RopeLayout | None:
-        """Return the layout of a Qwen-VL processor; None: positions simply count."""
+        """Return the layout of a Qwen-VL processor; None: positions just count up."""
         vision = getattr(processor, "image_processor", None)
         if "Qwen2VLImageProcessor" not in type(vision).__name__:
             return None
@@ -50,10 +50,10 @@ class RopeLayout:
         )
 
     def positions(self, ids: Sequence[int], inputs: Mapping[str, Any]) -> Rope:
-        """Return three rows of positions of these tokens, counted from 0.
+        """Return three rows of positions for these tokens, counted from 0.
 
         Raises:
-            ValueError: Placeholders and grids do not fit together.
+            ValueError: Placeholders and grids do not match.
         """
         blocks = {
             self.image_id: self._blocks(inputs, "image_grid_thw", video=False),
@@ -73,7 +73,9 @@ class RopeLayout:
                 continue
             count, position = _lay(axes, grid, position)
             if any(token != ids[at] for token in ids[at : at + count]) or at + count > len(ids):
-                raise ValueError(f"vision block at token {at} of the turn: its grid needs {count}")
+                raise ValueError(
+                    f"vision block at token {at} of the turn: its grid needs {count} placeholders"
+                )
             at += count
         if any(next(rest, None) for rest in blocks.values()):
             raise ValueError("more vision grids than placeholders in the turn")
@@ -95,7 +97,7 @@ class RopeLayout:
 
 
 def _next(ids: Sequence[int], start: int, stops: Mapping[int, Any]) -> int:
-    """Where the next vision block begins, or the end."""
+    """Return where the next vision block begins, or the end."""
     found = len(ids)
     for stop in stops:
         try:
@@ -106,7 +108,7 @@ def _next(ids: Sequence[int], start: int, stops: Mapping[int, Any]) -> int:
 
 
 def _lay(axes: Rope, block: Block, start: int) -> tuple[int, int]:
-    """Append a block's positions; return its count of tokens and the position after it."""
+    """Append a block's positions; return its token count and the position after it."""
     times, height, width, step = block
     for t in range(times):
         time = start + int(t * step)

@@ -1,6 +1,6 @@
-"""One face for tokenizers and multimodal processors: render, encode, decode.
+"""One interface to tokenizers and multimodal processors: render, encode, decode.
 
-Anything with the methods of a `transformers` tokenizer or processor will do; this module imports
+Anything with the methods of a `transformers` tokenizer or processor works; this module imports
 neither transformers nor torch.
 """
 
@@ -23,7 +23,7 @@ _PARTS = ("image_processor", "video_processor", "feature_extractor", "audio_proc
 
 
 class TemplateError(ValueError):
-    """A chat template refused messages, or can't be continued; says which and why."""
+    """A chat template rejected messages, or can't be continued; says which and why."""
 
 
 class Codec:
@@ -36,12 +36,12 @@ class Codec:
 
     @cached_property
     def rope(self) -> RopeLayout | None:
-        """How positions are laid out; None: they count."""
+        """How positions are laid out; None: they just count up."""
         return RopeLayout.of(self.source)
 
     @cached_property
     def specials(self) -> dict[str, int]:
-        """Texts of the added tokens that no ordinary text can merge with, and their ids."""
+        """Added tokens, which never merge with ordinary text, and their ids."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         found = {str(token): int(index) for index, token in added.items()}
         texts = getattr(self.tokenizer, "all_special_tokens", ())
@@ -54,7 +54,7 @@ class Codec:
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Ids that end a turn by the tokenizer's own word."""
+        """Ids that end a turn, according to the tokenizer."""
         eos = getattr(self.tokenizer, "eos_token_id", None)
         return frozenset(() if eos is None else eos if isinstance(eos, list) else (eos,))
 
@@ -69,7 +69,7 @@ class Codec:
         """Return the text of a conversation.
 
         Raises:
-            TemplateError: The template refused.
+            TemplateError: The template rejected the messages.
         """
         try:
             text = self.source.apply_chat_template(
@@ -82,12 +82,12 @@ class Codec:
         except Exception as error:  # a template may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages[-6:])
             raise TemplateError(
-                f"the chat template refused messages (… {roles}): {error}"
+                f"the chat template rejected messages (… {roles}): {error}"
             ) from error
         return str(text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; templates print their own beginning-of-text token."""
+        """Return the ids of a text; adds no BOS, as templates print their own."""
         if not text:
             return []
         fast = self._fast
@@ -99,14 +99,14 @@ class Codec:
 
     @cached_property
     def _fast(self) -> Any:
-        """The tokenizer's Rust backend, if it has one: half the cost of a short text."""
+        """The tokenizer's Rust backend, if it has one: half the cost for a short text."""
         return getattr(self.tokenizer, "backend_tokenizer", None)
 
     def encode_after(self, context: str, text: str) -> tuple[list[int], bool]:
         """Return the ids of a text that follows another, and whether the seam is clean.
 
-        Not clean: the tokenizer merges over the seam, so no list of ids after the context's gives
-        what the whole would; the text's own ids are returned then.
+        It is not clean if the tokenizer merges across the seam: no ids appended to the context's
+        would equal those of the whole. Then the ids of the text alone are returned.
         """
         before = self.encode(context)
         whole = self.encode(context + text)
@@ -117,17 +117,17 @@ class Codec:
     def encode_media(
         self, text: str, media: Media, options: Mapping[str, Any]
     ) -> tuple[list[int], dict[str, Any]]:
-        """Return the ids of a text with its media put in, and the tensors of the media alone.
+        """Return the ids of a text with its media inserted, and the tensors of the media alone.
 
         Raises:
-            ValueError: There is no processor for it.
+            ValueError: Media need a processor, but there is only a tokenizer.
         """
         given = {key: items for key, items in media.items() if items}
         if not given:
             return self.encode(text), {}
         if not self.parts:
             counts = ", ".join(f"{len(items)} {key}" for key, items in given.items())
-            raise ValueError(f"{counts} given with a tokenizer: pass the model's processor")
+            raise ValueError(f"got {counts} with a bare tokenizer: pass the model's processor")
         names = {"image": "images", "video": "videos", "audio": "audio"}
         arguments = {names[key]: items for key, items in given.items()}
         found = dict(

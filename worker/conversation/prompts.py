@@ -1,4 +1,4 @@
-"""The beginning of a conversation: rendered, tokenized, and cut to its limit if that is allowed."""
+"""The start of a conversation: render, tokenize, and truncate it to its limit where allowed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .templates import Template
 
 
 class OverlongPrompt(StrEnum):
-    """What happens to a prompt longer than allowed."""
+    """What to do with a prompt that is too long."""
 
     ERROR = "error"
     TRUNCATE_LEFT = "truncate_left"
@@ -19,11 +19,11 @@ class OverlongPrompt(StrEnum):
 
 
 class PromptTooLong(ValueError):
-    """A prompt is longer than `max_prompt_len` (or `max_model_len`) and may not be cut."""
+    """A prompt exceeds `max_prompt_len` (or `max_model_len`) and may not be truncated."""
 
 
 class Begun(NamedTuple):
-    """Ids of a beginning, of its generation prompt, its media, and what was cut from it."""
+    """The ids of a start, its generation prompt, its media, and what was cut from it."""
 
     ids: list[int]
     generation: list[int]
@@ -40,16 +40,18 @@ def begin(
     limit: int,
     policy: OverlongPrompt,
 ) -> Begun:
-    """Return the ids with which a conversation begins, at most `limit` of them.
+    """Return the ids that a conversation starts with, at most `limit` of them.
 
     Raises:
-        PromptTooLong: See the policy; with media nothing is ever cut, as placeholders and tensors
-            would no longer fit.
+        PromptTooLong: See the policy; a prompt with media is never cut, as placeholders and
+            tensors would no longer match.
     """
     if given is None:
         ids, generation, inputs = template.prompt(messages, media, mm)
     elif any(media.values()):
-        raise ValueError("input_ids and media exclude each other: let the processor make the ids")
+        raise ValueError(
+            "input_ids and media are mutually exclusive: let the processor make the ids"
+        )
     else:
         generation, inputs = template.generation_prompt(messages), {}
         ids = list(given)
@@ -63,12 +65,12 @@ def begin(
     keep = len(ids) - over
     if policy is OverlongPrompt.ERROR or inputs or keep < 1:
         why = (
-            "and holds media, which can't be cut" if inputs
-            else "and the generation prompt leaves no room" if keep < 1
-            else "(overlong_prompt may be truncate_left or truncate_middle)"
+            ", and it holds media, which can't be cut" if inputs
+            else ", and the generation prompt leaves no room" if keep < 1
+            else " (overlong_prompt may be truncate_left or truncate_middle)"
         )  # fmt: skip
         raise PromptTooLong(
-            f"the prompt has {len(ids) + len(generation)} tokens, {limit} are allowed {why}"
+            f"the prompt has {len(ids) + len(generation)} tokens, {limit} are allowed{why}"
         )
     start = 0 if policy is OverlongPrompt.TRUNCATE_LEFT else (keep + 1) // 2
     return Begun(ids[:start] + ids[start + over :], generation, inputs, (start, over))

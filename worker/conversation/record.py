@@ -1,4 +1,4 @@
-"""What a conversation holds, and how it is read, written and restored: no template, no tokenizer."""
+"""A conversation's data, and how to read, serialize and restore it: no template, no tokenizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Counter = Literal[
 
 
 class RequestState(StrEnum):
-    """Where a conversation stands."""
+    """State of a conversation."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -45,15 +45,15 @@ class FinishReason(StrEnum):
 
 
 class Cursor(BaseModel):
-    """Where the next turn is written.
+    """Where the next turn goes.
 
     Attributes:
-        tokens: Length up to the last assistant's turn (or the prompt), without what closes it.
-        messages: The messages up to there.
-        opened: Tokens of an open generation prompt at the end.
-        sampled: The policy wrote the last answer.
-        unclosed: Nothing stands behind that yet: the next turn must fit there.
-        stopped: Id with which the engine said that the policy ended.
+        tokens: Length up to the last assistant turn (or the prompt), without its closing tokens.
+        messages: Number of messages up to there.
+        opened: Number of tokens in an open generation prompt at the end.
+        sampled: The policy sampled the last answer.
+        unclosed: Nothing follows that answer yet: the next turn must first close it.
+        stopped: The token id that stopped the policy, if the engine reported one.
     """
 
     tokens: int = 0
@@ -65,7 +65,7 @@ class Cursor(BaseModel):
 
 
 class Conversation(BaseModel):
-    """The data of a `RolloutRequest`; `model_dump_json`, `to_msgpack` and their inverses keep all."""
+    """The data of a `RolloutRequest`; JSON and msgpack round trips keep all of it."""
 
     model_config = ConfigDict(
         extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="constants"
@@ -98,7 +98,7 @@ class Conversation(BaseModel):
     difference: str | None = Field(default=None, description="What the sanity check found.")
     error: str | None = Field(default=None, description="Why the conversation failed.")
     prompt_cut: tuple[int, int] | None = Field(
-        default=None, description="First id and count of what a truncation took from the prompt."
+        default=None, description="Start and count of the ids that truncation cut from the prompt."
     )
     cursor: Cursor = Field(default_factory=Cursor)
 
@@ -111,7 +111,7 @@ class Conversation(BaseModel):
         return values
 
     def __eq__(self, other: object) -> bool:
-        """Compare the data; what was learnt of a template is none."""
+        """Compare the data alone, without what was learned about a template."""
         return type(self) is type(other) and equal(vars(self), vars(other))
 
     __hash__ = None  # type: ignore[assignment]
@@ -126,17 +126,17 @@ class Conversation(BaseModel):
 
     @property
     def prompt_ids(self) -> View[int]:
-        """Ids of the prompt [P], with its generation prompt."""
+        """Ids of the prompt [P], including its generation prompt."""
         return self.streams.view("ids", 0, self.streams.prompt)
 
     @property
     def response_ids(self) -> View[int]:
-        """Ids after the prompt [R]: answers, and what users and tools said between them."""
+        """Ids after the prompt [R]: answers, and the turns of users and tools between them."""
         return self.streams.view("ids", self.streams.prompt)
 
     @property
     def attention_mask(self) -> list[int]:
-        """All 1 [N]: there is no padding before a batch."""
+        """All 1 [N]: only batches are padded."""
         return [1] * len(self.streams)
 
     @property
@@ -161,7 +161,7 @@ class Conversation(BaseModel):
 
     @property
     def response_mask(self) -> View[int]:
-        """1 for the response's tokens that the policy sampled [R]: those with a logprob."""
+        """1 for the response tokens that the policy sampled [R], which have a logprob."""
         return self.streams.view("sampled", self.streams.prompt)
 
     @property
@@ -171,12 +171,12 @@ class Conversation(BaseModel):
 
     @property
     def weights(self) -> tuple[WeightsSpan, ...]:
-        """Which weights made which sampled tokens; `start` and `end` count in `input_ids`."""
+        """Which weights sampled which tokens; `start` and `end` index into `input_ids`."""
         return tuple(self.streams.weights)
 
     @property
     def weights_range(self) -> tuple[WeightsId, WeightsId] | None:
-        """The oldest and the newest weights that sampled here; None: nobody said."""
+        """The oldest and newest weights that sampled here; None: no engine reported them."""
         found = sorted((span.epoch, span.version) for span in self.streams.weights)
         if not found:
             return None
@@ -196,13 +196,13 @@ class Conversation(BaseModel):
         return max(0, min(self.max_response_len - response, self.max_model_len - length))
 
     def update_metrics(self, metrics: Any, tool_id: str) -> None:
-        """Append what a tool measured to its list."""
+        """Append a tool's metrics to its list."""
         self.metrics.setdefault(tool_id, []).append(metrics)
 
-    # Travelling.
+    # Serialization.
 
     def to_msgpack(self) -> bytes:
-        """Return everything as msgpack; columns and tensors travel as raw bytes.
+        """Serialize to msgpack, with columns and tensors as raw bytes.
 
         Raises:
             ImportError: msgpack is not installed (extra `client`).
@@ -214,10 +214,10 @@ class Conversation(BaseModel):
 
     @classmethod
     def from_msgpack(cls, data: bytes) -> Self:
-        """Return what `to_msgpack` wrote.
+        """Restore what `to_msgpack` wrote.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The bytes are something else.
         """
         import msgpack
 

@@ -1,7 +1,8 @@
 """`RolloutRequest`: a whole conversation with its token ids, masks, logprobs and weights.
 
-The request is data; the tokenizer or processor is handed to the methods that need one. Ids are
-append-only: what the policy sampled is never tokenized again, and a turn costs what it adds.
+The request is pure data; methods that need the tokenizer or processor take it as an argument. Ids
+are append-only: what the policy sampled is never tokenized again, and a turn costs only what it
+adds.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from .writing import Writing, answer, cover, finite
 class RolloutRequest(Writing):
     """A conversation between a policy, users and tools, as a trainer needs it.
 
-    Make one with `from_messages`, ask `get_generation_prompt_ids` for what the engine gets, add
-    turns as they come, `finalize` it. Methods take the model's tokenizer, or its processor.
+    Create one with `from_messages`, send `get_generation_prompt_ids` to the engine, add turns as
+    they arrive, then `finalize` it. Methods take the model's tokenizer or processor.
     """
 
-    # Making one.
+    # Creating one.
 
     @classmethod
     def from_messages(
@@ -40,30 +41,32 @@ class RolloutRequest(Writing):
         attention_mask: Sequence[int] | None = None,
         **fields: Any,
     ) -> Self:
-        """Render and tokenize the beginning of a conversation.
+        """Render and tokenize the start of a conversation.
 
         Args:
             messages: Dicts or models; media in their content move to `multi_modal_data`.
             processing_class: The model's tokenizer, or its processor if there are media.
-            max_prompt_len: Longest prompt in tokens; `overlong_prompt` says what happens beyond.
-            tools: Their schemas, in OpenAI's form.
-            multi_modal_data: Media of the placeholders in the messages, in order.
-            input_ids: The prompt's ids where they are known already.
-            attention_mask: Of `input_ids`; ids where it is 0 are dropped.
-            **fields: Any other field.
+            max_prompt_len: Maximum tokens of the prompt; `overlong_prompt` says what happens above.
+            tools: Their schemas, in OpenAI's format.
+            multi_modal_data: Media for the placeholders in the messages, in order.
+            input_ids: The prompt's ids, if already known.
+            attention_mask: Mask of `input_ids`; ids where it is 0 are dropped.
+            **fields: Any other fields.
 
         Raises:
-            PromptTooLong: The prompt is longer than allowed and may not, or can't, be cut.
-            TemplateError: The template refuses the messages.
+            PromptTooLong: The prompt is too long and may not, or can't, be truncated.
+            TemplateError: The template rejects the messages.
         """
         if not messages:
-            raise ValueError("a conversation begins with at least one message")
+            raise ValueError("a conversation needs at least one message to start with")
         if unknown := sorted(set(multi_modal_data or ()) - set(MEDIA_KEYS)):
-            raise ValueError(f"multi_modal_data: {unknown} where {', '.join(MEDIA_KEYS)} may be")
+            raise ValueError(
+                f"multi_modal_data: unknown keys {unknown}: use {', '.join(MEDIA_KEYS)}"
+            )
         if attention_mask is not None and (
             input_ids is None or len(attention_mask) != len(input_ids)
         ):
-            raise ValueError("attention_mask belongs to input_ids: give both, of one length")
+            raise ValueError("attention_mask needs input_ids of the same length")
         found = [taken(message) for message in messages]
         media = {key: list((multi_modal_data or {}).get(key, ())) for key in MEDIA_KEYS}
         for _, inner in found:
@@ -87,9 +90,9 @@ class RolloutRequest(Writing):
     # Adding turns.
 
     def get_generation_prompt_ids(self, processing_class: Any) -> View[int]:
-        """Open the assistant's turn, unless it is open, and return all ids: what an engine gets.
+        """Open the assistant's turn if it is not open yet; return all ids, to send to an engine.
 
-        Costs what it adds; the ids are a view of the request's own buffer (`tolist()` copies).
+        Costs only what it adds; the ids are a view of the request's buffer (`tolist()` copies).
         """
         self._check_open()
         self._open(self._with(processing_class))
@@ -97,24 +100,24 @@ class RolloutRequest(Writing):
         return self.input_ids
 
     def add_user_message(self, processing_class: Any, content: Any) -> None:
-        """Append a user's message: text, or a list of content items with media."""
+        """Append a user message: text, or a list of content items with media."""
         self._add(processing_class, [taken({"role": "user", "content": content})])
 
     def add_messages(self, processing_class: Any, messages: Sequence[Any]) -> None:
-        """Append messages of users, tools or system, rendered together."""
+        """Append user, tool or system messages, rendered together."""
         found = [taken(message) for message in messages]
         if any(message["role"] == "assistant" for message, _ in found):
-            raise ValueError("an assistant's message goes through add_assistant_message")
+            raise ValueError("use add_assistant_message for assistant messages")
         if found:
             self._add(processing_class, found)
 
     def add_tool_response_messages(
         self, processing_class: Any, contents: Sequence[ToolResponse | Any]
     ) -> None:
-        """Append what tools returned, one message each, rendered together.
+        """Append tool responses, one message each, rendered together.
 
-        Nothing happens if all are empty. Responses without an id of their own get those of the
-        calls that they answer, in order.
+        Does nothing if all are empty. Responses without an id get the ids of the calls that they
+        answer, in order.
         """
         responses = [ToolResponse.of(content) for content in contents]
         if all(response.is_empty() for response in responses):
@@ -149,24 +152,24 @@ class RolloutRequest(Writing):
 
         Args:
             processing_class: Tokenizer or processor.
-            content: Its text; None: what `content_ids` decode to, without the token that ended it.
-            content_ids: [T] ids that the policy sampled behind the generation prompt.
-            tool_calls: Calls in OpenAI's form.
-            logprobs: [T] natural logs, finite; given for all sampled turns of a request or none.
-            logprobs_of: Their kind; one for the whole request.
-            weights: Spans of `[0, T)`, as a worker answers them.
-            stop_token_id: Id that ended the turn, if the engine said so.
+            content: Its text; None: decoded from `content_ids`, without the token that ended it.
+            content_ids: [T] ids that the policy sampled after the generation prompt.
+            tool_calls: Calls in OpenAI's format.
+            logprobs: [T] natural logs, finite; for all sampled turns of a request or for none.
+            logprobs_of: Their kind, the same for the whole request.
+            weights: Spans over `[0, T)`, as a worker returns them.
+            stop_token_id: Id that ended the turn, if the engine reported one.
             **message: Further keys of the message, such as `reasoning_content`.
 
         Raises:
-            ValueError: Logprobs or spans that do not fit the ids; the request is unchanged.
+            ValueError: Logprobs or spans do not match the ids; the request is unchanged.
         """
         self._check_open()
         if content_ids is None:
             if content is None and not tool_calls:
                 raise ValueError("give content, content_ids or tool_calls")
             if logprobs is not None or weights:
-                raise ValueError("logprobs and weights belong to content_ids")
+                raise ValueError("logprobs and weights need content_ids")
             self._add_text(processing_class, answer(content or "", tool_calls, message))
         else:
             ids = array(INT32, content_ids)
@@ -193,7 +196,7 @@ class RolloutRequest(Writing):
         content: str | None = None,
         tool_calls: Sequence[Any] | None = None,
     ) -> None:
-        """Append a worker's answer: ids, logprobs and the weights of every token."""
+        """Append a worker's output: ids, logprobs and the weights of every token."""
         match = output.stop_match
         stopped = match.token_id if match and output.stop_reason is StopReason.STOP else None
         self.add_assistant_message(
@@ -215,19 +218,19 @@ class RolloutRequest(Writing):
         reward_scores: Mapping[str, list[float]] | None = None,
         finish_reason: FinishReason | str = FinishReason.STOP,
     ) -> None:
-        """End the conversation: drop an open generation prompt, check, cut to the limits.
+        """End the conversation: drop an open generation prompt, check, truncate to the limits.
 
-        Prompt and response together are at most `max_model_len`, the response at most
-        `max_response_len`; a turn with media is kept whole or cut whole. What was cut is counted
-        in `truncated_tokens` and makes a `stop` a `length`.
+        Prompt plus response are limited to `max_model_len`, the response to `max_response_len`; a
+        turn with media is kept or cut as a whole. `truncated_tokens` counts what was cut, which
+        turns the reason `stop` into `length`.
 
         Raises:
-            ValueError: The reason does not end a conversation, it has ended, or scores are no lists
-                of numbers; nothing changed.
+            ValueError: The reason can't end a conversation, the conversation has already ended, or
+                scores are not lists of numbers; the request is unchanged.
         """
         reason = FinishReason(finish_reason)
         if reason is FinishReason.TOOL_CALLS:
-            raise ValueError("tool_calls ends a turn: answer the calls, then finalize")
+            raise ValueError("tool_calls only ends a turn: answer the calls, then finalize")
         self._check_open()
         rewards = {key: _scores(key, scores) for key, scores in (reward_scores or {}).items()}
         self._cut(len(self.streams) - self.cursor.opened)
@@ -239,7 +242,7 @@ class RolloutRequest(Writing):
         self.state = RequestState.COMPLETED
 
     def fail(self, reason: str) -> None:
-        """End a conversation that came to nothing; its tokens stay readable."""
+        """End a conversation as failed; its tokens stay readable."""
         self._check_open()
         self._cut(len(self.streams) - self.cursor.opened)
         self.error = reason

@@ -1,8 +1,8 @@
-"""Whether the ids of a conversation say what its messages say: one look at the end, in O(n).
+"""Check once, at the end, that a conversation's ids say what its messages say; O(n).
 
-The messages are rendered as a whole and compared, as text, with what the ids decode to: ids may
-differ where the policy split words in another way than the tokenizer would. The first difference
-that counts is told in one line.
+The messages are rendered as a whole and compared, as text, with what the ids decode to: the ids
+themselves may differ where the policy split words differently from the tokenizer. The first
+difference that counts is reported in one line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NEAR = 4
 
 
 class SanityCheckMode(StrEnum):
-    """What counts as a difference: nothing, anything, or anything but white space."""
+    """What counts as a difference: nothing, anything, or anything but whitespace."""
 
     DISABLE = "disable"
     STRICT = "strict"
@@ -32,9 +32,9 @@ class Difference:
     Attributes:
         token: Its position in the conversation's ids.
         character: Its position in their text.
-        text: What the ids say there, and `expected`, what the template makes of the messages.
-        ids: The ids there, and `expected_ids` of the whole render.
-        reason: What it most likely is.
+        text: What the ids say there; `expected` is what the template renders.
+        ids: The ids there; `expected_ids` are those of the full render.
+        reason: The most likely cause.
     """
 
     token: int
@@ -63,16 +63,16 @@ def compare(
     close: str,
     prompt: int,
 ) -> Difference | None:
-    """Return the first difference that counts in this mode; None: there is none.
+    """Return the first difference that counts in this mode; None if there is none.
 
     Args:
-        ids: Of the conversation.
-        expected: Of a whole render of its messages.
+        ids: The conversation's ids.
+        expected: The ids of a full render of its messages.
         sampled: 1 for ids that the policy sampled.
-        decode: Makes text of ids, special tokens included.
-        mode: What counts.
-        close: What a template writes after an answer: an answer at the end may lack (part of) it.
-        prompt: Number of ids of the prompt, for the reason.
+        decode: Decodes ids to text, including special tokens.
+        mode: What counts as a difference.
+        close: What the template writes after an answer; a final answer may lack (part of) it.
+        prompt: Number of prompt ids, to determine the reason.
     """
     if mode is SanityCheckMode.DISABLE or ids == expected:
         return None
@@ -97,7 +97,7 @@ def compare(
 
 
 def _first(a: str, b: str, ignore: bool) -> tuple[int, int] | None:
-    """Return where two texts first differ, or differ in more than white space."""
+    """Return where two texts first differ, or differ in more than whitespace."""
     i = j = 0
     while True:
         same = _same(a, b, i, j)
@@ -113,7 +113,7 @@ def _first(a: str, b: str, ignore: bool) -> tuple[int, int] | None:
 
 
 def _same(a: str, b: str, i: int, j: int) -> int:
-    """Return how many characters from i and j on are the same, by halving slices."""
+    """Return how many characters from i and j on are equal, by bisecting slices."""
     length = min(len(a) - i, len(b) - j)
     low, step = 0, 1 << 12
     while low < length:
@@ -135,13 +135,13 @@ def _skip(text: str, start: int) -> int:
 
 
 def _token_at(ids: Sequence[int], character: int, decode: Decode, characters: int) -> int:
-    """Return the id in whose text a character stands; halving decodes every id about once."""
+    """Return which id's text contains a character; bisection decodes every id about once."""
     if character >= characters:
         return len(ids)
     low, high, base = 0, len(ids), 0
     while high - low > 1:
         middle = (low + high) // 2
-        # One id before it: some tokenizers drop the space with which a text begins.
+        # Start one id earlier: some tokenizers drop the leading space of a text.
         first = max(0, low - 1)
         length = len(decode(ids[first:middle])) - len(decode(ids[first:low]))
         if base + length <= character:

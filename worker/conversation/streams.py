@@ -1,8 +1,9 @@
-"""What a trainer needs of every token, column by column, append-only.
+"""What a trainer needs to know about every token, in append-only columns.
 
-For token i of a conversation: its id, whether it is trained on (`loss`), whether the policy sampled
-it (`sampled`), its rollout logprob (0.0 where not sampled), its position and the weights that made
-it. Positions of plain text are counted, not stored; only multimodal rope stores three axes.
+For each token of a conversation: its id, whether it is trained on (`loss`), whether the policy
+sampled it (`sampled`), its rollout logprob (0.0 where not sampled), its position, and the weights
+that sampled it. Positions of plain text are counted, not stored; only multimodal rope stores three
+axes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Streams:
     """Columns of one conversation, all of the same length.
 
     Attributes:
-        prompt: Number of tokens of the prompt; what follows is the response.
-        weights: Spans of sampled tokens, `start` and `end` counted from the first token of all.
+        prompt: Number of prompt tokens; the rest is the response.
+        weights: Spans of sampled tokens; `start` and `end` count from the conversation's start.
     """
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ class Streams:
         if self.weights and self.weights[-1].end > length:
             self.weights[-1] = self.weights[-1].model_copy(update={"end": length})
         self.prompt = min(self.prompt, length)
-        # A vision block's largest position need not be its last one's, so look at them all.
+        # The largest position of a vision block need not be its last one, so check them all.
         self.next_position = (
             1 + max(max(axis.data) for axis in self.rope) if self.rope and length else length
         )
@@ -125,7 +126,7 @@ class Streams:
         return (range(len(self))[start:stop],)
 
     def view(self, name: str, start: int = 0, stop: int | None = None) -> View[Any]:
-        """Return a stretch of a column."""
+        """Return a slice of a column."""
         column: Column[Any] = getattr(self, name)
         return column.view(start, stop)
 
@@ -137,7 +138,7 @@ class Streams:
     )
 
     def document(self, binary: bool) -> dict[str, Any]:
-        """Return it as JSON-like data; columns are lists, or little-endian bytes when `binary`."""
+        """Return JSON-like data; columns become lists, or little-endian bytes if `binary`."""
 
         def column(data: Column[Any]) -> bytes | list[Any]:
             return data.tobytes() if binary else data.data.tolist()
@@ -150,10 +151,10 @@ class Streams:
 
     @classmethod
     def parse(cls, found: Any) -> Streams:
-        """Return what `document` described.
+        """Restore what `document` returned.
 
         Raises:
-            ValueError: Columns of different lengths, or a prompt longer than them.
+            ValueError: Columns have different lengths, or the prompt is longer than they are.
         """
         if isinstance(found, Streams):
             return found
@@ -167,7 +168,7 @@ class Streams:
             any(len(column) != length for column in streams._columns())
             or not 0 <= streams.prompt <= length
         ):
-            raise ValueError("streams: columns of different lengths, or a prompt beyond them")
+            raise ValueError("streams: column lengths differ, or the prompt is longer than them")
         streams.next_position = (
             1 + max(max(axis.data) for axis in streams.rope) if streams.rope and length else length
         )

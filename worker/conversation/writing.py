@@ -1,4 +1,4 @@
-"""How turns reach the buffers: fitted behind what was sampled, counted, checked, cut."""
+"""How turns reach the buffers: appended after sampled ids, counted, checked, truncated."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class Writing(Conversation):
 
     def _check_open(self) -> None:
         if self.state in {RequestState.COMPLETED, RequestState.FAILED}:
-            raise ValueError(f"request {self.request_id!r} is {self.state}: it takes no more turns")
+            raise ValueError(
+                f"request {self.request_id!r} is {self.state}: it accepts no more turns"
+            )
 
     def _check_kind(self, given: bool, kind: str) -> None:
         if given and kind not in get_args(LogprobsOf):
@@ -64,18 +66,20 @@ class Writing(Conversation):
             )
         before = 1 in self.streams.sampled.data if self.logprobs_of is None and given else given
         if given and self.logprobs_of is None and before:
-            raise ValueError("earlier turns came without logprobs: give them for all or none")
+            raise ValueError("earlier turns have no logprobs: give them for all turns or none")
         if not given and self.logprobs_of is not None:
-            raise ValueError("earlier turns came with logprobs: give them for all or none")
+            raise ValueError("earlier turns have logprobs: give them for all turns or none")
         if given and self.logprobs_of not in (None, kind):
-            raise ValueError(f"logprobs of {kind!r} behind logprobs of {self.logprobs_of!r}")
+            raise ValueError(
+                f"got {kind!r} logprobs after {self.logprobs_of!r} ones: use one kind per request"
+            )
 
     def _count(self, counter: Counter, count: int = 1) -> None:
         if count:
             self.counters[counter] = self.counters.get(counter, 0) + count
 
     def _add(self, processing_class: Any, found: list[tuple[Message, Media]]) -> None:
-        """Append messages behind the last turn, or together with those since the last answer."""
+        """Append messages after the last turn, or together with those since the last answer."""
         self._check_open()
         template = self._with(processing_class)
         group = [message for message, _ in found]
@@ -93,7 +97,7 @@ class Writing(Conversation):
             turn = template.turn(history, group, items, self.mm_processor_kwargs)
         removed = self._fit(template, turn, end, unclosed)
         rope = self._rope(template, turn.body, turn.inputs)
-        # Nothing raises from here on: the request takes the turn whole, or is unchanged.
+        # Nothing below raises: the request takes the whole turn or stays unchanged.
         if again:
             self.media = [m for m in self.media if m.start < end]
             self._count("regroups")
@@ -110,7 +114,7 @@ class Writing(Conversation):
         self.messages += [message for message, _ in found]
 
     def _add_text(self, processing_class: Any, message: Message) -> None:
-        """Append an answer given as text, behind the generation prompt."""
+        """Append an answer given as text, after the generation prompt."""
         template = self._with(processing_class)
         turn = template.reply(self.messages, message)
         self._open(template)
@@ -123,7 +127,7 @@ class Writing(Conversation):
         self._answered(message, None, sampled=False)
 
     def _open(self, template: Template) -> None:
-        """Open the assistant's turn, unless it is open."""
+        """Open the assistant's turn if it is not open yet."""
         if self.cursor.opened:
             return
         generation = template.generation_prompt(self.messages)
@@ -145,7 +149,7 @@ class Writing(Conversation):
         )  # fmt: skip
 
     def _fit(self, template: Template, turn: Turn, end: int, unclosed: bool) -> int:
-        """Fit a turn behind the ids up to `end`; return how many of those must go."""
+        """Fit a turn to the ids before `end`; return how many of those must be removed."""
         if not unclosed:
             turn.close = []
             return 0
@@ -214,7 +218,7 @@ class Writing(Conversation):
         try:
             text = template.render(self.messages)
         except TemplateError as error:
-            return f"no whole render to compare with: {error}"
+            return f"no full render to compare with: {error}"
         ids, inputs = template.codec.encode_media(
             text, self.multi_modal_data, self.mm_processor_kwargs
         )
@@ -234,7 +238,7 @@ class Writing(Conversation):
 
 
 def answer(content: str, calls: Sequence[Any] | None, more: Mapping[str, Any]) -> Message:
-    """Return the assistant's message."""
+    """Return an assistant message."""
     found = {"role": "assistant", "content": content, **more}
     return found | ({"tool_calls": [tool_call(call) for call in calls]} if calls else {})
 
@@ -243,7 +247,7 @@ def finite(logprobs: Sequence[float], count: int) -> array[float]:
     """Return logprobs as a buffer, checked.
 
     Raises:
-        ValueError: Not one for each id, or not finite.
+        ValueError: There is not one per id, or some are not finite.
     """
     values = array(FLOAT32, logprobs)
     if len(values) != count:
@@ -255,7 +259,7 @@ def finite(logprobs: Sequence[float], count: int) -> array[float]:
 
 
 def cover(weights: Sequence[WeightsSpan], count: int) -> None:
-    """Check that spans cover `[0, count)`, if there are any.
+    """Check that spans, if given, cover `[0, count)`.
 
     Raises:
         ValueError: Names the gap.
@@ -263,15 +267,17 @@ def cover(weights: Sequence[WeightsSpan], count: int) -> None:
     at = 0
     for span in weights:
         if span.start != at or span.end < at:
-            raise ValueError(f"weights: a span [{span.start}, {span.end}) where {at} was due")
+            raise ValueError(
+                f"weights: got span [{span.start}, {span.end}), expected one that starts at {at}"
+            )
         at = span.end
     if weights and at != count:
-        raise ValueError(f"weights: spans end at {at}, the ids at {count}")
+        raise ValueError(f"weights: the spans end at {at}, the ids at {count}")
 
 
 def _media_difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
     for key in sorted({*ours, *theirs}):
         a, b = ours.get(key), theirs.get(key)
         if a is None or b is None or tuple(a.shape) != tuple(b.shape) or not bool((a == b).all()):
-            return f"media tensors {key!r} are not those of the whole conversation"
+            return f"media tensors {key!r} differ from those of a full render"
     return None

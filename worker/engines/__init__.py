@@ -9,21 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rollout_worker.engine import Engine, EngineError
+from rollout_worker.engine import ENGINES, Engine, EngineError
 from rollout_worker.schemas import LogprobsOf
-
-ENGINES = ("hf", "vllm", "sglang")
-"""What `create` knows."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What a worker tells its engine, whichever it is.
 
-    `weights_roots`: sources must lie below one of these, relative ones lie below the last; empty
-    means that any absolute path goes. `max_batch_tokens`: upper bound of the KV cache, in tokens;
-    None leaves it to the engine. `spill_dir`: where weights go at sleep level 1,
-    None: the temporary folder. `logprobs`: the kind that requests get by default, for engines that
+    `max_batch_tokens`: upper bound of the KV cache, in tokens; None leaves it to the engine.
+    `spill_dir`: where weights go at sleep level 1, None: the temporary folder. `logprobs`: the kind that requests get by default, for engines that
     record one kind a process. `args`: the engine's own flags, as on its command line.
     """
 
@@ -33,7 +28,6 @@ class EngineOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     spill_dir: Path | None = None
     max_batch_tokens: int | None = None
-    weights_roots: tuple[Path, ...] = ()
     logprobs: LogprobsOf = "sampling"
     args: tuple[str, ...] = ()
 

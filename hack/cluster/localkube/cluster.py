@@ -202,7 +202,6 @@ class Cluster:
         slot = network.reserve(state_folder(name)).slot if nodes else None
         try:
             settings = Settings.new(name, slot=slot, gpus=gpus, node_grace=node_grace, port=port)
-            settings.save()
             with step("control plane ready"):
                 controlplane.start(settings)
         except BaseException:

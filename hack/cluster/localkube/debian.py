@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from . import preflight
-from .home import ClusterError, cache, say, step
+from .home import ClusterError, cache, exclusive, say, step
 
 # Package → a file that shows it is there.
 NODE_PACKAGES = {
@@ -32,16 +32,21 @@ def ensure(packages: dict[str, str]) -> None:
     Raises:
         ClusterError: they are missing and can't be installed; the text gives the command.
     """
-    missing = [name for name, file in packages.items() if not Path(file).exists()]
-    if not missing:
+    if not (missing := _missing(packages)):
         return
     command = f"apt-get install --no-install-recommends {' '.join(missing)}"
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise ClusterError(f"Debian packages are missing: as root, run `{command}`")
-    with step(f"Debian packages ({len(missing)})"):
+    preflight.writable_cache()
+    # apt-get itself does not wait for another one.
+    with exclusive("apt"), step(f"Debian packages ({len(missing)})"):
         say(f"  installing {', '.join(missing)}")
         _apt("update", "-qq")
         _apt("install", "-y", "-qq", "--no-install-recommends", *missing)
+
+
+def _missing(packages: dict[str, str]) -> list[str]:
+    return [name for name, file in packages.items() if not Path(file).exists()]
 
 
 def unpack_prometheus() -> Path:
@@ -51,7 +56,11 @@ def unpack_prometheus() -> Path:
     if (programs / "promtool").exists():
         return programs
     preflight.program("apt-get")
-    with step("Prometheus"), tempfile.TemporaryDirectory(dir=cache()) as folder:
+    with (
+        exclusive("apt"),
+        step("Prometheus"),
+        tempfile.TemporaryDirectory(dir=cache()) as folder,
+    ):
         try:
             _apt("download", "-qq", "prometheus", cwd=folder)
         except ClusterError:

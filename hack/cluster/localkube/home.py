@@ -60,6 +60,6 @@ def exclusive(name: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"  waiting for another process that makes the {name} of this cache")
+            say(f"  waiting for another process of this cache ({name})")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -38,6 +38,7 @@ state = "/run/containerd"
 """
 
 # A TTL of 1 s: tests look at names that come and go.
+# hack/cluster/coredns holds these plugins and no others.
 _COREFILE = """\
 .:53 {{
   bind {address}

@@ -9,7 +9,7 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .home import ClusterError, clusters
+from .home import ClusterError, clusters, exclusive
 
 LOOPBACK = "127.0.0.1"
 
@@ -153,11 +153,21 @@ class Settings:
     def new(
         cls, name: str, *, slot: int | None, gpus: int, node_grace: int | None, port: int | None
     ) -> Settings:
-        """Choose ports; nothing is written yet.
+        """Choose ports and write everything to the state folder.
 
         Raises:
             ClusterError: the wanted port can't be used.
         """
+        # Another cluster that starts at this moment does not listen on its ports yet.
+        with exclusive("ports"):
+            chosen = cls._choose(name, slot, gpus, node_grace, port)
+            chosen.save()
+        return chosen
+
+    @classmethod
+    def _choose(
+        cls, name: str, slot: int | None, gpus: int, node_grace: int | None, port: int | None
+    ) -> Settings:
         ports = free_ports(5)
         if port is not None:
             if not _is_free(port):
@@ -181,14 +191,32 @@ def state_folder(name: str) -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return distinct ports that nobody listens on now, in random order."""
+    """Return distinct ports that nobody listens on and no cluster of this cache has chosen."""
     found: list[int] = []
+    chosen = _chosen_ports()
     for port in random.sample(_PORTS, len(_PORTS)):
-        if _is_free(port):
+        if port not in chosen and _is_free(port):
             found.append(port)
         if len(found) == count:
             return found
     raise ClusterError(f"no {count} free ports between {_PORTS.start} and {_PORTS.stop}")
+
+
+def _chosen_ports() -> set[int]:
+    """Return the ports in the settings of every cluster."""
+    every = (Settings.load(folder.name) for folder in clusters().glob("*") if folder.is_dir())
+    return {
+        port
+        for each in every
+        if each
+        for port in (
+            each.api_port,
+            each.etcd_port,
+            each.etcd_peer_port,
+            each.controller_manager_port,
+            each.scheduler_port,
+        )
+    }
 
 
 def _is_free(port: int) -> bool:

@@ -1,28 +1,18 @@
-"""Buffers of torch for weights that are being read."""
+"""Tensors of torch that are filled by their bytes: a model's first weights, and each version's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rollout_worker.checkpoints import Entry
-from rollout_worker.engine import WeightsRejected
+from rollout_worker.engine import Entry, WeightsRejected
+from rollout_worker.engines.dtypes import TORCH_DTYPES
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES = {name: dtype for name, dtype in TORCH_DTYPES.items() if not name.startswith("F8")}
+"""What transformers computes with."""
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -34,7 +24,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class Buffers:
-    """Takes tensors one after another as `weights.read` reads them.
+    """The engine's `Sink`: takes tensors one after another.
 
     Each is turned into its compute dtype and moved to the device as soon as it is complete, so that
     reading another dtype costs one tensor more, not a second model. `dtype`: one for all floating
@@ -42,16 +32,25 @@ class Buffers:
     their hash alone.
     """
 
+    memory: Literal["host"] = "host"
+
     def __init__(
         self, dtype: torch.dtype | Mapping[str, torch.dtype] | None, device: torch.device
     ) -> None:
         self._dtype = dtype
         self._device = device
         self._current: tuple[Entry, Tensor] | None = None
-        self._tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
+        """Those that are complete, under their names."""
+        self.sealed = False
+
+    @property
+    def nbytes(self) -> int:
+        """See `Sink.nbytes`."""
+        return sum(map(nbytes, self.tensors.values()))
 
     def allocate(self, entry: Entry) -> memoryview | None:
-        """Return where the bytes of `entry` go; what came before is complete."""
+        """See `Sink.allocate`."""
         self._settle()
         if isinstance(self._dtype, Mapping) and entry.name not in self._dtype:
             return None
@@ -65,10 +64,14 @@ class Buffers:
         self._current = (entry, raw)
         return bytes_of(raw)
 
-    def finish(self) -> dict[str, Tensor]:
-        """Return all tensors under their names."""
+    def seal(self) -> None:
+        """See `Sink.seal`."""
         self._settle()
-        return self._tensors
+        self.sealed = True
+
+    def close(self) -> None:
+        """See `Sink.close`; who has taken `tensors` keeps them."""
+        self._current, self.tensors, self.sealed = None, {}, False
 
     def _settle(self) -> None:
         if self._current is None:
@@ -82,4 +85,9 @@ class Buffers:
             dtype = tensor.dtype
         else:
             dtype = self._dtype
-        self._tensors[entry.name] = tensor.to(self._device, dtype)
+        self.tensors[entry.name] = tensor.to(self._device, dtype)
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Return the size of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()

@@ -13,7 +13,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Protocol
 
 from rollout_worker.engine import EngineDelta, KvPolicy
@@ -21,6 +20,7 @@ from rollout_worker.schemas import CHECKPOINT, AbortReason, WeightsId
 
 from .forward import Feed, Forward
 from .kv import KvRows
+from .metrics import Census, Totals
 from .pace import Pace
 from .sampling import Sampler
 from .sequence import Sequence
@@ -44,25 +44,6 @@ class WeightSets(Protocol):
     def release_pinned(self) -> None:
         """Give the former set back; nobody needs it any more."""
         ...
-
-
-@dataclass(slots=True)
-class Totals:
-    """What happened since the start, for `metrics`."""
-
-    steps: int = 0
-    step_seconds: float = 0.0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Census:
-    """Who runs, which of them on the former weights, and how many wait."""
-
-    running: frozenset[str] = frozenset()
-    queued: int = 0
-    pinned: frozenset[str] = frozenset()
 
 
 class Core:

@@ -1,8 +1,8 @@
 """The adapter: `Engine` of the worker's contract on top of the step thread.
 
 Everything here runs in the worker's asyncio loop. The core and the model belong to the step thread
-(`thread.py`), which answers commands at step boundaries; loading, reading and spilling weights run
-in threads of their own, so that neither the loop nor an abort ever waits for a disk.
+(`thread.py`), which answers commands at step boundaries; loading and spilling weights run in threads
+of their own, so that neither the loop nor an abort ever waits for a disk.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import contextlib
 import gc
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import transformers
@@ -26,19 +26,16 @@ from rollout_worker.engine import (
     EngineInfo,
     EngineRequest,
     EngineStats,
+    Entry,
     InvalidRequest,
+    KvPolicy,
+    Refill,
+    Sink,
 )
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.folder import decode
-from rollout_worker.engines.forwarding import HandsOnWeights
-from rollout_worker.engines.slot import in_thread
-from rollout_worker.schemas import (
-    AbortReason,
-    Progress,
-    Resident,
-    StopReason,
-)
-from rollout_worker.weights import ReadCancelled
+from rollout_worker.schemas import AbortReason, MemoryTag, Progress, Resident, StopReason, WeightsId
+from rollout_worker.sources.files import ReadCancelled
+from rollout_worker.threads import in_thread
 
 from . import metrics, settings
 from .core import Core, Delivery
@@ -46,7 +43,6 @@ from .intake import check, sequence_of
 from .loading import Loaded, load
 from .memory import release_freed, settle_heap
 from .parts import Parts, assemble, capabilities
-from .versions import Versions
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +60,7 @@ class _Stream:
     deltas: asyncio.Queue[EngineDelta]
 
 
-class HfEngine(HandsOnWeights):
+class HfEngine:
     """Serves one transformers model."""
 
     def __init__(self, options: EngineOptions) -> None:
@@ -73,7 +69,6 @@ class HfEngine(HandsOnWeights):
         self._parts: Parts | None = None
         self._streams: dict[str, _Stream] = {}
         self._arrivals = 0
-        self._entering: set[str] = set()  # handed to the step thread, not in its queue yet
         self._give_up = threading.Event()
         self._ended: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -109,9 +104,9 @@ class HfEngine(HandsOnWeights):
             engine_version=transformers.__version__,
             model=str(self._options.model),
             max_length=loaded.max_length,
-            vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             root_hash=loaded.root_hash,
+            layout=loaded.layout,
         )
 
     async def stop(self) -> None:
@@ -128,7 +123,7 @@ class HfEngine(HandsOnWeights):
         with contextlib.suppress(EngineCrashed, TimeoutError):
             end = parts.thread.call(lambda: parts.core.abort(None, AbortReason.ENGINE))
             await asyncio.wait_for(asyncio.wrap_future(end), STOP_SECONDS)
-        await parts.versions.close()
+        parts.memory.forget_spill()
         if not await asyncio.to_thread(parts.thread.stop, STOP_SECONDS):
             logger.error("the step thread did not end within %.0f s", STOP_SECONDS)
         self._end_streams("the engine was stopped")
@@ -160,18 +155,13 @@ class HfEngine(HandsOnWeights):
 
     async def _enter(self, parts: Parts, stream: _Stream) -> None:
         self._arrivals += 1
-        arrival, name = self._arrivals, stream.request.request_id
-        self._entering.add(name)
+        arrival = self._arrivals
 
         def enter() -> None:
-            sequence = sequence_of(stream.request, parts.loaded, arrival, stream.deltas.put_nowait)
-            self._entering.discard(name)
-            parts.core.add(sequence)
+            sink = stream.deltas.put_nowait
+            parts.core.add(sequence_of(stream.request, parts.loaded, arrival, sink))
 
-        try:
-            await asyncio.wrap_future(parts.thread.call(enter))
-        finally:
-            self._entering.discard(name)
+        await asyncio.wrap_future(parts.thread.call(enter))
 
     async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
         """See `Engine.abort`."""
@@ -201,6 +191,24 @@ class HfEngine(HandsOnWeights):
 
         await self._command(resume)
 
+    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
+        """See `Engine.open_slot`; the engine itself never asks for one on disk."""
+        return self._live().versions.open_slot()
+
+    async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
+        """See `Engine.commit`."""
+        await self._live().versions.commit(identity, sink, kv)
+
+    async def sleep(
+        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: Refill
+    ) -> None:
+        """See `Engine.sleep`."""
+        await self._live().versions.sleep(level, tags)
+
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+        """See `Engine.wake`."""
+        await self._live().versions.wake(tags, refill)
+
     async def reset_cache(self) -> None:
         """Do nothing: no prefix outlives its request here."""
 
@@ -208,13 +216,11 @@ class HfEngine(HandsOnWeights):
         """See `Engine.stats`."""
         parts = self._parts
         if parts is None:
-            return EngineStats(0, 0, Resident(weights=False, kv_cache=False))
+            return EngineStats(0, Resident(weights=False, kv_cache=False))
         census = parts.core.census
         return EngineStats(
             running=len(census.running),
-            queued=census.queued + len(self._entering),
             resident=parts.versions.resident(),
-            resident_bytes=parts.versions.resident_bytes(),
             running_ids=census.running,
             pinned_ids=census.pinned,
         )
@@ -227,14 +233,10 @@ class HfEngine(HandsOnWeights):
 
     def metrics(self) -> str:
         """See `Engine.metrics`."""
-        return metrics.render(self._parts.core, self._parts.kv) if self._parts else ""
-
-    def decode(self, token_ids: Collection[int]) -> str:
-        """Return the text of token ids without special tokens."""
-        return decode(self._live().loaded.tokenizer, token_ids, special=False)
-
-    def _versions_of(self) -> Versions:
-        return self._live().versions
+        parts = self._parts
+        if parts is None:
+            return ""
+        return metrics.render(parts.core.totals, parts.core.census, parts.kv, parts.memory)
 
     def _live(self) -> Parts:
         if self._ended is not None:

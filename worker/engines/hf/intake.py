@@ -8,11 +8,11 @@ from dataclasses import replace
 from rollout_worker.engine import EngineDelta, EngineRequest, InvalidRequest
 from rollout_worker.engines.fitting import check_fits, stop_ids
 from rollout_worker.engines.folder import decode
+from rollout_worker.engines.stopping import StopChecker
 
 from .loading import Loaded
 from .processing import SamplerState
 from .sequence import Sequence
-from .stopping import StopChecker
 
 
 def check(request: EngineRequest, loaded: Loaded) -> None:

@@ -12,12 +12,13 @@ import transformers
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from rollout_worker import weights
-from rollout_worker.checkpoints import Source, open_source
-from rollout_worker.engine import EngineError
+from rollout_worker.engine import EngineError, Layout
 from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.checkpoint import dtype_of
 from rollout_worker.engines.folder import eos_ids, load_tokenizer, max_length, read_config
 from rollout_worker.schemas import Progress
+from rollout_worker.sources.files import Source, open_source, read
+from rollout_worker.weights import OUTPUT_HEAD
 
 from .attention import implementation
 from .buffers import Buffers
@@ -35,7 +36,7 @@ class Loaded:
 
     model: Any
     tokenizer: Any | None
-    layout: weights.Layout
+    layout: Layout
     targets: dict[str, Tensor]
     root_hash: str
     eos_token_ids: frozenset[int]
@@ -105,9 +106,9 @@ def _read(
         for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     )
     buffers = Buffers(None if precise else dtype, torch.device("cpu"))
-    everything = weights.Layout({e.name: e.spec for e in source.entries}, {}, {})
-    root = weights.read(source, everything, buffers.allocate, advance, cancelled)
-    return buffers.finish(), root
+    root = read(source, {}, buffers.allocate, advance, cancelled)
+    buffers.seal()
+    return buffers.tensors, root
 
 
 def _config(options: EngineOptions) -> Any:
@@ -136,9 +137,7 @@ def _dtype(options: EngineOptions, config: Any, source: Source) -> torch.dtype:
     named = getattr(config, "dtype", None)
     if isinstance(named, torch.dtype):
         return named
-    kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    found = [kinds[entry.spec.dtype] for entry in source.entries if entry.spec.dtype in kinds]
-    return found[0] if found else torch.float32
+    return _as_dtype(dtype_of(source.entries) or "float32")
 
 
 def _emulates_bfloat16() -> bool:
@@ -146,11 +145,8 @@ def _emulates_bfloat16() -> bool:
 
 
 def _as_dtype(name: str) -> torch.dtype:
-    return {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _device(options: EngineOptions) -> torch.device:
@@ -185,13 +181,13 @@ def _build(config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, settings
     return model.eval().requires_grad_(False)
 
 
-def _layout(model: Any, source: Source) -> tuple[weights.Layout, dict[str, Tensor]]:
+def _layout(model: Any, source: Source) -> tuple[Layout, dict[str, Tensor]]:
     """Return what a version of this model must hold, and where it goes."""
     held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     held |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
     specs = {entry.name: entry.spec for entry in source.entries}
     canonical: dict[int, str] = {}
-    for name in sorted(specs, key=lambda name: (name == weights.OUTPUT_HEAD, name)):
+    for name in sorted(specs, key=lambda name: (name == OUTPUT_HEAD, name)):
         if name in held:
             canonical.setdefault(id(held[name]), name)
     tied = {
@@ -207,4 +203,4 @@ def _layout(model: Any, source: Source) -> tuple[weights.Layout, dict[str, Tenso
         # transformers renames or fuses tensors of some models while loading them.
         logger.warning("weights of this model cannot be updated: no %s in it", uncovered[0])
     targets = {} if uncovered else {name: held[name] for name in required}
-    return weights.Layout(required, optional, tied), targets
+    return Layout(required, optional, tied), targets

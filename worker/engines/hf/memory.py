@@ -1,7 +1,7 @@
 """The model's weights in memory: swapped for new ones, spilled to a file, dropped.
 
-`Memory` never runs while a step runs; the engine sees to that. Staging is apart (`stage`): it fills
-buffers of its own beside the serving weights.
+`Memory` never runs while a step runs; the engine sees to that. New weights come in buffers of their
+own beside the serving ones (`buffers`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import gc
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rollout_worker import weights
-from rollout_worker.checkpoints import open_source
-from rollout_worker.engine import EngineError, StageProgress, WeightsRejected
+from rollout_worker.engine import EngineError, WeightsRejected
 
-from .buffers import Buffers, bytes_of
+from .buffers import Buffers, bytes_of, nbytes
 from .loading import Loaded
 
 NOT_UPDATABLE = (
@@ -33,32 +30,20 @@ NOT_UPDATABLE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A verified version beside the serving one."""
-
-    tensors: dict[str, Tensor]
-    root_hash: str
-    bytes_total: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds in memory."""
-        return sum(map(_nbytes, self.tensors.values()))
+CHUNK_BYTES = 8 << 20
+"""What is written to a spill file at once."""
 
 
 class Memory:
     """Holds the tensors of one model and what became of them."""
 
     def __init__(self, loaded: Loaded, spill_dir: Path | None) -> None:
-        self._layout = loaded.layout
         self._targets = loaded.targets
         self._all = _distinct(loaded.model)
         self._spill_dir = spill_dir
         self._spill: _Spill | None = None
         self._pinned: list[tuple[Tensor, Tensor]] = []
         self._active: list[tuple[Tensor, Tensor]] = []
-        self.root_hash = loaded.root_hash
         self.resident = True
 
     @property
@@ -69,41 +54,32 @@ class Memory:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights that are in memory, those of pinned outputs included."""
-        pinned = sum(_nbytes(tensor) for _, tensor in self._pinned)
-        return sum(map(_nbytes, self._all)) + pinned
+        return sum(map(nbytes, self._all)) + sum(nbytes(tensor) for _, tensor in self._pinned)
 
-    def stage(
-        self,
-        path: Path,
-        roots: tuple[Path, ...],
-        progress: StageProgress,
-        cancelled: Callable[[], bool],
-    ) -> Staged:
-        """Read and verify a version; blocks, and touches nothing that serves."""
+    def buffers(self) -> Buffers:
+        """Return buffers for another version of the weights.
+
+        Raises:
+            WeightsRejected: this model's can't be put in place.
+        """
         if not self.updatable:
             raise WeightsRejected(NOT_UPDATABLE)
-        source = open_source(path, roots=roots)
-        self._layout.check(source)
         like = next(iter(self._targets.values()))
-        dtypes = {name: tensor.dtype for name, tensor in self._targets.items()}
-        buffers = Buffers(dtypes, like.device)
-        root = weights.read(source, self._layout, buffers.allocate, progress, cancelled)
-        return Staged(buffers.finish(), root, source.bytes_total)
+        return Buffers({name: t.dtype for name, t in self._targets.items()}, like.device)
 
-    def swap(self, staged: Staged, *, pin: bool = False) -> None:
-        """Make a staged version the serving one; pointers only, whatever the size.
+    def swap(self, tensors: Mapping[str, Tensor], *, pin: bool = False) -> None:
+        """Make these tensors the serving ones; pointers only, whatever the size.
 
-        With `pin` the former one stays for `use` until `release_pinned`, in place of any kept
+        With `pin` the former ones stay for `use` until `release_pinned`, in place of any kept
         before.
         """
-        pairs = [(self._targets[name], staged.tensors[name]) for name in self._targets]
+        pairs = [(self._targets[name], tensors[name]) for name in self._targets]
         for target, tensor in pairs:
             if target.dtype != tensor.dtype:
                 raise RuntimeError("a staged tensor has another dtype than the model's")
         self._pinned = [(target, target.data) for target, _ in pairs] if pin else []
         self._active = pairs if pin else []
         _point(pairs)
-        self.root_hash = staged.root_hash
         self.resident = True
 
     def use(self, *, pinned: bool) -> None:
@@ -186,7 +162,7 @@ class _Spill:
         view = bytes_of(tensor.detach().cpu().contiguous())
         digest = xxhash.xxh3_128()
         while view:
-            count = self._file.write(view[: weights.CHUNK_BYTES])
+            count = self._file.write(view[:CHUNK_BYTES])
             digest.update(view[:count])
             view = view[count:]
         self._digests.append(digest.digest())
@@ -198,7 +174,7 @@ class _Spill:
             tensor = torch.empty(shape, dtype=dtype)
             view, digest = bytes_of(tensor), xxhash.xxh3_128()
             while view:
-                count = self._file.readinto(view[: weights.CHUNK_BYTES])
+                count = self._file.readinto(view[:CHUNK_BYTES])
                 if not count:
                     raise OSError("it ends early")
                 digest.update(view[:count])
@@ -220,10 +196,6 @@ def _point(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 def _distinct(model: Any) -> list[Tensor]:
     """Return the tensors of a model, tied ones once."""
     return [parameter for _, parameter in model.named_parameters()]
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def settle_heap() -> None:

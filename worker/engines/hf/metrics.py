@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from .core import Core
+from dataclasses import dataclass
+
 from .kv import KvRows
+from .memory import Memory
 
 
-def render(core: Core, kv: KvRows) -> str:
+@dataclass(slots=True)
+class Totals:
+    """What happened since the start, for `metrics`."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Who runs, which of them on the former weights, and how many wait."""
+
+    running: frozenset[str] = frozenset()
+    queued: int = 0
+    pinned: frozenset[str] = frozenset()
+
+
+def render(totals: Totals, census: Census, kv: KvRows, memory: Memory) -> str:
     """Return the page."""
-    totals = core.totals
     rows = (
         ("hf_engine_steps_total", "counter", "Steps made.", totals.steps),
         ("hf_engine_step_seconds_total", "counter", "Time in steps.", totals.step_seconds),
@@ -24,9 +44,15 @@ def render(core: Core, kv: KvRows) -> str:
             "Tokens fed one by one.",
             totals.decode_tokens,
         ),
-        ("hf_engine_batch_rows", "gauge", "Outputs in the batch.", len(core.census.running)),
-        ("hf_engine_waiting", "gauge", "Outputs waiting for a row.", core.census.queued),
+        ("hf_engine_batch_rows", "gauge", "Outputs in the batch.", len(census.running)),
+        ("hf_engine_waiting", "gauge", "Outputs waiting for a row.", census.queued),
         ("hf_engine_kv_cache_bytes", "gauge", "Memory of keys and values.", kv.nbytes),
+        (
+            "hf_engine_weights_bytes",
+            "gauge",
+            "Memory of the weights, those of pinned outputs included.",
+            memory.nbytes,
+        ),
     )
     lines = []
     for name, kind, text, value in rows:

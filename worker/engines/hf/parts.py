@@ -32,6 +32,7 @@ class Parts:
 
     loaded: Loaded
     kv: KvRows
+    memory: Memory
     core: Core
     thread: StepThread
     versions: Versions
@@ -67,15 +68,7 @@ def assemble(
         pace=Pace(settings.prefill_tokens, PREFILL_TOKENS[loaded.device]),
     )
     thread = StepThread(core, on_crash)
-    versions = Versions(
-        memory,
-        kv,
-        core,
-        thread,
-        checkpoint=options.model,
-        roots=options.weights_roots,
-    )
-    return Parts(loaded, kv, core, thread, versions)
+    return Parts(loaded, kv, memory, core, thread, Versions(memory, core, thread))
 
 
 def capabilities(*, stop_strings: bool, reloads: bool) -> Capabilities:

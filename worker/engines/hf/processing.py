@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_worker.engines.drawing import MAX_BIAS, penalise
 from rollout_worker.schemas import SamplingParams
-
-MAX_BIAS = 1e30
-"""Beyond, sums leave the range of float32; it is as good as infinite already."""
 
 _ALL, _NEVER = 2**62, 2.0
 """No `top_k`, and a `top_p` that no sum reaches."""
@@ -169,16 +167,13 @@ class _Penalties:
             (max(1 / MAX_BIAS, p.repetition_penalty), p.presence_penalty, p.frequency_penalty)
             for p in params
         ]
-        self._factors = torch.tensor(factors, device=device).unsqueeze(2).unbind(1)
+        repetition, presence, frequency = (
+            torch.tensor(factors, device=device).unsqueeze(2).unbind(1)
+        )
+        self._factors = (repetition, presence, frequency)
 
     def apply(self, work: Tensor) -> None:
-        repetition, presence, frequency = self._factors
-        made = self._made > 0
-        part = work[self._at]
-        repeated = torch.where(part > 0, part / repetition, part * repetition)
-        part = torch.where(self._prompts | made, repeated, part)
-        part = part - presence * made - frequency * self._made
-        work[self._at] = part.clamp_(max=MAX_BIAS)
+        work[self._at] = penalise(work[self._at], self._prompts, self._made, self._factors)
 
     def count(self, tokens: Tensor) -> None:
         places = torch.arange(len(self._at), device=tokens.device)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_worker.engines.drawing import invert
 from rollout_worker.schemas import LogprobsOf
 
 from .processing import Processing, SamplerState
@@ -95,7 +96,7 @@ class Sampler:
     def _tokens(batch: _Batch, work: Tensor, blocks: Tensor, cumulative: Tensor) -> Tensor:
         if batch.all_greedy:
             return work.argmax(dim=-1)
-        tokens = _invert(blocks, cumulative, batch.uniforms()).clamp_(max=work.shape[1] - 1)
+        tokens = invert(blocks, cumulative, batch.uniforms()).clamp_(max=work.shape[1] - 1)
         if batch.greedy is not None:
             tokens[batch.greedy] = work[batch.greedy].argmax(dim=-1)
         return tokens
@@ -107,25 +108,6 @@ class Sampler:
         if len(self._work) < count or self._work.shape[1] != width:
             self._work = torch.empty(count, width, device=logits.device)
             self._mass = torch.zeros(count, width, device=logits.device)  # beyond V it stays 0
-
-
-def _invert(blocks: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
-    """Return for each row the token at its uniform number of the cumulative distribution.
-
-    `blocks` [B, N, 64] masses, `cumulative` [B, N] sums up to the end of each block.
-    """
-    target = _below(uniforms.unsqueeze(1) * cumulative[:, -1:], cumulative[:, -1:])
-    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
-    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
-    inner = blocks.gather(1, block.unsqueeze(2).expand(-1, -1, BLOCK)).squeeze(1)
-    inner = inner.double().cumsum(dim=-1)
-    place = torch.searchsorted(inner, _below(target - before, inner[:, -1:]), right=True)
-    return (block * BLOCK + place.clamp_(max=BLOCK - 1)).squeeze(1)
-
-
-def _below(target: Tensor, total: Tensor) -> Tensor:
-    """Keep strictly below the total, so that the first sum above is of a possible token."""
-    return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
 
 
 class _Batch:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollout_worker.engine import EngineDelta, EngineRequest
+from rollout_worker.engines.stopping import StopChecker, Verdict
 from rollout_worker.schemas import (
     AbortReason,
     LogprobsOf,
@@ -18,7 +19,6 @@ from rollout_worker.schemas import (
 
 from .processing import SamplerState
 from .sampling import random_key
-from .stopping import StopChecker, Verdict
 
 
 @dataclass(slots=True, eq=False)

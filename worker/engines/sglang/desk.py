@@ -160,12 +160,6 @@ class Desk:
         live = (stream for stream in self._posted.values() if stream is not None)
         return frozenset(stream.request.request_id for stream in live if stream.produced)
 
-    @property
-    def queued(self) -> int:
-        """How many requests wait, here or for their first token."""
-        posted = sum(s is not None and not s.produced for s in self._posted.values())
-        return posted + sum(not stream.done for stream in self._queue)
-
     def stuck(self, deadline: float) -> str | None:
         """Say so if nothing has come for too long of requests that run, or of an order to rest."""
         if self._ordered_at is not None:

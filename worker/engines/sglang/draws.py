@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_BIAS = 1e30
-"""Beyond, sums leave the range of float32; it is as good as infinite already."""
+from rollout_worker.engines.drawing import MAX_BIAS, invert, penalise
 
 BLOCK = 128
 """Tokens that are summed first when one is drawn; usual vocabularies are multiples of it."""
@@ -145,11 +144,7 @@ class Rows:
         prompts = torch.stack([row.in_prompt for row in rows if row.in_prompt is not None])
         factors = torch.tensor([row.asks["penalties"] for row in rows], device=self._device)
         repetition, presence, frequency = factors.unsqueeze(2).unbind(1)
-        part = logits[at]
-        repeated = torch.where(part > 0, part / repetition, part * repetition)
-        part = torch.where(prompts | (made > 0), repeated, part)
-        part = part - presence * (made > 0) - frequency * made
-        logits[at] = part.clamp(max=MAX_BIAS)
+        logits[at] = penalise(logits[at], prompts, made, (repetition, presence, frequency))
 
     def _withhold(self, logits: Tensor, positions: Tensor) -> None:
         """Forbid what would end an output that has not reached `min_tokens` yet."""
@@ -255,20 +250,7 @@ def pick(weights: Tensor, numbers: Tensor) -> Tensor:
     if count % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, -count % BLOCK))
     blocks = weights.reshape(len(weights), -1, BLOCK)
-    sums = blocks.sum(dim=-1).double()
-    upto = sums.cumsum(dim=-1)
-    target = _below(numbers.unsqueeze(1) * upto[:, -1:], upto[:, -1:])
-    chosen = torch.searchsorted(upto, target, right=True)
-    inside = blocks.gather(1, chosen.unsqueeze(2).expand(-1, -1, BLOCK)).squeeze(1)
-    within = inside.double().cumsum(dim=-1)
-    rest = (target - (upto - sums).gather(1, chosen)).clamp(min=0)
-    found = torch.searchsorted(within, _below(rest, within[:, -1:]), right=True)
-    return (chosen * BLOCK + found).squeeze(1)
-
-
-def _below(numbers: Tensor, ends: Tensor) -> Tensor:
-    """Keep numbers strictly below `ends`: the first sum above them belongs to a possible token."""
-    return torch.minimum(numbers, torch.nextafter(ends, torch.zeros_like(ends)))
+    return invert(blocks, blocks.sum(dim=-1).double().cumsum(dim=-1), numbers)
 
 
 def uniform(seeds: Tensor, produced: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from rollout_worker.engine import (
     EngineCrashed,
@@ -18,36 +18,40 @@ from rollout_worker.engine import (
     EngineInfo,
     EngineRequest,
     EngineStats,
+    Entry,
     InvalidRequest,
+    KvPolicy,
+    Refill,
+    Sink,
 )
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.forwarding import HandsOnWeights
-from rollout_worker.engines.slot import in_thread
+from rollout_worker.engines.checkpoint import hash_of
 from rollout_worker.schemas import (
     CHECKPOINT,
     AbortReason,
     Capabilities,
+    MemoryTag,
     Progress,
     Resident,
+    WeightsId,
 )
-from rollout_worker.weights import ReadCancelled
+from rollout_worker.sources.files import ReadCancelled
+from rollout_worker.threads import in_thread
 
 from . import settings
 from .bridge import Bridge, CallFailed
 from .checks import capabilities, check
 from .desk import Desk
-from .model import Model, read_model, root_hash
-from .process import Process
+from .metrics import Page
+from .model import Model, read_model
+from .process import Process, milestone
 from .streams import Stream
 from .versions import Versions
 
 logger = logging.getLogger(__name__)
 
-METRICS_SECONDS = 1.0
-"""How old the child's page of metrics may be, and how long a fresh one may take."""
 
-
-class SglangEngine(HandsOnWeights):
+class SglangEngine:
     """Serves one model by one child of SGLang."""
 
     def __init__(self, options: EngineOptions) -> None:
@@ -63,8 +67,7 @@ class SglangEngine(HandsOnWeights):
         self._model: Model | None = None
         self._desk: Desk | None = None
         self._versions: Versions | None = None
-        self._page = ""
-        self._paging: asyncio.Task[None] | None = None
+        self._page: Page | None = None
         self.capabilities: Capabilities = capabilities(tokenizer=True, facts={})
 
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
@@ -74,7 +77,7 @@ class SglangEngine(HandsOnWeights):
             model = await in_thread(lambda _: read_model(self._options), self._give_up)
             self._model = model
             bridge = self._launch(model, report)
-            hashing = asyncio.create_task(self._hash(model))
+            hashing = asyncio.create_task(self._hash())
             try:
                 facts = await bridge.ready
             finally:
@@ -87,16 +90,16 @@ class SglangEngine(HandsOnWeights):
         except EngineCrashed as error:
             words = self._process.last_words() if self._process else ""
             raise EngineError(f"SGLang did not start: {words or error}") from error
-        self._assemble(model, bridge, digest, facts)
+        self._assemble(model, bridge, facts)
         logger.info("serving %s, weights %s", self._options.model, digest)
         return EngineInfo(
             engine="sglang",
             engine_version=facts["version"],
             model=str(self._options.model),
             max_length=model.max_length,
-            vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             root_hash=digest,
+            layout=model.layout,
         )
 
     def _launch(self, model: Model, report: Callable[[Progress], None]) -> Bridge:
@@ -104,12 +107,12 @@ class SglangEngine(HandsOnWeights):
         bridge.on_progress = lambda text: report(Progress(message=text))
 
         def line(text: str) -> None:
-            progress = _milestone(text)
+            progress = milestone(text)
             if progress is not None and not bridge.ready.done():
                 report(Progress(message=progress))
 
         process = self._process = Process(self._die, line)
-        cpu = self._on_cpu()
+        cpu = settings.on_cpu(self._options)
         flags = settings.child_flags(self._options, self._settings, model, cpu)
         report(Progress(message="starting SGLang"))
         sock = process.start(self._settings.python, flags, settings.environ(cpu))
@@ -120,20 +123,13 @@ class SglangEngine(HandsOnWeights):
         await bridge.run(sock)
         self._die("SGLang's process closed its end of the bridge")
 
-    def _on_cpu(self) -> bool:
-        if self._options.device != "auto":
-            return self._options.device == "cpu"
-        from pathlib import Path
+    async def _hash(self) -> str:
+        def work(cancelled: Callable[[], bool]) -> str:
+            return hash_of(self._options.model, lambda *_: None, cancelled)
 
-        return not Path("/dev/nvidiactl").exists()
+        return await in_thread(work, self._give_up)
 
-    async def _hash(self, model: Model) -> str:
-        return await in_thread(
-            lambda cancelled: root_hash(self._options, model, lambda *_: None, cancelled),
-            self._give_up,
-        )
-
-    def _assemble(self, model: Model, bridge: Bridge, digest: str, facts: dict[str, Any]) -> None:
+    def _assemble(self, model: Model, bridge: Bridge, facts: dict[str, Any]) -> None:
         assert self._process is not None
         self._process.watch_descendants()
         room = facts["max_tokens"] - settings.SLACK_TOKENS
@@ -143,9 +139,8 @@ class SglangEngine(HandsOnWeights):
                 "raise max_batch_tokens or lower max_length"
             )
         self._desk = Desk(bridge, int(facts["max_running"]), CHECKPOINT)
-        self._versions = Versions(
-            self._options, model, bridge, self._desk, digest, facts, self._die
-        )
+        self._page = Page(bridge)
+        self._versions = Versions(self._options, model, bridge, self._desk, facts, self._die)
         self.capabilities = capabilities(tokenizer=model.tokenizer is not None, facts=facts)
 
     async def stop(self) -> None:
@@ -165,7 +160,7 @@ class SglangEngine(HandsOnWeights):
                 await self._reading
             self._reading = None
         if self._versions is not None:
-            await self._versions.close()
+            self._versions.forget_spill()
 
     def _die(self, why: str) -> None:
         """The child is dead or in an unknown state; what ran on it ends."""
@@ -236,9 +231,27 @@ class SglangEngine(HandsOnWeights):
     async def resume(self) -> None:
         """See `Engine.resume`."""
         desk = self._live()
-        if not self._versions_of().awake:
+        if not self._weights().awake:
             raise EngineError("the engine is asleep: wake it before it is resumed")
         await self._calling(desk.resume())
+
+    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
+        """See `Engine.open_slot`; the engine itself never asks for one on disk."""
+        return self._weights().open_slot(entries)
+
+    async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
+        """See `Engine.commit`."""
+        await self._weights().commit(identity, sink, kv)
+
+    async def sleep(
+        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: Refill
+    ) -> None:
+        """See `Engine.sleep`."""
+        await self._weights().sleep(level, tags)
+
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+        """See `Engine.wake`."""
+        await self._weights().wake(tags, refill)
 
     async def reset_cache(self) -> None:
         """Forget reusable prefixes; SGLang does so only while nothing runs, else they age."""
@@ -249,13 +262,11 @@ class SglangEngine(HandsOnWeights):
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
         if self._desk is None or self._versions is None:
-            return EngineStats(0, 0, Resident(weights=False, kv_cache=False))
+            return EngineStats(0, Resident(weights=False, kv_cache=False))
         running = self._desk.running
         return EngineStats(
             running=len(running),
-            queued=self._desk.queued,
             resident=self._versions.resident(),
-            resident_bytes=self._versions.resident_bytes(),
             running_ids=running,
         )
 
@@ -266,22 +277,8 @@ class SglangEngine(HandsOnWeights):
         return self._desk.stuck(self._settings.step_deadline_seconds)
 
     def metrics(self) -> str:
-        """Return the child's latest page, and ask for the next one."""
-        if self._desk is not None and (self._paging is None or self._paging.done()):
-            with contextlib.suppress(RuntimeError):  # called outside the loop: no news
-                self._paging = asyncio.get_running_loop().create_task(self._turn_page())
-        return self._page
-
-    async def _turn_page(self) -> None:
-        assert self._bridge is not None
-        with contextlib.suppress(EngineError, CallFailed):
-            self._page = await self._bridge.call("metrics")
-
-    def decode(self, token_ids: Collection[int]) -> str:
-        """Return the text of token ids without special tokens."""
-        if self._model is None:
-            raise EngineError("the engine is not started")
-        return self._model.plain_text(token_ids)
+        """Return the child's latest page."""
+        return "" if self._page is None else self._page.latest()
 
     def _live(self) -> Desk:
         if self._ended is not None:
@@ -290,7 +287,7 @@ class SglangEngine(HandsOnWeights):
             raise EngineError("the engine is not started")
         return self._desk
 
-    def _versions_of(self) -> Versions:
+    def _weights(self) -> Versions:
         self._live()
         assert self._versions is not None
         return self._versions
@@ -301,16 +298,3 @@ class SglangEngine(HandsOnWeights):
         except CallFailed as error:
             self._die(f"SGLang failed at a command: {error}")
             raise EngineCrashed(str(error)) from error
-
-
-def _milestone(line: str) -> str | None:
-    """Return what a line of SGLang's log says of its start."""
-    for sign, text in (
-        ("Load weight begin", "loading weights"),
-        ("Load weight end", "weights loaded"),
-        ("KV Cache is allocated", "KV cache allocated"),
-        ("Capture cuda graph begin", "capturing CUDA graphs"),
-    ):
-        if sign in line:
-            return text
-    return None

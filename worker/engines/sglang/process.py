@@ -200,3 +200,16 @@ def sweep() -> None:
         owner = folder.name.removeprefix(FOLDER).partition("-")[0]
         if owner.isdigit() and int(owner) != os.getpid() and not Path("/proc", owner).exists():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def milestone(line: str) -> str | None:
+    """Return what a line of SGLang's log says of its start."""
+    for sign, text in (
+        ("Load weight begin", "loading weights"),
+        ("Load weight end", "weights loaded"),
+        ("KV Cache is allocated", "KV cache allocated"),
+        ("Capture cuda graph begin", "capturing CUDA graphs"),
+    ):
+        if sign in line:
+            return text
+    return None

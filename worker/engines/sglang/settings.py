@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from rollout_worker.engine import EngineError
@@ -79,6 +80,13 @@ def parse(args: Sequence[str]) -> Settings:
         if meant and len(name) > 2:
             raise EngineError(f"engine.args of the sglang engine: {name}: {REFUSED[meant[0]]}")
     return Settings(known.python, known.step_deadline_seconds, tuple(flags))
+
+
+def on_cpu(options: EngineOptions) -> bool:
+    """Return whether the child is to compute on the CPU."""
+    if options.device != "auto":
+        return options.device == "cpu"
+    return not Path("/dev/nvidiactl").exists()
 
 
 def child_flags(options: EngineOptions, settings: Settings, model: Model, cpu: bool) -> list[str]:

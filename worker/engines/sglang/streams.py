@@ -15,7 +15,7 @@ from typing import Any
 
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.fitting import stop_ids
-from rollout_worker.engines.hf.stopping import StopChecker
+from rollout_worker.engines.stopping import StopChecker
 from rollout_worker.schemas import AbortReason, SamplingParams, StopReason, WeightsId, WeightsSpan
 
 Decode = Callable[[Sequence[int]], str]

@@ -1,7 +1,7 @@
 """The adapter: `Engine` of the worker's contract on top of vLLM's `AsyncLLM`.
 
-Everything here runs in the worker's asyncio loop; starting, stopping and reading weights run in
-threads, so that neither the loop nor an abort ever waits for a disk or a process.
+Everything here runs in the worker's asyncio loop; starting and stopping run in threads, so that
+neither the loop nor an abort ever waits for a disk or a process.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from rollout_worker import processes
 from rollout_worker.engine import (
     EngineCrashed,
     EngineDelta,
@@ -22,18 +22,23 @@ from rollout_worker.engine import (
     EngineInfo,
     EngineRequest,
     EngineStats,
+    Entry,
+    KvPolicy,
+    Refill,
+    Sink,
 )
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.folder import decode
-from rollout_worker.engines.forwarding import HandsOnWeights
+from rollout_worker.observe import processes
 from rollout_worker.schemas import (
     AbortReason,
     Capabilities,
     LogprobsOf,
+    MemoryTag,
     Progress,
     Resident,
+    WeightsId,
 )
-from rollout_worker.weights import ReadCancelled
+from rollout_worker.sources.files import ReadCancelled
 
 from . import launch, leftovers, settings
 from .gate import Gate
@@ -61,7 +66,7 @@ class _Parts:
     traffic: Traffic
 
 
-class VllmEngine(HandsOnWeights):
+class VllmEngine:
     """Serves one model with vLLM."""
 
     def __init__(self, options: EngineOptions) -> None:
@@ -77,26 +82,7 @@ class VllmEngine(HandsOnWeights):
 
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
         """See `Engine.start`."""
-        loop = asyncio.get_running_loop()
-
-        def relay(progress: Progress) -> None:
-            loop.call_soon_threadsafe(report, progress)
-
-        def work(cancelled: Callable[[], bool]) -> launch.Launched:
-            return launch.launch(self._options, self._settings, relay, cancelled)
-
-        starting = loop.run_in_executor(None, work, self._give_up.is_set)
-        try:
-            launched = await asyncio.shield(starting)
-        except ReadCancelled:
-            raise EngineError("the engine was stopped while it loaded") from None
-        except asyncio.CancelledError:
-            self._give_up.set()
-            await self._end_start()
-            done, _ = await asyncio.wait([starting], timeout=STOP_SECONDS)
-            for future in done:
-                future.exception()  # looked at: a start that was given up is no unheard error
-            raise
+        launched = await self._launch(report)
         report(Progress(message="warming up"))
         parts = await self._assemble(launched)
         try:
@@ -121,26 +107,39 @@ class VllmEngine(HandsOnWeights):
             engine_version=launched.version,
             model=str(self._options.model),
             max_length=model.max_length,
-            vocab_size=model.vocab_size,
             eos_token_ids=model.eos,
             root_hash=launched.root_hash,
+            layout=launched.layout,
         )
+
+    async def _launch(self, report: Callable[[Progress], None]) -> launch.Launched:
+        loop = asyncio.get_running_loop()
+
+        def relay(progress: Progress) -> None:
+            loop.call_soon_threadsafe(report, progress)
+
+        def work(cancelled: Callable[[], bool]) -> launch.Launched:
+            return launch.launch(self._options, self._settings, relay, cancelled)
+
+        starting = loop.run_in_executor(None, work, self._give_up.is_set)
+        try:
+            return await asyncio.shield(starting)
+        except ReadCancelled:
+            raise EngineError("the engine was stopped while it loaded") from None
+        except asyncio.CancelledError:
+            self._give_up.set()
+            await self._end_start()
+            done, _ = await asyncio.wait([starting], timeout=STOP_SECONDS)
+            for future in done:
+                future.exception()  # looked at: a start that was given up is no unheard error
+            raise
 
     async def _assemble(self, launched: launch.Launched) -> _Parts:
         labels, llm = Labels(), launched.llm
         await llm.engine_core.set_weight_version_async(labels.current)
-        kv_bytes = sum(await llm.collective_rpc("rollout_kv_bytes"))
         gate = Gate(int(launched.config.scheduler_config.max_num_seqs))
         steering = Steering(launched, gate, labels)
-        versions = Versions(
-            launched,
-            steering,
-            labels,
-            checkpoint=self._options.model,
-            roots=self._options.weights_roots,
-            spill_dir=self._options.spill_dir,
-            kv_bytes=kv_bytes,
-        )
+        versions = Versions(launched, steering, labels, self._options.spill_dir)
         traffic = Traffic(launched, gate, steering, labels)
         return _Parts(launched, gate, steering, versions, traffic)
 
@@ -153,7 +152,7 @@ class VllmEngine(HandsOnWeights):
             await self._end_start()
             return
         parts.traffic.end()
-        await parts.versions.close()
+        await parts.versions.forget_spill()
         mine = parts.launched.processes
         mine |= {p for known in mine for p in processes.descendants(known.pid)}
         await asyncio.to_thread(_shut_down, parts.launched, mine)
@@ -199,6 +198,24 @@ class VllmEngine(HandsOnWeights):
         steering.paused = steering.held = False
         await steering.settle()
 
+    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
+        """See `Engine.open_slot`."""
+        return await self._live().versions.open_slot(entries, on_disk=on_disk)
+
+    async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
+        """See `Engine.commit`."""
+        await self._live().versions.commit(identity, sink, kv)
+
+    async def sleep(
+        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: Refill
+    ) -> None:
+        """See `Engine.sleep`."""
+        await self._live().versions.sleep(level, tags, refill)
+
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+        """See `Engine.wake`."""
+        await self._live().versions.wake(tags, refill)
+
     async def reset_cache(self) -> None:
         """See `Engine.reset_cache`."""
         await self._live().steering.reset_cache()
@@ -207,13 +224,11 @@ class VllmEngine(HandsOnWeights):
         """See `Engine.stats`."""
         parts = self._parts
         if parts is None:
-            return EngineStats(0, 0, Resident(weights=False, kv_cache=False))
+            return EngineStats(0, Resident(weights=False, kv_cache=False))
         running = parts.gate.inside
         return EngineStats(
             running=len(running),
-            queued=len(parts.steering.streams) - len(running),
             resident=parts.versions.resident(),
-            resident_bytes=parts.versions.resident_bytes(),
             running_ids=running,
         )
 
@@ -235,13 +250,6 @@ class VllmEngine(HandsOnWeights):
         from .metrics import render
 
         return render() if self._parts is not None else ""
-
-    def decode(self, token_ids: Collection[int]) -> str:
-        """Return the text of token ids without special tokens."""
-        return decode(self._live().launched.model.tokenizer, token_ids, special=False)
-
-    def _versions_of(self) -> Versions:
-        return self._live().versions
 
     def _live(self) -> _Parts:
         if self._ended is not None:

@@ -1,7 +1,7 @@
 """The part of the adapter that runs inside vLLM's worker processes.
 
 vLLM mixes `Extension` into its worker class; the methods are called by `collective_rpc`, between
-steps. A blob's tensors come as the checkpoint has them; vLLM takes the parts that are its own.
+steps. New tensors come as the checkpoint has them; vLLM takes the parts that are its own.
 """
 
 from __future__ import annotations
@@ -21,24 +21,11 @@ from typing import Any
 
 import torch
 
+from rollout_worker.engines.dtypes import TORCH_DTYPES
+
 PR_SET_PDEATHSIG = 1
 MADV_DONTNEED = 4
 PAGE = mmap.PAGESIZE
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def _die_together() -> None:
@@ -72,13 +59,13 @@ class Extension:
     vllm_config: Any
 
     def rollout_load(self, ticket: str) -> None:
-        """Make the weights of a blob the model's; a failure leaves the model unusable."""
+        """Make the weights of a sink the model's; a failure leaves the model unusable."""
         from vllm.config import set_current_vllm_config
 
-        blob = json.loads(ticket)
-        memory = _mapped(blob["path"], blob["size"])
+        sink = json.loads(ticket)
+        memory = _mapped(sink["path"], sink["size"])
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.reload_weights(weights_iterator=_tensors(blob["tensors"], memory))
+            self.model_runner.reload_weights(weights_iterator=_tensors(sink["tensors"], memory))
             if self.device.type == "cpu":
                 _repack_heads(self.model_runner.get_model())
 
@@ -104,14 +91,9 @@ class Extension:
             worker: Any = self
             worker.wake_up(tags)
 
-    def rollout_kv_bytes(self) -> int:
-        """Return the size of this worker's KV cache."""
-        storages = {t.untyped_storage().data_ptr(): t for t in _kv_tensors(self.model_runner)}
-        return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
-
 
 def _mapped(path: str, size: int) -> torch.Tensor:
-    """Return a blob as one tensor of bytes; the mapping lives as long as any view of it."""
+    """Return a sink as one tensor of bytes; the mapping lives as long as any view of it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         memory = mmap.mmap(handle, size, flags=mmap.MAP_PRIVATE)
@@ -122,7 +104,7 @@ def _mapped(path: str, size: int) -> torch.Tensor:
 
 def _tensors(places: list[Any], memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     for name, dtype, shape, start in places:
-        kind = DTYPES[dtype]
+        kind = TORCH_DTYPES[dtype]
         size = math.prod(shape) * kind.itemsize
         yield name, memory[start : start + size].view(kind).reshape(shape)
 

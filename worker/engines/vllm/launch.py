@@ -13,16 +13,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from rollout_worker import weights
-from rollout_worker.engine import EngineError
+from rollout_worker.engine import EngineError, Layout
 from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.checkpoint import dtype_of, hash_of, layout_of
 from rollout_worker.engines.folder import eos_ids, load_tokenizer, read_config
-from rollout_worker.processes import Process, descendants
+from rollout_worker.observe.processes import Process, descendants
 from rollout_worker.schemas import Progress
+from rollout_worker.sources.files import open_source
 
-from . import model as models
 from .intake import Model
 from .leftovers import segments, temporary_files
 from .settings import Settings
@@ -64,7 +65,7 @@ class Launched:
     config: Any
     steps: Steps
     model: Model
-    layout: weights.Layout
+    layout: Layout
     root_hash: str
     version: str
     cpu: bool
@@ -102,18 +103,12 @@ def launch(
     hf_config = config.model_config.hf_text_config
     eos = eos_ids(options.model, getattr(hf_config, "eos_token_id", None))
     tied = bool(getattr(hf_config, "tie_word_embeddings", False))
-    layout = models.layout_of(options.model, tied=tied)
-
-    def advance(done: int, total: int) -> None:
-        if done < total:
-            report(Progress(message=f"checking weights {done / total:.0%}", fraction=done / total))
-        else:
-            report(Progress(message="starting vLLM's processes"))
+    layout = layout_of(open_source(options.model).entries, tied=tied)
 
     before = descendants(os.getpid())
     steps = Steps()
     with ThreadPoolExecutor(1) as pool:
-        hashing = pool.submit(models.hash_of, options.model, advance, cancelled)
+        hashing = pool.submit(_hash, options.model, report, cancelled)
         llm = _construct(config, steps)
         try:
             root_hash = hashing.result()
@@ -143,6 +138,16 @@ def launch(
         segments=segments(processes),
         vital={process for process in processes if process.title().startswith(TITLE)},
     )
+
+
+def _hash(folder: Path, report: Report, cancelled: Callable[[], bool]) -> str:
+    def advance(done: int, total: int) -> None:
+        if done < total:
+            report(Progress(message=f"checking weights {done / total:.0%}", fraction=done / total))
+        else:
+            report(Progress(message="starting vLLM's processes"))
+
+    return hash_of(folder, advance, cancelled)
 
 
 def _ours(before: set[Process]) -> set[Process]:
@@ -186,7 +191,7 @@ def _arguments(options: EngineOptions, settings: Settings, *, cpu: bool) -> dict
         "model": str(options.model),
         "tokenizer": str(options.model),
         "skip_tokenizer_init": True,
-        "dtype": options.dtype if options.dtype != "auto" else models.dtype_of(options.model),
+        "dtype": options.dtype if options.dtype != "auto" else _dtype(options),
         "max_model_len": options.max_length,
         "logprobs_mode": LOGPROBS_MODES[options.logprobs],
         "generation_config": "vllm",
@@ -200,6 +205,11 @@ def _arguments(options: EngineOptions, settings: Settings, *, cpu: bool) -> dict
         if "enable_chunked_prefill" not in settings.given:
             ours["enable_chunked_prefill"] = False  # for the sake of seeds
     return ours
+
+
+def _dtype(options: EngineOptions) -> str:
+    """Return the checkpoint's dtype; vLLM's own choice would round float32 to bfloat16."""
+    return dtype_of(open_source(options.model).entries) or "auto"
 
 
 def _check_heads(config: Any) -> None:

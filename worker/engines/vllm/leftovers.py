@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from rollout_worker.processes import PROC, Process
+from rollout_worker.observe.processes import PROC, Process
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 FOLDER = "rollout-vllm-"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_worker.engine import EngineDelta, EngineRequest
-from rollout_worker.engines.hf.stopping import StopChecker
+from rollout_worker.engines.stopping import StopChecker
 from rollout_worker.schemas import AbortReason, StopMatch, StopReason
 
 from .labels import Labels

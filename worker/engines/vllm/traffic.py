@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
 from rollout_worker.engines.folder import decode
-from rollout_worker.engines.hf.stopping import StopChecker
+from rollout_worker.engines.stopping import StopChecker
 from rollout_worker.schemas import AbortReason, SamplingParams
 
 from .gate import Gate

@@ -1,0 +1,86 @@
+"""Ways to choose a worker for a turn of a conversation: round robin, least in flight, sticky."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Protocol
+
+
+class Policy(Protocol):
+    """Chooses workers by URL."""
+
+    continues: bool
+    """Whether a turn that broke off keeps the tokens it had."""
+
+    def choose(self, key: str, now: float) -> str:
+        """Return the URL for a turn of the conversation `key`."""
+
+    def ended(self, url: str, now: float, pace: float | None = None) -> None:
+        """Take note that a turn ended there, at this pace in seconds per token."""
+
+    def died(self, url: str, now: float) -> None:
+        """Take note that this one no longer answers."""
+
+
+class RoundRobin:
+    """One after the other."""
+
+    continues = False
+
+    def __init__(self, urls: list[str]) -> None:
+        self.urls = list(urls)
+        self._turn = count()
+
+    def choose(self, key: str, now: float) -> str:
+        """See `Policy.choose`."""
+        return self.urls[next(self._turn) % len(self.urls)]
+
+    def ended(self, url: str, now: float, pace: float | None = None) -> None:
+        """See `Policy.ended`."""
+
+    def died(self, url: str, now: float) -> None:
+        """See `Policy.died`."""
+        self.urls.remove(url)
+
+
+class LeastInFlight(RoundRobin):
+    """The one with the fewest turns in flight; the first of equals."""
+
+    def __init__(self, urls: list[str]) -> None:
+        super().__init__(urls)
+        self.load = dict.fromkeys(urls, 0)
+
+    def choose(self, key: str, now: float) -> str:
+        """See `Policy.choose`."""
+        url = min(self.urls, key=self.load.__getitem__)
+        self.load[url] += 1
+        return url
+
+    def ended(self, url: str, now: float, pace: float | None = None) -> None:
+        """See `Policy.ended`."""
+        self.load[url] = max(0, self.load[url] - 1)
+
+
+class Sticky(LeastInFlight):
+    """verl's: a conversation stays where it began, however busy that worker is."""
+
+    def __init__(self, urls: list[str]) -> None:
+        super().__init__(urls)
+        self._home: dict[str, str] = {}
+
+    def choose(self, key: str, now: float) -> str:
+        """See `Policy.choose`."""
+        home = self._home.get(key)
+        if home in self.urls and home is not None:
+            self.load[home] += 1
+            return home
+        self._home[key] = super().choose(key, now)
+        return self._home[key]
+
+
+OTHERS: dict[str, type[RoundRobin]] = {
+    "round robin": RoundRobin,
+    "sticky forever (verl)": Sticky,
+    "least in flight": LeastInFlight,
+}
+"""Those that the client's balancer is compared with."""

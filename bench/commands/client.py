@@ -1,0 +1,149 @@
+"""What the client costs per request, against httpx reading the same stream.
+
+The workers are processes that answer at once, so that nothing but the client's own work is seen:
+one request after the other, a thousand in flight, and what is left in memory after many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+
+import httpx
+
+from bench.options import Options
+from bench.reporting.figures import Goal, Result, figure
+from bench.rigs.allocations import growth
+from bench.rigs.answers import PER_EVENT
+from bench.rigs.instant_workers import Call, crowd, in_turns, instant_workers
+from rollout_client import AsyncRolloutPool
+
+WORKERS = 4
+TOKENS = 64
+PROMPT = list(range(100, 612))
+BODY = json.dumps(
+    {"token_ids": PROMPT, "sampling": {"max_tokens": TOKENS}, "request_id": "r", "stream": True}
+)
+TRACED_IN_FLIGHT = 64
+"""In flight while allocations are counted: a thousand traced at once would take twice as long."""
+LEAK_BYTES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How many requests: in turns; in rounds of a crowd; in pieces, to count allocations."""
+
+    single: int
+    in_flight: int
+    rounds: int
+    crowd: int
+    pieces: int
+    piece: int
+
+
+WHOLE = Amount(single=2000, in_flight=1000, rounds=5, crowd=4000, pieces=20, piece=5000)
+QUICK = Amount(single=50, in_flight=25, rounds=2, crowd=50, pieces=2, piece=25)
+
+
+@dataclass(frozen=True, slots=True)
+class Crowds:
+    """CPU milliseconds per request and requests per second, by round."""
+
+    cpu: list[float]
+    rate: list[float]
+
+
+def run(options: Options) -> Result:
+    """Measure."""
+    amount = QUICK if options.quick else WHOLE
+    if options.runs is not None:
+        amount = replace(amount, rounds=options.runs, pieces=options.runs)
+    with instant_workers(WORKERS, TOKENS) as urls:
+        return asyncio.run(_measure(urls, amount))
+
+
+async def _measure(urls: Sequence[str], amount: Amount) -> Result:
+    async with _calls(urls, amount.in_flight) as (theirs, ours):
+        await in_turns(theirs, ours, amount.single // 10)
+        single = await in_turns(theirs, ours, amount.single)
+        crowds = Crowds([], []), Crowds([], [])
+        for _ in range(amount.rounds):
+            for call, found in zip((theirs, ours), crowds, strict=True):
+                cpu, rate = await crowd(call, amount.crowd, amount.in_flight)
+                found.cpu.append(1000 * cpu)
+                found.rate.append(rate)
+        left = await growth(
+            lambda count: crowd(ours, count, TRACED_IN_FLIGHT), amount.pieces, amount.piece
+        )
+    return _result(single, crowds, left, amount)
+
+
+@asynccontextmanager
+async def _calls(urls: Sequence[str], in_flight: int) -> AsyncIterator[tuple[Call, Call]]:
+    """Yield a call of httpx alone, and one of the client."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=in_flight)
+    async with AsyncRolloutPool.from_urls(urls) as pool, AsyncExitStack() as stack:
+        # One httpx client per worker: a single one looks at all thousand connections each time.
+        clients = [
+            await stack.enter_async_context(
+                httpx.AsyncClient(base_url=url, limits=limits, timeout=None, trust_env=False)
+            )
+            for url in urls
+        ]
+        turns = itertools.cycle(clients)
+
+        async def theirs() -> None:
+            await _read(next(turns))
+
+        async def ours() -> None:
+            result = await pool.generate(PROMPT, sampling={"max_tokens": TOKENS})
+            assert len(result.token_ids) == TOKENS
+
+        yield theirs, ours
+
+
+async def _read(client: httpx.AsyncClient) -> None:
+    """Send, read and parse, as anybody would write it."""
+    tokens: list[int] = []
+    async with client.stream("POST", "/v1/generate", content=BODY) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                tokens += json.loads(line[6:]).get("token_ids", ())
+    assert len(tokens) == TOKENS
+
+
+def _result(
+    single: tuple[list[float], list[float]],
+    crowds: tuple[Crowds, Crowds],
+    left: Sequence[float],
+    amount: Amount,
+) -> Result:
+    plain, client = ([1000 * seconds for seconds in side] for side in single)
+    added = [ours - theirs for theirs, ours in zip(plain, client, strict=True)]
+    alone, pool = crowds
+    total = amount.pieces * amount.piece
+    figures = [
+        figure("one request after the other", client, "ms", baseline=plain, against="httpx"),
+        figure("… added by the client", added, "ms"),
+        figure(
+            f"CPU per request, {amount.in_flight:,} in flight", pool.cpu, "ms",
+            baseline=alone.cpu, against="httpx",
+        ),
+        figure(
+            f"left allocated per request, over {total:,}", left, "bytes", goal=Goal(LEAK_BYTES)
+        ),
+    ]  # fmt: skip
+    notes = [
+        f"Answers of {TOKENS} tokens in {TOKENS // PER_EVENT} events, from {WORKERS} processes that"
+        f" do nothing else. With {amount.in_flight:,} in flight, rounds of {amount.crowd:,} requests:"
+        f" {median(pool.rate):.0f} requests per second, httpx {median(alone.rate):.0f}.",
+        "Added by the client: the differences of two neighbouring requests, one of each.",
+        f"Left allocated: bytes that tracemalloc counts as not freed, by pieces of {amount.piece:,}"
+        f" requests, {TRACED_IN_FLIGHT} in flight.",
+    ]
+    return Result("client", "What the client costs", figures, notes)

@@ -1,0 +1,231 @@
+"""The operator with 200 pools of 4 pods, against as many Deployments: latency, CPU, writes.
+
+The pods have no processes (kwok); one server answers at all their control ports in the workers' own
+words, so the operator polls, lifts fences, sets gates and writes status as ever. Its requests are
+counted in the API server's audit log. Baselines of the same run: as many Deployments of as many
+pods, and a bare list of everything.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from apiclient import PODS, POOLS, Obj
+from bench.options import Options
+from bench.reporting.figures import SAMPLES_FOR_P99, Figure, Goal, Result, Seen, figure
+from bench.rigs.phases import Phase, ended, kinds, phase
+from localkube import processes
+from scalelab import NAMESPACE, Lab, Usage, processless_pool, scale_lab, usage_of
+
+REPLICAS = 4
+READY_SECONDS = 420.0
+QUIET_SECONDS = 5.0
+DEPLOYMENTS = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments"
+SERVICES = f"/api/v1/namespaces/{NAMESPACE}/services"
+DURATION = "rollout_operator_reconcile_duration_seconds"
+WAIT = "rollout_operator_queue_wait_seconds"
+GANG = {
+    "engine": {"type": "vllm"},
+    "parallelism": {"tensor": 2, "nodes": 2},
+    "accelerator": {"resource": "nvidia.com/gpu"},
+}
+
+
+def run(options: Options) -> Result:
+    """Measure; steady state and restarts are repeated, the rest happens once."""
+    pools, window = (50, 5) if options.quick else (200, 10)
+    rounds = options.count(5, 2)
+    with scale_lab("bench-reconcile") as lab:
+        names = {f"pool-{index:03}" for index in range(pools)}
+        plain = _plain(lab, pools)
+        lab.start_operator()
+        lab.calls()
+        start = phase(lab, partial(_create, lab, names))
+        steady = [phase(lab, partial(time.sleep, window)) for _ in range(rounds)]
+        update = phase(lab, partial(_update, lab, names))
+        listing = [_listing(lab) for _ in range(rounds)]
+        restarts = [_restart(lab, pools) for _ in range(rounds)]
+        figures = [
+            *_start_figures(start, plain, pools),
+            *_steady_figures(steady, pools),
+            *_update_figures(update, pools),
+            *_restart_figures(restarts, listing),
+            *_gangs(lab, names),
+        ]
+    quiet = [call for each in steady for call in each.calls]
+    notes = [
+        f"{pools} pools of {REPLICAS} pods; everything, the API server too, on these cores.",
+        f"Requests of the start, by kind: {kinds(start.calls)}.",
+        f"Requests in steady state ({rounds} x {window} s): {kinds(quiet)}.",
+        f"Requests of the last restart: {kinds(restarts[-1].calls)}.",
+        "Quantiles of passes and waits are interpolated within the buckets of the operator's"
+        " histograms, which know no least and no greatest.",
+    ]
+    return Result("reconcile", f"{pools} pools of {REPLICAS} pods", figures, notes)
+
+
+def _create(lab: Lab, names: set[str]) -> None:
+    lab.create(*(processless_pool(name, replicas=REPLICAS) for name in sorted(names)))
+    lab.await_condition("Ready", names, READY_SECONDS)
+
+
+def _update(lab: Lab, names: set[str]) -> None:
+    target = {"epoch": 1, "version": 1, "source": {"path": "/models/next"}}
+    for name in sorted(names):
+        lab.patch(name, weights={"target": target})
+    lab.await_condition("WeightsSynced", names, READY_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """What Kubernetes takes for as many pods of Deployments."""
+
+    seconds: float
+    cpu: float
+
+
+def _plain(lab: Lab, count: int) -> Plain:
+    manager = processes.recorded(lab.cluster.state, "kube-controller-manager")
+    assert manager is not None, "the controller-manager runs"
+    used, began = usage_of(manager.pid), time.monotonic()
+    for index in range(count):
+        lab.api.create(DEPLOYMENTS, _deployment(f"plain-{index:03}"))
+    _await_pods(lab, count * REPLICAS, READY_SECONDS)
+    took, cpu = time.monotonic() - began, usage_of(manager.pid).cpu - used.cpu
+    lab.api.delete(DEPLOYMENTS, propagationPolicy="Background")
+    _await_pods(lab, 0, READY_SECONDS)
+    return Plain(took, cpu)
+
+
+def _await_pods(lab: Lab, count: int, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while (ready := sum(_is_ready(pod) for pod in lab.pods())) != count:
+        if time.monotonic() > end:
+            raise RuntimeError(f"{ready} pods are Ready after {seconds:g} s, not {count}")
+        time.sleep(0.2)
+
+
+def _is_ready(pod: Obj) -> bool:
+    found = (pod.get("status") or {}).get("conditions") or ()
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in found)
+
+
+def _deployment(name: str) -> Obj:
+    labels = {"app": name}
+    container = {"name": "worker", "image": "localhost/none"}
+    pod = {"nodeSelector": {"kubernetes.io/hostname": "fake-1"}, "containers": [container]}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {
+            "replicas": REPLICAS,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+
+
+def _listing(lab: Lab) -> float:
+    began = time.monotonic()
+    for path in (POOLS.format(NAMESPACE), PODS.format(NAMESPACE), SERVICES):
+        lab.api.get(path)
+    return time.monotonic() - began
+
+
+def _restart(lab: Lab, pools: int) -> Phase:
+    """Kill the operator and wait until its successor knows every pool and has heard every head."""
+    lab.stop_operator()
+    lab.calls()
+    asked, began = lab.counts()["/v1/state"], time.monotonic()
+    lab.start_operator()
+    end = began + READY_SECONDS
+    while not _converged(lab, pools, asked):
+        if time.monotonic() > end:
+            raise RuntimeError(f"the restarted operator has not converged in {READY_SECONDS:g} s")
+        time.sleep(0.05)
+    took = time.monotonic() - began
+    time.sleep(QUIET_SECONDS)  # a write that comes late counts, too
+    return ended(lab, took, Usage(0, 0, began), {})
+
+
+def _converged(lab: Lab, pools: int, asked: int) -> bool:
+    ready = lab.metrics().get("rollout_pool_replicas_ready", {}).values()
+    heard = lab.counts()["/v1/state"] - asked
+    return sum(ready) == pools * REPLICAS and heard >= pools * REPLICAS
+
+
+def _gangs(lab: Lab, names: set[str]) -> list[Figure]:
+    """Delete all pools, and start the same number of pods as gangs of two."""
+    lab.api.delete(POOLS.format(NAMESPACE), propagationPolicy="Background")
+    began = time.monotonic()
+    _await_pods(lab, 0, READY_SECONDS)
+    deleted = time.monotonic() - began
+    lab.await_silence(1, 60)
+    gangs = [processless_pool(name, **(GANG | {"replicas": 2})) for name in sorted(names)]
+    used, began = lab.usage(), time.monotonic()
+    lab.create(*gangs)
+    lab.await_condition("Ready", names, READY_SECONDS)
+    took, cpu = time.monotonic() - began, lab.usage().cpu - used.cpu
+    return [
+        figure("deletion of all pools until no pod is left", deleted),
+        figure("gangs: 2 replicas of 2 pods each until all Ready", took),
+        figure("gangs: CPU of the operator", cpu),
+    ]
+
+
+def _histogram(label: str, during: Phase, name: str) -> Figure:
+    """Return the figure of a histogram's samples in one phase."""
+    count = during.count(name)
+    tail = during.quantile(name, 0.99) if count >= SAMPLES_FOR_P99 else None
+    return Figure(label, "s", Seen(count, during.quantile(name, 0.5), p99=tail))
+
+
+def _start_figures(start: Phase, plain: Plain, pools: int) -> list[Figure]:
+    needed = 2 + 2 * REPLICAS
+    statuses = sum(call.resource == "rolloutreplicas/status" for call in start.writes) / pools
+    return [
+        figure("all pools Ready, from the first create", start.seconds,
+               baseline=[plain.seconds], against="as many Deployments and pods"),
+        figure("… CPU of the operator", start.cpu,
+               baseline=[plain.cpu], against="of the controller-manager for the Deployments"),
+        _histogram("… one pass", start, DURATION),
+        _histogram("… wait in the queue", start, WAIT),
+        figure("… writes of a pool", len(start.writes) / pools, "calls",
+               baseline=needed, against="2 Services, 4 pods, 4 gates"),
+        figure("… of them to status", statuses, "calls"),
+        figure("resident memory", start.resident / 2**20, "MiB"),
+    ]  # fmt: skip
+
+
+def _steady_figures(steady: list[Phase], pools: int) -> list[Figure]:
+    heads = pools * REPLICAS
+    polls = heads / max(5.0, heads / 200)
+    cpu = [100 * each.cpu / each.seconds for each in steady]
+    requests = [60 * len(each.calls) / each.seconds / pools for each in steady]
+    return [
+        figure(f"steady state: CPU share ({polls:.0f} polls a second)", cpu, "%"),
+        figure("… writes", [len(each.writes) for each in steady], "calls", goal=Goal(0, tail=0)),
+        figure("… requests per pool and minute", requests, "calls"),
+    ]
+
+
+def _update_figures(update: Phase, pools: int) -> list[Figure]:
+    return [
+        figure("new weights in all pools at once, until all are synced", update.seconds),
+        figure("… CPU of the operator", update.cpu),
+        figure("… writes of a pool", len(update.writes) / pools, "calls"),
+        _histogram("… one pass", update, DURATION),
+    ]
+
+
+def _restart_figures(restarts: list[Phase], listing: list[float]) -> list[Figure]:
+    return [
+        figure("restart of the operator until it knows every worker", [r.seconds for r in restarts],
+               baseline=listing, against="a bare list of pools, pods, Services"),
+        figure("… CPU of the operator", [r.cpu for r in restarts]),
+        figure("… writes", [len(r.writes) for r in restarts], "calls", goal=Goal(0, tail=0)),
+        _histogram("… one pass, last restart", restarts[-1], DURATION),
+    ]  # fmt: skip

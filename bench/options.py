@@ -1,0 +1,31 @@
+"""How much to measure, as the command line asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a benchmark is asked for.
+
+    `runs`: rounds of everything that is repeated; None leaves it to the benchmark. `dtype`: of the
+    0.5B shape where two servers are compared.
+    """
+
+    quick: bool = False
+    runs: int | None = None
+    dtype: str = DTYPES[0]
+
+    def count(self, whole: int, quick: int) -> int:
+        """Return how often to repeat: as asked, else `whole`, or `quick` with --quick."""
+        return self.runs or (quick if self.quick else whole)
+
+    def words(self) -> str:
+        """Return the flags that ask for this; empty for the defaults."""
+        quick = "--quick" if self.quick else ""
+        runs = "" if self.runs is None else f"--runs {self.runs}"
+        dtype = "" if self.dtype == DTYPES[0] else f"--dtype {self.dtype}"
+        return " ".join(filter(None, (quick, runs, dtype)))

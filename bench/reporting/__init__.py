@@ -1,0 +1,1 @@
+"""Figures, tables and the page; nothing here knows how anything is measured."""

@@ -1,0 +1,64 @@
+"""What a table was measured by and on: the exact command, the machine, how busy it was."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from bench.options import Options
+
+from .figures import Result
+
+QUIET = 2.0
+"""A load average above this marks a table as noisy."""
+
+
+def load() -> float:
+    """Return the machine's load average over the last minute."""
+    return os.getloadavg()[0]
+
+
+def machine() -> str:
+    """Say what was measured on, in words that name no machine."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{os.cpu_count()} cores, {memory:.0f} GiB, Linux {platform.release().split('-')[0]}"
+
+
+def command(result: Result, options: Options) -> str:
+    """Return the command that makes this table, with its arguments."""
+    part = f"ROLLOUT_ENGINES={result.part} " if result.part else ""
+    return f"{part}python -m bench {result.name} {options.words()}".rstrip()
+
+
+def today() -> str:
+    """Return the date in UTC."""
+    return datetime.now(UTC).strftime("%Y-%m-%d")
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Under what a table was measured; made at the end, with the load seen at the beginning."""
+
+    command: str
+    load_before: float
+    load_after: float = field(default_factory=load)
+    machine: str = field(default_factory=machine)
+    date: str = field(default_factory=today)
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the machine was too busy for the figures to be taken at their word."""
+        return max(self.load_before, self.load_after) > QUIET
+
+    def sentences(self) -> list[str]:
+        """Say when, where, and how busy the machine was."""
+        loads = f"load average {self.load_before:.1f} before and {self.load_after:.1f} after"
+        said = [f"Measured {self.date} on {self.machine}; {loads}."]
+        if self.noisy:
+            said.append(
+                f"NOISY: the load average was above {QUIET:g} (the benchmark's own load counts, too)."
+                " Trust the ratios more than the absolute figures, and neither to the last digit."
+            )
+        return said

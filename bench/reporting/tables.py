@@ -1,0 +1,114 @@
+"""A result as a table: for a terminal, for docs/benchmarks.md, and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from .conditions import Conditions
+from .figures import ROUNDS_FOR_A_VERDICT, Figure, Result, Seen, Verdict
+
+HEAD = ("", "median", "min to max", "p99", "n", "unit", "baseline", "ratio", "goal")
+LEFT = ("", "unit", "baseline", "goal")
+"""Columns of words; the others hold numbers."""
+
+
+def text(result: Result, conditions: Conditions) -> str:
+    """Return the table for a terminal."""
+    head, rows = _table(result)
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = [result.title, f"  {conditions.command}", ""]
+    for row in (head, *rows):
+        cells = zip(head, row, widths, strict=True)
+        padded = [c.ljust(w) if name in LEFT else c.rjust(w) for name, c, w in cells]
+        lines.append("  " + "  ".join(padded).rstrip())
+    lines += ["", *(f"  - {note}" for note in _notes(result))]
+    lines += [f"  {sentence}" for sentence in conditions.sentences()]
+    return "\n".join(lines)
+
+
+def markdown(result: Result, conditions: Conditions) -> str:
+    """Return a section of docs/benchmarks.md."""
+    head, rows = _table(result)
+    rules = ["---" if name in LEFT else "---:" for name in head]
+    lines = [f"## {result.title}", "", f"`{conditions.command}`", ""]
+    lines += ["| " + " | ".join(head) + " |", "|" + "|".join(rules) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines += ["", *(f"- {note}" for note in _notes(result)), ""]
+    lines += ["\n".join(conditions.sentences()), ""]
+    return "\n".join(lines)
+
+
+def document(result: Result, conditions: Conditions) -> dict[str, Any]:
+    """Return the same as JSON, with verdicts and ratios."""
+    made = dataclasses.asdict(result)
+    for each, shown in zip(result.figures, made["figures"], strict=True):
+        shown |= {"ratio": each.ratio, "verdict": each.verdict}
+    return made | {"conditions": dataclasses.asdict(conditions), "noisy": conditions.noisy}
+
+
+def _table(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return head and rows; nobody needs a column of 99th percentiles that is empty."""
+    rows = [_cells(each) for each in result.figures]
+    shown = [i for i, name in enumerate(HEAD) if name != "p99" or any(row[i] for row in rows)]
+    return tuple(HEAD[i] for i in shown), [tuple(row[i] for i in shown) for row in rows]
+
+
+def _notes(result: Result) -> Sequence[str]:
+    """Return the notes, and say so where rounds were too few for a verdict."""
+    fewest = [f.rounds for f in result.figures if f.verdict is Verdict.OPEN]
+    if not fewest:
+        return result.notes
+    need = f"a verdict needs {ROUNDS_FOR_A_VERDICT} of both sides: `--runs {ROUNDS_FOR_A_VERDICT}`"
+    return [*result.notes, f"No verdict on goals measured in {_rounds(min(fewest))}; {need}."]
+
+
+def _cells(f: Figure) -> tuple[str, ...]:
+    tail = "" if f.seen.p99 is None else number(f.seen.p99)
+    ratio = "" if f.ratio is None else f"{f.ratio:.2g}x"
+    return (
+        *(f.label, number(f.seen.median), _spread(f.seen), tail, str(f.seen.count), f.unit),
+        *(_baseline(f), ratio, _goal(f)),
+    )
+
+
+def _spread(seen: Seen) -> str:
+    if seen.count == 1:
+        return "one sample"
+    if seen.least is None or seen.most is None:
+        return ""
+    return f"{number(seen.least)} to {number(seen.most)}"
+
+
+def _baseline(f: Figure) -> str:
+    if f.baseline is None:
+        return ""
+    if not isinstance(f.baseline, Seen):
+        return f"{number(f.baseline)} {f.unit}: {f.against}"
+    spread = f"{_spread(f.baseline)}, " if f.baseline.count > 1 and _spread(f.baseline) else ""
+    return f"{number(f.baseline.median)} {f.unit} ({spread}n {f.baseline.count}): {f.against}"
+
+
+def _goal(f: Figure) -> str:
+    if f.goal is None:
+        return ""
+    bounds = f"≤ {number(f.goal.median)}"
+    if f.goal.tail is not None:
+        bounds += f", {'max' if f.seen.p99 is None else 'p99'} ≤ {number(f.goal.tail)}"
+    if f.verdict is Verdict.OPEN:
+        return f"{bounds}: {_rounds(f.rounds)}, no verdict"
+    return f"{bounds}: {f.verdict}"
+
+
+def _rounds(count: int) -> str:
+    return "one round" if count == 1 else f"{count} rounds"
+
+
+def number(value: float) -> str:
+    """Return a number with three digits that count, or whole."""
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    if abs(value) < 0.01:
+        return f"{value:.2g}"
+    return f"{value:.3f}" if abs(value) < 1 else f"{value:.{2 if abs(value) < 100 else 0}f}"

@@ -1,0 +1,1 @@
+"""What measurements are set up with: models, workers, servers, clusters, simulations, counters."""

@@ -1,0 +1,147 @@
+"""Two servers side by side under the same loads, taking turns; and the figures that makes.
+
+Both live at once on the same cores with the same flags, take and give token ids with the logprobs of
+the sampled tokens, and take turns: whatever else the machine does meets both alike. Beside rate and
+latency stands the CPU time of all processes of a server, which other programs blur least.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+import aiohttp
+
+from bench.options import Options
+from bench.reporting.figures import ROUNDS_FOR_A_VERDICT, Figure, Goal, figure
+
+from . import loads
+from .loads import Load
+from .models import TINY as TINY_MODELS
+from .models import half_billion
+from .servers import Live, Side, started
+
+RATE_GOAL, ADDED_MS = 0.97, 2.0
+ANSWER_SECONDS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """What one round took: tokens a second, median latency in ms, CPU ms a request."""
+
+    rate: float
+    latency: float
+    cpu: float
+
+
+class Contenders(Protocol):
+    """A module with both sides of one engine, and the environment that both get."""
+
+    ENGINE: str
+    ENVIRON: Mapping[str, str]
+    OURS: Side
+    THEIRS: Side
+
+
+def compare(contenders: Contenders, options: Options) -> list[Figure]:
+    """Put both sides through all loads."""
+    suites = (
+        (TINY_MODELS.model(1), "float32", loads.TINY),
+        (half_billion(1, options.dtype), options.dtype, loads.BIG),
+    )
+    figures: list[Figure] = []
+    for model, dtype, suite in suites:
+        with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+            live = [
+                stack.enter_context(
+                    started(contenders.ENGINE, side, contenders.ENVIRON, model, dtype, Path(name))
+                )
+                for side in (contenders.OURS, contenders.THEIRS)
+            ]
+            for load in suite[-1:] if options.quick else suite:
+                figures += _figures(load, *_alternate(load, live, options))
+    return figures
+
+
+def _alternate(load: Load, both: Sequence[Live], options: Options) -> list[list[Took]]:
+    """Let both take turns, whoever was second going first in the next; short answers warm up."""
+    found: dict[str, list[Took]] = {live.side.name: [] for live in both}
+    warm = replace(load, total=min(load.total, load.in_flight), shape=loads.short)
+    for live in both:
+        asyncio.run(_round(live, warm, 0))
+    rounds = options.count(ROUNDS_FOR_A_VERDICT, 1)
+    seconds = 0 if options.quick or options.runs is not None else load.seconds
+    began, turn = time.monotonic(), 0
+    while turn < rounds or time.monotonic() - began < seconds:
+        turn += 1
+        for live in both if turn % 2 else reversed(both):
+            took = asyncio.run(_round(live, load, turn))
+            found[live.side.name].append(took)
+            print(f"{load.label}: {live.side.name} {took.rate:.0f} tokens/s", file=sys.stderr)
+    return list(found.values())
+
+
+async def _round(live: Live, load: Load, seed: int) -> Took:
+    draw, side = random.Random(seed), live.side
+    todo = [load.shape(draw, index) for index in range(load.total)][::-1]
+    latencies: list[float] = []
+    tokens = 0
+
+    async def work(client: aiohttp.ClientSession) -> None:
+        nonlocal tokens
+        while todo:
+            prompt, length = todo.pop()
+            began = time.perf_counter()
+            async with client.post(side.path, json=side.body(prompt, length)) as response:
+                answer = await response.json(content_type=None)
+            latencies.append(1000 * (time.perf_counter() - began))
+            assert response.status == 200, answer
+            made = side.count(answer)
+            assert made == length, (made, length)
+            tokens += made
+
+    limit = aiohttp.ClientTimeout(ANSWER_SECONDS)
+    async with aiohttp.ClientSession(live.url, timeout=limit) as client:
+        cpu, began = live.cpu_seconds(), time.perf_counter()
+        await asyncio.gather(*(work(client) for _ in range(load.in_flight)))
+        rate = tokens / (time.perf_counter() - began)
+        used = 1000 * (live.cpu_seconds() - cpu) / load.total
+        return Took(rate, median(latencies), used)
+
+
+def _figures(load: Load, ours: Sequence[Took], theirs: Sequence[Took]) -> list[Figure]:
+    per_token, their_token = ([1e6 / took.rate for took in some] for some in (ours, theirs))
+    latency, their_latency = ([took.latency for took in some] for some in (ours, theirs))
+    cpu, their_cpu = ([took.cpu for took in some] for some in (ours, theirs))
+    server = "its own server"
+    return [
+        figure(
+            f"{load.label}: time per token", per_token, "µs", baseline=their_token,
+            against=server, goal=Goal(median(their_token) / RATE_GOAL),
+        ),
+        figure(
+            f"{load.label}: latency", latency, "ms", baseline=their_latency,
+            against=server, goal=Goal(median(their_latency) + ADDED_MS),
+        ),
+        figure(f"{load.label}: CPU per request", cpu, "ms", baseline=their_cpu, against=server),
+    ]  # fmt: skip
+
+
+def notes(options: Options) -> tuple[str, ...]:
+    """Return what belongs to the figures of either engine."""
+    return (
+        f"Goals: at least {RATE_GOAL} times the tokens per second, and at most {ADDED_MS:g} ms more"
+        " latency. The latency of a round is the median of its requests.",
+        "Both servers run at once, on the same cores with the same flags, and take turns; eager, one"
+        " OpenMP thread, with the logprobs of the sampled tokens. Tiny model in float32, 0.5B shape"
+        f" in {options.dtype}. The client, the same for both, competes for the same cores.",
+    )

@@ -1,0 +1,140 @@
+"""A real worker of one engine, seen from outside: its start, its streams, its memory."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from engine_kinds import ROOT, EngineKind
+from rollout_worker.observe.processes import descendants, end
+from waiting import until_sync
+from workers import PROMPT, Command, events
+
+from .streams import CALL_SECONDS, Streams
+
+START_SECONDS = 400.0
+POLL_SECONDS = 0.02
+
+
+class Observed(Command):
+    """`rollout-worker serve` on its own; calls wait long enough for models of several gigabytes.
+
+    `start`: seconds of each step of the start, in order: until the ports serve, then by the
+    progress that `/v1/state` reported.
+    """
+
+    def __init__(self, kind: EngineKind, model: Path, log: Path, flags: Sequence[str]) -> None:
+        began = time.monotonic()
+        arguments = ["--engine", kind.name, "--shutdown-grace", "0", *kind.flags, *flags]
+        env = {"PYTHONPATH": str(ROOT / "src"), **kind.env}
+        super().__init__(model, log, arguments, env, python=kind.python)
+        for client in (self.data, self.control):
+            client.timeout = httpx.Timeout(CALL_SECONDS)
+        self.start = {"until its ports serve": time.monotonic() - began}
+        try:
+            self._watch_start()
+        except BaseException:
+            self.finish()
+            raise
+
+    def _watch_start(self) -> None:
+        until = time.monotonic() + START_SECONDS
+        last = time.monotonic()
+        while True:
+            state = self.state()
+            now = time.monotonic()
+            if state["last_error"] or now > until:
+                raise RuntimeError(f"{state}: {self._log.read_text()[-3000:]}")
+            if state["lifecycle"] == "Active":
+                return
+            said = (state["progress"] or {}).get("message", state["lifecycle"])
+            step = re.sub(r" *\d+ ?%.*", "", said)
+            self.start[step] = self.start.get(step, 0.0) + now - last
+            last = now
+            time.sleep(POLL_SECONDS)
+
+    def memory(self) -> float:
+        """Return the resident MiB of the worker and its descendants, shared pages counted once."""
+        pids = (self.process.pid, *(process.pid for process in descendants(self.process.pid)))
+        return sum(map(_proportional_mib, pids))
+
+    def stage_seconds(self, version: int, path: Path) -> float:
+        """Stage a version, wait until it is staged, and return the seconds that took."""
+        began = time.monotonic()
+        body = {"epoch": 1, "version": version, "source": {"path": str(path)}}
+        answer = self.post("weights/stage", **body)
+        assert answer.status_code == 202, answer.text
+        while True:
+            slot = self.data.get("/v1/weights").json()["staged"]
+            if slot["phase"] == "Staged":
+                return time.monotonic() - began
+            assert slot["phase"] == "Staging", slot
+            assert time.monotonic() < began + CALL_SECONDS, slot
+            time.sleep(POLL_SECONDS)
+
+    def timed(self, verb: str, **body: Any) -> tuple[float, dict[str, Any]]:
+        """Return the seconds that a verb of the control port takes, and its answer, a success."""
+        began = time.monotonic()
+        answer = self.post(verb, **body)
+        assert answer.status_code == 200, answer.text
+        return time.monotonic() - began, answer.json()
+
+    @contextmanager
+    def streaming(self, count: int, length: int, spread: int = 0) -> Iterator[Streams]:
+        """Keep `count` requests under way, the first of `length` tokens, each next `spread` longer."""
+        streams = Streams()
+        threads = [
+            self.in_background(partial(self._follow, streams, length + index * spread))
+            for index in range(count)
+        ]
+        try:
+            until_sync(
+                lambda: sum(len(some) > 3 for some in streams.seen()) >= count,
+                CALL_SECONDS,
+                what="every request to stream",
+            )
+            yield streams
+        finally:
+            streams.ended.set()
+            self.post("abort", all=True)
+            for thread in threads:
+                thread.result(CALL_SECONDS)
+
+    def _follow(self, streams: Streams, length: int) -> None:
+        sampling = {"max_tokens": length, "ignore_eos": True}
+        body = {"token_ids": PROMPT, "sampling": sampling, "stream": True}
+        while not streams.ended.is_set():
+            mine = streams.open()
+            with self.data.stream("POST", "/v1/generate", json=body) as answer:
+                assert answer.status_code == 200, answer.read()
+                for name, _ in events(answer.iter_lines()):
+                    if name == "delta":
+                        mine.append(time.monotonic())
+
+    def finish(self) -> None:
+        """End the worker and all its processes."""
+        family = descendants(self.process.pid)
+        if self.process.poll() is None:
+            self.terminate()
+        try:
+            self.process.wait(60)
+        finally:
+            self.process.kill()
+            end(family, 10)
+            if hasattr(self, "data"):
+                self.close()
+
+
+def _proportional_mib(pid: int) -> float:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))

@@ -1,0 +1,192 @@
+"""Makes the CustomResourceDefinition from the models; pure.
+
+pydantic's JSON schema becomes a structural one: references are inlined, `null` branches folded,
+titles dropped, integers get a format, and only the defaults that people must see stay in it. The
+other defaults belong to the operator and are named in the description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from .names import GROUP, KIND, MAX_NAME, PLURAL, SHORT, VERSION
+from .schema import API_DEFAULT, INT32_MAX, RULES, cel
+from .spec import RolloutReplicaSpec
+from .status import RolloutReplicaStatus
+
+Schema = dict[str, Any]
+
+CRD_NAME: Final = f"{PLURAL}.{GROUP}"
+_KEPT: Final = (
+    *("type", "format", "description", "enum", "default", "nullable", "pattern"),
+    *("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems"),
+    *("minProperties", "maxProperties", "required", "items", "properties"),
+    *("additionalProperties", "anyOf", "x-kubernetes-int-or-string"),
+    *("x-kubernetes-preserve-unknown-fields", "x-kubernetes-map-type", "x-kubernetes-list-type"),
+    *("x-kubernetes-list-map-keys", RULES),
+)
+_DROPPED: Final = ("title", API_DEFAULT, "$defs", "const")
+
+COLUMNS: Final = (
+    # name, JSON path, type, priority (1: wide only), description
+    ("Mode", ".spec.mode", "string", 0, "Whose accelerators the pool uses."),
+    ("Engine", ".spec.engine.type", "string", 0, "Inference engine."),
+    ("Desired", ".spec.replicas", "integer", 0, "Desired replicas."),
+    ("Ready", ".status.readyReplicas", "integer", 0, "Replicas that serve."),
+    ("Weights", ".status.weights.committed.version", "integer", 0, "Committed version."),
+    ("Phase", ".status.phase", "string", 0, "Summary of the conditions."),
+    ("Age", ".metadata.creationTimestamp", "date", 0, "Time since creation."),
+    ("Updated", ".status.updatedReplicas", "integer", 1, "Replicas at the latest revision."),
+    ("Asleep", ".status.asleepReplicas", "integer", 1, "Replicas that are asleep."),
+    ("Restarts", ".status.restarts", "integer", 1, "Restarts of replicas."),
+    ("Message", ".status.message", "string", 1, "What the pool is waiting for, or what is wrong."),
+)
+SELECTABLE: Final = (".spec.engine.type", ".spec.state", ".status.phase")
+
+
+class UnsupportedSchema(TypeError):
+    """A model uses something that a structural schema can't say; the text names the field."""
+
+
+def structural(model: type[BaseModel]) -> Schema:
+    """Return the structural schema of a model, as the API server demands it."""
+    document = model.model_json_schema(by_alias=True, mode="validation")
+    return _convert(document, document.get("$defs", {}), model.__name__)
+
+
+def _convert(node: Mapping[str, Any], definitions: Mapping[str, Any], where: str) -> Schema:
+    merged = _flatten(node, definitions, where)
+    out: Schema = {}
+    for key in _KEPT:
+        if key in merged:
+            out[key] = merged[key]
+    if unknown := merged.keys() - set(_KEPT) - set(_DROPPED):
+        raise UnsupportedSchema(f"{where}: {sorted(unknown)} is not possible in a CRD")
+    if "properties" in out:
+        out["properties"] = {
+            name: _convert(child, definitions, f"{where}.{name}")
+            for name, child in out["properties"].items()
+        }
+    if isinstance(out.get("items"), Mapping):
+        out["items"] = _convert(out["items"], definitions, f"{where}[]")
+    _set_values(out, merged, definitions, where)
+    _set_default(out, merged)
+    return out
+
+
+def _flatten(node: Mapping[str, Any], definitions: Mapping[str, Any], where: str) -> Schema:
+    """Inline the reference or the one branch that is not null; what the field says wins."""
+    merged = dict(node)
+    branches = []
+    if "$ref" in merged:
+        branches.append(definitions[merged.pop("$ref").rpartition("/")[2]])
+    if "anyOf" in merged and "x-kubernetes-int-or-string" not in merged:
+        given = [b for b in merged.pop("anyOf") if b.get("type") != "null"]
+        if len(given) != 1:
+            raise UnsupportedSchema(
+                f"{where}: a union of {len(given)} types is not possible in a CRD"
+            )
+        branches += given
+    for branch in branches:
+        inner = _flatten(branch, definitions, where)
+        validations = inner.get(RULES, []) + merged.get(RULES, [])
+        merged = inner | merged
+        if validations:
+            merged[RULES] = validations
+    return merged
+
+
+def _set_values(out: Schema, merged: Schema, definitions: Mapping[str, Any], where: str) -> None:
+    """Finish what pydantic says of numbers, literals and open or closed objects."""
+    if "const" in merged:
+        out["enum"] = [merged["const"]]
+    values = out.get("additionalProperties")
+    if isinstance(values, Mapping):
+        out["additionalProperties"] = _convert(values, definitions, f"{where}[*]")
+    elif values is not None:
+        del out["additionalProperties"]
+    if out.get("type") == "integer" and "enum" not in out:
+        if "minimum" not in out or "maximum" not in out:
+            raise UnsupportedSchema(f"{where}: give the integer a lower and an upper bound")
+        out["format"] = "int64" if out["maximum"] > INT32_MAX else "int32"
+    if out.get("type") == "string" and not {"maxLength", "enum", "format"} & out.keys():
+        raise UnsupportedSchema(f"{where}: give the string a maximum length")
+
+
+def _set_default(out: Schema, merged: Schema) -> None:
+    """Keep a default only if the API server should fill it in; else describe it."""
+    default = out.pop("default", None)
+    if merged.get(API_DEFAULT):
+        out["default"] = default
+    elif isinstance(default, str | int) and default != "" and not isinstance(default, bool):
+        out["description"] = f"{out['description']} Default: {default}."
+
+
+def custom_resource_definition() -> dict[str, Any]:
+    """Return the CustomResourceDefinition as a JSON document."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": CRD_NAME},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": [SHORT],
+                "categories": ["all"],
+            },
+            "versions": [_version()],
+        },
+    }
+
+
+def _version() -> dict[str, Any]:
+    return {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.replicas",
+                "statusReplicasPath": ".status.replicas",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "selectableFields": [{"jsonPath": path} for path in SELECTABLE],
+        "additionalPrinterColumns": [
+            {"name": name, "jsonPath": path, "type": kind, "description": text}
+            | ({"priority": priority} if priority else {})
+            for name, path, kind, priority, text in COLUMNS
+        ],
+        "schema": {"openAPIV3Schema": _root()},
+    }
+
+
+def _root() -> Schema:
+    return {
+        "type": "object",
+        "description": "A self-healing pool of inference replicas of one model, whose weights a "
+        "trainer updates.",
+        "required": ["spec"],
+        RULES: [
+            cel(
+                f"self.metadata.name.size() <= {MAX_NAME} && "
+                "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$') && "
+                "!self.metadata.name.endsWith('-heads')",
+                f"metadata.name must be a DNS-1035 label (a-z, 0-9 and '-', starting with a letter) of at "
+                f"most {MAX_NAME} characters that does not end in -heads: choose another name",
+            )
+        ],
+        "properties": {
+            "spec": structural(RolloutReplicaSpec),
+            "status": structural(RolloutReplicaStatus),
+        },
+    }

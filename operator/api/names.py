@@ -1,0 +1,109 @@
+"""The one home of names: group, labels, ports, conditions, reasons and the names of children."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+GROUP = "rollout.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "RolloutReplica"
+PLURAL = "rolloutreplicas"
+SHORT = "rr"
+
+MANAGER = "rollout-operator"
+"""Field manager, `managed-by` label and reporting component."""
+
+DATA_PORT = 8000
+CONTROL_PORT = 8001
+
+# Labels and annotations. The value of a label has at most 63 characters.
+LABEL_NAME = "app.kubernetes.io/name"
+LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+LABEL_INSTANCE = "app.kubernetes.io/instance"
+LABEL_POOL = f"{GROUP}/pool"
+LABEL_REPLICA = f"{GROUP}/replica"
+LABEL_RANK = f"{GROUP}/rank"
+LABEL_ROLE = f"{GROUP}/role"
+LABEL_REVISION = f"{GROUP}/revision"
+ROLE_HEAD = "head"
+ROLE_MEMBER = "member"
+WORKER_APP = "rollout-worker"
+
+ANNOTATION_PAUSED = f"{GROUP}/reconcile-paused"
+ANNOTATION_RETRY = f"{GROUP}/retry"
+ANNOTATION_RESTARTS = f"{GROUP}/restarts"
+"""On a pod: how often its replica failed before; this is where the back-off is kept."""
+
+GATE_SERVING = f"{GROUP}/serving"
+"""Readiness gate of head pods: the engine is awake and at or above the committed weights."""
+
+WORKER_CONTAINER = "worker"
+
+MODEL_MOUNT = "/rollout/model"
+WEIGHTS_MOUNT = "/rollout/weights"
+
+MAX_NAME = 50
+"""Longest name of a RolloutReplica: `<name>-<replica ≤ 9998>-<rank ≤ 998>` stays ≤ 63 and the
+Service `<name>-heads` ≤ 63."""
+
+
+class Condition(StrEnum):
+    """Types of a RolloutReplica's conditions."""
+
+    READY = "Ready"
+    PROGRESSING = "Progressing"
+    DEGRADED = "Degraded"
+    WEIGHTS_SYNCED = "WeightsSynced"
+    ASLEEP = "Asleep"
+    SUSPENDED = "Suspended"
+
+
+def pod_name(pool: str, replica: int, rank: int) -> str:
+    """Name (and hostname) of a worker pod; contract, see API.md."""
+    return f"{pool}-{replica}-{rank}"
+
+
+def heads_service(pool: str) -> str:
+    """Headless Service of all worker pods, also of those that are not ready."""
+    return f"{pool}-heads"
+
+
+def data_service(pool: str) -> str:
+    """Service of the heads that serve."""
+    return pool
+
+
+def audience(namespace: str, pool: str) -> str:
+    """Audience that a worker of this pool demands of tokens."""
+    return f"{GROUP}/{namespace}/{pool}"
+
+
+def head_selector(pool: str) -> str:
+    """Label selector of one pod per replica, for HPA and PDB."""
+    return f"{LABEL_POOL}={pool},{LABEL_ROLE}={ROLE_HEAD}"
+
+
+def pool_labels(pool: str) -> dict[str, str]:
+    """Labels of every child of a pool."""
+    return {
+        LABEL_NAME: WORKER_APP,
+        LABEL_MANAGED_BY: MANAGER,
+        LABEL_INSTANCE: pool,
+        LABEL_POOL: pool,
+    }
+
+
+def controller_reference(name: str, uid: str) -> dict[str, object]:
+    """Owner reference of every child: the garbage collector removes it with its object.
+
+    Without `blockOwnerDeletion`: clusters that enforce it (OpenShift) would demand a right on the
+    object's finalizers, and nothing here waits for a foreground deletion.
+    """
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": name,
+        "uid": uid,
+        "controller": True,
+    }

@@ -1,0 +1,66 @@
+"""The revision of a pod: a versioned hash of the fields of spec that need a new pod when changed.
+
+Only what the user wrote is hashed, never a default of the operator or its chart: an upgrade of
+the operator must replace no pod. A pod keeps the scheme (`v1`) that made its hash, and is compared
+by that scheme, so that a later scheme replaces no pod either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from .spec import RolloutReplicaSpec
+
+
+def _v1(spec: RolloutReplicaSpec) -> dict[str, Any]:
+    """Fields that shape the pod. Not here: replicas, state, weights' target, drainSeconds."""
+    body = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    picked: dict[str, Any] = {
+        name: body[name]
+        for name in (
+            "engine",
+            "model",
+            "parallelism",
+            "accelerator",
+            "resources",
+            "serviceAccountName",
+            "podTemplate",
+        )
+        if name in body
+    }
+    volume = body.get("weights", {}).get("volume")
+    if volume:
+        picked["weights"] = {"volume": volume}
+    return picked
+
+
+SCHEMES: dict[str, Callable[[RolloutReplicaSpec], dict[str, Any]]] = {"v1": _v1}
+CURRENT = "v1"
+
+_KEPT = 4096
+_computed: OrderedDict[tuple[int, str], tuple[RolloutReplicaSpec, str]] = OrderedDict()
+"""By the spec's id and the scheme. A pass asks for every pod and specs can't be hashed; the spec
+is kept beside its revision, so that no other one can get its id."""
+
+
+def revision(spec: RolloutReplicaSpec, scheme: str = CURRENT) -> str:
+    """Return `<scheme>-<ten hex digits>`; valid as a label."""
+    found = _computed.get((id(spec), scheme))
+    if found is not None:
+        return found[1]
+    text = json.dumps(SCHEMES[scheme](spec), sort_keys=True, separators=(",", ":"))
+    made = f"{scheme}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    _computed[id(spec), scheme] = (spec, made)
+    if len(_computed) > _KEPT:
+        _computed.popitem(last=False)
+    return made
+
+
+def is_current(found: str, spec: RolloutReplicaSpec) -> bool:
+    """Tell whether a pod of revision `found` is what `spec` asks for."""
+    scheme = found.partition("-")[0]
+    return scheme in SCHEMES and found == revision(spec, scheme)

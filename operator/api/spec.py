@@ -1,0 +1,249 @@
+"""The spec of a RolloutReplica: the source of the CRD, and what `decide` reads.
+
+A default that is in a model but not in the schema belongs to the operator: it may change with a
+release without touching stored objects. Attributes that have a default are never None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from .schema import (
+    ApiModel,
+    Dns1123,
+    api_default,
+    cel,
+    checked,
+    field_path,
+    rules,
+)
+from .spec_engine import Engine, EngineType, Hub, Model, ModelSource
+from .spec_env import EnvVar
+from .spec_pod import PodTemplate, Resources
+from .spec_shape import Accelerator, Parallelism
+from .spec_weights import (
+    Claim,
+    InFlight,
+    RestartPolicy,
+    Strategy,
+    UpdateStrategy,
+    Weights,
+    WeightsTarget,
+)
+
+__all__ = [
+    "Claim",
+    "Engine",
+    "EngineType",
+    "EnvVar",
+    "Hub",
+    "InFlight",
+    "InvalidSpec",
+    "Mode",
+    "Model",
+    "ModelSource",
+    "PodTemplate",
+    "Resources",
+    "RestartPolicy",
+    "RolloutReplicaSpec",
+    "State",
+    "Strategy",
+    "UpdateStrategy",
+    "Weights",
+    "WeightsTarget",
+    "parse_spec",
+]
+
+
+class InvalidSpec(ValueError):
+    """A stored object that this operator can't read; the text names the field and the fix."""
+
+
+class Mode(StrEnum):
+    """Whose accelerators the pool uses."""
+
+    STANDALONE = "Standalone"
+
+
+class State(StrEnum):
+    """Desired lifecycle of the pool's engines."""
+
+    ACTIVE = "Active"
+    PAUSED = "Paused"
+    ASLEEP = "Asleep"
+
+
+class Sleep(ApiModel):
+    """How an engine sleeps."""
+
+    level: Literal[1, 2] = Field(
+        default=1,
+        description="1: a copy of the weights is kept and restored on wake. 2: the weights are dropped "
+        "and reloaded from their source on wake.",
+    )
+
+
+_WORLD = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.data)"
+
+
+class RolloutReplicaSpec(ApiModel):
+    """Desired state of the pool."""
+
+    model_config = checked(
+        cel(
+            "!has(oldSelf.weights) || !has(oldSelf.weights.target) || "
+            "(has(self.weights) && has(self.weights.target))",
+            "spec.weights.target cannot be removed: keep it, or raise its version",
+            path=".weights",
+        ),
+        cel(
+            f"self.engine.type != 'hf' || {_WORLD} == 1",
+            f"'spec.parallelism: engine hf runs on one device, not %d: set tensor, pipeline and "
+            f"data to 1 or choose another engine'.format([{_WORLD}])",
+            expression=True,
+            path=".parallelism",
+        ),
+        cel(
+            "self.engine.type == 'hf' || !has(self.weights) || !has(self.weights.inFlight) || "
+            "!has(self.weights.inFlight.policy) || self.weights.inFlight.policy != 'Pin'",
+            "'spec.weights.inFlight.policy: engine %s cannot run two versions at once (Pin): use "
+            "Drain, Abort, Keep or Recompute, or engine hf'.format([self.engine.type])",
+            expression=True,
+            path=".weights.inFlight.policy",
+        ),
+        cel(
+            f"has(self.accelerator) || {_WORLD} == 1",
+            f"'spec.parallelism: without spec.accelerator a pool runs on CPU with one rank, not %d: set "
+            f"spec.accelerator.resource, or tensor, pipeline and data to 1'.format([{_WORLD}])",
+            expression=True,
+            path=".parallelism",
+        ),
+        cel(
+            "has(self.accelerator) == has(oldSelf.accelerator) && (!has(self.accelerator) || "
+            "self.accelerator.resource == oldSelf.accelerator.resource)",
+            "spec.accelerator.resource is immutable: create another RolloutReplica",
+            path=".accelerator",
+        ),
+        cel(
+            "!has(self.accelerator) || !has(self.resources) || "
+            "!((has(self.resources.limits) && self.accelerator.resource in self.resources.limits)"
+            " || (has(self.resources.requests) && "
+            "self.accelerator.resource in self.resources.requests))",
+            "spec.resources must not name the accelerator: the operator adds it from "
+            "spec.accelerator and spec.parallelism; remove it",
+            path=".resources",
+        ),
+    )
+
+    replicas: int = Field(
+        default=1,
+        ge=0,
+        le=9999,
+        description="Number of engine replicas; `kubectl scale` changes this.",
+        json_schema_extra=api_default(),
+    )
+    mode: Mode = Field(
+        default=Mode.STANDALONE,
+        description="Standalone: the pool has its own accelerators. Immutable.",
+        json_schema_extra=api_default()
+        | rules(cel("self == oldSelf", "spec.mode is immutable: create another RolloutReplica")),
+    )
+    state: State = Field(
+        default=State.ACTIVE,
+        description="Desired lifecycle. Paused: no generation, memory is kept. Asleep: memory is "
+        "released.",
+        json_schema_extra=api_default(),
+    )
+    sleep: Sleep = Field(default=Sleep(), description="How the engines sleep.")
+    suspend: bool = Field(
+        default=False,
+        description="If true, no pods run but the objects stay; overrides state.",
+        json_schema_extra=api_default(),
+    )
+    engine: Engine = Field(description="Inference engine and how to run it.")
+    model: Model = Field(description="Model that the pool serves.")
+    parallelism: Parallelism = Field(
+        default=Parallelism(),
+        description="How one replica is spread across accelerators and pods. Immutable.",
+        json_schema_extra=api_default(),
+    )
+    accelerator: Accelerator | None = Field(
+        default=None,
+        description="Accelerator that the engine runs on; if unset, CPU with one rank. Immutable.",
+    )
+    resources: Resources = Field(
+        default=Resources(),
+        description="Compute resources of the worker container, excluding the accelerator.",
+    )
+    weights: Weights = Field(
+        default=Weights(), description="Which weights the pool serves, and how it updates them."
+    )
+    update_strategy: UpdateStrategy = Field(
+        default=UpdateStrategy(), description="Rolling update of pods."
+    )
+    restart_policy: RestartPolicy = Field(
+        default=RestartPolicy(), description="Back-off for failing replicas."
+    )
+    drain_seconds: int = Field(
+        default=30,
+        ge=0,
+        le=86400,
+        description="Time that running requests get to finish before sleep, update or deletion. The "
+        "pod's termination grace period is 15 seconds longer.",
+    )
+    service_account_name: Dns1123 = Field(
+        default="rollout-worker", description="Service account of the pods."
+    )
+    pod_template: PodTemplate = Field(
+        default=PodTemplate(),
+        description="Fields merged into the pods; changing them replaces the pods.",
+    )
+
+    @property
+    def world(self) -> int:
+        """Ranks of one replica."""
+        return self.parallelism.world
+
+    @property
+    def accelerators_per_pod(self) -> int:
+        """Accelerators that each pod asks for; 0 on CPU."""
+        return self.world // self.parallelism.nodes if self.accelerator else 0
+
+    @property
+    def target(self) -> WeightsTarget | None:
+        """The weights to serve, if a trainer has set them."""
+        return self.weights.target
+
+    @property
+    def in_flight_deadline_seconds(self) -> int:
+        """How long a commit's Drain waits."""
+        deadline = self.weights.in_flight.deadline_seconds
+        return self.drain_seconds if deadline is None else deadline
+
+    @property
+    def grace_seconds(self) -> int:
+        """Termination grace period of the pods; no part of the revision."""
+        return self.drain_seconds + 15
+
+
+def parse_spec(obj: Mapping[str, Any]) -> RolloutReplicaSpec:
+    """Read the spec of a stored RolloutReplica (the whole object).
+
+    Raises:
+        InvalidSpec: this operator's models don't take it, because another version of the CRD let
+            it in; the text names the first field and what to do.
+    """
+    try:
+        return RolloutReplicaSpec.model_validate(obj.get("spec") or {})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = field_path(("spec", *first["loc"]))
+        if first["type"] == "extra_forbidden":
+            fix = "this operator does not know the field; remove it or upgrade the operator"
+        else:
+            fix = f"{first['msg']}, found {str(first['input'])[:80]!r}; correct it"
+        raise InvalidSpec(f"{where}: {fix}") from error

@@ -1,0 +1,147 @@
+"""The part of the spec that names the engine and the model."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rollout_worker.schemas import LogprobsOf
+
+from .schema import ATOMIC_LIST, INT32_MAX, ApiModel, Dns1123, cel, checked, map_list, rules
+from .spec_env import EnvVar
+from .spec_weights import Claim
+
+
+class EngineType(StrEnum):
+    """Inference engine."""
+
+    HF = "hf"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+Argument = Annotated[str, Field(max_length=2048)]
+
+
+class Engine(ApiModel):
+    """Inference engine and how to run it."""
+
+    type: EngineType = Field(
+        description="Inference engine. Immutable.",
+        json_schema_extra=rules(
+            cel(
+                "self == oldSelf",
+                "spec.engine.type is immutable: create another RolloutReplica for another engine",
+            )
+        ),
+    )
+    logprobs: Literal["Sampling", "Raw"] = Field(
+        default="Sampling",
+        description="Logprobs for requests that don't choose. Sampling: of the distribution sampled "
+        "from. Raw: of the model's own distribution.",
+    )
+    image: Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")] | None = Field(
+        default=None, description="Worker image; if unset, the operator's default for this engine."
+    )
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
+        default=None,
+        description="When the image is pulled; if unset, the operator's default for this engine.",
+    )
+    args: tuple[Argument, ...] = Field(
+        default=(),
+        max_length=64,
+        description="Flags passed to the engine.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    env: tuple[EnvVar, ...] = Field(
+        default=(),
+        max_length=64,
+        description="Environment of the worker container; `ROLLOUT_*` is rejected.",
+        json_schema_extra=map_list("name"),
+    )
+
+    @property
+    def logprobs_of(self) -> LogprobsOf:
+        """The kind as the worker spells it."""
+        return "raw" if self.logprobs == "Raw" else "sampling"
+
+
+class SecretKey(ApiModel):
+    """A key of a Secret in the pool's namespace."""
+
+    name: Dns1123 = Field(description="Name of the Secret.")
+    key: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")] = Field(
+        description="Key in the Secret."
+    )
+
+
+class Hub(ApiModel):
+    """A model on the Hugging Face Hub; each worker downloads it."""
+
+    repo: Annotated[
+        str,
+        Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9][-\w.]*(/[A-Za-z0-9][-\w.]*)?$"),
+    ] = Field(description="Repository, for example `Qwen/Qwen3-0.6B`.")
+    revision: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[-\w./]+$")] | None = (
+        Field(
+            default=None,
+            description="Commit, tag or branch; defaults to `main`. Pin a commit to keep all replicas "
+            "identical.",
+        )
+    )
+    token_secret: SecretKey | None = Field(
+        default=None, description="Secret that holds a token, for private repositories."
+    )
+
+
+class ModelSource(ApiModel):
+    """The checkpoint: exactly one of path, claim and hub."""
+
+    model_config = checked(
+        cel(
+            "[has(self.path), has(self.claim), has(self.hub)].exists_one(x, x)",
+            "spec.model.source needs exactly one of path, claim and hub: keep one",
+        ),
+        cel(
+            "self == oldSelf",
+            "spec.model.source is immutable: create another RolloutReplica for another model, or "
+            "set spec.weights.target to serve other weights",
+        ),
+    )
+
+    path: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        default=None,
+        description="Folder in the worker's file system, from the image or from a podTemplate "
+        "volume.",
+        json_schema_extra=rules(
+            cel(
+                r"self.startsWith('/') && !self.matches('(^|/)[.][.](/|$)')",
+                "spec.model.source.path must be an absolute path without '..': use one like "
+                "/models/qwen",
+            )
+        ),
+    )
+    claim: Claim | None = Field(
+        default=None, description="PersistentVolumeClaim, mounted read-only at `/rollout/model`."
+    )
+    hub: Hub | None = Field(default=None, description="Repository on the Hugging Face Hub.")
+
+
+class Model(ApiModel):
+    """Model that the pool serves."""
+
+    source: ModelSource = Field(description="Checkpoint. Immutable.")
+    served_name: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Model name in the OpenAI API; defaults to the object's name."
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto", description="Data type of the weights; auto uses the checkpoint's."
+    )
+    max_length: int | None = Field(
+        default=None,
+        ge=1,
+        le=INT32_MAX,
+        description="Maximum length of prompt plus output, in tokens; if unset, the engine's own limit.",
+    )

@@ -1,0 +1,69 @@
+"""The environment of the worker container, as in a pod spec."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from .schema import ApiModel, Dns1123, Key, cel, checked
+
+
+class KeyRef(ApiModel):
+    """A key of a Secret or ConfigMap in the pool's namespace."""
+
+    name: Dns1123 = Field(description="Name of the Secret or ConfigMap.")
+    key: Key = Field(description="Key in it.")
+    optional: bool | None = Field(
+        default=None, description="If true, the variable is omitted when the key is missing."
+    )
+
+
+class FieldRef(ApiModel):
+    """A field of the pod."""
+
+    field_path: Annotated[str, Field(min_length=1, max_length=256)] = Field(
+        description="Path in the pod, for example `status.podIP`."
+    )
+
+
+class EnvSource(ApiModel):
+    """Where a variable's value comes from; exactly one field is set."""
+
+    model_config = checked(
+        cel(
+            "[has(self.secretKeyRef), has(self.configMapKeyRef), has(self.fieldRef)]"
+            ".exists_one(x, x)",
+            "valueFrom needs exactly one of secretKeyRef, configMapKeyRef and fieldRef: keep one",
+        )
+    )
+
+    secret_key_ref: KeyRef | None = Field(default=None, description="A key of a Secret.")
+    config_map_key_ref: KeyRef | None = Field(default=None, description="A key of a ConfigMap.")
+    field_ref: FieldRef | None = Field(default=None, description="A field of the pod itself.")
+
+
+class EnvVar(ApiModel):
+    """One environment variable of the worker container."""
+
+    model_config = checked(
+        cel(
+            "!self.name.startsWith('ROLLOUT_')",
+            "env must not set ROLLOUT_*: the operator sets these from the spec; remove the entry",
+            path=".name",
+        ),
+        cel(
+            "!(has(self.value) && has(self.valueFrom))",
+            "env takes value or valueFrom, not both: remove one",
+        ),
+    )
+
+    name: Annotated[
+        str, Field(min_length=1, max_length=256, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")
+    ] = Field(description="Name; `ROLLOUT_*` is reserved for the operator and rejected.")
+    value: Annotated[str, Field(max_length=4096)] | None = Field(
+        default=None, description="Literal value."
+    )
+    value_from: EnvSource | None = Field(
+        default=None, description="Source of the value, instead of value."
+    )

@@ -1,0 +1,261 @@
+"""The part of the spec that describes pods: resources, and what is merged into their template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from .names import GROUP, LABEL_INSTANCE, LABEL_MANAGED_BY, LABEL_NAME
+from .schema import (
+    ATOMIC_LIST,
+    ATOMIC_MAP,
+    INT32_MAX,
+    OPEN_OBJECT,
+    SUB_PATH_MEANING,
+    ApiModel,
+    Dns1123,
+    Dns1123Label,
+    Key,
+    Quantity,
+    SubPath,
+    cel,
+    checked,
+    map_list,
+    rules,
+)
+
+LabelValue = Annotated[
+    str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
+]
+OpenObject = Mapping[str, Any]
+
+OPERATOR_LABELS = (LABEL_NAME, LABEL_INSTANCE, LABEL_MANAGED_BY)
+RESERVED_VOLUMES = "rollout-"
+"""Prefix of the operator's own volumes."""
+
+
+class Resources(ApiModel):
+    """Compute resources of the worker container, excluding the accelerator."""
+
+    model_config = checked(
+        cel(
+            "!has(self.requests) || !has(self.limits) || self.requests.all(k, !(k in self.limits) "
+            "|| quantity(string(self.requests[k])).compareTo(quantity(string(self.limits[k]))) <= "
+            "0)",
+            "spec.resources.requests must not exceed limits: lower the request or raise the limit",
+        )
+    )
+
+    requests: Mapping[str, Quantity] = Field(
+        default_factory=dict, max_length=32, description="Amounts that the scheduler reserves."
+    )
+    limits: Mapping[str, Quantity] = Field(
+        default_factory=dict,
+        max_length=32,
+        description="Maximum amounts that the container may use.",
+    )
+
+
+class Toleration(ApiModel):
+    """A taint that the pods tolerate."""
+
+    key: Annotated[str, Field(max_length=316)] | None = Field(
+        default=None, description="Taint key; if unset, every key (with operator Exists)."
+    )
+    operator: Literal["Exists", "Equal"] | None = Field(
+        default=None, description="How the value is compared; defaults to Equal."
+    )
+    value: LabelValue | None = Field(default=None, description="Taint value, for Equal.")
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
+        default=None, description="Taint effect; if unset, every effect."
+    )
+    toleration_seconds: int | None = Field(
+        default=None,
+        ge=0,
+        le=INT32_MAX,
+        description="How long a NoExecute taint is tolerated; if unset, forever.",
+    )
+
+
+class TopologySpread(ApiModel):
+    """How pods are spread across a topology."""
+
+    max_skew: int = Field(
+        ge=1, le=INT32_MAX, description="Maximum difference in pod count between domains."
+    )
+    topology_key: Annotated[str, Field(min_length=1, max_length=316)] = Field(
+        description="Node label that defines the domains."
+    )
+    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"] = Field(
+        description="What the scheduler does when it can't meet the skew."
+    )
+    label_selector: OpenObject | None = Field(
+        default=None, description="Pods that are counted.", json_schema_extra=OPEN_OBJECT
+    )
+    match_label_keys: tuple[Key, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Pod labels whose values must also match.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    min_domains: int | None = Field(
+        default=None, ge=1, le=INT32_MAX, description="Minimum number of domains."
+    )
+    node_affinity_policy: Literal["Honor", "Ignore"] | None = Field(
+        default=None, description="Whether node affinity decides which nodes count."
+    )
+    node_taints_policy: Literal["Honor", "Ignore"] | None = Field(
+        default=None, description="Whether taints decide which nodes count."
+    )
+
+
+class Volume(ApiModel):
+    """A pod volume: `name` and one source, as in a pod spec (`persistentVolumeClaim`, …)."""
+
+    model_config = checked(
+        cel(
+            f"!self.name.startsWith('{RESERVED_VOLUMES}')",
+            f"volume names starting with {RESERVED_VOLUMES} are reserved for the operator: rename it",
+            path=".name",
+        ),
+        x_kubernetes_preserve_unknown_fields=True,
+    ) | {"extra": "allow"}
+
+    name: Dns1123Label = Field(description="Name that volumeMounts refer to.")
+
+
+class VolumeMount(ApiModel):
+    """Where a volume is mounted in the worker container."""
+
+    name: Dns1123Label = Field(description="Name of an entry in spec.podTemplate.volumes.")
+    mount_path: Annotated[str, Field(min_length=1, max_length=512)] = Field(
+        description="Absolute path; `/rollout` and everything below it is reserved for the operator.",
+        json_schema_extra=rules(
+            cel(
+                r"self.matches('^(/[^/:]+)+/?$') && !self.matches('(^|/)[.][.]?(/|$)')",
+                "mountPath must be an absolute path below / without ':', '.', '..' or '//': "
+                "use one like /data",
+            ),
+            cel(
+                "!self.matches('^/rollout(/|$)')",
+                "mountPath must not be /rollout or below it: the operator mounts the model and the "
+                "weights there; choose another path",
+            ),
+        ),
+    )
+    sub_path: SubPath | None = Field(default=None, description=SUB_PATH_MEANING)
+    read_only: bool | None = Field(default=None, description="If true, the mount is read-only.")
+
+
+class ObjectRef(ApiModel):
+    """A reference by name in the pool's namespace."""
+
+    name: Dns1123 = Field(description="Name of the object.")
+
+
+_KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+
+
+def _keys(what: str) -> dict[str, str]:
+    return cel(
+        f"self.all(k, k.size() <= 317 && k.matches('{_KEY}'))",
+        f"spec.podTemplate.{what}: a key is a name of at most 63 letters, digits, '-', '_' and '.', "
+        "optionally preceded by a DNS prefix and '/': correct the key",
+    )
+
+
+def _own(what: str, kind: str, refused: str = "") -> dict[str, str]:
+    return cel(
+        f"self.all(k, !k.startsWith('{GROUP}/'){refused})",
+        f"spec.podTemplate.{what}: {kind} are set by the operator: remove them",
+    )
+
+
+_REFUSED_LABELS = f" && !(k in {list(OPERATOR_LABELS)!r})"
+
+
+class PodTemplate(ApiModel):
+    """Fields merged into the pods that the operator creates; changing them replaces the pods."""
+
+    model_config = checked(
+        cel(
+            "!has(self.volumeMounts) || self.volumeMounts.all(m, has(self.volumes) && "
+            "self.volumes.exists(v, v.name == m.name))",
+            "every entry of volumeMounts needs a volume of the same name: add it to "
+            "spec.podTemplate.volumes",
+            path=".volumeMounts",
+        )
+    )
+
+    labels: Mapping[str, LabelValue] = Field(
+        default_factory=dict,
+        max_length=32,
+        description="Additional labels; `rollout.dev/*` and the operator's own are rejected.",
+        json_schema_extra=rules(
+            _keys("labels"),
+            _own("labels", f"{GROUP}/* and {', '.join(OPERATOR_LABELS)}", _REFUSED_LABELS),
+        ),
+    )
+    annotations: Mapping[str, Annotated[str, Field(max_length=4096)]] = Field(
+        default_factory=dict,
+        max_length=32,
+        description="Additional annotations; `rollout.dev/*` is rejected.",
+        json_schema_extra=rules(_keys("annotations"), _own("annotations", f"{GROUP}/*")),
+    )
+    node_selector: Mapping[str, LabelValue] = Field(
+        default_factory=dict,
+        max_length=32,
+        description="Labels that a node must have.",
+        json_schema_extra=rules(_keys("nodeSelector"), **ATOMIC_MAP),
+    )
+    tolerations: tuple[Toleration, ...] = Field(
+        default=(),
+        max_length=32,
+        description="Taints that the pods tolerate.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    affinity: OpenObject | None = Field(
+        default=None,
+        description="Node and pod affinity, as in a pod spec.",
+        json_schema_extra=OPEN_OBJECT,
+    )
+    topology_spread_constraints: tuple[TopologySpread, ...] = Field(
+        default=(),
+        max_length=16,
+        description="How the pods are spread.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    volumes: tuple[Volume, ...] = Field(
+        default=(),
+        max_length=32,
+        description="Additional volumes, as in a pod spec; names starting with `rollout-` are reserved.",
+        json_schema_extra=map_list("name"),
+    )
+    volume_mounts: tuple[VolumeMount, ...] = Field(
+        default=(),
+        max_length=32,
+        description="Mounts of these volumes in the worker container.",
+        json_schema_extra=map_list("mountPath"),
+    )
+    image_pull_secrets: tuple[ObjectRef, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Secrets for pulling the image.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    priority_class_name: Dns1123 | None = Field(
+        default=None, description="PriorityClass of the pods."
+    )
+    runtime_class_name: Dns1123 | None = Field(
+        default=None, description="RuntimeClass of the pods."
+    )
+    scheduler_name: Dns1123 | None = Field(
+        default=None, description="Scheduler of the pods; if unset, the cluster's default."
+    )
+    security_context: OpenObject | None = Field(
+        default=None,
+        description="Security context of the pods, as in a pod spec; if unset, the operator's.",
+        json_schema_extra=OPEN_OBJECT,
+    )

@@ -1,0 +1,66 @@
+"""The part of the spec that says how large one replica is, and what it runs on."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from .schema import ApiModel, ResourceName, api_default, cel, checked
+
+
+class Parallelism(ApiModel):
+    """How one replica is spread across accelerators and pods. Immutable."""
+
+    model_config = checked(
+        cel(
+            "(self.tensor * self.pipeline * self.data) % self.nodes == 0",
+            "'spec.parallelism: tensor*pipeline*data = %d is not divisible by nodes = %d: set nodes "
+            "to a divisor of it'.format([self.tensor * self.pipeline * self.data, self.nodes])",
+            expression=True,
+        ),
+        cel(
+            "self == oldSelf",
+            "spec.parallelism is immutable: create another RolloutReplica with the new shape",
+        ),
+    )
+
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        le=4096,
+        description="Tensor-parallel size.",
+        json_schema_extra=api_default(),
+    )
+    pipeline: int = Field(
+        default=1,
+        ge=1,
+        le=4096,
+        description="Pipeline-parallel size.",
+        json_schema_extra=api_default(),
+    )
+    data: int = Field(
+        default=1,
+        ge=1,
+        le=4096,
+        description="Data-parallel size within the replica.",
+        json_schema_extra=api_default(),
+    )
+    nodes: int = Field(
+        default=1,
+        ge=1,
+        le=999,
+        description="Pods per replica; must divide tensor*pipeline*data.",
+        json_schema_extra=api_default(),
+    )
+
+    @property
+    def world(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor * self.pipeline * self.data
+
+
+class Accelerator(ApiModel):
+    """Accelerator that the engine runs on."""
+
+    resource: ResourceName = Field(
+        description="Extended resource of one accelerator, for example `nvidia.com/gpu`."
+    )

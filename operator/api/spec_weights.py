@@ -1,0 +1,204 @@
+"""The part of the spec that says which weights the pool serves, and how it updates them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from rollout_worker.schemas import MAX_IDENTITY, WeightsId, WeightsSource
+
+from .schema import (
+    INT32_MAX,
+    SUB_PATH_MEANING,
+    ApiModel,
+    Dns1123,
+    SubPath,
+    api_default,
+    cel,
+    checked,
+    rules,
+)
+
+
+class Strategy(StrEnum):
+    """How a pool moves to new weights."""
+
+    ALL_AT_ONCE = "AllAtOnce"
+    ROLLING = "Rolling"
+    EAGER = "Eager"
+
+
+class Claim(ApiModel):
+    """A PersistentVolumeClaim in the pool's namespace; mounted read-only."""
+
+    name: Dns1123 = Field(description="Name of the claim.")
+    sub_path: SubPath | None = Field(default=None, description=SUB_PATH_MEANING)
+
+
+TARGET = "spec.weights.target"
+
+
+class WeightsTarget(ApiModel):
+    """The target: the weights that the pool must serve."""
+
+    model_config = checked(
+        cel(
+            "self.epoch > oldSelf.epoch || "
+            "(self.epoch == oldSelf.epoch && self.version >= oldSelf.version)",
+            f"'{TARGET} (%d, %d) is lower than the stored (%d, %d): raise version, or use epoch %d'"
+            ".format([self.epoch, self.version, oldSelf.epoch, oldSelf.version, "
+            "oldSelf.epoch + 1])",
+            expression=True,
+        ),
+        cel(
+            "self.epoch != oldSelf.epoch || self.version != oldSelf.version || "
+            "self.source == oldSelf.source",
+            f"{TARGET}.source must not change for the same epoch and version: raise version",
+            path=".source",
+        ),
+        cel(
+            "self.epoch != oldSelf.epoch || self.version == oldSelf.version || "
+            "self.source != oldSelf.source",
+            f"{TARGET}.source must change when version does: give the new version its own source",
+            path=".source",
+        ),
+        cel(
+            "self.epoch > 0 || self.version > 0 || has(self.source.checkpoint)",
+            f"{TARGET} (0, 0) is the model's own checkpoint: set source to {{checkpoint: {{}}}}, "
+            "or raise version",
+            path=".source",
+        ),
+        x_kubernetes_map_type="atomic",
+    )
+
+    epoch: int = Field(
+        ge=0,
+        le=MAX_IDENTITY,
+        description="Fencing token: a trainer that takes over uses a higher epoch.",
+    )
+    version: int = Field(
+        ge=0, le=MAX_IDENTITY, description="Version chosen by the trainer; must increase."
+    )
+    source: WeightsSource = Field(
+        description="Where the weights are: exactly one of path and checkpoint. The files must not "
+        "change until a later version is committed.",
+        json_schema_extra=rules(
+            cel(
+                "[has(self.path), has(self.checkpoint)].exists_one(x, x)",
+                f"{TARGET}.source needs exactly one of path and checkpoint: keep one (in a merge "
+                "patch, set the other to null)",
+            ),
+            cel(
+                r"!has(self.path) || !self.path.matches('(^|/)[.][.](/|$)')",
+                f"{TARGET}.source.path must not contain '..': name the folder itself, absolute or "
+                "relative to /rollout/weights",
+                path=".path",
+            ),
+        ),
+    )
+
+    @property
+    def identity(self) -> WeightsId:
+        """The identity without the source."""
+        return WeightsId(epoch=self.epoch, version=self.version)
+
+
+class WeightsVolume(ApiModel):
+    """Volume with the trainer's weights, mounted read-only at `/rollout/weights`."""
+
+    claim: Claim = Field(description="PersistentVolumeClaim that holds the weights.")
+
+
+class InFlight(ApiModel):
+    """What happens to running requests when new weights are committed."""
+
+    policy: Literal["Drain", "Abort", "Keep", "Recompute", "Pin"] = Field(
+        default="Drain",
+        description="Drain: they finish on the old weights, within the deadline. Abort: they end "
+        "with partial output. Keep: they continue on the new weights with the KV cache they have. "
+        "Recompute: they continue on the new weights, which recompute their KV cache. Pin (engine "
+        "hf): they finish on the old weights, which stay in memory while new requests use the new "
+        "ones.",
+    )
+    deadline_seconds: int | None = Field(
+        default=None,
+        ge=0,
+        le=86400,
+        description="How long Drain waits, and how long Pin waits for requests that are already "
+        "pinned; defaults to spec.drainSeconds.",
+    )
+    on_deadline: Literal["Abort", "Keep"] = Field(
+        default="Abort", description="What happens to requests still running at the deadline."
+    )
+
+
+class Weights(ApiModel):
+    """Which weights the pool serves, and how it updates them."""
+
+    target: WeightsTarget | None = Field(
+        default=None,
+        description="Weights that the pool must serve; if unset, (0, 0), the model's own "
+        "checkpoint. Never decreases and cannot be removed. Trainers set it, so keep it out of "
+        "GitOps manifests.",
+    )
+    volume: WeightsVolume | None = Field(
+        default=None, description="Volume that holds source.path, in addition to the model's."
+    )
+    strategy: Strategy = Field(
+        default=Strategy.ALL_AT_ONCE,
+        description="AllAtOnce: commit when every serving replica has staged. Rolling: at most "
+        "maxUnavailable replicas at a time. Eager: each replica as soon as it can.",
+        json_schema_extra=api_default(),
+    )
+    max_unavailable: int = Field(
+        default=1,
+        ge=1,
+        le=9999,
+        description="Maximum number of replicas that Rolling updates at a time.",
+    )
+    in_flight: InFlight = Field(
+        default=InFlight(), description="What happens to running requests at a commit."
+    )
+    deadline_seconds: int = Field(
+        default=600,
+        ge=1,
+        le=86400,
+        description="Time limit for one update; past it, status says so and retries continue.",
+    )
+
+
+class UpdateStrategy(ApiModel):
+    """Rolling update of pods after a change that needs new ones."""
+
+    max_unavailable: int = Field(
+        default=1, ge=1, le=9999, description="Maximum number of replicas replaced at a time."
+    )
+
+
+class RestartPolicy(ApiModel):
+    """Back-off for failing replicas; 10 minutes Ready or a new spec reset the count."""
+
+    model_config = checked(
+        cel(
+            "(has(self.baseDelaySeconds) ? self.baseDelaySeconds : 10) <= "
+            "(has(self.maxDelaySeconds) ? self.maxDelaySeconds : 300)",
+            "spec.restartPolicy.baseDelaySeconds (default 10) must not exceed maxDelaySeconds "
+            "(default 300): lower one or raise the other",
+        )
+    )
+
+    base_delay_seconds: int = Field(
+        default=10,
+        ge=1,
+        le=86400,
+        description="Delay before the second restart in a row (the first is immediate); then doubles.",
+    )
+    max_delay_seconds: int = Field(default=300, ge=1, le=86400, description="Maximum delay.")
+    max_restarts: int | None = Field(
+        default=None,
+        ge=0,
+        le=INT32_MAX,
+        description="Restarts after which a replica stays Failed; if unset, no limit.",
+    )

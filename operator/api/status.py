@@ -1,0 +1,253 @@
+"""The status of a RolloutReplica: what was observed, as `kubectl` and trainers read it.
+
+Texts are cut to their bounds instead of refused, so that no error message can make a status
+invalid. Times survive a round trip through the API server unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from rollout_worker.schemas import MAX_IDENTITY, WeightsId, WeightsSource
+
+from .schema import (
+    ATOMIC_LIST,
+    INT32_MAX,
+    ApiModel,
+    Message,
+    ShortMessage,
+    Timestamp,
+    TimestampSeconds,
+    map_list,
+    without,
+)
+
+MAX_MEMBERS = 50
+MAX_ERRORS = 5
+
+
+class Phase(StrEnum):
+    """Summary of the conditions, derived; decide nothing from it."""
+
+    PENDING = "Pending"
+    LOADING = "Loading"
+    READY = "Ready"
+    UPDATING = "Updating"
+    PAUSED = "Paused"
+    ASLEEP = "Asleep"
+    SUSPENDED = "Suspended"
+    DEGRADED = "Degraded"
+    FAILED = "Failed"
+
+
+class UpdatePhase(StrEnum):
+    """Phase of a weights update."""
+
+    STAGING = "Staging"
+    COMMITTING = "Committing"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+    SUPERSEDED = "Superseded"
+
+
+PoolState = Literal["Active", "Paused", "Asleep", "Suspended"]
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Identity = Annotated[int, Field(ge=0, le=MAX_IDENTITY)]
+Name = Annotated[str, Field(max_length=253)]
+
+
+class StatusId(ApiModel):
+    """An identity of weights."""
+
+    epoch: Identity = Field(description="Epoch of the identity.")
+    version: Identity = Field(description="Version of the identity.")
+
+    @property
+    def identity(self) -> WeightsId:
+        """The identity as the wire models have it."""
+        return WeightsId(epoch=self.epoch, version=self.version)
+
+    @classmethod
+    def of(cls, identity: WeightsId) -> StatusId:
+        """Return the identity as status has it."""
+        return cls(epoch=identity.epoch, version=identity.version)
+
+
+class CommittedWeights(StatusId):
+    """Weights that new and restarted workers load; no worker below them is Ready."""
+
+    source: WeightsSource = Field(description="Where the weights are.")
+    root_hash: Annotated[str, Field(max_length=128)] | None = Field(
+        default=None, description="Hash of the content, once a worker has computed it."
+    )
+
+
+class ActiveRange(ApiModel):
+    """Lowest and highest identity being served."""
+
+    min: StatusId = Field(description="Lowest identity being served.")
+    max: StatusId = Field(description="Highest identity being served.")
+
+
+class LastUpdate(StatusId):
+    """Latest weights update, finished or in progress."""
+
+    source: WeightsSource | None = Field(
+        default=None,
+        description="Where its weights are; kept because the target may have moved on.",
+    )
+    phase: UpdatePhase = Field(description="Phase of the update.")
+    attempts: Count = Field(default=0, description="Number of attempts.")
+    started_at: Timestamp | None = Field(default=None, description="When staging began.")
+    completed_at: Timestamp | None = Field(default=None, description="When it ended.")
+    message: Message = Field(default="", description="One sentence on its progress.")
+
+
+class WeightsStatus(ApiModel):
+    """Weights of the pool."""
+
+    committed: CommittedWeights | None = Field(
+        default=None,
+        description="Weights that new and restarted workers load; no worker below them is Ready.",
+    )
+    active: ActiveRange | None = Field(
+        default=None, description="Weights observed on the serving replicas."
+    )
+    staged_replicas: Count = Field(
+        default=0, description="Replicas that have staged the update in progress."
+    )
+    last_update: LastUpdate | None = Field(
+        default=None, description="Latest weights update, finished or in progress."
+    )
+
+
+class Transition(ApiModel):
+    """A change of the pool's lifecycle."""
+
+    from_: PoolState | None = Field(default=None, alias="from", description="Previous lifecycle.")
+    to: PoolState = Field(description="Requested lifecycle.")
+    started_at: Timestamp = Field(description="When the change began.")
+    completed_at: Timestamp | None = Field(
+        default=None, description="When every replica had completed it; unset while in progress."
+    )
+    message: Message = Field(default="", description="One sentence on its progress.")
+
+
+class Member(ApiModel):
+    """A head pod, as its worker reports it."""
+
+    name: Name = Field(description="Name of the pod.")
+    node: Name | None = Field(default=None, description="Node that it runs on.")
+    state: Annotated[str, Field(max_length=32)] = Field(
+        description="The worker's lifecycle, or Pending, Terminating or Unreachable."
+    )
+    epoch: Identity | None = Field(default=None, description="Epoch of its active weights.")
+    version: Identity | None = Field(default=None, description="Version of its active weights.")
+    ready: bool = Field(description="Whether it serves.")
+    restarts: Count = Field(default=0, description="Restarts of the replica.")
+    message: ShortMessage = Field(default="", description="What it is waiting for, or what failed.")
+
+
+class LastError(ApiModel):
+    """Something that went wrong."""
+
+    time: Timestamp = Field(description="When it was observed.")
+    message: Message = Field(description="What went wrong and where.")
+
+
+class PoolCondition(ApiModel):
+    """One condition; `reason` is for programs, `message` for people."""
+
+    type: Annotated[str, Field(min_length=1, max_length=316)] = Field(
+        description="Ready, Progressing, Degraded, WeightsSynced, Asleep or Suspended."
+    )
+    status: Literal["True", "False", "Unknown"] = Field(description="True, False or Unknown.")
+    reason: Annotated[
+        str,
+        Field(min_length=1, max_length=256, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"),
+    ] = Field(description="CamelCase reason, for programs.")
+    message: Annotated[Message, Field(max_length=32768)] = Field(
+        default="", description="One sentence, for people."
+    )
+    last_transition_time: TimestampSeconds = Field(description="When status last changed.")
+    observed_generation: Annotated[int, Field(ge=0, le=MAX_IDENTITY)] | None = Field(
+        default=None, description="Generation of the spec that this describes."
+    )
+
+
+class RolloutReplicaStatus(ApiModel):
+    """What was observed of the pool; one server-side apply writes it whole."""
+
+    observed_generation: Annotated[int, Field(ge=0, le=MAX_IDENTITY)] | None = Field(
+        default=None, description="Generation of the spec that this status describes."
+    )
+    phase: Phase | None = Field(
+        default=None, description="Summary for people, derived from the conditions."
+    )
+    message: Message = Field(
+        default="", description="One sentence on what the pool is waiting for, or what is wrong."
+    )
+    replicas: Count = Field(default=0, description="Replicas that have pods.")
+    ready_replicas: Count = Field(default=0, description="Replicas that serve.")
+    updated_replicas: Count = Field(default=0, description="Replicas at the latest revision.")
+    asleep_replicas: Count = Field(default=0, description="Replicas that are asleep.")
+    selector: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None,
+        description="Label selector that matches one pod per replica, for HPA and PDB.",
+    )
+    weights: WeightsStatus = Field(
+        default=WeightsStatus(), description="Weights of the pool, as observed."
+    )
+    last_transition: Transition | None = Field(
+        default=None, description="Latest change of the pool's lifecycle."
+    )
+    members: tuple[Member, ...] = Field(
+        default=(),
+        max_length=MAX_MEMBERS,
+        description="Head pods, unready ones first; at most 50.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    restarts: Count = Field(
+        default=0, description="Restarts of replicas since the pool was created."
+    )
+    last_errors: tuple[LastError, ...] = Field(
+        default=(),
+        max_length=MAX_ERRORS,
+        description="Recent errors, newest first; at most 5.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    conditions: tuple[PoolCondition, ...] = Field(
+        default=(),
+        max_length=32,
+        description="Ready, Progressing, Degraded, WeightsSynced, Asleep, Suspended.",
+        json_schema_extra=map_list("type"),
+    )
+
+    def condition(self, kind: str) -> PoolCondition | None:
+        """Return the condition of this type, if it is there."""
+        return next((c for c in self.conditions if c.type == kind), None)
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document for the API server; absent values are left out."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def parse_status(obj: Mapping[str, Any]) -> RolloutReplicaStatus:
+    """Read the status of a stored RolloutReplica (the whole object).
+
+    Never fails: a field that another version of the operator wrote and this one does not
+    understand is left out, the rest is kept.
+    """
+    document = dict(obj.get("status") or {})
+    while True:
+        try:
+            return RolloutReplicaStatus.model_validate(document)
+        except ValidationError as error:
+            faults = {e["loc"][:-1] if e["type"] == "missing" else e["loc"] for e in error.errors()}
+            # From the back, so that indices of list items stay right.
+            for location in sorted(faults, key=lambda loc: [str(p).zfill(4) for p in loc])[::-1]:
+                document = without(document, location)

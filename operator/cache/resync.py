@@ -1,0 +1,187 @@
+"""The periodic full list, which corrects the store whatever the watch missed.
+
+The first one precedes the first pass: nothing is decided until all three resources are listed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from rollout_operator.api.names import LABEL_MANAGED_BY, MANAGER, PLURAL
+from rollout_operator.api.objects import RESOURCES, Key, Obj, ResourceName
+from rollout_operator.kube.client import Kube
+from rollout_operator.kube.errors import Forbidden, Gone, KubeError, NotFound
+from rollout_operator.telemetry import Telemetry
+
+from .expectations import Expectations
+from .store import Store
+from .workqueue import WorkQueue
+
+logger = logging.getLogger(__name__)
+
+MANAGED = f"{LABEL_MANAGED_BY}={MANAGER}"
+PATHS: dict[ResourceName, str] = {"pools": PLURAL, "pods": "pods", "services": "services"}
+SELECTORS: dict[ResourceName, str | None] = {"pools": None, "pods": MANAGED, "services": MANAGED}
+
+RETRY_SECONDS = 2.0
+MAX_RETRY_SECONDS = 30.0
+LIST_TRIES = 3
+"""A list whose continuation expired is restarted this often before it counts as failed."""
+
+SPREAD = 0.5
+"""Share of the interval over which a resync wakes the pools in which nothing changed."""
+
+
+class Resync:
+    """See the module.
+
+    Args:
+        kube: The client.
+        store: What is corrected.
+        expectations: Told what the lists show.
+        queue: Where the pools are woken.
+        telemetry: Counts ghosts.
+        namespaces: What to list; empty: all.
+        interval: Seconds between two lists.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        kube: Kube,
+        store: Store,
+        expectations: Expectations,
+        queue: WorkQueue[Key],
+        telemetry: Telemetry,
+        *,
+        namespaces: tuple[str, ...] = (),
+        interval: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._kube = kube
+        self._store = store
+        self._expectations = expectations
+        self._queue = queue
+        self._telemetry = telemetry
+        self._namespaces: tuple[str | None, ...] = namespaces or (None,)
+        self._interval = interval
+        self._clock = clock
+        self._finished_at: float | None = None
+        self._logged = ""
+        self._soon = asyncio.Event()
+        self._soon_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two lists."""
+        return self._interval
+
+    def age(self) -> float | None:
+        """Return how many seconds ago the last full list ended; None: there was none yet."""
+        return None if self._finished_at is None else self._clock() - self._finished_at
+
+    def soon(self, delay: float) -> None:
+        """List again in `delay` seconds instead of at the end of the interval."""
+        loop = asyncio.get_running_loop()
+        if self._soon_timer is not None:
+            if self._soon_timer.when() <= loop.time() + delay:
+                return
+            self._soon_timer.cancel()
+        self._soon_timer = loop.call_later(delay, self._soon.set)
+
+    async def first(self) -> None:
+        """List everything, trying until it works; the reason for waiting is logged once."""
+        delay = RETRY_SECONDS
+        while not await self._tried():
+            await asyncio.sleep(delay * random.uniform(0.8, 1.2))
+            delay = min(MAX_RETRY_SECONDS, 1.5 * delay)
+
+    async def run(self) -> None:
+        """List again after each interval, or `soon`, until cancelled."""
+        while True:
+            await self._wait()
+            if not await self._tried():
+                self.soon(2 * RETRY_SECONDS)
+
+    async def once(self) -> None:
+        """List everything once, and wake every pool: at once where something changed."""
+        touched: set[Key] = set()
+        for resource in RESOURCES:
+            for namespace in self._namespaces:
+                touched |= await self._list(resource, namespace)
+        self._finished_at = self._clock()
+        for key in touched:
+            self._queue.add(key)
+        pools = self._store.keys()
+        for key in pools:
+            self._queue.add(key, random.uniform(0, SPREAD * self._interval))
+
+    async def _tried(self) -> bool:
+        """List everything; if that fails, log the reason unless it was the same last time."""
+        try:
+            await self.once()
+        except KubeError as error:
+            text = _explained(error)
+            logger.log(logging.DEBUG if text == self._logged else logging.WARNING, "%s", text)
+            self._logged = text
+            return False
+        self._logged = ""
+        return True
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(self._interval):
+                await self._soon.wait()
+        except TimeoutError:
+            pass
+        self._soon.clear()
+        if self._soon_timer is not None:
+            self._soon_timer.cancel()
+            self._soon_timer = None
+
+    async def _list(self, resource: ResourceName, namespace: str | None) -> set[Key]:
+        for attempt in range(1, LIST_TRIES + 1):
+            started = self._clock()
+            try:
+                objs, version = await self._collect(resource, namespace)
+            except Gone:
+                if attempt == LIST_TRIES:
+                    raise
+                continue
+            touched, ghosts = self._store.replace(
+                resource, objs, listed_at=version, namespace=namespace
+            )
+            touched |= self._expectations.listed(
+                resource, objs, started=started, namespace=namespace
+            )
+            if ghosts:
+                self._telemetry.ghosts.inc(ghosts)
+                logger.info("a list found %d %s gone that the watch had missed", ghosts, resource)
+            return touched
+        raise AssertionError("the loop returns or raises")
+
+    async def _collect(
+        self, resource: ResourceName, namespace: str | None
+    ) -> tuple[list[Obj], str]:
+        objs: list[Obj] = []
+        version = ""
+        pages = self._kube.list_pages(PATHS[resource], namespace, selector=SELECTORS[resource])
+        async for page in pages:
+            version = version or page.resource_version
+            for obj in page.items:
+                obj["metadata"].pop("managedFields", None)
+            objs.extend(page.items)
+        return objs, version
+
+
+def _explained(error: KubeError) -> str:
+    """Return the error with what to do about it, where that is known."""
+    if isinstance(error, NotFound):
+        return f"{error}; is the CustomResourceDefinition installed?"
+    if isinstance(error, Forbidden):
+        return f"{error}; the operator's role lacks this permission"
+    return str(error)

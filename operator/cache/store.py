@@ -1,0 +1,229 @@
+"""What the operator believes the cluster holds: pools and the pods and Services labelled as theirs.
+
+Fed by the watch streams (`take`), by the answers to our own writes (`upsert`) and by whole lists
+(`replace`). A list removes ghosts: objects whose DELETED event never came, which happens after a
+410 and when a stream was cut. Order is by `resourceVersion`, so a late event never undoes a newer
+one: a deleted object leaves a tombstone until the next list, and what is older than a list is not
+believed after it. Nothing is copied on reading: callers must not change what they get.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER
+from rollout_operator.api.objects import RESOURCES, Key, Obj, ResourceName
+
+
+class Store:
+    """Raw objects by pool; see the module."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[ResourceName, _Kind] = {name: _Kind(name) for name in RESOURCES}
+
+    def pool(self, key: Key) -> Obj | None:
+        """Return the RolloutReplica, or None if there is none (any more)."""
+        return self._kinds["pools"].at(key)
+
+    def pods(self, key: Key) -> list[Obj]:
+        """Return the pool's pods, sorted by name."""
+        return self._kinds["pods"].of(key)
+
+    def size(self, key: Key) -> int:
+        """Return how many pods the pool has."""
+        return self._kinds["pods"].size(key)
+
+    def services(self, key: Key) -> list[Obj]:
+        """Return the pool's Services, sorted by name."""
+        return self._kinds["services"].of(key)
+
+    def keys(self) -> list[Key]:
+        """Return the keys of all pools."""
+        return self._kinds["pools"].keys()
+
+    def take(self, resource: ResourceName, event: str | None, obj: Obj) -> set[Key]:
+        """Take a watch event; `event` is None for an object from a stream's first list.
+
+        Returns:
+            The pools to look at: none where nothing of ours changed (an older version than the one
+            known, an object that belongs to no pool), two where a child moved between pools.
+        """
+        kind = self._kinds[resource]
+        if event == "DELETED":
+            return kind.remove(obj)
+        return kind.put(obj)
+
+    def upsert(self, resource: ResourceName, obj: Obj) -> None:
+        """Take the answer to a write of ours, so that the next pass sees it before the watch."""
+        self._kinds[resource].put(obj)
+
+    def replace(
+        self,
+        resource: ResourceName,
+        objs: Iterable[Obj],
+        *,
+        listed_at: str,
+        namespace: str | None = None,
+    ) -> tuple[set[Key], int]:
+        """Take a finished list: what it holds, and what it lacks although it should hold it.
+
+        Args:
+            resource: What was listed.
+            objs: Everything that the list held.
+            listed_at: `resourceVersion` of the list.
+            namespace: The namespace that was listed; None for all.
+
+        Returns:
+            The pools in which something came, changed or went, and the number of ghosts.
+        """
+        return self._kinds[resource].replace(objs, _number(listed_at), namespace)
+
+    def counts(self) -> dict[ResourceName, int]:
+        """Return how many objects of each resource are known."""
+        return {name: len(kind) for name, kind in self._kinds.items()}
+
+
+def owner(resource: ResourceName, obj: Obj) -> Key | None:
+    """Return the pool that an object is or says it belongs to, by its labels."""
+    meta = obj["metadata"]
+    namespace = meta.get("namespace", "")
+    if resource == "pools":
+        return Key(namespace, meta["name"])
+    labels = meta.get("labels") or {}
+    pool = labels.get(LABEL_POOL)
+    if not pool or labels.get(LABEL_MANAGED_BY) != MANAGER:
+        return None
+    return Key(namespace, pool)
+
+
+def _number(version: str | None) -> int:
+    """Return a resourceVersion as a number; servers that don't number order nothing (0)."""
+    return int(version) if version and version.isdecimal() else 0
+
+
+def _version(obj: Obj) -> int:
+    return _number(obj["metadata"].get("resourceVersion"))
+
+
+def _uid(obj: Obj) -> str:
+    return str(obj["metadata"].get("uid", ""))
+
+
+class _Kind:
+    """All known objects of one resource, by (namespace, name), with an index by pool."""
+
+    def __init__(self, resource: ResourceName) -> None:
+        self._resource: ResourceName = resource
+        self._objects: dict[Key, Obj] = {}
+        self._by_pool: defaultdict[Key, dict[str, Obj]] = defaultdict(dict)
+        self._tombstones: dict[str, tuple[str, int]] = {}  # uid to namespace and version
+        self._listed_at: dict[str | None, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def at(self, key: Key) -> Obj | None:
+        return self._objects.get(key)
+
+    def of(self, pool: Key) -> list[Obj]:
+        members = self._by_pool.get(pool, {})
+        return [members[name] for name in sorted(members)]
+
+    def size(self, pool: Key) -> int:
+        return len(self._by_pool.get(pool, ()))
+
+    def keys(self) -> list[Key]:
+        return list(self._objects)
+
+    def put(self, obj: Obj, *, listed: bool = False) -> set[Key]:
+        key = _name(obj)
+        if self._is_late(obj, self._objects.get(key)) or (not listed and self._is_listed(obj)):
+            return set()
+        pool = owner(self._resource, obj)
+        touched = self._drop(key)
+        if pool is not None:
+            self._objects[key] = _trimmed(obj)
+            self._by_pool[pool][key.name] = self._objects[key]
+            touched.add(pool)
+        return touched
+
+    def remove(self, obj: Obj) -> set[Key]:
+        key = _name(obj)
+        self._tombstones[_uid(obj)] = (key.namespace, _version(obj))
+        known = self._objects.get(key)
+        if known is None or _uid(known) != _uid(obj):
+            return set()  # a namesake took the place already
+        if _version(obj) and _version(known) > _version(obj):
+            return set()  # its labels came back after it had left the selector
+        return self._drop(key)
+
+    def replace(
+        self, objs: Iterable[Obj], listed_at: int, namespace: str | None
+    ) -> tuple[set[Key], int]:
+        touched = self._start_over_if_rewound(listed_at, namespace)
+        present = set()
+        ghosts = 0
+        for obj in objs:
+            present.add(_uid(obj))
+            touched |= self.put(obj, listed=True)
+        for key, known in list(self._objects.items()):
+            if _uid(known) in present or namespace not in (None, key.namespace):
+                continue
+            if listed_at and _version(known) > listed_at:
+                continue  # made or changed after the list was taken
+            touched |= self._drop(key)
+            ghosts += 1
+        self._listed_at[namespace] = listed_at
+        self._tombstones = {
+            uid: (where, version)
+            for uid, (where, version) in self._tombstones.items()
+            if version > listed_at or namespace not in (None, where)
+        }
+        return touched, ghosts
+
+    def _start_over_if_rewound(self, listed_at: int, namespace: str | None) -> set[Key]:
+        """Forget everything if versions run backwards: the cluster came back from a backup."""
+        if not 0 < listed_at < self._listed_at.get(namespace, 0):
+            return set()
+        self._tombstones.clear()
+        self._listed_at.clear()
+        forgotten = [key for key in self._objects if namespace in (None, key.namespace)]
+        return set().union(*(self._drop(key) for key in forgotten))
+
+    def _is_late(self, obj: Obj, known: Obj | None) -> bool:
+        version = _version(obj)
+        _, buried = self._tombstones.get(_uid(obj), ("", -1))
+        if version <= buried:
+            return True
+        # Equal versions are the same object: nothing to wake for.
+        return known is not None and 0 < version <= _version(known)
+
+    def _is_listed(self, obj: Obj) -> bool:
+        """Return whether the last list knew of this version: then it is in the store, or gone."""
+        namespace = obj["metadata"].get("namespace", "")
+        floor = max(self._listed_at.get(None, 0), self._listed_at.get(namespace, 0))
+        return 0 < _version(obj) <= floor
+
+    def _drop(self, key: Key) -> set[Key]:
+        known = self._objects.pop(key, None)
+        if known is None:
+            return set()
+        pool = owner(self._resource, known)
+        assert pool is not None, "only objects of a pool are stored"
+        self._by_pool[pool].pop(key.name, None)
+        if not self._by_pool[pool]:
+            del self._by_pool[pool]
+        return {pool}
+
+
+def _name(obj: Obj) -> Key:
+    return Key(obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
+
+
+def _trimmed(obj: Obj) -> Obj:
+    """Return the object without `managedFields`, which nobody reads and which is a third of it."""
+    if "managedFields" not in obj["metadata"]:
+        return obj
+    meta = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
+    return {**obj, "metadata": meta}

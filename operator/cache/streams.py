@@ -1,0 +1,161 @@
+"""The watch streams, which kopf runs: inside this process, or around it under `kopf run`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from typing import Any
+
+import kopf
+from kopf._core.engines.peering import Identity
+
+from rollout_operator.api.names import GROUP, MANAGER, PLURAL, VERSION
+from rollout_operator.api.objects import ResourceName
+from rollout_operator.kube.credentials import login
+
+from .resync import MANAGED
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[ResourceName, str | None, Any], None]
+"""Takes resource, type of event (None: from a list) and raw object."""
+
+BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0)
+CALM_SECONDS = 60.0
+"""Streams that ran this long restart after the shortest delay."""
+
+
+class Streams:
+    """Runs kopf with our three handlers.
+
+    Args:
+        sink: Takes the events.
+        namespaces: What to watch; empty: all.
+        spawned: Called after each start: kopf has set its signal handlers, and we want ours.
+        listed: Awaited before the streams restart. It must list everything, because events were
+            missed, and it proves that the resource exists, because kopf looks for it only once.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        namespaces: tuple[str, ...],
+        spawned: Callable[[], None],
+        listed: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._sink = sink
+        self._namespaces = namespaces
+        self._spawned = spawned
+        self._listed = listed
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Stream until `stop`."""
+        failures = 0
+        while not self._stop.is_set():
+            began = time.monotonic()
+            try:
+                await self._stream()
+                reason = "without an error"
+            except Exception as error:  # noqa: BLE001 - whatever ends kopf, the remedy is the same
+                reason = f"{type(error).__name__}: {error}"
+            if self._stop.is_set():
+                return
+            failures = 0 if time.monotonic() - began > CALM_SECONDS else failures + 1
+            delay = BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)]
+            logger.warning("the watch streams ended (%s): restarting them", reason)
+            await asyncio.sleep(delay * random.uniform(0.8, 1.2))
+            await self._listed()
+
+    def stop(self) -> None:
+        """Ask `run` to end."""
+        self._stop.set()
+
+    async def _stream(self) -> None:
+        registry = kopf.OperatorRegistry()
+        register(self._sink, registry)
+        settings = kopf.OperatorSettings()
+        configure(settings, embedded=True)
+        tasks = await kopf.spawn_tasks(
+            registry=registry,
+            settings=settings,
+            standalone=True,
+            # Kopf would ask for the user's name, which a container's bare uid has not got.
+            identity=Identity(MANAGER),
+            clusterwide=not self._namespaces,
+            namespaces=self._namespaces,
+            stop_flag=self._stop,
+        )
+        self._spawned()
+        await kopf.run_tasks(tasks, ignored=_AllTasks())
+
+
+class _AllTasks(Collection[Any]):
+    """Claims to hold every task: at its end kopf cancels all of the loop's tasks but these."""
+
+    def __contains__(self, task: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def register(sink: Sink, registry: kopf.OperatorRegistry | None = None) -> None:
+    """Register the handlers of the three streams, and our login, in a registry of kopf."""
+
+    @kopf.on.login(registry=registry, id="rollout")
+    async def _login(**_: Any) -> kopf.ConnectionInfo:
+        return await login()
+
+    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry, id="pools")
+    async def _pools(event: kopf.RawEvent, **_: Any) -> None:
+        sink("pools", event["type"], event["object"])
+
+    @kopf.on.event("", "v1", "pods", registry=registry, id="pods")
+    async def _pods(event: kopf.RawEvent, **_: Any) -> None:
+        sink("pods", event["type"], event["object"])
+
+    @kopf.on.event("", "v1", "services", registry=registry, id="services")
+    async def _services(event: kopf.RawEvent, **_: Any) -> None:
+        sink("services", event["type"], event["object"])
+
+
+def configure(settings: kopf.OperatorSettings, *, embedded: bool) -> None:
+    """Set what measurements showed to matter; `embedded`: kopf runs inside this process."""
+    settings.watching.label_selectors["pods"] = MANAGED
+    settings.watching.label_selectors["services"] = MANAGED
+    settings.watching.chunk_size = 500
+    settings.watching.server_timeout = 300
+    settings.scanning.disabled = True
+    settings.posting.enabled = False
+    settings.peering.standalone = True
+    settings.queueing.idle_timeout = 1.0
+    settings.queueing.exit_timeout = 1.0
+    settings.queueing.error_delays = [1, 2, 5, 10, 30]
+    settings.networking.request_timeout = 30
+    settings.networking.connect_timeout = 5
+    settings.networking.error_backoffs = [0.5, 1, 2, 4]
+    settings.persistence.finalizer = f"{GROUP}/{MANAGER}"
+    settings.persistence.diffbase_storage = _NoDiffs()
+    # Embedded, the end of kopf is no reason to kill the process: our own exit is bounded.
+    settings.process.ultimate_exiting_timeout = None if embedded else 25
+
+
+class _NoDiffs(kopf.DiffBaseStorage):
+    """Remembers nothing: our handlers take raw events, and kopf would copy every object twice."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        return kopf.BodyEssence({})
+
+    def fetch(self, **_: Any) -> kopf.BodyEssence | None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return None

@@ -1,0 +1,289 @@
+"""What there is to say about a pool: an ordered list of checks, the first hit of each kind wins.
+
+Each check looks at one `View` and returns a `Finding` or None. The same sentence goes into the
+condition, the status message, the log and the event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rollout_operator.api.spec import RolloutReplicaSpec, State
+from rollout_operator.api.status import UpdatePhase
+from rollout_worker.schemas import Lifecycle, WeightsId
+
+from .gangs import Gang, PodPlan
+from .heads import Head
+from .plan import Verb
+from .updates.weights_plan import WeightsPlan
+from .world import Observed
+
+
+class Kind(StrEnum):
+    """Which condition a finding speaks for."""
+
+    DEGRADED = "Degraded"
+    PROGRESSING = "Progressing"
+    STALLED = "Stalled"
+    """Progressing=False although the pool is not where it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing worth saying."""
+
+    kind: Kind
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that the checks may look at."""
+
+    spec: RolloutReplicaSpec
+    seen: Observed
+    gangs: Mapping[int, Gang]
+    heads: Mapping[str, Head]
+    pods: PodPlan
+    weights: WeightsPlan
+    target: WeightsId
+
+    @property
+    def wanted(self) -> int:
+        """Replicas that should run."""
+        return 0 if self.spec.suspend else self.spec.replicas
+
+    @property
+    def ready(self) -> int:
+        """Replicas whose head is Ready: it serves."""
+        return sum(h.pod.ready and h.pod.gate for h in self.heads.values())
+
+    def count(self, lifecycle: Lifecycle) -> int:
+        """Replicas whose worker says that it is in this state."""
+        return sum(
+            h.worker.state is not None and h.worker.state.lifecycle is lifecycle
+            for h in self.heads.values()
+        )
+
+    @property
+    def reached(self) -> bool:
+        """Every replica is where spec wants it."""
+        if self.spec.suspend:
+            return not self.seen.pods
+        if self.spec.state is State.ACTIVE:
+            return self.ready >= self.wanted
+        lifecycle = Lifecycle.PAUSED if self.spec.state is State.PAUSED else Lifecycle.ASLEEP
+        return self.count(lifecycle) >= self.wanted
+
+
+Check = Callable[[View], Finding | None]
+
+
+def _conflict(view: View) -> Finding | None:
+    for text in view.seen.conflicts.values():
+        return Finding(Kind.DEGRADED, "NameConflict", text)
+    return None
+
+
+def _rejected(view: View) -> Finding | None:
+    for text in view.seen.rejections.values():
+        return Finding(Kind.DEGRADED, "Rejected", text)
+    return None
+
+
+def _exhausted(view: View) -> Finding | None:
+    for text in view.pods.exhausted.values():
+        return Finding(Kind.DEGRADED, "RestartsExhausted", text)
+    return None
+
+
+def _backing_off(view: View) -> Finding | None:
+    for text in view.pods.backing_off.values():
+        return Finding(Kind.DEGRADED, "BackOff", text)
+    return None
+
+
+def _update_failed(view: View) -> Finding | None:
+    if not view.weights.failures:
+        return None
+    return Finding(Kind.DEGRADED, "WeightsFailed", view.weights.failures[0])
+
+
+def _load_failed(view: View) -> Finding | None:
+    for uid, version in view.weights.version_for.items():
+        text = view.heads[uid].failure(version.identity, "stage", "commit")
+        if text:
+            return Finding(Kind.DEGRADED, "WeightsFailed", text)
+    return None
+
+
+def _late_commit(view: View) -> Finding | None:
+    """It still drains for a commit that the others have finished."""
+    committed = view.weights.committed.identity
+    for head in view.heads.values():
+        state = head.worker.state
+        floor = state.weights.required if state else None
+        if floor is None or floor >= committed or head.at_least(committed):
+            continue
+        if Verb.COMMIT in head.worker.running:
+            text = f"{head.pod.name} gets no requests: it has not committed weights {committed} yet"
+            return Finding(Kind.DEGRADED, "WeightsFailed", text)
+    return None
+
+
+def _worker_failed(view: View) -> Finding | None:
+    for head in view.heads.values():
+        state = head.worker.state
+        if state is not None and state.lifecycle is Lifecycle.FAILED:
+            why = state.last_error or "no reason given"
+            return Finding(Kind.DEGRADED, "EngineFailed", f"{head.pod.name}: {why}")
+    return None
+
+
+def _call_failed(view: View) -> Finding | None:
+    verbs = ("require", "pause", "resume", "sleep", "wake", "discard")
+    for head in view.heads.values():
+        text = head.failure(None, *verbs)
+        if text and not view.reached:
+            return Finding(Kind.DEGRADED, "ControlFailed", text)
+    return None
+
+
+def _pod_trouble(view: View) -> Finding | None:
+    for pod in view.seen.pods:
+        if pod.trouble and not pod.finished and not pod.deleting:
+            if pod.trouble.startswith("Unschedulable"):
+                continue
+            return Finding(Kind.DEGRADED, "PodTrouble", f"{pod.name}: {pod.trouble}")
+    return None
+
+
+def _stalled(view: View) -> Finding | None:
+    update = view.weights.update
+    if view.pods.exhausted:
+        return Finding(Kind.STALLED, "RestartsExhausted", next(iter(view.pods.exhausted.values())))
+    if view.weights.overdue and update is not None:
+        return Finding(
+            Kind.STALLED,
+            "DeadlineExceeded",
+            f"weights {update.identity} did not reach every replica within "
+            f"{view.spec.weights.deadline_seconds} s, retrying: {update.message}",
+        )
+    return None
+
+
+def _leaving(view: View) -> Finding | None:
+    surplus = [p for p in view.seen.pods if view.spec.suspend or p.replica >= view.spec.replicas]
+    if not surplus:
+        return None
+    what = "suspended" if view.spec.suspend else "scaled down"
+    text = f"{what}: waiting for {len(surplus)} pods to drain and terminate"
+    return Finding(Kind.PROGRESSING, "ScalingDown", text)
+
+
+def _updating(view: View) -> Finding | None:
+    update = view.weights.update
+    if update is None or update.phase not in (UpdatePhase.STAGING, UpdatePhase.COMMITTING):
+        return None
+    verb = "Staging" if update.phase is UpdatePhase.STAGING else "Committing"
+    text = update.message or f"{verb.lower()} weights {update.identity}"
+    return Finding(Kind.PROGRESSING, f"{verb}Weights", text)
+
+
+def _rolling(view: View) -> Finding | None:
+    if not view.pods.outdated:
+        return None
+    text = f"rolling update: {view.pods.outdated} of {view.wanted} replicas have an old template"
+    return Finding(Kind.PROGRESSING, "RollingUpdate", text)
+
+
+def _changing_state(view: View) -> Finding | None:
+    if view.spec.suspend or view.spec.state is State.ACTIVE:
+        return None
+    asleep = view.spec.state is State.ASLEEP
+    there = view.count(Lifecycle.ASLEEP if asleep else Lifecycle.PAUSED)
+    if there >= view.wanted:
+        return None
+    verb = "fall asleep" if asleep else "pause"
+    text = f"waiting for {view.wanted - there} of {view.wanted} workers to {verb}"
+    return Finding(Kind.PROGRESSING, "FallingAsleep" if asleep else "Pausing", text)
+
+
+def _starting(view: View) -> Finding | None:
+    missing = view.wanted - view.ready
+    if view.spec.state is not State.ACTIVE or missing <= 0:
+        return None
+    waking = view.count(Lifecycle.WAKING) + view.count(Lifecycle.ASLEEP)
+    what = _first_wait(view)
+    text = f"waiting for {missing} of {view.wanted} replicas to serve" + (what and f": {what}")
+    return Finding(Kind.PROGRESSING, "Waking" if waking else "Starting", text)
+
+
+def _first_wait(view: View) -> str:
+    """What the lowest replica that doesn't serve is doing."""
+    by_replica = {h.pod.replica: h for h in view.heads.values()}
+    for index in range(view.wanted):
+        head = by_replica.get(index)
+        if head is None:
+            return f"replica {index} has no pod yet"
+        if not head.pod.ready:
+            between = ":" if head.pod.trouble else ""
+            return f"{head.pod.name}{between} {waits_for(head)}"
+    return ""
+
+
+def waits_for(head: Head) -> str:
+    """What a head is doing, for a person; empty if it serves."""
+    state = head.worker.state
+    if head.pod.ready and head.pod.gate:
+        return ""
+    if head.pod.trouble:
+        return head.pod.trouble
+    if state is None:
+        if not head.pod.started:
+            return "is waiting for its container" if head.pod.node else "is not scheduled yet"
+        return f"does not answer yet ({head.worker.error})" if head.worker.error else "is starting"
+    if state.progress is not None:
+        told = state.progress.fraction is None or "%" in state.progress.message
+        part = "" if told else f" {state.progress.fraction:.0%}"
+        return f"is {state.lifecycle}: {state.progress.message}{part}"
+    others = [h.holder for h in state.holds if h.holder != state.caller]
+    if others:
+        return f"is {state.lifecycle}, held by {', '.join(sorted(others))}"
+    staged = state.weights.staged
+    if staged is not None and staged.phase == "Staging":
+        return f"is staging weights ({staged.epoch}, {staged.version})"
+    return f"is {state.lifecycle}" + ("" if state.serving else " but does not serve yet")
+
+
+CHECKS: tuple[Check, ...] = (
+    _conflict,
+    _rejected,
+    _exhausted,
+    _update_failed,
+    _load_failed,
+    _late_commit,
+    _backing_off,
+    _worker_failed,
+    _call_failed,
+    _pod_trouble,
+    _stalled,
+    _updating,
+    _leaving,
+    _rolling,
+    _changing_state,
+    _starting,
+)
+
+
+def find(view: View) -> dict[Kind, Finding]:
+    """Return the first finding of each kind."""
+    found: dict[Kind, Finding] = {}
+    for check in CHECKS:
+        finding = check(view)
+        if finding is not None:
+            found.setdefault(finding.kind, finding)
+    return found

@@ -1,0 +1,219 @@
+"""Which pods to create and to delete. Pure.
+
+A replica is a *gang* of `parallelism.nodes` pods that live and die together. Its back-off is kept
+in the world: a failed pod stays where it is until its replacement is due, and the replacement
+carries the count in an annotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from rollout_operator.api.revision import is_current
+from rollout_operator.api.spec import RolloutReplicaSpec
+
+from .plan import CreatePod, DeletePod, Wait
+from .world import Observed, Pod
+
+HEALTHY_SECONDS = 600.0
+"""A replica that served this long before it failed counts from zero again."""
+
+STUCK_SECONDS = 30.0
+"""A pod still there this long after its grace period (a dead node) is deleted with grace 0."""
+
+UNSETTLED_SECONDS = 1.0
+"""How soon to look again while the watch has not shown all our writes."""
+
+
+@dataclass(slots=True)
+class PodPlan:
+    """What `plan_pods` decides."""
+
+    create: list[CreatePod] = field(default_factory=list)
+    delete: list[DeletePod] = field(default_factory=list)
+    exhausted: dict[int, str] = field(default_factory=dict)
+    """Replicas that failed too often, with the reason."""
+    backing_off: dict[int, str] = field(default_factory=dict)
+    restarts: dict[int, int] = field(default_factory=dict)
+    """Failures to note on the pods that replace these replicas."""
+    outdated: int = 0
+    """Gangs at an old revision that still wait for their turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """The pods of one replica."""
+
+    index: int
+    pods: tuple[Pod, ...]
+    living: tuple[Pod, ...]
+    """Pods that are not being deleted."""
+    size: int
+
+    @property
+    def complete(self) -> bool:
+        """Every rank is there and none has ended."""
+        return len(self.living) == self.size and not any(p.finished for p in self.living)
+
+
+def gangs_of(spec: RolloutReplicaSpec, seen: Observed) -> dict[int, Gang]:
+    """Gangs by replica index: those wanted, and surplus ones that still have pods."""
+    by_index: dict[int, list[Pod]] = {index: [] for index in range(spec.replicas)}
+    for pod in seen.pods:
+        by_index.setdefault(pod.replica, []).append(pod)
+    return {
+        index: Gang(
+            index,
+            tuple(pods),
+            tuple(pod for pod in pods if not pod.deleting),
+            spec.parallelism.nodes,
+        )
+        for index, pods in sorted(by_index.items())
+    }
+
+
+def plan_pods(
+    spec: RolloutReplicaSpec,
+    seen: Observed,
+    now: float,
+    healthy: frozenset[int],
+    wait: Wait,
+) -> PodPlan:
+    """Decide creations and deletions.
+
+    Args:
+        spec: the wanted pool.
+        seen: the world; pods that are not ours are never touched.
+        now: wall clock, seconds.
+        healthy: replicas that do what the spec asks for; the others use up `maxUnavailable`.
+        wait: told when to look again.
+    """
+    plan = PodPlan()
+    gangs = gangs_of(spec, seen)
+    for pod in seen.pods:
+        if pod.owned:
+            _free_the_stuck(pod, now, plan, wait)
+    for gang in gangs.values():
+        if spec.suspend or gang.index >= spec.replicas:
+            reason = "the pool is suspended" if spec.suspend else "scaled down"
+            _delete_all(gang.living, plan, reason)
+    if seen.unsettled:
+        wait.at_most(UNSETTLED_SECONDS)
+    if spec.suspend or seen.unsettled:
+        return plan
+    for gang in gangs.values():
+        if gang.index < spec.replicas:
+            _keep_whole(spec, seen, gang, now, plan, wait)
+    _roll(spec, gangs, healthy, plan)
+    return plan
+
+
+def _free_the_stuck(pod: Pod, now: float, plan: PodPlan, wait: Wait) -> None:
+    if pod.deletion_at is None:
+        return
+    due = pod.deletion_at + STUCK_SECONDS
+    if now >= due:
+        plan.delete.append(DeletePod(pod.name, pod.uid, 0, "it outlived its grace period"))
+        wait.at_most(STUCK_SECONDS)
+    else:
+        wait.at_most(due - now)
+
+
+def _delete_all(pods: Sequence[Pod], plan: PodPlan, reason: str, grace: int | None = None) -> None:
+    plan.delete += [
+        DeletePod(p.name, p.uid, 0 if p.finished else grace, reason) for p in pods if p.owned
+    ]
+
+
+def _keep_whole(
+    spec: RolloutReplicaSpec, seen: Observed, gang: Gang, now: float, plan: PodPlan, wait: Wait
+) -> None:
+    """Replace a gang that failed or lost a pod; create a missing one."""
+    failed = [p for p in gang.living if p.finished]
+    if failed:
+        _replace_failed(spec, seen, gang, failed, now, plan, wait)
+    elif gang.pods and not gang.complete:
+        if gang.size == 1:
+            return  # its one pod is terminating; the next pass creates the new one
+        missing = {*range(gang.size)} - {p.rank for p in gang.pods}
+        if missing and not any(p.started or p.deleting for p in gang.pods):
+            restarts = max(p.restarts for p in gang.pods)
+            plan.create += [CreatePod(gang.index, r, restarts) for r in sorted(missing)]
+        else:
+            _delete_all(gang.living, plan, "its replica lost a pod and restarts as a whole")
+    elif not gang.pods:
+        restarts = seen.restarts_of.get(gang.index, 0)
+        plan.create += [CreatePod(gang.index, r, restarts) for r in range(gang.size)]
+
+
+def _replace_failed(
+    spec: RolloutReplicaSpec,
+    seen: Observed,
+    gang: Gang,
+    failed: list[Pod],
+    now: float,
+    plan: PodPlan,
+    wait: Wait,
+) -> None:
+    pod = failed[0]
+    count = failures(spec, seen, pod) + 1
+    policy = spec.restart_policy
+    why = pod.trouble or f"pod {pod.name!r} ended with phase {pod.phase}"
+    if policy.max_restarts is not None and count > policy.max_restarts:
+        plan.exhausted[gang.index] = (
+            f"replica {gang.index} failed {count} times (maxRestarts {policy.max_restarts}): {why}; "
+            "fix the cause, then change the spec or set a new value for rollout.dev/retry"
+        )
+        return
+    due = (pod.finished_at or now) + backoff(spec, count)
+    if now < due:
+        at = datetime.fromtimestamp(due, UTC).strftime("%H:%M:%S")
+        plan.backing_off[gang.index] = f"replica {gang.index} restarts at {at} UTC: {why}"
+        wait.at_most(due - now)
+        return
+    plan.restarts[gang.index] = count
+    _delete_all(gang.living, plan, f"its replica failed ({why})")
+
+
+def failures(spec: RolloutReplicaSpec, seen: Observed, pod: Pod) -> int:
+    """Failures of a replica before the one of `pod`; 0 after a reset."""
+    served = pod.gate and pod.gate_since is not None and pod.finished_at is not None
+    if served and (pod.finished_at or 0) - (pod.gate_since or 0) >= HEALTHY_SECONDS:
+        return 0
+    if not is_current(pod.revision, spec) or pod.retry != seen.retry:
+        return 0
+    return pod.restarts
+
+
+def backoff(spec: RolloutReplicaSpec, count: int) -> float:
+    """Seconds between the `count`-th failure in a row and its replacement; none after the first."""
+    policy = spec.restart_policy
+    if count <= 1:
+        return 0.0
+    doubled: float = policy.base_delay_seconds * 2.0 ** min(count - 2, 30)
+    return min(doubled, policy.max_delay_seconds)
+
+
+def _roll(
+    spec: RolloutReplicaSpec, gangs: dict[int, Gang], healthy: frozenset[int], plan: PodPlan
+) -> None:
+    """Delete gangs at an old revision, broken ones first, within `maxUnavailable`."""
+    going = {d.name for d in plan.delete}
+    wanted = [g for g in gangs.values() if g.index < spec.replicas]
+    outdated = [
+        g
+        for g in wanted
+        if g.complete
+        and not any(p.name in going for p in g.living)
+        and not all(is_current(p.revision, spec) for p in g.living)
+    ]
+    plan.outdated = len(outdated)
+    budget = spec.update_strategy.max_unavailable - sum(g.index not in healthy for g in wanted)
+    for gang in sorted(outdated, key=lambda g: (g.index in healthy, -g.index)):
+        if gang.index in healthy:
+            if budget <= 0:
+                continue
+            budget -= 1
+        _delete_all(gang.living, plan, "its pod template is outdated")

@@ -1,0 +1,243 @@
+"""What to call on each head next, and whether it is in the data Service. Pure.
+
+One answer per head and pass: the first check that finds something to do wins, the others wait for
+the next pass. Every call is idempotent, so repeating one costs nothing but time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollout_operator.api.spec import RolloutReplicaSpec, State
+from rollout_worker.schemas import (
+    CommitRequest,
+    DiscardRequest,
+    Hold,
+    Lifecycle,
+    PauseRequest,
+    ReleaseRequest,
+    RequireRequest,
+    SleepRequest,
+    StageRequest,
+    WakeRequest,
+    WorkerState,
+)
+
+from .heads import Head, Version
+from .plan import Body, CallWorker, SetGate, Verb, Wait
+from .updates.weights_plan import WeightsPlan
+from .world import Observed
+
+SLACK_SECONDS = 15.0
+"""What a call may take beyond the time that the worker itself is given."""
+
+QUICK_SECONDS = 10.0
+LOAD_SECONDS = 600.0
+"""Longest wait for weights to come back from where they sleep."""
+
+
+class MemberPlanner:
+    """Runs the checks for one head, in order."""
+
+    def __init__(
+        self, spec: RolloutReplicaSpec, seen: Observed, weights: WeightsPlan, now: float, wait: Wait
+    ) -> None:
+        self.spec = spec
+        self.seen = seen
+        self.weights = weights
+        self.floor = weights.committed.identity
+        self.now = now
+        self.wait = wait
+
+    def calls(self, head: Head) -> list[CallWorker]:
+        """Return what to call on this head now: at most one control call and one stage."""
+        state = head.worker.state
+        if state is None or not head.worker.loaded:
+            return []
+        checks: tuple[Callable[[Head, WorkerState], CallWorker | None], ...] = (
+            self._require,
+            self._sleep_or_pause,
+            self._unpause,
+            self._drop_staged,
+            self._fence,
+            self._commit,
+            self._stage,
+        )
+        for check in checks:
+            call = check(head, state)
+            if call is not None:
+                return [call] if self._may(head, call) else []
+        return []
+
+    def _may(self, head: Head, call: CallWorker) -> bool:
+        """Not while another call runs on that head, nor before a failed one is due again."""
+        running, verb = head.worker.running, call.verb
+        if verb in running or (verb is not Verb.STAGE and running - {Verb.STAGE}):
+            return False
+        failure = head.worker.failures.get(verb)
+        if failure is None or failure.about != call.about:
+            return True
+        if failure.retry_at > self.now:
+            self.wait.at_most(failure.retry_at - self.now)
+            return False
+        return True
+
+    def _call(
+        self, head: Head, verb: Verb, body: Body, seconds: float = QUICK_SECONDS
+    ) -> CallWorker:
+        return CallWorker(head.pod.uid, head.pod.name, verb, body, seconds)
+
+    def _require(self, head: Head, state: WorkerState) -> CallWorker | None:
+        """Set the floor: it lifts the fence of a fresh process and shuts out older weights."""
+        floor, update = self.floor, self.weights.update
+        if update is not None and head.pod.uid in self.weights.out_of_service:
+            floor = update.identity
+        if state.weights.required is not None and state.weights.required >= floor:
+            return None
+        body = RequireRequest(epoch=floor.epoch, min_version=floor.version)
+        return self._call(head, Verb.REQUIRE, body)
+
+    def _my_hold(self, state: WorkerState) -> Hold | None:
+        return next((h for h in state.holds if h.holder == state.caller), None)
+
+    def _sleep_or_pause(self, head: Head, state: WorkerState) -> CallWorker | None:
+        """Put to sleep or pause; an update that has begun to commit is finished first."""
+        wanted = self.spec.state
+        if wanted is State.ACTIVE or self.weights.committing:
+            return None
+        mine = self._my_hold(state)
+        if wanted is State.ASLEEP:
+            if mine is not None and mine.state == "Asleep" and state.lifecycle is Lifecycle.ASLEEP:
+                return None
+            if state.weights.staged is not None and state.lifecycle is not Lifecycle.ASLEEP:
+                return self._discard(head, state)
+            return self._sleep(head)
+        held = None if mine is None else mine.state
+        # Asleep under our Paused: somebody else's hold keeps it there.
+        if held == "Paused" and state.lifecycle in (Lifecycle.PAUSED, Lifecycle.ASLEEP):
+            return None
+        return self._pause(head, waking=held == "Asleep")
+
+    def _pause(self, head: Head, *, waking: bool) -> CallWorker:
+        """Pause; our own hold goes from Asleep to Paused without a gap."""
+        body = PauseRequest(
+            mode="drain",
+            deadline_seconds=self.spec.drain_seconds,
+            generation=self.seen.generation,
+        )
+        extra = LOAD_SECONDS if waking else SLACK_SECONDS
+        return self._call(head, Verb.PAUSE, body, self.spec.drain_seconds + extra)
+
+    def _sleep(self, head: Head) -> CallWorker:
+        body = SleepRequest(
+            level=self.spec.sleep.level,
+            mode="drain",
+            deadline_seconds=self.spec.drain_seconds,
+            generation=self.seen.generation,
+        )
+        seconds = self.spec.drain_seconds + LOAD_SECONDS
+        return self._call(head, Verb.SLEEP, body, seconds)
+
+    def _wake(self, head: Head) -> CallWorker:
+        body = WakeRequest(generation=self.seen.generation)
+        return self._call(head, Verb.WAKE, body, LOAD_SECONDS)
+
+    def _unpause(self, head: Head, state: WorkerState) -> CallWorker | None:
+        """Drop our own hold once the pool is to be active; others' holds are theirs."""
+        mine = self._my_hold(state)
+        if self.spec.state is not State.ACTIVE or mine is None:
+            return None
+        if mine.state == "Asleep":
+            return self._wake(head)
+        return self._call(head, Verb.RESUME, ReleaseRequest(generation=self.seen.generation))
+
+    def _discard(self, head: Head, state: WorkerState) -> CallWorker | None:
+        staged = state.weights.staged
+        if staged is None:
+            return None
+        body = DiscardRequest(epoch=staged.epoch, version=staged.version)
+        return self._call(head, Verb.DISCARD, body)
+
+    def _wanted(self, head: Head) -> Version | None:
+        version = self.weights.version_for.get(head.pod.uid)
+        return None if version is None or head.at_least(version.identity) else version
+
+    def _drop_staged(self, head: Head, state: WorkerState) -> CallWorker | None:
+        """Discard what is in the staging slot if it is in the way of what the head must load.
+
+        That is something later, other bytes under the same identity (an identity is one content,
+        in the whole pool), or something earlier that is still under way.
+        """
+        version, staged = self._wanted(head), state.weights.staged
+        if version is None or staged is None or state.lifecycle is Lifecycle.ASLEEP:
+            return None
+        held, wanted = (staged.epoch, staged.version), version.identity.as_tuple()
+        foreign = held == wanted and staged.source != version.source
+        late = held < wanted and staged.phase == "Staging"
+        return self._discard(head, state) if held > wanted or foreign or late else None
+
+    def _fence(self, head: Head, state: WorkerState) -> CallWorker | None:
+        """Shut the old trainer out by the new one's epoch, before staging anything of the new."""
+        epoch = self.weights.fence_epoch
+        version = self._wanted(head)
+        if version is None or version.identity.epoch < epoch or state.weights.fence_epoch >= epoch:
+            return None
+        return self._call(head, Verb.REQUIRE, RequireRequest(epoch=epoch))
+
+    def _commit(self, head: Head, state: WorkerState) -> CallWorker | None:
+        version, staged = self._wanted(head), state.weights.staged
+        if version is None or staged is None or state.lifecycle is Lifecycle.ASLEEP:
+            return None
+        if head.pod.uid not in self.weights.may_commit or not head.has_staged(version):
+            return None
+        policy = self.spec.weights.in_flight
+        deadline = self.spec.in_flight_deadline_seconds
+        body = CommitRequest(
+            epoch=version.identity.epoch,
+            version=version.identity.version,
+            root_hash=staged.root_hash,
+            in_flight=policy.policy,
+            deadline_seconds=deadline,
+            on_deadline=policy.on_deadline,
+        )
+        return self._call(head, Verb.COMMIT, body, deadline + LOAD_SECONDS)
+
+    def _stage(self, head: Head, state: WorkerState) -> CallWorker | None:
+        version = self._wanted(head)
+        if version is None or head.has_staged(version):
+            return None
+        if state.lifecycle in (Lifecycle.ASLEEP, Lifecycle.WAKING):
+            return None
+        body = StageRequest(
+            epoch=version.identity.epoch,
+            version=version.identity.version,
+            source=version.source,
+            root_hash=version.root_hash,
+            deadline_seconds=self.spec.weights.deadline_seconds,
+        )
+        seconds = self.spec.weights.deadline_seconds + SLACK_SECONDS
+        return self._call(head, Verb.STAGE, body, seconds)
+
+    def gate(self, head: Head, leaving: bool) -> SetGate | None:
+        """Return the change of the readiness gate, if one is due."""
+        pod, state = head.pod, head.worker.state
+        active = self.spec.state is State.ACTIVE and not self.spec.suspend and not leaving
+        if not active:
+            return self._off(
+                head, "the pool is not active" if not leaving else "it is being deleted"
+            )
+        if pod.uid in self.weights.out_of_service:
+            return self._off(head, "it failed to commit the weights that the others serve")
+        if state is None or Verb.COMMIT in head.worker.running:
+            return None  # silence proves nothing, and a commit flips no gate
+        if not (state.serving and head.at_least(self.floor)):
+            return self._off(head, f"the worker is {state.lifecycle} and not serving")
+        if pod.gate and pod.gate_boot == state.boot_id:
+            return None
+        return SetGate(pod.name, pod.uid, True, state.boot_id, "Serving")
+
+    def _off(self, head: Head, reason: str) -> SetGate | None:
+        if not head.pod.gate:
+            return None
+        boot = head.boot or ""
+        return SetGate(head.pod.name, head.pod.uid, False, boot, reason)

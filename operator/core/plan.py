@@ -1,0 +1,133 @@
+"""A pass's decision as data: what `decide` returns and `act` carries out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from rollout_operator.api.status import RolloutReplicaStatus
+from rollout_worker.schemas import (
+    CommitRequest,
+    DiscardRequest,
+    PauseRequest,
+    ReleaseRequest,
+    RequireRequest,
+    SleepRequest,
+    StageRequest,
+    WakeRequest,
+    WeightsId,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CreatePod:
+    """Create the pod of `(replica, rank)`; `restarts` failures came before it."""
+
+    replica: int
+    rank: int
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePod:
+    """Delete exactly this pod; `grace` None: its own grace period."""
+
+    name: str
+    uid: str
+    grace: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetGate:
+    """Set the readiness gate of a head, bound to the worker process `boot`."""
+
+    name: str
+    uid: str
+    serving: bool
+    boot: str
+    reason: str
+
+
+class Verb(StrEnum):
+    """Calls to a worker's control port."""
+
+    STAGE = "stage"
+    COMMIT = "commit"
+    DISCARD = "discard"
+    REQUIRE = "require"
+    PAUSE = "pause"
+    RESUME = "resume"
+    SLEEP = "sleep"
+    WAKE = "wake"
+
+
+Body = (
+    StageRequest
+    | CommitRequest
+    | DiscardRequest
+    | RequireRequest
+    | PauseRequest
+    | ReleaseRequest
+    | SleepRequest
+    | WakeRequest
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallWorker:
+    """Call `verb` on the head pod `uid`; one call at a time in each lane of a pod."""
+
+    uid: str
+    pod: str
+    verb: Verb
+    body: Body
+    deadline_seconds: float
+
+    @property
+    def about(self) -> WeightsId | None:
+        """The weights that are staged or committed; failures count for these alone."""
+        if isinstance(self.body, StageRequest | CommitRequest):
+            return WeightsId(epoch=self.body.epoch, version=self.body.version)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """An event for a person."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything one pass does, and the status that describes the world it saw."""
+
+    status: RolloutReplicaStatus
+    create: tuple[CreatePod, ...] = ()
+    delete: tuple[DeletePod, ...] = ()
+    gates: tuple[SetGate, ...] = ()
+    calls: tuple[CallWorker, ...] = ()
+    notes: tuple[Note, ...] = ()
+    restarts: Mapping[int, int] = field(default_factory=dict)
+    """Failures to note on the pods that replace deleted ones, by replica."""
+    barrier: frozenset[str] | None = None
+    requeue: float | None = None
+    """Seconds until the next pass, if nothing happens before."""
+    sentence: str = ""
+
+
+@dataclass(slots=True)
+class Wait:
+    """The earliest of several times to look again."""
+
+    seconds: float | None = field(default=None)
+
+    def at_most(self, seconds: float) -> None:
+        """Look again within `seconds`."""
+        seconds = max(seconds, 0.05)
+        self.seconds = seconds if self.seconds is None else min(self.seconds, seconds)

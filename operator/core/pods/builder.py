@@ -1,0 +1,204 @@
+"""Builder of worker pods. Pure: spec and the operator's defaults in, a plain dict out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Obj
+from rollout_operator.api.revision import revision
+from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.config import EngineDefaults
+
+from .environment import pools_own, settings
+from .overlay import joined_by, merged
+from .volumes import mounts, volumes
+
+NODE_TOLERATION_SECONDS = 30
+"""A pod on a lost node is given up this soon (Kubernetes' default is 300 s)."""
+
+USER = 65532
+"""The unprivileged user of our images."""
+
+
+class PodBuilder:
+    """Builds the pods of one pool.
+
+    Args:
+        name: the RolloutReplica.
+        namespace: its namespace.
+        uid: its uid, for the owner reference.
+        retry: its retry annotation, copied onto pods.
+        spec: what it wants.
+        defaults: the operator's image, environment and pod template for the engine.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        namespace: str,
+        uid: str,
+        retry: str,
+        spec: RolloutReplicaSpec,
+        defaults: EngineDefaults,
+    ) -> None:
+        self.name = name
+        self.namespace = namespace
+        self.uid = uid
+        self.retry = retry
+        self.spec = spec
+        self.defaults = defaults
+        self.overlay = merged(
+            defaults.pod_template,
+            spec.pod_template.model_dump(mode="json", by_alias=True, exclude_defaults=True),
+        )
+
+    @property
+    def image(self) -> str | None:
+        """Image of the worker; None if neither the pool nor the operator names one."""
+        return self.spec.engine.image or self.defaults.image
+
+    def build(self, replica: int, rank: int, restarts: int) -> Obj:
+        """Return the pod of `(replica, rank)`."""
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": self._metadata(replica, rank, restarts),
+            "spec": self._spec(replica, rank),
+        }
+
+    def _metadata(self, replica: int, rank: int, restarts: int) -> Obj:
+        annotations = {**self.overlay.get("annotations", {})}
+        annotations[names.ANNOTATION_RESTARTS] = str(restarts)
+        if self.retry:
+            annotations[names.ANNOTATION_RETRY] = self.retry
+        return {
+            "name": names.pod_name(self.name, replica, rank),
+            "namespace": self.namespace,
+            "labels": {
+                **self.overlay.get("labels", {}),
+                **names.pool_labels(self.name),
+                names.LABEL_REPLICA: str(replica),
+                names.LABEL_RANK: str(rank),
+                names.LABEL_ROLE: names.ROLE_HEAD if rank == 0 else names.ROLE_MEMBER,
+                names.LABEL_REVISION: revision(self.spec),
+            },
+            "annotations": annotations,
+            "ownerReferences": [names.controller_reference(self.name, self.uid)],
+        }
+
+    def _spec(self, replica: int, rank: int) -> Obj:
+        overlay = self.overlay
+        out: Obj = {
+            "hostname": names.pod_name(self.name, replica, rank),
+            "subdomain": names.heads_service(self.name),
+            # A process that ends takes its gang down, and restarts with our own back-off.
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": self.spec.grace_seconds,
+            "serviceAccountName": self.spec.service_account_name,
+            "enableServiceLinks": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "fsGroup": USER,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+                **overlay.get("securityContext", {}),
+            },
+            "tolerations": [*overlay.get("tolerations", ()), *_node_tolerations(overlay)],
+            "volumes": [*volumes(self.spec), *overlay.get("volumes", ())],
+            "containers": [self._container(replica, rank)],
+        }
+        if rank == 0:
+            out["readinessGates"] = [{"conditionType": names.GATE_SERVING}]
+        for field in (
+            "nodeSelector",
+            "affinity",
+            "topologySpreadConstraints",
+            "imagePullSecrets",
+            "priorityClassName",
+            "runtimeClassName",
+            "schedulerName",
+        ):
+            if field in overlay:
+                out[field] = overlay[field]
+        return out
+
+    def _container(self, replica: int, rank: int) -> Obj:
+        engine = self.spec.engine
+        out: Obj = {
+            "name": names.WORKER_CONTAINER,
+            "image": self.image,
+            "args": ["serve", *(f"--engine-arg={a}" for a in engine.args)],
+            "env": self._env(replica, rank),
+            "ports": [
+                {"name": "data", "containerPort": names.DATA_PORT, "protocol": "TCP"},
+                {"name": "control", "containerPort": names.CONTROL_PORT, "protocol": "TCP"},
+            ],
+            "resources": self._resources(),
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            },
+            "volumeMounts": joined_by(
+                "mountPath", mounts(self.spec), self.overlay.get("volumeMounts", ())
+            ),
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+        }
+        policy = engine.image_pull_policy or self.defaults.image_pull_policy
+        if policy:
+            out["imagePullPolicy"] = policy
+        if rank == 0:
+            out |= _probes()
+        return out
+
+    def _env(self, replica: int, rank: int) -> list[Obj]:
+        ours = settings(self.name, self.namespace, self.spec, self.overlay, replica, rank)
+        defaults = (dict(entry) for entry in self.defaults.env)
+        return joined_by("name", ours, defaults, pools_own(self.spec))
+
+    def _resources(self) -> Obj:
+        out: Obj = self.spec.resources.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        if self.spec.accelerator is not None:
+            amount = {self.spec.accelerator.resource: str(self.spec.accelerators_per_pod)}
+            for part in ("limits", "requests"):
+                out[part] = {**out.get(part, {}), **amount}
+        return out
+
+
+def _node_tolerations(overlay: Mapping[str, Any]) -> list[Obj]:
+    """Short tolerations of a lost node, unless the template sets its own."""
+    told = {t.get("key") for t in overlay.get("tolerations", ())}
+    return [
+        {
+            "key": key,
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": NODE_TOLERATION_SECONDS,
+        }
+        for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+        if key not in told and None not in told
+    ]
+
+
+def _probes() -> Obj:
+    health = {"path": "/health", "port": "data"}
+    return {
+        # The port opens within seconds of the start; loading shows in /ready, not here.
+        "startupProbe": {"httpGet": health, "periodSeconds": 1, "failureThreshold": 300},
+        "livenessProbe": {
+            "httpGet": health,
+            "periodSeconds": 10,
+            "timeoutSeconds": 5,
+            "failureThreshold": 6,
+        },
+        "readinessProbe": {
+            "httpGet": {"path": "/ready", "port": "data"},
+            "periodSeconds": 2,
+            "timeoutSeconds": 2,
+            "failureThreshold": 2,
+        },
+    }

@@ -1,0 +1,72 @@
+"""The environment of the worker container: settings from the spec, and the pool's own entries."""
+
+from __future__ import annotations
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Obj
+from rollout_operator.api.spec import RolloutReplicaSpec
+
+from .volumes import weights_roots
+
+
+def settings(
+    pool: str, namespace: str, spec: RolloutReplicaSpec, overlay: Obj, replica: int, rank: int
+) -> list[Obj]:
+    """Return what the operator tells the worker of `(replica, rank)`."""
+    values = {
+        "ROLLOUT_ENGINE": spec.engine.type.value,
+        "ROLLOUT_MODEL": _model(spec),
+        "ROLLOUT_SERVED_NAME": spec.model.served_name or pool,
+        "ROLLOUT_DTYPE": spec.model.dtype,
+        "ROLLOUT_LOGPROBS": spec.engine.logprobs_of,
+        "ROLLOUT_POOL": pool,
+        "ROLLOUT_NAMESPACE": namespace,
+        "ROLLOUT_AUTH": "kubernetes",
+        "ROLLOUT_DATA_PORT": str(names.DATA_PORT),
+        "ROLLOUT_CONTROL_PORT": str(names.CONTROL_PORT),
+        "ROLLOUT_WEIGHTS_ROOTS": ":".join(weights_roots(spec, overlay)),
+        "ROLLOUT_DRAIN_SECONDS": str(spec.drain_seconds),
+        "ROLLOUT_SPILL_DIR": "/tmp",
+        "HOME": "/tmp",
+    }
+    if spec.model.max_length is not None:
+        values["ROLLOUT_MAX_LENGTH"] = str(spec.model.max_length)
+    if spec.model.source.hub and spec.model.source.hub.revision:
+        values["ROLLOUT_MODEL_REVISION"] = spec.model.source.hub.revision
+    values |= _parallelism(pool, spec, replica, rank)
+    return [*({"name": k, "value": v} for k, v in values.items()), *_hub_token(spec)]
+
+
+def pools_own(spec: RolloutReplicaSpec) -> list[Obj]:
+    """Return `spec.engine.env` as a container has it."""
+    return [e.model_dump(mode="json", by_alias=True, exclude_none=True) for e in spec.engine.env]
+
+
+def _parallelism(pool: str, spec: RolloutReplicaSpec, replica: int, rank: int) -> dict[str, str]:
+    parallel = spec.parallelism
+    if parallel.world == 1 and parallel.nodes == 1:
+        return {}
+    leader = names.pod_name(pool, replica, 0)
+    return {
+        "ROLLOUT_TENSOR": str(parallel.tensor),
+        "ROLLOUT_PIPELINE": str(parallel.pipeline),
+        "ROLLOUT_DATA": str(parallel.data),
+        "ROLLOUT_NODES": str(parallel.nodes),
+        "ROLLOUT_RANK": str(rank),
+        "ROLLOUT_LEADER_ADDRESS": f"{leader}.{names.heads_service(pool)}",
+    }
+
+
+def _hub_token(spec: RolloutReplicaSpec) -> list[Obj]:
+    hub = spec.model.source.hub
+    if hub is None or hub.token_secret is None:
+        return []
+    ref = {"name": hub.token_secret.name, "key": hub.token_secret.key}
+    return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": ref}}]
+
+
+def _model(spec: RolloutReplicaSpec) -> str:
+    source = spec.model.source
+    if source.hub is not None:
+        return source.hub.repo
+    return source.path or names.MODEL_MOUNT

@@ -1,0 +1,271 @@
+"""The status that describes what a pass saw: counters, members, conditions, phase. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from rollout_operator.api import names
+from rollout_operator.api.names import Condition
+from rollout_operator.api.revision import is_current
+from rollout_operator.api.spec import State
+from rollout_operator.api.status import (
+    MAX_ERRORS,
+    MAX_MEMBERS,
+    LastError,
+    Member,
+    Phase,
+    PoolCondition,
+    RolloutReplicaStatus,
+    Transition,
+    UpdatePhase,
+)
+from rollout_worker.schemas import Lifecycle, WeightsId
+
+from .findings import Finding, Kind, View, find, waits_for
+from .heads import Head
+from .updates.status import weights_status
+
+Verdict = tuple[bool, str, str]
+"""Status, reason and message of a condition."""
+
+
+def build_status(view: View, stored: RolloutReplicaStatus, now: float) -> RolloutReplicaStatus:
+    """Return the whole status; times of what did not change are kept from `stored`."""
+    found = find(view)
+    wanted = [g for g in view.gangs.values() if g.index < view.wanted]
+    current = [
+        g for g in wanted if g.complete and all(is_current(p.revision, view.spec) for p in g.living)
+    ]
+    conditions = _conditions(view, found, stored, now)
+    return RolloutReplicaStatus(
+        observed_generation=view.seen.generation,
+        phase=_phase(view, found),
+        message=_sentence(view, found),
+        replicas=sum(bool(g.living) for g in view.gangs.values()),
+        ready_replicas=view.ready,
+        updated_replicas=len(current),
+        asleep_replicas=view.count(Lifecycle.ASLEEP),
+        selector=names.head_selector(view.seen.name),
+        weights=weights_status(view.weights, view.heads),
+        last_transition=_transition(view, stored, now),
+        members=_members(view),
+        restarts=stored.restarts + len(view.pods.restarts),
+        last_errors=_last_errors(found.get(Kind.DEGRADED), stored, now),
+        conditions=conditions,
+    )
+
+
+def _sentence(view: View, found: dict[Kind, Finding]) -> str:
+    for kind in (Kind.DEGRADED, Kind.STALLED, Kind.PROGRESSING):
+        if kind in found:
+            return found[kind].message
+    if view.spec.suspend:
+        return "suspended: no pods run"
+    if view.spec.state is not State.ACTIVE:
+        return f"all {view.wanted} replicas are {view.spec.state.lower()}"
+    weights = f"weights {view.weights.committed.identity}"
+    return f"{view.ready} of {view.wanted} replicas serve {weights}"
+
+
+def _phase(view: View, found: dict[Kind, Finding]) -> Phase:
+    ladder: Iterable[tuple[bool, Phase]] = (
+        (view.spec.suspend, Phase.SUSPENDED),
+        (bool(view.pods.exhausted) and not view.ready, Phase.FAILED),
+        (Kind.DEGRADED in found, Phase.DEGRADED),
+        (view.spec.state is State.ASLEEP and view.reached, Phase.ASLEEP),
+        (view.spec.state is State.PAUSED and view.reached, Phase.PAUSED),
+        (_is_updating(view), Phase.UPDATING),
+        (view.reached, Phase.READY),
+        (any(p.started for p in view.seen.pods), Phase.LOADING),
+    )
+    return next((phase for holds, phase in ladder if holds), Phase.PENDING)
+
+
+def _is_updating(view: View) -> bool:
+    update = view.weights.update
+    running = update is not None and update.phase in (
+        UpdatePhase.STAGING,
+        UpdatePhase.COMMITTING,
+        UpdatePhase.FAILED,
+    )
+    falling = view.spec.state is not State.ACTIVE and bool(view.heads)
+    return running or falling or bool(view.pods.outdated)
+
+
+def _conditions(
+    view: View, found: dict[Kind, Finding], stored: RolloutReplicaStatus, now: float
+) -> tuple[PoolCondition, ...]:
+    verdicts: dict[Condition, Verdict] = {
+        Condition.READY: _ready(view),
+        Condition.PROGRESSING: _progressing(view, found),
+        Condition.DEGRADED: _degraded(found),
+        Condition.WEIGHTS_SYNCED: _synced(view),
+        Condition.ASLEEP: _asleep(view),
+        Condition.SUSPENDED: _suspended(view),
+    }
+    out = []
+    for kind, (holds, reason, message) in verdicts.items():
+        status = "True" if holds else "False"
+        before = stored.condition(kind)
+        kept = before is not None and before.status == status
+        since = before.last_transition_time if kept and before else datetime.fromtimestamp(now, UTC)
+        out.append(
+            PoolCondition(
+                type=kind,
+                status="True" if holds else "False",
+                reason=reason,
+                message=message,
+                last_transition_time=since,
+                observed_generation=view.seen.generation,
+            )
+        )
+    return tuple(out)
+
+
+def _ready(view: View) -> Verdict:
+    if view.spec.suspend:
+        return False, "Suspended", "the pool is suspended: set spec.suspend to false to run it"
+    if view.spec.state is not State.ACTIVE:
+        return False, view.spec.state.value, f"spec.state is {view.spec.state}"
+    text = f"{view.ready} of {view.wanted} replicas serve"
+    return view.reached, "Serving" if view.reached else "NotServing", text
+
+
+def _progressing(view: View, found: dict[Kind, Finding]) -> Verdict:
+    if Kind.STALLED in found:
+        return False, found[Kind.STALLED].reason, found[Kind.STALLED].message
+    if Kind.PROGRESSING in found:
+        return True, found[Kind.PROGRESSING].reason, found[Kind.PROGRESSING].message
+    return False, "Complete", _sentence(view, {})
+
+
+def _degraded(found: dict[Kind, Finding]) -> Verdict:
+    if Kind.DEGRADED in found:
+        return True, found[Kind.DEGRADED].reason, found[Kind.DEGRADED].message
+    return False, "AsExpected", "nothing is wrong"
+
+
+def _synced(view: View) -> Verdict:
+    update, target = view.weights.update, view.target
+    actives = [h.worker.active for h in view.heads.values()]
+    ahead = [a for a in actives if a is not None and a > max(target, _running_id(view) or target)]
+    if ahead:
+        text = (
+            f"a worker serves {max(ahead)}, ahead of the target {target}; workers are never "
+            "rolled back: raise the target"
+        )
+        return False, "AheadOfTarget", text
+    if update is not None and update.phase is UpdatePhase.FAILED:
+        return False, "DeadlineExceeded", update.message
+    if _running_id(view) is not None and update is not None:
+        return False, update.phase.value, update.message
+    if view.spec.suspend:
+        return False, "Suspended", f"no worker runs; {target} will be loaded before any serves"
+    there = sum(a == target for a in actives)
+    text = f"{there} of {view.wanted} replicas have weights {target}"
+    if there >= view.wanted:
+        return True, "Synced", text
+    return False, "Asleep" if view.spec.state is State.ASLEEP else "Loading", text
+
+
+def _running_id(view: View) -> WeightsId | None:
+    update = view.weights.update
+    if update is None or update.phase in (UpdatePhase.COMPLETE, UpdatePhase.SUPERSEDED):
+        return None
+    return update.identity
+
+
+def _asleep(view: View) -> Verdict:
+    count = view.count(Lifecycle.ASLEEP)
+    whole = 0 < view.wanted <= count
+    reason = "Asleep" if whole else "PartlyAsleep" if count else "Awake"
+    return whole, reason, f"{count} of {view.wanted} replicas are asleep"
+
+
+def _suspended(view: View) -> Verdict:
+    if not view.spec.suspend:
+        return False, "NotSuspended", "spec.suspend is false"
+    left = len(view.seen.pods)
+    if left:
+        return False, "Suspending", f"waiting for {left} pods to drain and terminate"
+    return True, "Suspended", "no pods run"
+
+
+def _transition(view: View, stored: RolloutReplicaStatus, now: float) -> Transition | None:
+    """The lifecycle's last change: begun when spec asked for it, ended when all have done it."""
+    wanted = "Suspended" if view.spec.suspend else view.spec.state
+    last = stored.last_transition
+    if last is None or last.to != wanted:
+        moment = datetime.fromtimestamp(now, UTC)
+        last = Transition(from_=last.to if last else None, to=wanted, started_at=moment)
+    if last.completed_at is not None:
+        return last
+    if view.reached:
+        moment = datetime.fromtimestamp(now, UTC)
+        return last.model_copy(update={"completed_at": moment, "message": "done"})
+    return last.model_copy(update={"message": _waiting(view)})
+
+
+def _waiting(view: View) -> str:
+    return f"waiting for {view.wanted} replicas to be {view.spec.state}"
+
+
+def _member(head: Head) -> Member:
+    state, active = head.worker.state, head.worker.active
+    pod = head.pod
+    told = "Terminating" if pod.deleting else "Unreachable" if pod.started else "Pending"
+    return Member(
+        name=pod.name,
+        node=pod.node,
+        state=state.lifecycle if state else told,
+        epoch=active.epoch if active else None,
+        version=active.version if active else None,
+        ready=pod.ready and pod.gate,
+        restarts=pod.restarts,
+        message=waits_for(head),
+    )
+
+
+def _members(view: View) -> tuple[Member, ...]:
+    order = sorted(view.heads.values(), key=lambda h: (h.pod.ready and h.pod.gate, h.pod.replica))
+    return tuple(_member(head) for head in order[:MAX_MEMBERS])
+
+
+def _last_errors(
+    finding: Finding | None, stored: RolloutReplicaStatus, now: float
+) -> tuple[LastError, ...]:
+    if finding is None:
+        return stored.last_errors
+    fresh = LastError(time=datetime.fromtimestamp(now, UTC), message=finding.message)
+    if any(each.message == fresh.message for each in stored.last_errors):
+        return stored.last_errors
+    return (fresh, *stored.last_errors)[:MAX_ERRORS]
+
+
+def conditions_for_invalid(
+    stored: RolloutReplicaStatus, pool: Mapping[str, Any], why: str, now: float
+) -> RolloutReplicaStatus:
+    """Return the stored status, Degraded: this operator can't read the spec and touches nothing."""
+    generation = pool["metadata"].get("generation", 0)
+    before = stored.condition(Condition.DEGRADED)
+    moment = datetime.fromtimestamp(now, UTC)
+    same = before is not None and before.status == "True"
+    degraded = PoolCondition(
+        type=Condition.DEGRADED,
+        status="True",
+        reason="InvalidSpec",
+        message=why,
+        last_transition_time=before.last_transition_time if same and before else moment,
+        observed_generation=generation,
+    )
+    others = tuple(c for c in stored.conditions if c.type != Condition.DEGRADED)
+    return stored.model_copy(
+        update={
+            "observed_generation": generation,
+            "phase": Phase.DEGRADED,
+            "message": why[:1024],
+            "conditions": (*others, degraded),
+        }
+    )

@@ -1,0 +1,78 @@
+"""Builds a pool's two Services, and says how a stored one differs from them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Obj
+
+_DATA = {"name": "data", "port": names.DATA_PORT, "targetPort": "data", "protocol": "TCP"}
+_CONTROL = {
+    "name": "control",
+    "port": names.CONTROL_PORT,
+    "targetPort": "control",
+    "protocol": "TCP",
+}
+
+
+def pool_services(name: str, namespace: str, uid: str) -> list[Obj]:
+    """Return the data Service and the headless Service of a pool."""
+    heads = {names.LABEL_POOL: name, names.LABEL_ROLE: names.ROLE_HEAD}
+    data = {"type": "ClusterIP", "selector": heads, "ports": [_DATA]}
+    everyone = {
+        "type": "ClusterIP",
+        "clusterIP": "None",
+        # Trainers and gangs must find workers that load, sleep or wait for weights, too.
+        "publishNotReadyAddresses": True,
+        "selector": {names.LABEL_POOL: name},
+        "ports": [_DATA, _CONTROL],
+    }
+    wanted = {names.data_service(name): data, names.heads_service(name): everyone}
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {
+                "name": service,
+                "namespace": namespace,
+                "labels": names.pool_labels(name),
+                "ownerReferences": [names.controller_reference(name, uid)],
+            },
+            "spec": spec,
+        }
+        for service, spec in wanted.items()
+    ]
+
+
+def differs(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
+    """Return which part of a stored Service is not as wanted, or None."""
+    labels = have["metadata"].get("labels") or {}
+    for key, value in want["metadata"]["labels"].items():
+        if labels.get(key) != value:
+            return f"label {key}"
+    spec = have["spec"]
+    for field in ("selector", "publishNotReadyAddresses"):
+        if (spec.get(field) or False) != (want["spec"].get(field) or False):
+            return f"spec.{field}"
+    stored = [{k: p.get(k) for k in _DATA} for p in spec.get("ports") or ()]
+    return None if stored == want["spec"]["ports"] else "spec.ports"
+
+
+def repair(want: Mapping[str, Any]) -> list[Obj]:
+    """Return the JSON patch that brings a stored Service back.
+
+    A merge patch would leave keys that somebody else added to the selector.
+    """
+    spec = want["spec"]
+    fields = {
+        "selector": spec["selector"],
+        "ports": spec["ports"],
+        "publishNotReadyAddresses": spec.get("publishNotReadyAddresses", False),
+    }
+    patch = [{"op": "add", "path": f"/spec/{k}", "value": v} for k, v in fields.items()]
+    for key, value in want["metadata"]["labels"].items():
+        path = "/metadata/labels/" + key.replace("~", "~0").replace("/", "~1")
+        patch.append({"op": "add", "path": path, "value": value})
+    return patch

@@ -1,0 +1,41 @@
+"""What of a new status is worth a write. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout_operator.api.names import Condition
+from rollout_operator.api.status import RolloutReplicaStatus
+
+_OUR_CONDITIONS = frozenset(c.value for c in Condition)
+
+_PROGRESS = frozenset(
+    {
+        "members", "message", "lastErrors",
+        "replicas", "readyReplicas", "updatedReplicas", "asleepReplicas",
+    }
+)  # fmt: skip
+
+
+def owned_fields(status: RolloutReplicaStatus) -> dict[str, Any]:
+    """The part of status that the operator owns, as a document: no conditions of others."""
+    document = status.document()
+    kept = [c for c in document.get("conditions", ()) if c["type"] in _OUR_CONDITIONS]
+    document["conditions"] = sorted(kept, key=lambda c: str(c["type"]))
+    return document
+
+
+def without_progress(document: dict[str, Any]) -> dict[str, Any]:
+    """Status without the texts and counts that change with mere progress."""
+    out = {k: v for k, v in document.items() if k not in _PROGRESS}
+    out["conditions"] = [(c["type"], c["status"], c["reason"]) for c in document["conditions"]]
+    weights = {**out.get("weights", {})}
+    weights.pop("active", None)
+    weights.pop("stagedReplicas", None)
+    update = {**weights.get("lastUpdate", {})}
+    update.pop("message", None)
+    out["weights"] = {**weights, "lastUpdate": update}
+    transition = {**out.get("lastTransition", {})}
+    transition.pop("message", None)
+    out["lastTransition"] = transition
+    return out

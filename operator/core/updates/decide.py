@@ -1,0 +1,84 @@
+"""The door: which update is under way, and what each head must do for it.
+
+The case table of the public contract: stored status, target and the workers' answers in, one
+`WeightsPlan` out. First `lifecycle` settles which update runs, then the phase it is in takes it
+one step further (`staging`, `committing`), then replicas below the committed weights are told to
+load them (`joining`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollout_operator.api.spec import RolloutReplicaSpec, Strategy
+from rollout_operator.api.status import LastUpdate, UpdatePhase, WeightsStatus
+from rollout_operator.core.heads import Head
+from rollout_operator.core.plan import Wait
+from rollout_operator.core.world import Observed
+
+from .committing import advance_commit
+from .joining import assign_joiners, learn_hash
+from .lifecycle import settle
+from .staging import advance_barrier, advance_singly
+from .weights_plan import WeightsPlan, committed_of, target_of, unpolled
+
+
+def plan_weights(
+    spec: RolloutReplicaSpec,
+    seen: Observed,
+    stored: WeightsStatus,
+    heads: Mapping[str, Head],
+    now: float,
+    wait: Wait,
+) -> WeightsPlan:
+    """Decide the update's next phase and what each head must do.
+
+    Args:
+        spec: the wanted pool.
+        seen: the world; its `barrier` is what this process remembers.
+        stored: `status.weights` as read from the API server.
+        heads: living heads of wanted replicas, by pod uid.
+        now: wall clock, seconds.
+        wait: told when to look again.
+    """
+    plan = WeightsPlan(committed_of(stored), stored.last_update, seen.barrier)
+    target = target_of(spec)
+    plan.fence_epoch = max(target.identity.epoch, plan.committed.epoch)
+    if unpolled(heads):
+        wait.at_most(1.0)
+        if plan.running is None:
+            return plan
+    settle(spec, plan, target, heads, now)
+    if plan.update is not None and plan.running is not None:
+        _advance(spec, plan, plan.update, heads, now, wait)
+    else:
+        plan.barrier = None
+    assign_joiners(spec, plan, target, heads)
+    learn_hash(plan, heads)
+    return plan
+
+
+def _advance(
+    spec: RolloutReplicaSpec,
+    plan: WeightsPlan,
+    update: LastUpdate,
+    heads: Mapping[str, Head],
+    now: float,
+    wait: Wait,
+) -> None:
+    """Take the update under way one step further."""
+    left = _time_left(spec, update, now)
+    plan.overdue = left <= 0
+    if not plan.overdue:
+        wait.at_most(left)
+    if update.phase is UpdatePhase.COMMITTING:
+        advance_commit(spec, plan, update, heads, now)
+    elif spec.weights.strategy is Strategy.ALL_AT_ONCE:
+        advance_barrier(plan, update, heads, now)
+    else:
+        advance_singly(plan, update, heads)
+
+
+def _time_left(spec: RolloutReplicaSpec, update: LastUpdate, now: float) -> float:
+    started = update.started_at.timestamp() if update.started_at else now
+    return started + spec.weights.deadline_seconds - now

@@ -1,0 +1,30 @@
+"""`status.weights`: what was decided about weights, and what the replicas serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollout_operator.api.status import ActiveRange, StatusId, WeightsStatus
+from rollout_operator.core.heads import Head
+
+from .weights_plan import WeightsPlan, version_of
+
+
+def weights_status(plan: WeightsPlan, heads: Mapping[str, Head]) -> WeightsStatus:
+    """Return `status.weights` for this plan and what was observed."""
+    serving = sorted(
+        h.worker.active.as_tuple() for h in heads.values() if h.pod.ready and h.worker.active
+    )
+    update = plan.update if plan.running else None
+    running = version_of(update, plan.committed.source) if update else None
+    return WeightsStatus(
+        committed=plan.committed,
+        active=ActiveRange(
+            min=StatusId(epoch=serving[0][0], version=serving[0][1]),
+            max=StatusId(epoch=serving[-1][0], version=serving[-1][1]),
+        )
+        if serving
+        else None,
+        staged_replicas=sum(h.has_staged(running) for h in heads.values()) if running else 0,
+        last_update=plan.update,
+    )

@@ -1,0 +1,72 @@
+"""What a pass decides about weights, and the few values that every phase reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase, WeightsStatus
+from rollout_operator.core.heads import Head, Version
+from rollout_operator.core.plan import Note
+from rollout_worker.schemas import CHECKPOINT, Checkpoint, WeightsId, WeightsSource
+
+UNDER_WAY = (UpdatePhase.STAGING, UpdatePhase.COMMITTING, UpdatePhase.FAILED)
+
+
+@dataclass(slots=True)
+class WeightsPlan:
+    """What is decided about weights; the maps are by pod uid."""
+
+    committed: CommittedWeights
+    update: LastUpdate | None
+    barrier: frozenset[str] | None = None
+    version_for: dict[str, Version] = field(default_factory=dict)
+    """The version that each of these heads must move to."""
+    may_commit: set[str] = field(default_factory=set)
+    """Of those, heads that may commit now."""
+    out_of_service: set[str] = field(default_factory=set)
+    """Heads that failed to commit what the others serve: they get no traffic."""
+    fence_epoch: int = 0
+    failures: list[str] = field(default_factory=list)
+    overdue: bool = False
+    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def running(self) -> WeightsId | None:
+        """Identity of the update under way."""
+        if self.update is None or self.update.phase not in UNDER_WAY:
+            return None
+        return self.update.identity
+
+    @property
+    def committing(self) -> bool:
+        """A commit has begun and is not finished."""
+        return self.update is not None and self.update.phase is UpdatePhase.COMMITTING
+
+
+def target_of(spec: RolloutReplicaSpec) -> Version:
+    """The target, or the checkpoint where a trainer has set none."""
+    if spec.target is None:
+        return Version(CHECKPOINT, WeightsSource(checkpoint=Checkpoint()))
+    return Version(spec.target.identity, spec.target.source)
+
+
+def committed_of(weights: WeightsStatus) -> CommittedWeights:
+    """The stored committed weights; a new pool begins with the checkpoint."""
+    if weights.committed is not None:
+        return weights.committed
+    return CommittedWeights(epoch=0, version=0, source=WeightsSource(checkpoint=Checkpoint()))
+
+
+def version_of(update: LastUpdate, fallback: WeightsSource) -> Version:
+    """The version that an update moves to."""
+    return Version(update.identity, update.source or fallback)
+
+
+def unpolled(heads: Mapping[str, Head]) -> bool:
+    """Some running worker has not been polled yet: its silence proves nothing."""
+    return any(
+        h.pod.started and not h.pod.finished and h.worker.state is None and h.worker.error is None
+        for h in heads.values()
+    )

@@ -1,0 +1,226 @@
+"""A thin asynchronous client of the API server: the few verbs and resources that we use.
+
+Every request has a deadline, is counted, and either returns the object or raises one error of
+`errors`. Writes are fenced (see `transport`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rollout_operator.api.names import API_VERSION, GROUP, KIND, MANAGER, PLURAL, VERSION
+from rollout_operator.api.objects import Obj
+
+from .errors import Forbidden
+from .transport import REQUEST_SECONDS, PatchKind, Request, Transport
+
+TOKEN_RENEW_SHARE = 0.7
+"""A minted token is replaced when this share of its life is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Resource:
+    prefix: str
+    api_version: str
+    kind: str
+
+
+RESOURCES: Mapping[str, _Resource] = {
+    PLURAL: _Resource(f"/apis/{GROUP}/{VERSION}", API_VERSION, KIND),
+    "pods": _Resource("/api/v1", "v1", "Pod"),
+    "services": _Resource("/api/v1", "v1", "Service"),
+    "serviceaccounts": _Resource("/api/v1", "v1", "ServiceAccount"),
+    "leases": _Resource("/apis/coordination.k8s.io/v1", "coordination.k8s.io/v1", "Lease"),
+    "events": _Resource("/apis/events.k8s.io/v1", "events.k8s.io/v1", "Event"),
+}
+
+
+class Page(NamedTuple):
+    """A part of a list; `resource_version` is that of the whole list."""
+
+    items: list[Obj]
+    resource_version: str
+
+
+class Kube:
+    """See the module; use it as an async context manager, or call `close`.
+
+    Args:
+        on_request: Called with (verb, resource, code) after each request; code 0: no answer.
+        write_seconds: Seconds for which writes are allowed still; 0 or less: fenced.
+        service_account: (namespace, name) of the account that `token` mints for.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_request: Callable[[str, str, int], None] = lambda verb, resource, code: None,
+        write_seconds: Callable[[], float] = lambda: REQUEST_SECONDS,
+        service_account: tuple[str, str] | None = None,
+    ) -> None:
+        self._transport = Transport(on_request, write_seconds)
+        self._account = service_account
+        self._tokens: dict[str, tuple[float, str]] = {}
+        self._token_locks: dict[str, asyncio.Lock] = {}
+
+    async def __aenter__(self) -> Kube:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._transport.close()
+
+    def fence_with(self, write_seconds: Callable[[], float]) -> None:
+        """Set who says for how long writes are allowed."""
+        self._transport.write_seconds = write_seconds
+
+    async def get(self, resource: str, namespace: str, name: str) -> Obj:
+        """Return one object, or raise `NotFound`."""
+        return await self._send("get", resource, namespace, name)
+
+    async def create(self, resource: str, obj: Obj) -> Obj:
+        """Create an object; unknown fields are an error (`Invalid`), a taken name `AlreadyExists`."""
+        params = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
+        namespace = obj["metadata"]["namespace"]
+        return await self._send("create", resource, namespace, body=obj, params=params)
+
+    async def delete(
+        self,
+        resource: str,
+        namespace: str,
+        name: str,
+        *,
+        uid: str | None = None,
+        grace: int | None = None,
+    ) -> None:
+        """Delete an object; with `uid` only that very object (else `Conflict`)."""
+        options: Obj = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        if grace is not None:
+            options["gracePeriodSeconds"] = grace
+        await self._send("delete", resource, namespace, name, body=options)
+
+    async def patch(
+        self,
+        resource: str,
+        namespace: str,
+        name: str,
+        body: Any,
+        *,
+        kind: PatchKind = "merge",
+        subresource: str | None = None,
+    ) -> Obj:
+        """Patch an object or a subresource of it.
+
+        `apply` is a server-side apply as field manager `rollout-operator`, by force; `body` needs
+        apiVersion and kind then, and may carry `metadata.resourceVersion` to be refused
+        (`Conflict`) where somebody else was faster. `merge` may carry it too.
+        """
+        params = {"fieldManager": MANAGER}
+        if kind == "apply":
+            params["force"] = "true"
+        path = f"{name}/{subresource}" if subresource else name
+        return await self._send(
+            "patch", resource, namespace, path, body=body, params=params, content=kind
+        )
+
+    async def list_pages(
+        self,
+        resource: str,
+        namespace: str | None,
+        *,
+        selector: str | None = None,
+        limit: int = 500,
+    ) -> AsyncIterator[Page]:
+        """Yield a list page by page; namespace None: all of them.
+
+        Raises:
+            Gone: The continuation expired (the list took minutes): begin again.
+        """
+        known = RESOURCES[resource]
+        params = {"limit": str(limit)}
+        if selector:
+            params["labelSelector"] = selector
+        while True:
+            answer = await self._send("list", resource, namespace, params=params)
+            items = answer.get("items") or []
+            for item in items:
+                item.setdefault("apiVersion", known.api_version)
+                item.setdefault("kind", known.kind)
+            meta = answer.get("metadata") or {}
+            yield Page(items, str(meta.get("resourceVersion", "")))
+            if not meta.get("continue"):
+                return
+            params["continue"] = meta["continue"]
+
+    async def token(self, audience: str, seconds: int = 600) -> str:
+        """Return a token of the operator's own account for one audience, from a cache if fresh.
+
+        Raises:
+            Forbidden: No service account was named, or it may not mint tokens.
+        """
+        if self._account is None:
+            raise Forbidden(
+                0,
+                "NoServiceAccount",
+                "no service account to mint tokens for: set --service-account",
+            )
+        lock = self._token_locks.setdefault(audience, asyncio.Lock())
+        async with lock:
+            renew_at, token = self._tokens.get(audience, (0.0, ""))
+            if time.monotonic() < renew_at:
+                return token
+            token = await self._mint(self._account, audience, seconds)
+            renew_at = time.monotonic() + TOKEN_RENEW_SHARE * seconds
+            self._tokens[audience] = (renew_at, token)
+            return token
+
+    def forget_token(self, audience: str) -> None:
+        """Mint a new token the next time: this one was refused, or the pool is gone."""
+        self._tokens.pop(audience, None)
+        self._token_locks.pop(audience, None)
+
+    async def _mint(self, account: tuple[str, str], audience: str, seconds: int) -> str:
+        namespace, name = account
+        body = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {"audiences": [audience], "expirationSeconds": seconds},
+        }
+        answer = await self._send(
+            "create", "serviceaccounts", namespace, f"{name}/token", body=body, fenced=False
+        )
+        return str(answer["status"]["token"])
+
+    async def _send(
+        self,
+        verb: str,
+        resource: str,
+        namespace: str | None,
+        path: str = "",
+        *,
+        body: Any = None,
+        params: Mapping[str, str] | None = None,
+        content: PatchKind | None = None,
+        fenced: bool | None = None,
+    ) -> Obj:
+        what = f"{verb} {resource} {namespace or '*'}/{path}".rstrip("/")
+        url = _url(RESOURCES[resource], resource, namespace, path)
+        if fenced is None:
+            # The Lease is how the fence is kept; reading changes nothing.
+            fenced = verb not in ("get", "list") and resource != "leases"
+        request = Request(verb, resource, url, what, body, params or {}, content, fenced)
+        return await self._transport.send(request)
+
+
+def _url(known: _Resource, resource: str, namespace: str | None, path: str) -> str:
+    scope = f"/namespaces/{namespace}" if namespace is not None else ""
+    return f"{known.prefix}{scope}/{resource}" + (f"/{path}" if path else "")

@@ -1,0 +1,117 @@
+"""What can go wrong between the operator and the API server.
+
+KubeError(status, reason, message)
+├── NotFound        404: gone, or the CRD is not installed
+├── Conflict        409: somebody else changed the object, or it has another uid
+├── AlreadyExists   409 with that reason: the name is taken
+├── Gone            410: a list's continuation ran out; begin it again
+├── Invalid         422, 400: the object itself is wrong; a plain retry can't help
+├── Forbidden       403: a permission is missing (see the chart's roles)
+├── Unauthorized    401: the credentials are not, or no longer, accepted
+├── Unavailable     429, 5xx, no connection, no answer in time: try again later
+└── FencedError     not sent: this process does not hold the Lease
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+class KubeError(Exception):
+    """A request that failed.
+
+    Attributes:
+        status: HTTP status; 0 where there was no answer.
+        reason: The API server's CamelCase reason, or ours.
+        message: One sentence of what happened.
+        retry_after: Seconds that the server asked to wait, if it did.
+    """
+
+    def __init__(
+        self, status: int, reason: str, message: str, *, retry_after: float | None = None
+    ) -> None:
+        super().__init__(f"{reason}: {message}" if reason else message)
+        self.status = status
+        self.reason = reason
+        self.message = message
+        self.retry_after = retry_after
+
+
+class NotFound(KubeError):
+    """404."""
+
+
+class Conflict(KubeError):
+    """409: stale resourceVersion, or another uid than the precondition's."""
+
+
+class AlreadyExists(KubeError):
+    """409: an object of that name exists."""
+
+
+class Gone(KubeError):
+    """410: the continuation of a list has expired."""
+
+
+class Invalid(KubeError):
+    """422 or 400: the object was refused for what it says."""
+
+
+class Forbidden(KubeError):
+    """403."""
+
+
+class Unauthorized(KubeError):
+    """401."""
+
+
+class Unavailable(KubeError):
+    """The API server can't answer now."""
+
+
+class FencedError(KubeError):
+    """A write that was not sent, because this process may not write."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(0, "Fenced", f"{what} was not sent: this operator does not hold the Lease")
+
+
+_BY_STATUS: dict[int, type[KubeError]] = {
+    400: Invalid,
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    410: Gone,
+    422: Invalid,
+    429: Unavailable,
+}
+
+
+def from_answer(status: int, body: bytes, what: str, retry_after: str | None) -> KubeError:
+    """Return the error that an answer of 4xx or 5xx stands for.
+
+    Args:
+        status: HTTP status.
+        body: A `Status` object, or whatever a proxy in between sent.
+        what: The request in words, for the message.
+        retry_after: The header, if there was one.
+    """
+    answer = _status_object(body)
+    reason = str(answer.get("reason") or "")
+    message = str(answer.get("message") or body[:256].decode(errors="replace").strip())
+    message = message or "no message"
+    kind = _BY_STATUS.get(status, Unavailable if status >= 500 else KubeError)
+    if status == 409 and reason == "AlreadyExists":
+        kind = AlreadyExists
+    seconds = float(retry_after) if retry_after and retry_after.isdecimal() else None
+    return kind(status, reason or f"HTTP{status}", f"{what}: {message}", retry_after=seconds)
+
+
+def _status_object(body: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(body)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}

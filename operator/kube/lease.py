@@ -1,0 +1,275 @@
+"""Who may write: one process at a time, by a `coordination.k8s.io/Lease`.
+
+The holder renews every two seconds. Its permission to write ends `RENEW_SECONDS` after the last
+successful renewal was *sent*, five seconds before anybody else may take the Lease, and every
+write's deadline lies before that moment. While the API server is away the holder is fenced but
+stays: if nobody else has held the Lease meanwhile (the update carries the resourceVersion that we
+wrote last), it continues with all it knows. If somebody has, this process exits.
+
+Time is the boot clock, which also runs while the machine sleeps; other machines' clocks are never
+compared with ours. A standby counts from when it last saw the Lease change itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import logging
+import time
+from collections.abc import Callable
+
+from rollout_operator.api.objects import Obj
+
+from .client import Kube
+from .errors import AlreadyExists, Conflict, KubeError, NotFound
+
+logger = logging.getLogger(__name__)
+
+LEASE_SECONDS = 15
+RENEW_SECONDS = 10.0
+RETRY_SECONDS = 2.0
+STANDBY_SECONDS = 1.0
+"""A standby looks this often, so that it takes over within 2 s of a release."""
+
+CALL_SECONDS = 5.0
+"""Deadline of one request for the Lease."""
+
+
+class LeadershipLost(Exception):
+    """Somebody else holds the Lease: stop at once."""
+
+
+def boot_clock() -> float:
+    """Return monotonic seconds that include suspension of the machine."""
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    return time.clock_gettime(clock)
+
+
+class Leadership:
+    """The Lease of this operator; see the module.
+
+    Args:
+        kube: The client; requests for Leases are not fenced.
+        namespace: Where the Lease is.
+        name: Its name.
+        identity: Who we are, unique for this process.
+        clock: `boot_clock`, or a test's.
+    """
+
+    def __init__(
+        self,
+        kube: Kube,
+        *,
+        namespace: str,
+        name: str,
+        identity: str,
+        clock: Callable[[], float] = boot_clock,
+    ) -> None:
+        self._kube = kube
+        self._namespace = namespace
+        self._name = name
+        self._identity = identity
+        self._clock = clock
+        self._held = False
+        self._renewed_at = 0.0
+        self._version = ""
+        self._transitions = 0
+        self._acquired: str | None = None
+        self._seen_version = ""
+        self._seen_at = 0.0
+        self._tried_at = clock()
+
+    @property
+    def identity(self) -> str:
+        """Holder identity in the Lease while we hold it."""
+        return self._identity
+
+    def held(self) -> bool:
+        """Return whether the Lease is ours as far as we know (we may be fenced right now)."""
+        return self._held
+
+    def write_seconds(self) -> float:
+        """Return for how long a write may last; 0 or less: none may be sent."""
+        if not self._held:
+            return 0.0
+        now = self._clock()
+        if now - self._renewed_at > RENEW_SECONDS:
+            return 0.0
+        return self._renewed_at + LEASE_SECONDS - 1 - now
+
+    def may_write(self) -> bool:
+        """Return whether writes are allowed now."""
+        return self.write_seconds() > 0
+
+    def silent_seconds(self) -> float:
+        """Return how long ago the last attempt at the Lease ended, successful or not."""
+        return self._clock() - self._tried_at
+
+    async def acquire(self) -> None:
+        """Return once the Lease is ours; wait out errors of the API server."""
+        complained = False
+        while True:
+            try:
+                async with asyncio.timeout(CALL_SECONDS):
+                    if await self._try_acquire():
+                        logger.info("this operator leads", extra={"identity": self._identity})
+                        return
+                complained = False
+            except (KubeError, TimeoutError) as error:
+                log = logger.debug if complained else logger.warning
+                log("can't acquire the Lease: %s", str(error) or "no answer in time")
+                complained = True
+            self._tried_at = self._clock()
+            await asyncio.sleep(STANDBY_SECONDS)
+
+    async def hold(self) -> None:
+        """Renew forever.
+
+        Raises:
+            LeadershipLost: Somebody else has, or has had, the Lease.
+        """
+        complained = False
+        while True:
+            await asyncio.sleep(RETRY_SECONDS)
+            try:
+                async with asyncio.timeout(CALL_SECONDS):
+                    await self._renew()
+                complained = False
+            except LeadershipLost:
+                self._held = False
+                raise
+            except (KubeError, TimeoutError) as error:
+                log = logger.debug if complained else logger.warning
+                log("can't renew the Lease: %s", str(error) or "no answer in time")
+                complained = True
+            self._tried_at = self._clock()
+
+    async def release(self) -> None:
+        """Give the Lease back, so that a standby takes it at once; errors are logged."""
+        if not self._held:
+            return
+        self._held = False  # from here on nothing is written
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                await self._write(self._record(holder="", seconds=1))
+        except (KubeError, TimeoutError) as error:
+            logger.warning("can't release the Lease: %s", str(error) or "no answer in time")
+
+    async def _try_acquire(self) -> bool:
+        sent = self._clock()
+        try:
+            lease = await self._kube.get("leases", self._namespace, self._name)
+        except NotFound:
+            return await self._create(sent)
+        if not self._free(lease, sent):
+            return False
+        spec = lease.get("spec") or {}
+        self._transitions = int(spec.get("leaseTransitions") or 0) + 1
+        self._version = lease["metadata"]["resourceVersion"]
+        self._acquired = _micro_time()
+        sent = self._clock()
+        try:
+            await self._write(self._record())
+        except (Conflict, NotFound):
+            return False  # another standby was faster
+        self._held, self._renewed_at = True, sent
+        return True
+
+    def _free(self, lease: Obj, now: float) -> bool:
+        spec = lease.get("spec") or {}
+        version = lease["metadata"]["resourceVersion"]
+        if version != self._seen_version:
+            self._seen_version, self._seen_at = version, now
+        if not spec.get("holderIdentity"):
+            return True
+        seconds = float(spec.get("leaseDurationSeconds") or LEASE_SECONDS)
+        return now - self._seen_at > seconds
+
+    async def _create(self, sent: float) -> bool:
+        self._acquired = _micro_time()
+        body = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"namespace": self._namespace, "name": self._name},
+            "spec": self._record(),
+        }
+        try:
+            lease = await self._kube.create("leases", body)
+        except AlreadyExists:
+            return False
+        self._version = lease["metadata"]["resourceVersion"]
+        self._held, self._renewed_at = True, sent
+        return True
+
+    async def _renew(self) -> None:
+        sent = self._clock()
+        try:
+            await self._write(self._record())
+        except Conflict:
+            await self._reread()
+            return
+        except NotFound:
+            logger.warning("the Lease was deleted: creating it again")
+            if not await self._create(sent):
+                raise LeadershipLost("somebody else recreated the deleted Lease") from None
+            return
+        self._renewed_at = sent
+
+    async def _reread(self) -> None:
+        """Continue if the Lease still names us although somebody wrote it, say `kubectl edit`."""
+        lease = await self._kube.get("leases", self._namespace, self._name)
+        holder = (lease.get("spec") or {}).get("holderIdentity")
+        if holder != self._identity:
+            raise LeadershipLost(f"the Lease is held by {holder or 'nobody'!r}")
+        self._version = lease["metadata"]["resourceVersion"]
+
+    async def _write(self, spec: Obj) -> None:
+        body = {"metadata": {"resourceVersion": self._version}, "spec": spec}
+        lease = await self._kube.patch("leases", self._namespace, self._name, body)
+        self._version = lease["metadata"]["resourceVersion"]
+
+    def _record(self, holder: str | None = None, seconds: int = LEASE_SECONDS) -> Obj:
+        return {
+            "holderIdentity": self._identity if holder is None else holder,
+            "leaseDurationSeconds": seconds,
+            "acquireTime": self._acquired,
+            "renewTime": _micro_time(),
+            "leaseTransitions": self._transitions,
+        }
+
+
+class SoleLeader:
+    """Stands in for `Leadership` under `--no-leader-elect`: this process always may write."""
+
+    identity = "sole"
+
+    def held(self) -> bool:
+        """Return True."""
+        return True
+
+    def write_seconds(self) -> float:
+        """Return infinity."""
+        return float("inf")
+
+    def may_write(self) -> bool:
+        """Return True."""
+        return True
+
+    def silent_seconds(self) -> float:
+        """Return 0: there is nothing to try."""
+        return 0.0
+
+    async def acquire(self) -> None:
+        """Return at once."""
+
+    async def hold(self) -> None:
+        """Wait forever."""
+        await asyncio.Event().wait()
+
+    async def release(self) -> None:
+        """Do nothing."""
+
+
+def _micro_time() -> str:
+    now = datetime.datetime.now(datetime.UTC)
+    return now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,0 +1,159 @@
+"""One request to the API server: login, connection, deadline, fence, and its error.
+
+Writes are fenced: none is sent unless this process holds the Lease, and none may take longer than
+the Lease lasts, so that a successor never sees one of our writes arrive late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+import kopf
+
+from rollout_operator.api.objects import Obj
+
+from .credentials import LoginFailed, login
+from .errors import FencedError, KubeError, Unauthorized, Unavailable, from_answer
+
+REQUEST_SECONDS = 30.0
+CONNECT_SECONDS = 5.0
+MAX_CONNECTIONS = 100
+
+PatchKind = Literal["merge", "json", "apply"]
+_CONTENT_TYPES: Mapping[PatchKind, str] = {
+    "merge": "application/merge-patch+json",
+    "json": "application/json-patch+json",
+    "apply": "application/apply-patch+yaml",
+}
+_METHODS = {
+    "get": "GET",
+    "list": "GET",
+    "create": "POST",
+    "patch": "PATCH",
+    "delete": "DELETE",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request; `what` is it in words, for messages."""
+
+    verb: str
+    resource: str
+    url: str
+    what: str
+    body: Any
+    params: Mapping[str, str]
+    content: PatchKind | None
+    fenced: bool
+
+
+class Transport:
+    """Sends requests; see the module.
+
+    Args:
+        on_request: Called with (verb, resource, code) after each request; code 0: no answer.
+        write_seconds: Seconds for which writes are allowed still; 0 or less: fenced.
+    """
+
+    def __init__(
+        self, on_request: Callable[[str, str, int], None], write_seconds: Callable[[], float]
+    ) -> None:
+        self.write_seconds = write_seconds
+        self._on_request = on_request
+        self._session: aiohttp.ClientSession | None = None
+        self._info: kopf.ConnectionInfo | None = None
+        self._ssl: ssl.SSLContext | None = None
+        self._login_until = 0.0
+        self._login_lock = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def send(self, request: Request) -> Obj:
+        """Send a request; once more with fresh credentials if these were refused."""
+        try:
+            return await self._attempt(request)
+        except Unauthorized:
+            self._login_until = 0.0
+            return await self._attempt(request)
+
+    async def _attempt(self, request: Request) -> Obj:
+        session, info = await self._connected(request.what)
+        seconds = self._deadline(request)
+        headers = {"Accept": "application/json", **info.as_http_headers()}
+        if request.body is not None:
+            kind = _CONTENT_TYPES[request.content] if request.content else "application/json"
+            headers["Content-Type"] = kind
+        code = 0
+        try:
+            async with session.request(
+                _METHODS[request.verb],
+                info.server.rstrip("/") + request.url,
+                params=dict(request.params),
+                data=None if request.body is None else json.dumps(request.body).encode(),
+                headers=headers,
+                ssl=self._ssl if self._ssl is not None else True,
+                proxy=info.proxy_url,
+                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
+            ) as response:
+                code = response.status
+                raw = await response.read()
+                retry_after = response.headers.get("Retry-After")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            code = 0
+            if isinstance(error, aiohttp.ClientSSLError):
+                self._login_until, self._ssl = 0.0, None  # perhaps the CA is another one now
+            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+            reason = str(cause) or type(error).__name__
+            raise Unavailable(0, "NoAnswer", f"{request.what}: {reason}") from error
+        finally:
+            self._on_request(request.verb, request.resource, code)
+        if code >= 400:
+            raise from_answer(code, raw, request.what, retry_after)
+        return _parsed(raw, request.what)
+
+    def _deadline(self, request: Request) -> float:
+        if not request.fenced:
+            return REQUEST_SECONDS
+        left = self.write_seconds()
+        if left <= 0:
+            raise FencedError(request.what)
+        return min(REQUEST_SECONDS, left)
+
+    async def _connected(self, what: str) -> tuple[aiohttp.ClientSession, kopf.ConnectionInfo]:
+        async with self._login_lock:
+            if self._info is None or time.monotonic() >= self._login_until:
+                try:
+                    info = await login()
+                except LoginFailed as error:
+                    raise Unauthorized(0, "LoginFailed", f"{what}: {error}") from error
+                if self._ssl is None or info.expiration is None:
+                    self._ssl = info.as_ssl_context()  # a pod's CA does not change with its token
+                self._info = info
+                renewed = info.expiration is not None
+                self._login_until = time.monotonic() + (60.0 if renewed else 3600.0)
+            if self._session is None:
+                connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS)
+                self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
+            return self._session, self._info
+
+
+def _parsed(raw: bytes, what: str) -> Obj:
+    try:
+        answer = json.loads(raw)
+    except ValueError as error:
+        raise KubeError(200, "BadAnswer", f"{what}: the answer is not JSON") from error
+    if not isinstance(answer, dict):
+        raise KubeError(200, "BadAnswer", f"{what}: the answer is not an object")
+    return answer

@@ -1,0 +1,111 @@
+"""The last third of a pass: the plan's writes and calls, in the order that makes them safe."""
+
+from __future__ import annotations
+
+import logging
+
+from rollout_operator.api.objects import Key, Obj
+from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.core.plan import Plan
+from rollout_operator.core.pods.builder import PodBuilder
+from rollout_operator.core.status_changes import owned_fields, without_progress
+from rollout_operator.kube.errors import NotFound
+
+from .context import Context
+from .memory import Memory
+from .observe import Look, phase_of, poll
+from .tell import post_events, show_figures
+from .writes import Obstacles, Writer
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 1.0
+"""Least time between two writes of status that only report progress."""
+
+OBSTACLE_SECONDS = 10.0
+"""How soon a name that was taken or a pod that was rejected is tried again."""
+
+
+async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | None:
+    """Carry the plan out; return when to look again.
+
+    Status goes first: it holds the decisions that everything else relies on.
+    """
+    later = await write_status(ctx, look.key, look.pool, plan.status, memory)
+    memory.barrier = plan.barrier
+    memory.restarts_of.update(plan.restarts)
+    post_events(ctx, look, plan, memory)
+    poll(ctx, look.key, look.seen, plan.status, memory)
+    if not look.seen.paused:
+        found = await _write_children(ctx, look, plan, memory)
+        _start_calls(ctx, look, plan)
+        if found != memory.obstacles:
+            memory.obstacles = found
+            return 0.0
+        if found.conflicts or found.rejections:
+            later = soonest(later, OBSTACLE_SECONDS)
+    phase = phase_of(plan.status)
+    if phase is UpdatePhase.COMMITTING and phase_of(look.stored) is not phase:
+        return 0.0  # the decision is in status now: commit calls may start
+    return soonest(later, plan.requeue)
+
+
+async def write_status(
+    ctx: Context, key: Key, pool: Obj, status: RolloutReplicaStatus, memory: Memory
+) -> float | None:
+    """Write the status if it changed; mere progress at most once a second.
+
+    Returns:
+        Seconds until progress may be written, if that is what waits.
+    """
+    show_figures(ctx, key, pool, status)
+    before, after = memory.stored_fields, owned_fields(status)
+    if before == after and pool.get("status"):
+        return None
+    now = ctx.clock()
+    wait = memory.written_at + PROGRESS_SECONDS - now
+    if wait > 0 and without_progress(before) == without_progress(after):
+        return wait
+    writer = Writer(ctx, key, pool["metadata"]["uid"])
+    try:
+        await writer.status(pool["metadata"]["resourceVersion"], status)
+    except NotFound:
+        return None  # the object is gone; the watch will say so
+    memory.written_at = now
+    return None
+
+
+async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) -> Obstacles:
+    key, spec, seen = look.key, look.spec, look.seen
+    writer = Writer(ctx, key, seen.uid)
+    defaults = ctx.config.engine(spec.engine.type)
+    builder = PodBuilder(key.name, key.namespace, seen.uid, seen.retry, spec, defaults)
+    await writer.services()
+    # Out of the Service first, then away.
+    await writer.all(writer.gate(g) for g in plan.gates if not g.serving)
+    await writer.all(writer.delete(p) for p in plan.delete)
+    for creation in plan.create:
+        memory.restarts_of.pop(creation.replica, None)
+    if builder.image:
+        bodies = [builder.build(c.replica, c.rank, c.restarts) for c in plan.create]
+        await writer.all(writer.create("pods", body) for body in bodies)
+    elif plan.create:
+        engine = spec.engine.type.value
+        writer.obstacles.rejections["image"] = (
+            f"engine {engine} has no image: set spec.engine.image, or engines.{engine}.image "
+            "in the operator's chart"
+        )
+    await writer.all(writer.gate(g) for g in plan.gates if g.serving)
+    return writer.obstacles
+
+
+def _start_calls(ctx: Context, look: Look, plan: Plan) -> None:
+    by_uid = {p.uid: p for p in look.seen.pods}
+    for call in plan.calls:
+        if ctx.workers.start(look.key, by_uid[call.uid], call):
+            logger.info("calling %s on %s", call.verb, call.pod, extra={"pool": str(look.key)})
+
+
+def soonest(*seconds: float | None) -> float | None:
+    """Return the least of these waits; None: none of them asks for a look."""
+    return min((s for s in seconds if s is not None), default=None)

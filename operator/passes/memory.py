@@ -1,0 +1,60 @@
+"""What passes over a pool remember, so that each parses only what changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_operator.api.objects import Obj
+from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
+from rollout_operator.api.status import RolloutReplicaStatus, parse_status
+from rollout_operator.core.status_changes import owned_fields
+from rollout_operator.core.world import PodReader
+
+from .writes import Obstacles
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a process remembers of a pool between passes; losing it costs time, not truth."""
+
+    barrier: frozenset[str] | None = None
+    restarts_of: dict[int, int] = field(default_factory=dict)
+    obstacles: Obstacles = field(default_factory=Obstacles)
+    polled: frozenset[str] = frozenset()
+    pods: PodReader = field(default_factory=PodReader)
+    first_look: float | None = None
+    """When this process first looked at the pool."""
+    first_polls_done: bool = False
+    """Each head was polled once, or had its time: what is decided now is not a guess."""
+    written_at: float = 0.0
+    sentence: str = ""
+    pool: Obj | None = None
+    """The object that `stored` and `spec` were read from; the store never changes one."""
+    stored: RolloutReplicaStatus = field(default_factory=RolloutReplicaStatus)
+    stored_fields: dict[str, Any] = field(default_factory=dict)
+    """What of `stored` the operator owns, as a document."""
+    spec: RolloutReplicaSpec | None = None
+
+    def read_status(self, pool: Obj) -> RolloutReplicaStatus:
+        """Return the object's status, parsed once."""
+        if self.pool is not pool:
+            self.stored = parse_status(pool)
+            self.stored_fields = owned_fields(self.stored)
+        return self.stored
+
+    def read_spec(self, pool: Obj) -> RolloutReplicaSpec:
+        """Return the object's spec, parsed once for each generation; call `read_status` before.
+
+        Raises:
+            InvalidSpec: this operator can't read it.
+        """
+        known, self.pool = self.pool, None
+        if self.spec is None or known is None or _generation(known) != _generation(pool):
+            self.spec = parse_spec(pool)
+        self.pool = pool
+        return self.spec
+
+
+def _generation(pool: Obj) -> tuple[str, int]:
+    return pool["metadata"]["uid"], pool["metadata"].get("generation", 0)

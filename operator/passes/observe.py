@@ -1,0 +1,89 @@
+"""The first third of a pass: what it starts from. Nobody is asked; polls bring the answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout_operator.api import names
+from rollout_operator.api.names import Condition
+from rollout_operator.api.objects import Key, Obj
+from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.core.world import Observed
+
+from .context import Context
+from .memory import Memory
+
+FIRST_POLLS_SECONDS = 5.0
+"""How long the first answers of a pool's heads may take: a poll's deadline, and its turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one pass starts from: the object, its spec and stored status, and the world."""
+
+    key: Key
+    pool: Obj
+    spec: RolloutReplicaSpec
+    stored: RolloutReplicaStatus
+    seen: Observed
+
+
+def observe(ctx: Context, key: Key, pool: Obj, memory: Memory) -> Observed:
+    """Turn what the store and the polls hold about a pool into plain values."""
+    meta = pool["metadata"]
+    notes = meta.get("annotations") or {}
+    pods = memory.pods.read(ctx.store.pods(key), meta["uid"])
+    heads = [p for p in pods if p.rank == 0]
+    return Observed(
+        name=key.name,
+        namespace=key.namespace,
+        uid=meta["uid"],
+        generation=meta.get("generation", 0),
+        pods=pods,
+        workers={p.uid: ctx.workers.known(p) for p in heads if not p.finished},
+        conflicts=memory.obstacles.conflicts,
+        rejections=memory.obstacles.rejections,
+        unsettled=ctx.expectations.pending(key),
+        restarts_of=memory.restarts_of,
+        barrier=memory.barrier,
+        paused=notes.get(names.ANNOTATION_PAUSED) == "true",
+        retry=notes.get(names.ANNOTATION_RETRY, ""),
+    )
+
+
+def wait_for_first_polls(ctx: Context, key: Key, seen: Observed, memory: Memory) -> float | None:
+    """Poll every head once before the first decision; return how long that may still take.
+
+    A process that has just started knows no worker's answer. To decide without would flip the
+    conditions of a pool that serves, and take an update for one without workers.
+    """
+    now = ctx.clock()
+    memory.first_look = now if memory.first_look is None else memory.first_look
+    left = memory.first_look + FIRST_POLLS_SECONDS - now
+    heads = [p for p in seen.pods if p.rank == 0]
+    memory.polled = ctx.workers.watch(key, heads, {p.uid for p in heads})
+    waiting = any(ctx.workers.poller.last(uid) is None for uid in memory.polled)
+    memory.first_polls_done = left <= 0 or not waiting
+    return None if memory.first_polls_done else left
+
+
+def poll(
+    ctx: Context, key: Key, seen: Observed, status: RolloutReplicaStatus, memory: Memory
+) -> None:
+    """Have the heads polled: often while something is under way, seldom otherwise."""
+    conditions = (status.condition(c) for c in (Condition.PROGRESSING, Condition.DEGRADED))
+    moving = any(c is not None and c.status == "True" for c in conditions)
+    updating = phase_of(status) in (UpdatePhase.STAGING, UpdatePhase.COMMITTING)
+    heads = [p for p in seen.pods if p.rank == 0]
+    # A head that serves has nothing new to say while its pool waits for the others.
+    fast = {p.uid for p in heads if moving and (updating or not p.gate)}
+    polled = ctx.workers.watch(key, heads, fast)
+    for uid in memory.polled - polled:
+        ctx.workers.forget(uid)
+    memory.polled = polled
+
+
+def phase_of(status: RolloutReplicaStatus) -> UpdatePhase | None:
+    """Return the phase of the last weights update."""
+    return status.weights.last_update.phase if status.weights.last_update else None

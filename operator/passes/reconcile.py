@@ -1,0 +1,123 @@
+"""One pass over one pool: observe, decide, act."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Key, Obj
+from rollout_operator.api.spec import InvalidSpec
+from rollout_operator.api.status import RolloutReplicaStatus
+from rollout_operator.core.decide import decide
+from rollout_operator.core.gangs import STUCK_SECONDS
+from rollout_operator.core.plan import DeletePod, Plan
+from rollout_operator.core.report import conditions_for_invalid
+from rollout_operator.core.world import Pod, parse_pod
+from rollout_operator.kube.errors import Conflict
+
+from .act import act, soonest, write_status
+from .context import Context
+from .memory import Memory
+from .observe import Look, observe, wait_for_first_polls
+from .writes import Writer
+
+logger = logging.getLogger(__name__)
+
+
+class Reconciler:
+    """Passes over pools; the queue runs one at a time for each."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self._memory: dict[Key, Memory] = {}
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Bring the pool one step nearer to its spec.
+
+        Returns:
+            Seconds until the next look if nothing happens before, None: none is needed.
+
+        Raises:
+            KubeError: the API server did not take a write; the queue tries again with back-off.
+        """
+        pool = self.ctx.store.pool(key)
+        if pool is None or pool["metadata"].get("deletionTimestamp"):
+            return await self._let_go(key, pool)
+        memory = self._memory.setdefault(key, Memory())
+        stored = memory.read_status(pool)
+        try:
+            spec = memory.read_spec(pool)
+        except InvalidSpec as error:
+            status = conditions_for_invalid(stored, pool, str(error), self.ctx.clock())
+            await write_status(self.ctx, key, pool, status, memory)
+            return None
+        look = Look(key, pool, spec, stored, observe(self.ctx, key, pool, memory))
+        if not memory.first_polls_done:
+            left = wait_for_first_polls(self.ctx, key, look.seen, memory)
+            if left:
+                return left
+        plan = decide(spec, look.seen, stored, self.ctx.clock())
+        if look.seen.paused:
+            plan = _paused(plan, stored)
+        try:
+            return await act(self.ctx, look, plan, memory)
+        except Conflict as error:
+            # Somebody wrote the object since it was read: retry with what the watch brings.
+            logger.debug("%s changed meanwhile: %s", key, error)
+            return 0.2
+
+    async def _let_go(self, key: Key, pool: Obj | None) -> float | None:
+        """Let go of a deleted object: the garbage collector does the rest, except for stuck pods."""
+        memory = self._memory.get(key, Memory())
+        for uid in memory.polled:
+            self.ctx.workers.forget(uid)
+        memory.polled = frozenset()
+        self.ctx.telemetry.forget(key)
+        if pool is None:
+            self._memory.pop(key, None)
+            self.ctx.expectations.forget(key)
+        return await self._free_stuck_orphans(key)
+
+    async def _free_stuck_orphans(self, key: Key) -> float | None:
+        next_due: float | None = None
+        now = self.ctx.clock()
+        for obj in self.ctx.store.pods(key):
+            pod = _orphan(obj)
+            if pod is None or pod.deletion_at is None:
+                continue
+            left = pod.deletion_at + STUCK_SECONDS - now
+            if left <= 0:
+                stuck = DeletePod(pod.name, pod.uid, 0, "it outlived its grace period")
+                await Writer(self.ctx, key, "").delete(stuck)
+                left = STUCK_SECONDS
+            next_due = soonest(next_due, left)
+        return next_due
+
+
+def _orphan(obj: Obj) -> Pod | None:
+    """One of our pods whose RolloutReplica is gone, parsed under whatever owner it names."""
+    for ref in obj["metadata"].get("ownerReferences") or ():
+        if ref.get("controller") and ref.get("kind") == names.KIND:
+            return parse_pod(obj, ref["uid"])
+    return None
+
+
+def _paused(plan: Plan, stored: RolloutReplicaStatus) -> Plan:
+    """Observe and report, but change nothing; decisions about weights wait, too."""
+    text = f"reconciling is paused by the annotation {names.ANNOTATION_PAUSED}"
+    status = plan.status.model_copy(
+        update={
+            "message": text,
+            "weights": plan.status.weights.model_copy(
+                update={
+                    "committed": stored.weights.committed,
+                    "last_update": stored.weights.last_update,
+                }
+            ),
+            "restarts": stored.restarts,
+        }
+    )
+    return replace(
+        plan, status=status, notes=(), barrier=None, restarts={}, requeue=None, sentence=text
+    )

@@ -1,0 +1,76 @@
+"""What a pass reports: events for people, one log line, figures for Prometheus."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from rollout_operator.api.names import Condition
+from rollout_operator.api.objects import Key, Obj
+from rollout_operator.api.status import PoolCondition, RolloutReplicaStatus
+from rollout_operator.core.plan import Plan
+from rollout_operator.telemetry import PoolFigures
+
+from .context import Context
+from .memory import Memory
+from .observe import Look
+
+logger = logging.getLogger(__name__)
+
+EventType = Literal["Normal", "Warning"]
+
+
+def post_events(ctx: Context, look: Look, plan: Plan, memory: Memory) -> None:
+    """Post an event for each note and each condition that changed; log a new sentence."""
+    for note in plan.notes:
+        ctx.recorder.event(look.pool, note.type, note.reason, note.message)
+    for condition in plan.status.conditions:
+        if not _changed(condition, look.stored.condition(condition.type)):
+            continue
+        found = _event_of(condition)
+        if found is not None:
+            ctx.recorder.event(look.pool, *found, condition.message)
+    if plan.sentence != memory.sentence:
+        memory.sentence = plan.sentence
+        logger.info("%s", plan.sentence, extra={"pool": str(look.key)})
+
+
+def show_figures(ctx: Context, key: Key, pool: Obj, status: RolloutReplicaStatus) -> None:
+    """Show the pool's figures on the page of metrics."""
+    target = (pool["spec"].get("weights") or {}).get("target") or {"epoch": 0, "version": 0}
+    weights = {"target": (int(target["epoch"]), int(target["version"]))}
+    if status.weights.committed is not None:
+        weights["committed"] = status.weights.committed.identity.as_tuple()
+    if status.weights.active is not None:
+        weights["active_min"] = status.weights.active.min.identity.as_tuple()
+        weights["active_max"] = status.weights.active.max.identity.as_tuple()
+    figures = PoolFigures(
+        replicas=status.replicas,
+        ready=status.ready_replicas,
+        asleep=status.asleep_replicas,
+        restarts=status.restarts,
+        weights=weights,
+        conditions={c.type: c.status for c in status.conditions},
+    )
+    ctx.telemetry.pool(key, figures)
+
+
+def _changed(condition: PoolCondition, before: PoolCondition | None) -> bool:
+    """Another status; or degraded for another reason."""
+    if condition.status != (before.status if before else "False"):
+        return True
+    degraded = condition.type == Condition.DEGRADED and condition.status == "True"
+    return degraded and before is not None and before.reason != condition.reason
+
+
+def _event_of(condition: PoolCondition) -> tuple[EventType, str] | None:
+    """Type and reason of the event for a condition's change; None if it is not worth one."""
+    table: dict[tuple[str, str], tuple[EventType, str]] = {
+        ("Ready", "True"): ("Normal", "Ready"),
+        ("Ready", "False"): ("Normal", "NotReady"),
+        ("Degraded", "True"): ("Warning", condition.reason),
+        ("Degraded", "False"): ("Normal", "Recovered"),
+        ("Asleep", "True"): ("Normal", "Asleep"),
+        ("Suspended", "True"): ("Normal", "Suspended"),
+    }
+    return table.get((condition.type, condition.status))

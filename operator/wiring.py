@@ -1,0 +1,137 @@
+"""What an operator process is made of, and which part knows which.
+
+Nothing runs yet: `runtime.py` starts the parts, watches them and ends them.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+
+from rollout_client.control import ControlError, WorkerControl
+from rollout_operator.api.objects import Key
+from rollout_worker.schemas import WorkerState
+
+from .api.names import audience
+from .cache.expectations import Expectations
+from .cache.feed import Feed
+from .cache.resync import Resync
+from .cache.store import Store
+from .cache.streams import Streams
+from .cache.workqueue import WorkQueue
+from .config import Config
+from .kube.client import Kube
+from .kube.events import Recorder
+from .kube.lease import Leadership, SoleLeader
+from .passes.context import Context, Reconcile
+from .passes.loop import Passes
+from .telemetry import Telemetry
+from .workers.calls import Calls
+from .workers.connections import Connections
+from .workers.poller import Poller
+from .workers.talk import Workers
+
+
+class Parts:
+    """The parts of one operator process.
+
+    Args:
+        config: The settings.
+        make_reconcile: Makes the pass from the context.
+        spawned: Called when kopf has set its signal handlers, see `Streams`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        make_reconcile: Callable[[Context], Reconcile],
+        spawned: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self.telemetry = telemetry = Telemetry()
+        self.kube = Kube(on_request=telemetry.request, service_account=config.account())
+        self.leadership = _leadership(config, self.kube)
+        self.kube.fence_with(self.leadership.write_seconds)
+        self.recorder = Recorder(self.kube, instance=config.pod_name)
+        self._add_cache(spawned)
+        self._add_workers()
+        self.passes = Passes(
+            make_reconcile(self._context()),
+            self.queue,
+            telemetry,
+            workers=config.workers,
+            may_run=self.leadership.may_write,
+        )
+
+    def _add_cache(self, spawned: Callable[[], None]) -> None:
+        config, telemetry = self._config, self.telemetry
+        self.store = Store()
+        self.expectations = Expectations(
+            on_timeout=lambda resource: telemetry.expectation_timeouts.labels(resource).inc()
+        )
+        self.queue: WorkQueue[Key] = WorkQueue(on_wait=telemetry.queue_wait.observe)
+        self.resync = Resync(
+            self.kube,
+            self.store,
+            self.expectations,
+            self.queue,
+            telemetry,
+            namespaces=config.watch_namespaces,
+            interval=config.resync_seconds,
+        )
+        self.feed = Feed(self.store, self.expectations, self.queue, telemetry, self.resync)
+        self.streams = Streams(
+            self.feed,
+            namespaces=config.watch_namespaces,
+            spawned=spawned,
+            listed=self.resync.first,
+        )
+
+    def _add_workers(self) -> None:
+        self.connections = Connections()
+        self.poller = Poller(self._ask, self.feed.part_changed)
+        self.calls = Calls(
+            self.queue.add, after=self.poller.refresh, may_start=self.leadership.may_write
+        )
+
+    def _context(self) -> Context:
+        return Context(
+            config=self._config,
+            store=self.store,
+            expectations=self.expectations,
+            kube=self.kube,
+            workers=Workers(self.poller, self.calls, self.control),
+            recorder=self.recorder,
+            telemetry=self.telemetry,
+            clock=time.time,
+        )
+
+    def control(self, key: Key, address: str) -> WorkerControl:
+        """Return the client of a worker's control port at `host:port`."""
+
+        async def token() -> str | None:
+            if self._config.service_account is None:
+                return None  # a worker that wants one says so
+            return await self.kube.token(audience(key.namespace, key.name))
+
+        return WorkerControl(f"http://{address}", token, self.connections.send)
+
+    async def _ask(self, key: Key, address: str) -> WorkerState:
+        try:
+            return await self.control(key, address).state()
+        except ControlError as error:
+            if error.status == 401:
+                self.kube.forget_token(audience(key.namespace, key.name))
+            raise
+
+
+def _leadership(config: Config, kube: Kube) -> Leadership | SoleLeader:
+    if not config.leader_elect:
+        return SoleLeader()
+    return Leadership(
+        kube,
+        namespace=config.lease_namespace,
+        name=config.lease_name,
+        identity=f"{config.pod_name}_{uuid.uuid4()}",
+    )

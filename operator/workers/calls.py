@@ -1,0 +1,179 @@
+"""Slow calls to workers, run beside the passes.
+
+A pass never waits for a worker: it starts a call and ends; the end of the call wakes the pool. One
+call at a time runs in each lane; a pod has two, one for staging and one for all other calls. What a
+call *did* is read from the worker's own state afterwards; only its failure is remembered here, for
+the back-off and the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Hashable, Mapping
+from dataclasses import dataclass
+
+from rollout_client.control import ControlError, ControlUnreachable
+from rollout_operator.api.objects import Key
+from rollout_operator.kube.errors import KubeError
+
+logger = logging.getLogger(__name__)
+
+BASE_SECONDS = 1.0
+MAX_SECONDS = 30.0
+CANCEL_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """How a call has failed, times in wall-clock seconds.
+
+    Attributes:
+        count: Failures in a row.
+        message: The last one, in a sentence.
+        at: When.
+        retry_at: Not to be tried before.
+        problem: Slug of the worker's problem, where it answered one.
+        about: What the call was about; another thing may be tried at once.
+    """
+
+    count: int
+    message: str
+    at: float
+    retry_at: float
+    problem: str | None = None
+    about: Hashable = None
+
+
+class Calls:
+    """Calls in flight and failures, by lane; see the module.
+
+    Args:
+        wake: Called with the key after each end.
+        after: Awaited with the lane before that, to look at the worker again (bounded by the
+            callee); the lane stays taken meanwhile, so that the next pass sees what the call did.
+        clock: Wall-clock seconds.
+        may_start: Asked before each start; False refuses it (fenced).
+    """
+
+    def __init__(
+        self,
+        wake: Callable[[Key], None],
+        *,
+        after: Callable[[str], Awaitable[None]] | None = None,
+        clock: Callable[[], float] = time.time,
+        may_start: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._wake = wake
+        self._after = after
+        self._clock = clock
+        self._may_start = may_start
+        self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        self._failures: dict[str, dict[str, CallFailure]] = {}
+
+    def start(
+        self,
+        key: Key,
+        lane: str,
+        name: str,
+        make: Callable[[], Awaitable[object]],
+        deadline: float,
+        about: Hashable = None,
+    ) -> bool:
+        """Start a call unless one is in flight for the lane.
+
+        Args:
+            key: The pool to wake at the end.
+            lane: The pod's uid, or the uid and the kind of call.
+            name: What is called; failures are kept by it.
+            make: Makes the awaitable; its result is dropped.
+            deadline: Seconds after which the call is cancelled and has failed.
+            about: Failures are counted as long as this stays the same.
+
+        Returns:
+            False if the lane is busy, or if this process may not act (any more).
+        """
+        if lane in self._running or not self._may_start():
+            return False
+        task = asyncio.create_task(
+            self._run(key, lane, name, make, deadline, about), name=f"{name} {key} {lane}"
+        )
+        self._running[lane] = (name, task)
+        # Not a `finally` in the task: one that is cancelled before its first step never gets there.
+        task.add_done_callback(lambda _: self._end(key, lane))
+        return True
+
+    def running(self, lane: str) -> str | None:
+        """Return the name of the call in flight."""
+        entry = self._running.get(lane)
+        return entry[0] if entry else None
+
+    def failures(self, lane: str) -> Mapping[str, CallFailure]:
+        """Return all failures of a lane, by the call's name."""
+        return self._failures.get(lane, {})
+
+    def forget(self, lane: str) -> None:
+        """Drop everything about a lane and cancel its call, because the pod is gone."""
+        self._failures.pop(lane, None)
+        entry = self._running.get(lane)
+        if entry:
+            entry[1].cancel()
+
+    async def cancel_all(self) -> None:
+        """Cancel every call and wait, not for long, until all have ended."""
+        tasks = [task for _, task in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_SECONDS)
+
+    async def _run(
+        self,
+        key: Key,
+        lane: str,
+        name: str,
+        make: Callable[[], Awaitable[object]],
+        deadline: float,
+        about: Hashable,
+    ) -> None:
+        try:
+            async with asyncio.timeout(deadline):
+                await make()
+        except TimeoutError:
+            self._fail(key, lane, name, f"no answer within {deadline:g} s", about)
+        except ControlError as error:
+            self._fail(key, lane, name, error.detail, about, problem=error.slug or None)
+        except (ControlUnreachable, KubeError) as error:
+            self._fail(key, lane, name, str(error), about)
+        except Exception as error:
+            logger.exception("%s failed", name, extra={"pool": str(key), "lane": lane})
+            self._fail(key, lane, name, f"{type(error).__name__}: {error}", about)
+        else:
+            self._failures.get(lane, {}).pop(name, None)
+        if self._after is not None:
+            await self._after(lane)
+
+    def _end(self, key: Key, lane: str) -> None:
+        self._running.pop(lane, None)
+        self._wake(key)
+
+    def _fail(
+        self,
+        key: Key,
+        lane: str,
+        name: str,
+        message: str,
+        about: Hashable,
+        *,
+        problem: str | None = None,
+    ) -> None:
+        failures = self._failures.setdefault(lane, {})
+        before = failures.get(name)
+        count = before.count + 1 if before and before.about == about else 1
+        delay = min(MAX_SECONDS, BASE_SECONDS * 2.0 ** min(count - 1, 10))
+        now = self._clock()
+        failures[name] = CallFailure(count, message, now, now + delay, problem, about)
+        logger.info(
+            "%s failed (%d): %s", name, count, message, extra={"pool": str(key), "lane": lane}
+        )

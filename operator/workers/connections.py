@@ -1,0 +1,82 @@
+"""Connections to the workers' control ports.
+
+Thousands of heads are polled, each over a connection that is kept open. aiohttp finds a host's
+connection by its key; httpx goes through all open ones with every request, which at 400 heads took
+forty times the CPU (`bench/`).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Mapping
+
+import aiohttp
+
+AT_ONCE = 256
+IDLE_SECONDS = 60.0
+"""Above the slowest usual polling interval, below the 75 s that a worker keeps a connection."""
+
+CONNECT_SECONDS = 5.0
+MAX_OPEN_FILES = 65536
+
+
+class Connections:
+    """The operator's `Send` (see `rollout_client.control`); `close` it at the end."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def send(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        content: bytes | None,
+        seconds: float,
+    ) -> tuple[int, bytes]:
+        """Send a request; redirects are not followed.
+
+        Raises:
+            OSError: no answer in time, or none at all.
+        """
+        limit = aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds, CONNECT_SECONDS))
+        try:
+            async with self._open().request(
+                method, url, data=content, headers=headers, timeout=limit, allow_redirects=False
+            ) as answer:
+                return answer.status, await answer.read()
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer within {seconds:g} s") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise ConnectionError(_reason(error)) from error
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            _allow_open_files()
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=AT_ONCE, keepalive_timeout=IDLE_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+            )
+        return self._session
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno)
+    return str(error) or type(error).__name__
+
+
+def _allow_open_files() -> None:
+    """Raise the soft limit: one connection is kept for each head."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,231 @@
+"""Asks the heads for their state, a bounded number at once, and wakes a pool when one changes.
+
+Workers don't push: the operator asks `GET /v1/state` twice a second where something is under way
+and every five seconds elsewhere. With hundreds of heads under way, or thousands in all, both
+intervals stretch, so that neither makes more than `MAX_RATE` polls a second: pools that are
+starting must not take the time that their passes need. After a call of ours its worker is asked at
+once (`refresh`). A head that fails to answer is asked less and less often; its last answer stays,
+marked stale once it is too old to be trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from rollout_client.control import ControlError, ControlUnreachable
+from rollout_operator.api.objects import Key
+from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
+from rollout_operator.kube.errors import KubeError
+from rollout_worker.schemas import WorkerState
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 64
+FAST_SECONDS = 0.5
+SLOW_SECONDS = 5.0
+MAX_RATE = 200.0
+FIRST_BACKOFF_SECONDS = 0.5
+LAST_BACKOFF_SECONDS = 5.0
+STARTING_SECONDS = 1.0
+STALE_SECONDS = 15.0
+POLL_SECONDS = 3.0
+JITTER = 0.1
+
+Ask = Callable[[Key, str], Awaitable[WorkerState]]
+"""Asks the control port at an address (host:port) of a pool's pod."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What is known of a head.
+
+    Attributes:
+        state: Its last answer, perhaps of long ago; None: it never answered.
+        error: Why the last poll failed; None if it went well.
+        at: Monotonic time of `state`, or of the first poll's end if there is none.
+        failures: Polls in a row that failed.
+        stale: No answer for more than 15 s (longer where the interval is stretched).
+    """
+
+    state: WorkerState | None
+    error: str | None
+    at: float
+    failures: int
+    stale: bool
+
+
+@dataclass(slots=True)
+class _Head:
+    key: Key
+    address: str
+    since: float
+    state: WorkerState | None = None
+    fingerprint: object = None
+    error: str | None = None
+    answered_at: float | None = None
+    failures: int = 0
+    was_stale: bool = False
+    waiters: list[asyncio.Event] = field(default_factory=list)
+
+
+class Poller:
+    """See the module. `run` must be running for anything to happen.
+
+    Args:
+        ask: How a head is asked; it must have a deadline of its own.
+        wake: Called with the key when a head's answer changed.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        wake: Callable[[Key], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask = ask
+        self._wake = wake
+        self._clock = clock
+        self._heads: dict[str, _Head] = {}
+        self._fast: set[str] = set()
+        self._queue: WorkQueue[str] = WorkQueue(clock=clock)
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(AT_ONCE):
+                group.create_task(self._work(), name=f"poller {number}")
+
+    def watch(self, key: Key, pod_uid: str, address: str, fast: bool) -> None:
+        """Poll this head from now on; a call with other arguments changes them."""
+        head = self._heads.get(pod_uid)
+        hurried = fast and pod_uid not in self._fast
+        (self._fast.add if fast else self._fast.discard)(pod_uid)
+        if head is None or (head.key, head.address) != (key, address):
+            self._heads[pod_uid] = _Head(key, address, self._clock())
+            self._queue.forget(pod_uid)
+            self._queue.add(pod_uid)
+        elif hurried:
+            self._queue.add(pod_uid)
+
+    def unwatch(self, pod_uid: str) -> None:
+        """Forget this head."""
+        self._heads.pop(pod_uid, None)
+        self._fast.discard(pod_uid)
+
+    def poke(self, pod_uid: str) -> None:
+        """Poll this head now."""
+        if pod_uid in self._heads:
+            self._queue.add(pod_uid)
+
+    async def refresh(self, pod_uid: str) -> None:
+        """Poll this head now and return when its answer is there (or it failed to come)."""
+        head = self._heads.get(pod_uid)
+        if head is None:
+            return
+        polled = asyncio.Event()
+        head.waiters.append(polled)
+        self.poke(pod_uid)
+        try:
+            # A poll that is under way ends first and does not count: it asked too early.
+            async with asyncio.timeout(2 * POLL_SECONDS):
+                await polled.wait()
+        except TimeoutError:
+            logger.debug("no fresh state of %s in time", head.address)
+
+    def last(self, pod_uid: str) -> Observation | None:
+        """Return what is known of a head; None before its first poll ended."""
+        head = self._heads.get(pod_uid)
+        if head is None or (head.answered_at is None and head.failures == 0):
+            return None
+        at = head.since if head.answered_at is None else head.answered_at
+        return Observation(head.state, head.error, at, head.failures, self._is_stale(head))
+
+    async def _work(self) -> None:
+        while True:
+            try:
+                uid = await self._queue.get()
+            except QueueClosed:
+                return
+            try:
+                await self._poll(uid)
+            finally:
+                self._queue.done(uid)
+
+    async def _poll(self, uid: str) -> None:
+        head = self._heads.get(uid)
+        if head is None:
+            return
+        state, error = None, None
+        waiters, head.waiters = head.waiters, []
+        try:
+            async with asyncio.timeout(POLL_SECONDS + 1):
+                state = await self._ask(head.key, head.address)
+        except TimeoutError:
+            error = f"no answer within {POLL_SECONDS:g} s"
+        except (ControlError, ControlUnreachable, KubeError) as failure:
+            error = str(failure)
+        except Exception as failure:
+            logger.exception("polling %s failed", head.address, extra={"pool": str(head.key)})
+            error = f"{type(failure).__name__}: {failure}"
+        if self._heads.get(uid) is not head:
+            return  # no longer watched, or at another address
+        changed = self._note(head, state, error)
+        for waiter in waiters:
+            waiter.set()
+        self._queue.add(uid, self._interval(uid, head))
+        if changed:
+            self._wake(head.key)
+
+    def _note(self, head: _Head, state: WorkerState | None, error: str | None) -> bool:
+        """Take the outcome of a poll; return whether the pool should look."""
+        if state is not None:
+            fingerprint = _without_load(state)
+            changed = fingerprint != head.fingerprint or head.error is not None or head.was_stale
+            head.state, head.fingerprint = state, fingerprint
+            head.answered_at = self._clock()
+            head.failures = 0
+        else:
+            changed = (error is None) != (head.error is None) or head.failures == 0
+            head.failures += 1
+        head.error = error
+        stale = self._is_stale(head)
+        changed = changed or stale != head.was_stale
+        head.was_stale = stale
+        return changed
+
+    def _is_stale(self, head: _Head) -> bool:
+        at = head.since if head.answered_at is None else head.answered_at
+        return self._clock() - at > max(STALE_SECONDS, 3 * self._slow_interval())
+
+    def _slow_interval(self) -> float:
+        return max(SLOW_SECONDS, len(self._heads) / MAX_RATE)
+
+    def _fast_interval(self) -> float:
+        return max(FAST_SECONDS, len(self._fast) / MAX_RATE)
+
+    def _longest_backoff(self, uid: str, head: _Head) -> float:
+        """Keep this short for a head that is just starting: somebody waits for it to be Ready."""
+        if uid in self._fast and head.answered_at is None:
+            return max(STARTING_SECONDS, len(self._heads) / MAX_RATE)
+        return LAST_BACKOFF_SECONDS
+
+    def _interval(self, uid: str, head: _Head) -> float:
+        if head.failures:
+            backoff = FIRST_BACKOFF_SECONDS * 2.0 ** min(head.failures - 1, 10)
+            interval = min(self._longest_backoff(uid, head), backoff)
+        else:
+            interval = self._fast_interval() if uid in self._fast else self._slow_interval()
+        return interval * random.uniform(1 - JITTER, 1 + JITTER)
+
+
+def _without_load(state: WorkerState) -> object:
+    """Return the answer without its load, which changes all the time and means nothing to a pass."""
+    holds = tuple((hold.holder, hold.state) for hold in state.holds)
+    return state.model_copy(update={"in_flight": 0, "queued": 0, "holds": ()}), holds

@@ -1,0 +1,131 @@
+"""The workers as a pass sees them: what each one said last, and the calls that are made to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from rollout_client.control import ControlError, WorkerControl
+from rollout_operator.api import names
+from rollout_operator.api.objects import Key
+from rollout_operator.core.plan import CallWorker, Verb
+from rollout_operator.core.world import CallError, Pod, Worker
+from rollout_worker.schemas import StagedWeights, StageRequest, WeightsId
+
+from .calls import Calls
+from .poller import Poller
+
+STAGE_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """All workers of all pools, by the uid of their head pod.
+
+    Attributes:
+        poller: Asks them for their state.
+        calls: Calls under way and how the last ones failed.
+        control: Makes the client of a worker's control port from the pool and `host:port`.
+    """
+
+    poller: Poller
+    calls: Calls
+    control: Callable[[Key, str], WorkerControl]
+
+    def known(self, pod: Pod) -> Worker:
+        """What is known of a head; one missed poll is not taken for silence."""
+        seen = self.poller.last(pod.uid)
+        believed = seen is not None and not seen.stale and seen.failures < 2
+        lanes = (pod.uid, lane_of(pod.uid, Verb.STAGE))
+        running = frozenset(name for lane in lanes if (name := self.calls.running(lane)))
+        failures = {
+            verb: CallError(
+                failed.message,
+                failed.count,
+                failed.retry_at,
+                failed.problem,
+                failed.about if isinstance(failed.about, WeightsId) else None,
+            )
+            for lane in lanes
+            for verb, failed in self.calls.failures(lane).items()
+        }
+        return Worker(
+            state=seen.state if seen is not None and believed else None,
+            error=seen.error if seen is not None else None,
+            running=running,
+            failures=failures,
+        )
+
+    def watch(self, key: Key, heads: Iterable[Pod], fast: Collection[str]) -> frozenset[str]:
+        """Poll these heads from now on, those in `fast` often; returns the uids that are polled."""
+        uids = set()
+        for pod in heads:
+            if pod.ip and pod.started and not pod.finished:
+                self.poller.watch(key, pod.uid, address_of(pod), pod.uid in fast)
+                uids.add(pod.uid)
+        return frozenset(uids)
+
+    def forget(self, uid: str) -> None:
+        """Drop everything about a head that is gone."""
+        self.poller.unwatch(uid)
+        for verb in Verb:
+            self.calls.forget(lane_of(uid, verb))
+
+    def start(self, key: Key, pod: Pod, call: CallWorker) -> bool:
+        """Start a planned call; its end wakes the pool."""
+        worker = self.control(key, address_of(pod))
+
+        async def make() -> None:
+            await _send(worker, call)
+            if call.verb is Verb.STAGE:
+                # Other calls refresh the view of their worker by themselves: their lane is the pod.
+                await self.poller.refresh(call.uid)
+
+        return self.calls.start(
+            key, lane_of(call.uid, call.verb), call.verb, make, call.deadline_seconds, call.about
+        )
+
+
+def lane_of(uid: str, verb: Verb) -> str:
+    """Return the lane of a call: staging has its own, so that sleep need not wait for it."""
+    return f"{uid}/stage" if verb is Verb.STAGE else uid
+
+
+def address_of(pod: Pod) -> str:
+    """Control port of a pod."""
+    host = f"[{pod.ip}]" if pod.ip and ":" in pod.ip else pod.ip
+    return f"{host}:{names.CONTROL_PORT}"
+
+
+async def _send(worker: WorkerControl, call: CallWorker) -> None:
+    try:
+        await _call(worker, call)
+    except ControlError as error:
+        # Our hold is released; the worker's state says who else still holds it.
+        if error.slug != "held" or call.verb not in (Verb.RESUME, Verb.WAKE):
+            raise
+
+
+async def _call(worker: WorkerControl, call: CallWorker) -> None:
+    if isinstance(call.body, StageRequest):
+        await _stage(worker, call.body)
+        return
+    send: Callable[..., Awaitable[object]] = getattr(worker, call.verb.value)
+    if call.verb in (Verb.REQUIRE, Verb.DISCARD, Verb.RESUME):
+        await send(call.body)
+    else:
+        await send(call.body, timeout=call.deadline_seconds)
+
+
+async def _stage(worker: WorkerControl, request: StageRequest) -> None:
+    """Stage and wait until it is done, so that its failure counts as the call's."""
+    staged: StagedWeights | None = await worker.stage(request)
+    wanted = (request.epoch, request.version)
+    while staged is not None and (staged.epoch, staged.version) == wanted:
+        if staged.phase == "Failed":
+            raise ControlError(409, "stage-failed", staged.error or "the worker gave no reason")
+        if staged.phase == "Staged":
+            return
+        await asyncio.sleep(STAGE_POLL_SECONDS)
+        staged = (await worker.state()).weights.staged

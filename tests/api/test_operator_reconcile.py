@@ -1,0 +1,299 @@
+"""The real passes against a real API server: a pool's life, strangers, and the order of writes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from apiclient import Obj
+from localkube import Cluster
+from manifests import target
+from poollab import GATE, PoolLab, Write, pool_lab
+from rollout_operator.api.status import RolloutReplicaStatus
+from rollout_operator.core.plan import DeletePod, SetGate
+from rollout_operator.core.services import pool_services
+from rollout_operator.kube.errors import Conflict, KubeError
+from rollout_operator.passes.reconcile import Reconciler
+from rollout_operator.passes.writes import Writer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lab(crd: Cluster) -> AsyncIterator[PoolLab]:
+    async with pool_lab(crd, "passes") as made:
+        yield made
+
+
+def gate(pod: Obj) -> tuple[str, str]:
+    found = [c for c in pod["status"].get("conditions", ()) if c["type"] == GATE]
+    return (found[0]["status"], found[0]["message"]) if found else ("", "")
+
+
+def condition(pool: Obj, kind: str) -> tuple[str, str, str]:
+    found = next(c for c in pool["status"]["conditions"] if c["type"] == kind)
+    return found["status"], found["reason"], found["message"]
+
+
+def stranger(name: str) -> Obj:
+    container = {"name": "c", "image": "localhost/none"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {"containers": [container]},
+    }
+
+
+async def test_a_pool_lives_through_updates_scaling_rolling_and_sleep(lab: PoolLab) -> None:
+    lab.writes()
+    lab.create("life", replicas=2)
+    await lab.reaches("life")
+    pods = lab.pods("life")
+    assert sorted(pods) == ["life-0-0", "life-1-0"]
+    for pod in pods.values():
+        status, message = gate(pod)
+        assert status == "True"
+        assert message.startswith("boot ")
+        assert message.endswith(": Serving")
+    made = [w.name for w in lab.writes() if w.verb == "create" and w.code == 201]
+    assert sorted(made) == ["life", "life-0-0", "life-1-0", "life-heads"]
+
+    await _update(lab, "life", 1, 1)
+    await _scale(lab, "life", 3)
+    await _roll(lab, "life")
+    await _sleep_and_wake(lab, "life")
+
+
+async def _update(lab: PoolLab, name: str, epoch: int, version: int) -> None:
+    lab.asked.clear()
+    lab.patch(name, **target(epoch, version))
+    committed = await lab.committed(name, epoch, version)
+    commits = [a for a in lab.asked if a.verb == "commit"]
+    assert {a.ip for a in commits} == {a.ip for a in lab.asked if a.verb == "stage"}
+    assert len(commits) == 2
+    for commit in commits:
+        # The decision stood in the API server before the first worker was told.
+        assert (commit.update["phase"], commit.update["version"]) == ("Committing", version)
+        assert commit.body["root_hash"] == committed["rootHash"]
+    flips = [w for w in lab.writes() if w.resource == "pods/status"]
+    assert not flips, "a successful update flips no gate"
+
+
+async def _scale(lab: PoolLab, name: str, replicas: int) -> None:
+    lab.asked.clear()
+    known = lab.get(name)["status"]["weights"]["committed"]
+    lab.patch(name, replicas=replicas)
+    await lab.reaches(name)
+    stages = [a.body for a in lab.asked if a.verb == "stage"]
+    assert [(s["version"], s["root_hash"]) for s in stages] == [
+        (known["version"], known["rootHash"])
+    ], "the one that joins, and no other, loads the very bytes that are served"
+
+
+async def _roll(lab: PoolLab, name: str) -> None:
+    before = {p["metadata"]["uid"] for p in lab.pods(name).values()}
+    lab.writes()
+    lab.patch(name, podTemplate={"labels": {"team": "a"}})
+    least = 3
+
+    def rolled() -> bool:
+        nonlocal least
+        pods = lab.pods(name).values()
+        serving = sum(gate(p)[0] == "True" for p in pods)
+        least = min(least, serving)
+        return serving == 3 and not before & {p["metadata"]["uid"] for p in pods}
+
+    await lab.until("all pods are new", rolled)
+    assert least == 2, "maxUnavailable is 1"
+    writes = [w for w in lab.writes() if w.resource in ("pods", "pods/status")]
+    for index, write in enumerate(writes):
+        if write.verb == "delete":
+            assert write.code == 200
+            earlier = [w for w in writes[:index] if w.name == write.name]
+            assert earlier[-1:] == [Write("patch", "pods/status", write.name, 200)], (
+                f"{write.name} was deleted before it left the Service"
+            )
+    assert sum(w.verb == "delete" for w in writes) == 3
+
+
+async def _sleep_and_wake(lab: PoolLab, name: str) -> None:
+    lab.asked.clear()
+    lab.patch(name, state="Asleep")
+    await lab.reaches(name, "Asleep")
+    generation = lab.get(name)["metadata"]["generation"]
+    assert {gate(p)[0] for p in lab.pods(name).values()} == {"False"}
+    assert [(a.verb, a.body["generation"]) for a in lab.asked] == [("sleep", generation)] * 3
+    lab.patch(name, state="Active")
+    await lab.reaches(name)
+    assert {gate(p)[0] for p in lab.pods(name).values()} == {"True"}
+    assert {a.verb for a in lab.asked} == {"sleep", "wake"}
+
+
+async def test_a_strangers_pod_is_told_and_left_alone(lab: PoolLab) -> None:
+    theirs = lab.api.create(lab.path("pods"), stranger("mine-0-0"))
+    lab.writes()
+    lab.create("mine", replicas=1)
+    await lab.until("the conflict is told", lambda: "NameConflict" in str(lab.get("mine")))
+    status, reason, message = condition(lab.get("mine"), "Degraded")
+    assert (status, reason) == ("True", "NameConflict")
+    assert message.startswith("pod/mine-0-0 exists and is not ours")
+    found = lab.api.get(lab.path("pods", "mine-0-0"))
+    assert found["metadata"]["uid"] == theirs["metadata"]["uid"]
+    tried = [w for w in lab.writes() if w.name == "mine-0-0"]
+    assert {(w.verb, w.code) for w in tried} == {("create", 409)}
+    lab.api.delete(lab.path("pods", "mine-0-0"), gracePeriodSeconds=0)
+    await lab.reaches("mine")
+    assert condition(lab.get("mine"), "Degraded")[0] == "False"
+
+
+async def test_a_refused_pod_is_told_with_what_to_do(lab: PoolLab) -> None:
+    lab.create("refused", replicas=1, serviceAccountName="nobody")
+    await lab.until("the refusal is told", lambda: "Rejected" in str(lab.get("refused")))
+    status, reason, message = condition(lab.get("refused"), "Degraded")
+    assert (status, reason) == ("True", "Rejected")
+    assert 'serviceaccount "nobody" not found' in message
+    assert "set spec.serviceAccountName" in message
+    lab.patch("refused", serviceAccountName=None)
+    await lab.reaches("refused")
+
+
+async def test_a_dead_pod_is_replaced_and_counted(lab: PoolLab) -> None:
+    lab.create("dies", replicas=1)
+    await lab.reaches("dies")
+    before = lab.pods("dies")["dies-0-0"]
+    lab.api.patch(lab.path("pods", "dies-0-0") + "/status", {"status": {"phase": "Failed"}})
+    await lab.until(
+        "another pod", lambda: lab.pods("dies").get("dies-0-0", before)["metadata"]["uid"]
+        != before["metadata"]["uid"],
+    )  # fmt: skip
+    await lab.reaches("dies")
+    after = lab.pods("dies")["dies-0-0"]
+    assert after["metadata"]["annotations"]["rollout.dev/restarts"] == "1"
+    assert lab.get("dies")["status"]["restarts"] == 1
+
+
+async def test_a_paused_pool_is_looked_at_and_not_touched(lab: PoolLab) -> None:
+    lab.create("still", replicas=1)
+    await lab.reaches("still")
+    lab.api.patch(
+        lab.path("pools", "still"),
+        {"metadata": {"annotations": {"rollout.dev/reconcile-paused": "true"}}},
+    )
+    lab.writes()
+    lab.asked.clear()
+    lab.patch("still", replicas=2, state="Paused", **target(1, 1))
+    await lab.until(
+        "the pause is told", lambda: "reconcile-paused" in lab.get("still")["status"]["message"]
+    )
+    assert lab.get("still")["status"]["weights"]["committed"]["version"] == 0
+    assert {w.resource for w in lab.writes()} <= {"rolloutreplicas/status"}
+    assert not lab.asked
+    lab.api.patch(
+        lab.path("pools", "still"),
+        {"metadata": {"annotations": {"rollout.dev/reconcile-paused": None}}},
+    )
+    await lab.committed("still", 1, 1)
+    assert sorted(lab.pods("still")) == ["still-0-0", "still-1-0"]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def settled(lab: PoolLab) -> PoolLab:
+    """A pool `calm` at rest; its tests write past the operator."""
+    lab.create("calm", replicas=1)
+    await lab.reaches("calm")
+    return lab
+
+
+async def test_a_delete_names_its_pod(settled: PoolLab) -> None:
+    context, key, uid = settled.context_of("calm")
+    before = settled.pods("calm")["calm-0-0"]["metadata"]["uid"]
+    await Writer(context, key, uid).delete(DeletePod("calm-0-0", "another", 0, "a test"))
+    assert settled.pods("calm")["calm-0-0"]["metadata"]["uid"] == before
+    assert context.expectations.pending(key) == 0, "nothing is waited for"
+    await Writer(context, key, uid).delete(DeletePod("calm-7-0", "gone", None, "a test"))
+    assert context.expectations.pending(key) == 0
+
+
+async def test_a_gate_is_that_of_its_pod(settled: PoolLab) -> None:
+    context, key, uid = settled.context_of("calm")
+    before = settled.pods("calm")["calm-0-0"]
+    with contextlib.suppress(KubeError):
+        await Writer(context, key, uid).gate(SetGate("calm-0-0", "another", False, "b", "a test"))
+    assert gate(settled.pods("calm")["calm-0-0"]) == gate(before)
+
+
+async def test_a_status_is_not_written_over_a_newer_one(settled: PoolLab) -> None:
+    context, key, uid = settled.context_of("calm")
+    before = settled.get("calm")
+    settled.api.patch(settled.path("pools", "calm"), {"metadata": {"labels": {"a": "b"}}})
+    with pytest.raises(Conflict):
+        await Writer(context, key, uid).status(
+            before["metadata"]["resourceVersion"], RolloutReplicaStatus()
+        )
+    assert settled.get("calm")["status"] == before["status"]
+
+
+async def test_our_own_child_under_a_name_is_no_conflict(settled: PoolLab) -> None:
+    context, key, uid = settled.context_of("calm")
+    writer = Writer(context, key, uid)
+    for body in pool_services("calm", settled.namespace, uid):
+        await writer.create("services", body)
+    assert writer.obstacles.conflicts == {}
+    foreign = Writer(context, key, "somebody else")
+    for body in pool_services("calm", settled.namespace, uid):
+        await foreign.create("services", body)
+    assert sorted(foreign.obstacles.conflicts) == ["service/calm", "service/calm-heads"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"spec": {"selector": {"app": "stranger"}}},
+        {"metadata": {"labels": {"rollout.dev/pool": "calm", "app.kubernetes.io/name": "x"}}},
+        {"spec": {"publishNotReadyAddresses": True}},
+    ],
+    ids=["selector", "label", "field"],
+)
+async def test_a_damaged_service_is_mended(settled: PoolLab, damage: dict[str, Any]) -> None:
+    [want, _] = pool_services("calm", settled.namespace, settled.get("calm")["metadata"]["uid"])
+    settled.api.patch(settled.path("services", "calm"), damage)
+
+    def mended() -> bool:
+        have = settled.api.get(settled.path("services", "calm"))
+        return (
+            have["spec"]["selector"] == want["spec"]["selector"]
+            and not have["spec"].get("publishNotReadyAddresses")
+            and have["metadata"]["labels"] == want["metadata"]["labels"]
+        )
+
+    await settled.until("the Service is as it was", mended)
+
+
+async def test_a_pod_that_outlives_its_grace_is_freed_even_without_its_pool(
+    settled: PoolLab,
+) -> None:
+    settled.create("orphan", replicas=1)
+    await settled.reaches("orphan")
+    context, key, _ = settled.context_of("orphan")
+    pod = settled.path("pods", "orphan-0-0")
+    settled.api.patch(pod, {"metadata": {"finalizers": ["example.com/stuck"]}})
+    settled.api.delete(settled.path("pools", "orphan"))
+    await settled.until(
+        "the pod terminates",
+        lambda: "deletionTimestamp" in settled.api.get(pod)["metadata"],
+    )
+    await settled.until("the operator knows", lambda: context.store.pool(key) is None)
+    settled.writes()
+    later = dataclasses.replace(context, clock=lambda: time.time() + 300)
+    left = await Reconciler(later).reconcile(key)
+    assert left == 30
+    deletes = [w for w in settled.writes() if w.verb == "delete"]
+    assert [(w.name, w.code) for w in deletes] == [("orphan-0-0", 200)]
+    settled.api.patch(pod, {"metadata": {"finalizers": None}}, missing=True)

@@ -1,0 +1,310 @@
+"""Pools against a real API server, with the operator in this process and pods without processes.
+
+`hack/cluster/processless.py` answers the control ports, on loopback addresses that are the pods'. A
+thread plays the kubelet: it lets pods run and says whether they are ready. The operator has a
+service account of its own, so that the audit log shows what it wrote, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+import processless
+from apiclient import PODS, POOLS, Api, Obj
+from localkube import Cluster
+from manifests import pool as manifest
+from rollout_client.control import WorkerControl
+from rollout_operator.api.objects import Key
+from rollout_operator.config import Config, EngineDefaults
+from rollout_operator.passes.context import Context, Reconcile
+from rollout_operator.passes.reconcile import Reconciler
+from rollout_operator.runtime import Operator
+from rollout_operator.wiring import Parts
+from scalelab import WRITES, holds
+
+ACCOUNT, WORKERS = "operator", "rollout-worker"
+GATE = "rollout.dev/serving"
+STRATEGIC = "application/strategic-merge-patch+json"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call to a worker; `update` is the pool's `lastUpdate` as it stood in the API server then."""
+
+    ip: str
+    verb: str
+    body: Obj
+    update: Obj
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A write of the operator, as the API server has it."""
+
+    verb: str
+    resource: str
+    name: str
+    code: int
+
+
+class LabParts(Parts):
+    """The operator's parts; a pod's control port is the lab's one port at the pod's address."""
+
+    def __init__(self, port: int, config: Config, make: Any, spawned: Callable[[], None]) -> None:
+        self._port = port
+        super().__init__(config, make, spawned)
+
+    def control(self, key: Key, address: str) -> WorkerControl:
+        """See the base class."""
+        return super().control(key, f"{address.rpartition(':')[0]}:{self._port}")
+
+
+class LabOperator(Operator):
+    """The operator, in a process of somebody else's."""
+
+    def handle_signals(self) -> None:
+        """Signals are pytest's."""
+
+
+class PoolLab:
+    """See the module; made by `pool_lab`."""
+
+    def __init__(self, cluster: Cluster, namespace: str, api: Api) -> None:
+        self.cluster = cluster
+        self.namespace = namespace
+        self.api = api
+        self.asked: list[Asked] = []
+        self.context: Context
+        self._log_at = 0
+
+    def path(self, kind: str, name: str = "") -> str:
+        """Path of a collection (`pools`, `pods`, `services`) or of an object in it."""
+        known = {"pools": POOLS, "pods": PODS}
+        base = known.get(kind, "/api/v1/namespaces/{}/" + kind).format(self.namespace)
+        return f"{base}/{name}" if name else base
+
+    def create(self, name: str, **spec: Any) -> Obj:
+        """Create a pool."""
+        return self.api.create(self.path("pools"), manifest(name, {"drainSeconds": 0, **spec}))
+
+    def patch(self, name: str, **spec: Any) -> None:
+        """Merge into a pool's spec."""
+        self.api.patch(self.path("pools", name), {"spec": spec})
+
+    def get(self, name: str) -> Obj:
+        """Return a pool."""
+        return self.api.get(self.path("pools", name))
+
+    def pods(self, name: str) -> dict[str, Obj]:
+        """Pods of a pool by name."""
+        found = self.api.get(self.path("pods"), labelSelector=f"rollout.dev/pool={name}")
+        return {p["metadata"]["name"]: p for p in found["items"]}
+
+    def context_of(self, name: str) -> tuple[Context, Key, str]:
+        """What a pass over this pool is given, its key and its uid."""
+        return self.context, Key(self.namespace, name), self.get(name)["metadata"]["uid"]
+
+    async def until(self, what: str, condition: Callable[[], object], seconds: float = 30) -> None:
+        """Wait for something of the API server, which is asked in a thread."""
+        end = time.monotonic() + seconds
+        while not await asyncio.to_thread(condition):
+            if time.monotonic() > end:
+                pools = self.api.get(self.path("pools"))["items"]
+                told = {p["metadata"]["name"]: p.get("status", {}).get("message") for p in pools}
+                raise AssertionError(f"waited {seconds:g} s in vain: {what}; pools say {told}")
+            await asyncio.sleep(0.05)
+
+    async def reaches(self, name: str, condition: str = "Ready") -> None:
+        """Wait until a condition of the pool is True for its newest generation."""
+        await self.until(f"{name} is {condition}", lambda: holds(self.get(name), condition))
+
+    async def committed(self, name: str, epoch: int, version: int) -> Obj:
+        """Wait until these weights are committed and their bytes known; return what status says."""
+
+        def found() -> Obj:
+            weights: Obj = self.get(name).get("status", {}).get("weights", {})
+            now: Obj = weights.get("committed") or {}
+            is_it = (now.get("epoch"), now.get("version")) == (epoch, version)
+            return now if is_it and now.get("rootHash") else {}
+
+        await self.until(f"{name} serves ({epoch}, {version})", found)
+        return found()
+
+    def writes(self) -> list[Write]:
+        """The operator's writes since this was last asked; events and tokens left out."""
+        user = f"system:serviceaccount:{self.namespace}:{ACCOUNT}"
+        found = []
+        with self.cluster.audit_log.open() as log:
+            log.seek(self._log_at)
+            while (line := log.readline()).endswith("\n"):
+                self._log_at = log.tell()
+                event = json.loads(line)
+                ref = event.get("objectRef", {})
+                if event["user"]["username"] != user or event["verb"] not in WRITES:
+                    continue
+                parts = (ref.get("resource", ""), ref.get("subresource", ""))
+                resource = "/".join(filter(None, parts))
+                if resource != "events":
+                    code = event.get("responseStatus", {}).get("code", 0)
+                    found.append(Write(event["verb"], resource, ref.get("name", ""), code))
+        return found
+
+    @web.middleware
+    async def record(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Note a call before it is answered."""
+        if request.method == "POST":
+            assert request.transport is not None
+            ip: str = request.transport.get_extra_info("sockname")[0]
+            body = json.loads(await request.read() or b"{}")
+            update = await asyncio.to_thread(self._update_of, ip)
+            self.asked.append(Asked(ip, request.path.rpartition("/")[2], body, update))
+        return await handler(request)
+
+    def _update_of(self, ip: str) -> Obj:
+        """What stands in the status of the pool that the pod at this address belongs to."""
+        for pod in self.api.get(self.path("pods"))["items"]:
+            if pod["status"].get("podIP") == ip:
+                pool = self.get(pod["metadata"]["labels"]["rollout.dev/pool"])
+                found: Obj = pool.get("status", {}).get("weights", {}).get("lastUpdate") or {}
+                return found
+        return {}
+
+
+class Kubelet:
+    """Lets pods run, each at an address of its own, until `stop`."""
+
+    def __init__(self, cluster: Cluster, namespace: str, server: processless.Server) -> None:
+        self._api = Api(cluster)
+        self._path = PODS.format(namespace)
+        self._server = server
+        self._ended = threading.Event()
+        self._addresses = 0
+        self._thread = threading.Thread(target=self._run, daemon=True, name="kubelet")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        with self._api:
+            while not self._ended.wait(0.05):
+                for pod in self._api.get(self._path)["items"]:
+                    self._look(pod)
+
+    def _look(self, pod: Obj) -> None:
+        meta, status = pod["metadata"], pod["status"]
+        if "rollout.dev/pool" not in meta.get("labels", {}) or status["phase"] == "Failed":
+            return
+        ip = status.get("podIP")
+        if ip is None:
+            self._addresses += 1
+            ip = f"127.77.{self._addresses // 250}.{self._addresses % 250 + 1}"
+        gate = next((c["status"] for c in status.get("conditions", ()) if c["type"] == GATE), "")
+        known = self._server.pods.get(ip)
+        ready = gate == "True" and known is not None and known.serving
+        if status["phase"] == "Running" and ready == _is_ready(pod):
+            return
+        change = {"phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}]} | _running(ready)
+        body = {"metadata": {"uid": meta["uid"]}, "status": change}
+        # Gone in between is nobody's fault.
+        self._api.patch(f"{self._path}/{meta['name']}/status", body, kind=STRATEGIC, missing=True)
+
+
+def _running(ready: bool) -> Obj:
+    moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {
+        "conditions": [{"type": "Ready", "status": str(ready), "lastTransitionTime": moment}],
+        "containerStatuses": [
+            {
+                "name": "worker", "image": "none", "imageID": "", "ready": ready,
+                "restartCount": 0, "state": {"running": {"startedAt": moment}},
+            }
+        ],
+    }  # fmt: skip
+
+
+def _is_ready(pod: Obj) -> bool:
+    conditions = pod["status"].get("conditions", ())
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+
+@asynccontextmanager
+async def pool_lab(cluster: Cluster, namespace: str) -> AsyncIterator[PoolLab]:
+    """Start everything in a namespace of its own, and remove it at the end."""
+    server = processless.Server()
+    with _namespace(cluster, namespace), Api(cluster) as api, _account(cluster, namespace):
+        lab = PoolLab(cluster, namespace, api)
+        app = server.app()
+        app.middlewares.append(lab.record)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        sock = socket.create_server(("0.0.0.0", 0), backlog=64)
+        await web.SockSite(runner, sock).start()
+
+        def make(context: Context) -> Reconcile:
+            lab.context = context
+            return Reconciler(context).reconcile
+
+        operator = LabOperator(
+            _config(namespace), make, make_parts=partial(LabParts, sock.getsockname()[1])
+        )
+        kubelet = Kubelet(cluster, namespace, server)
+        running = asyncio.create_task(operator.run())
+        try:
+            yield lab
+        finally:
+            operator.stop()
+            assert await running == 0
+            kubelet.stop()
+            await runner.cleanup()
+
+
+def _config(namespace: str) -> Config:
+    return Config(
+        watch_namespaces=(namespace,),
+        leader_elect=False,
+        lease_namespace=namespace,
+        http_host="127.0.0.1",
+        http_port=0,
+        engines={"hf": EngineDefaults(image="localhost/none")},
+    )
+
+
+@contextmanager
+def _namespace(cluster: Cluster, name: str) -> Iterator[None]:
+    cluster.kubectl("create", "namespace", name)
+    yield
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@contextmanager
+def _account(cluster: Cluster, namespace: str) -> Iterator[None]:
+    """Let the operator log in as an account that may do all."""
+    for account in (ACCOUNT, WORKERS):
+        cluster.kubectl("-n", namespace, "create", "serviceaccount", account)
+    binding = f"{namespace}-{ACCOUNT}"
+    cluster.kubectl(
+        "create", "clusterrolebinding", binding, "--clusterrole=cluster-admin",
+        f"--serviceaccount={namespace}:{ACCOUNT}",
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        path = cluster.service_account_kubeconfig(namespace, ACCOUNT)
+        patch.setenv("KUBECONFIG", str(path))
+        yield
+    cluster.kubectl("delete", "clusterrolebinding", binding)

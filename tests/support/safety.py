@@ -1,0 +1,291 @@
+"""What must hold of every single pass, whatever the world is like; `World.step` asserts it.
+
+Each check takes what the pass saw, the plan that came of it, and what was really there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollout_operator.api.revision import is_current
+from rollout_operator.api.spec import RolloutReplicaSpec, State, Strategy
+from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.core.plan import CallWorker, Plan, Verb
+from rollout_operator.core.world import Observed, Pod
+from rollout_worker.schemas import CommitRequest, StageRequest, WeightsId, WorkerState
+
+HELD_COUNTS_AS_AVAILABLE = (
+    False  # 12.1.14: maxUnavailable is ignored while a trainer holds the pool
+)
+REFUSED_BY_ALL_STAYS_IN_SERVICE = False  # 12.1.3, 12.1.7: all gates go off though nobody is newer
+SILENCE_KEEPS_THE_BARRIER = False  # 12.1.4: in a pool at rest two failed polls empty it
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass.
+
+    Attributes:
+        stored: the status that was read.
+        terminating: uids of pods that are really on their way out, seen or not.
+    """
+
+    spec: RolloutReplicaSpec
+    seen: Observed
+    stored: RolloutReplicaStatus
+    plan: Plan
+    terminating: frozenset[str]
+
+    @property
+    def ours(self) -> dict[str, Pod]:
+        """Pods of ours that were seen, by uid."""
+        return {p.uid: p for p in self.seen.pods if p.owned}
+
+    @property
+    def committed(self) -> WeightsId:
+        """The floor that this pass leaves."""
+        assert self.plan.status.weights.committed is not None
+        return self.plan.status.weights.committed.identity
+
+    def state(self, uid: str) -> WorkerState | None:
+        """What the worker of a pod said."""
+        worker = self.seen.workers.get(uid)
+        return worker.state if worker else None
+
+    def running(self, uid: str) -> frozenset[str]:
+        """Names of the calls in flight to a pod."""
+        worker = self.seen.workers.get(uid)
+        return worker.running if worker else frozenset()
+
+
+def check(one: Pass) -> None:
+    """Assert everything below."""
+    _committed_never_falls(one)
+    _deletes(one)
+    _creates(one)
+    _gates(one)
+    _calls(one)
+    _commits(one)
+    _barrier(one)
+    _stays_in_service(one)
+    _rolls_within_its_budget(one)
+
+
+def _committed_never_falls(one: Pass) -> None:
+    before = one.stored.weights.committed
+    assert before is None or one.committed >= before.identity
+    update = one.plan.status.weights.last_update
+    if before is not None and one.committed > before.identity:
+        assert update is not None
+        assert update.identity == one.committed
+        assert update.phase in (UpdatePhase.COMPLETE, UpdatePhase.SUPERSEDED)
+
+
+def _deletes(one: Pass) -> None:
+    off = {g.uid for g in one.plan.gates if not g.serving}
+    for deletion in one.plan.delete:
+        pod = one.ours.get(deletion.uid)
+        assert pod is not None, f"{deletion.name} is not ours, or another uid"
+        assert pod.name == deletion.name
+        if pod.deleting:
+            assert deletion.grace == 0, "it is going already; only force helps"
+            continue
+        assert not pod.gate or pod.uid in off, f"{pod.name} is deleted with its gate on"
+        surplus = one.spec.suspend or pod.replica >= one.spec.replicas
+        assert surplus or not one.seen.unsettled, "the view of the pods is old"
+
+
+def _creates(one: Pass) -> None:
+    assert not (one.plan.create and one.seen.unsettled), "the view of the pods is old"
+    there = {(p.replica, p.rank) for p in one.seen.pods}
+    made = [(c.replica, c.rank) for c in one.plan.create]
+    assert len(made) == len(set(made))
+    for replica, rank in made:
+        assert (replica, rank) not in there, "that pod is there already"
+        assert not one.spec.suspend
+        assert replica < one.spec.replicas
+        assert rank < one.spec.parallelism.nodes
+
+
+def _gates(one: Pass) -> None:
+    gates = {uid: (p.gate, p.gate_boot) for uid, p in one.ours.items() if p.rank == 0}
+    for change in one.plan.gates:
+        assert change.uid in gates, f"{change.name} is no head of ours"
+        assert one.ours[change.uid].name == change.name
+        gates[change.uid] = (change.serving, change.boot)
+    for uid, (on, boot) in gates.items():
+        pod, state = one.ours[uid], one.state(uid)
+        if not on or pod.deleting or pod.finished or state is None:
+            continue
+        assert one.spec.state is State.ACTIVE, f"{pod.name} has its gate on in a pool at rest"
+        assert not one.spec.suspend
+        if Verb.COMMIT not in one.running(uid):
+            assert state.serving, f"{pod.name} does not serve and has its gate on"
+            assert state.boot_id == boot, f"the gate of {pod.name} speaks of another process"
+        assert state.weights.active is not None
+        assert state.weights.active.identity >= one.committed, f"{pod.name} is below committed"
+
+
+def _calls(one: Pass) -> None:
+    leaving = {d.uid for d in one.plan.delete}
+    for call in one.plan.calls:
+        pod = one.ours.get(call.uid)
+        assert pod is not None, f"{call.pod} is not ours"
+        assert pod.name == call.pod
+        assert pod.rank == 0
+        assert not pod.deleting
+        assert pod.uid not in leaving
+        assert one.state(call.uid) is not None, f"{call.pod} has never answered"
+        busy = one.running(call.uid)
+        assert call.verb not in busy
+        assert call.verb is Verb.STAGE or not busy - {Verb.STAGE}, "one at a time"
+        generation = getattr(call.body, "generation", one.seen.generation)
+        assert generation == one.seen.generation
+        _only_our_hold(one, call)
+    told = [call.uid for call in one.plan.calls]
+    assert len(told) == len(set(told)), "one answer per head and pass"
+
+
+def _only_our_hold(one: Pass, call: CallWorker) -> None:
+    if call.verb not in (Verb.RESUME, Verb.WAKE):
+        return
+    state = one.state(call.uid)
+    assert state is not None
+    assert any(h.holder == state.caller for h in state.holds), "there is no hold of ours to drop"
+    assert one.spec.state is State.ACTIVE
+
+
+def _commits(one: Pass) -> None:
+    before, busy = one.stored.weights.last_update, 0
+    for call in one.plan.calls:
+        state = one.state(call.uid)
+        assert state is not None
+        if isinstance(call.body, StageRequest):
+            _stages_the_known_bytes(one, call.body)
+        if not isinstance(call.body, CommitRequest):
+            continue
+        identity = WeightsId(epoch=call.body.epoch, version=call.body.version)
+        staged = state.weights.staged
+        assert staged is not None
+        assert (staged.epoch, staged.version) == identity.as_tuple()
+        assert call.body.root_hash == staged.root_hash is not None, "commits name their bytes"
+        decided = (
+            before is not None
+            and before.phase is UpdatePhase.COMMITTING
+            and before.identity == identity
+        ) or any(_active(one, uid) == identity for uid in one.ours)  # there is no way back
+        serves = state.serving and one.ours[call.uid].gate
+        assert decided or not serves or identity <= one.committed, "not decided, or not persisted"
+        busy += serves
+    busy += sum(_commits_while_it_serves(one, uid) for uid in one.ours)
+    if one.spec.weights.strategy is Strategy.ROLLING and busy:
+        assert busy <= one.spec.weights.max_unavailable, "too many commit at once"
+
+
+def _commits_while_it_serves(one: Pass, uid: str) -> bool:
+    """It is in service and below committed weights no longer counts: joiners are free."""
+    state, pod = one.state(uid), one.ours[uid]
+    return bool(state and state.serving and pod.gate and Verb.COMMIT in one.running(uid))
+
+
+def _stages_the_known_bytes(one: Pass, body: StageRequest) -> None:
+    known = one.stored.weights.committed
+    if (
+        known is not None
+        and known.root_hash
+        and (body.epoch, body.version)
+        == (
+            known.epoch,
+            known.version,
+        )
+    ):
+        update = one.plan.status.weights.last_update
+        running = update is not None and update.identity == known.identity
+        assert body.root_hash == known.root_hash or (
+            running and update is not None and update.phase is not UpdatePhase.COMPLETE
+        ), "late stagers get the hash that all serve"
+
+
+def _barrier(one: Pass) -> None:
+    """AllAtOnce commits once all of the barrier have staged, or where one serves it already."""
+    before, after = one.stored.weights.last_update, one.plan.status.weights.last_update
+    if one.spec.weights.strategy is not Strategy.ALL_AT_ONCE or before is None or after is None:
+        return
+    waited = before.phase in (UpdatePhase.STAGING, UpdatePhase.FAILED)
+    if not waited or before.identity != after.identity or one.seen.barrier is None:
+        return
+    wanted = after.identity
+    if after.phase is UpdatePhase.COMMITTING and not any(
+        _active(one, uid) == wanted for uid in one.ours
+    ):
+        for uid, pod in one.ours.items():
+            state = one.state(uid)
+            if state is not None and state.serving and state.boot_id in one.seen.barrier:
+                assert _has_staged(state, wanted), f"{pod.name} has not staged {wanted}"
+    if after.phase is UpdatePhase.COMPLETE and SILENCE_KEEPS_THE_BARRIER:
+        for uid, pod in one.ours.items():
+            assert one.state(uid) or pod.gate_boot not in one.seen.barrier or pod.deleting, (
+                f"{pod.name} is silent, not gone"
+            )
+
+
+def _active(one: Pass, uid: str) -> WeightsId | None:
+    state = one.state(uid)
+    return state.weights.active.identity if state and state.weights.active else None
+
+
+def _has_staged(state: WorkerState, wanted: WeightsId) -> bool:
+    slot, active = state.weights.staged, state.weights.active
+    there = active is not None and active.identity >= wanted
+    staged = slot is not None and slot.phase == "Staged"
+    return there or (
+        staged and slot is not None and (slot.epoch, slot.version) == wanted.as_tuple()
+    )
+
+
+def _stays_in_service(one: Pass) -> None:
+    """While nobody serves the new weights, nobody is sent away for not having them."""
+    update = one.stored.weights.last_update
+    if not REFUSED_BY_ALL_STAYS_IN_SERVICE or update is None:
+        return
+    if update.phase is UpdatePhase.COMMITTING and one.spec.state is State.ACTIVE:
+        newer = any((_active(one, u) or one.committed) >= update.identity for u in one.ours)
+        leaving = {d.uid for d in one.plan.delete}
+        for gate in one.plan.gates:
+            state = one.state(gate.uid)
+            if not gate.serving and gate.uid not in leaving and state is not None:
+                assert newer or not state.serving, f"{gate.name} is expelled for nothing"
+
+
+def _rolls_within_its_budget(one: Pass) -> None:
+    """A rolling update takes down no replica that does its work beyond `maxUnavailable`."""
+    leaving = {d.uid for d in one.plan.delete}
+    gone = down = 0
+    for replica in range(0 if one.spec.suspend else one.spec.replicas):
+        head = _head(one.ours, replica)
+        if head is None or head.uid in one.terminating or not _works(one, head):
+            down += 1
+        elif head.uid in leaving:
+            assert not is_current(head.revision, one.spec), "it serves, and nothing of it is old"
+            gone += 1
+    budget = one.spec.update_strategy.max_unavailable
+    assert not gone or gone + down <= budget, f"{gone} of those that work, {down} are down already"
+
+
+def _head(ours: Mapping[str, Pod], replica: int) -> Pod | None:
+    found = [p for p in ours.values() if (p.replica, p.rank) == (replica, 0) and not p.deleting]
+    return found[0] if found else None
+
+
+def _works(one: Pass, head: Pod) -> bool:
+    """The replica is whole and does what is wanted of it."""
+    ranks = [p for p in one.ours.values() if p.replica == head.replica and not p.deleting]
+    if len(ranks) < one.spec.parallelism.nodes or any(p.finished for p in ranks):
+        return False
+    if one.spec.state is State.ACTIVE:
+        state = one.state(head.uid)
+        held = state is not None and any(h.holder != state.caller for h in state.holds)
+        return head.ready or (HELD_COUNTS_AS_AVAILABLE and held)
+    state = one.state(head.uid)
+    return state is not None and state.lifecycle == one.spec.state.value

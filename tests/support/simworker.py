@@ -1,0 +1,169 @@
+"""A worker as `decide` sees it: what it would answer, and what it makes of the calls that it gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rollout_worker.schemas import (
+    ActiveWeights,
+    CommitRequest,
+    DiscardRequest,
+    Hold,
+    Lifecycle,
+    Progress,
+    RequireRequest,
+    Resident,
+    StagedWeights,
+    StageRequest,
+    WeightsId,
+    WeightsSource,
+    WeightsState,
+    WorkerState,
+)
+
+ME = "operator"
+STAGE_ERROR = "tensor 'lm_head.weight' has shape [3]"
+
+
+def root_hash(identity: WeightsId, source: WeightsSource | None = None) -> str:
+    """Hash of the bytes that lie at a source; the usual path of an identity has the usual bytes."""
+    path = source.path if source else None
+    usual = path in (None, f"/rollout/weights/{identity.epoch}-{identity.version}")
+    return f"hash{identity}" if usual else f"hash{identity} at {path}"
+
+
+@dataclass
+class SimWorker:
+    """What a real worker would answer."""
+
+    boot: str
+    active: WeightsId = field(default_factory=lambda: WeightsId(epoch=0, version=0))
+    active_hash: str = "hash(0, 0)"
+    staged: StagedWeights | None = None
+    required: WeightsId | None = None
+    fence_epoch: int = 0
+    hold: str | None = None
+    foreign_hold: str | None = None
+    loading: bool = True
+    silent: bool = False
+    """It answers no poll."""
+    unasked: bool = False
+    """No poll of it has ended yet."""
+    broken_stage: bool = False
+    broken_commit: bool = False
+    other_bytes: str = ""
+    """What its node shows at a source that others read differently."""
+    failed: bool = False
+    """Its engine is dead, and it says why in `last_error`."""
+    last_error: str | None = None
+    progress: Progress | None = None
+    commits: list[WeightsId] = field(default_factory=list)
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        if self.failed or self.loading:
+            return Lifecycle.FAILED if self.failed else Lifecycle.LOADING
+        holds = {self.hold, self.foreign_hold}
+        if "Asleep" in holds:
+            return Lifecycle.ASLEEP
+        return Lifecycle.PAUSED if "Paused" in holds else Lifecycle.ACTIVE
+
+    @property
+    def serving(self) -> bool:
+        return (
+            self.lifecycle is Lifecycle.ACTIVE
+            and self.required is not None
+            and self.active >= self.required
+        )
+
+    def state(self) -> WorkerState:
+        holds = []
+        if self.hold:
+            holds.append(Hold(holder=ME, state=self.hold))
+        if self.foreign_hold:
+            holds.append(Hold(holder="trainer", state=self.foreign_hold))
+        active = ActiveWeights(
+            epoch=self.active.epoch, version=self.active.version, root_hash=self.active_hash
+        )
+        return WorkerState(
+            boot_id=self.boot,
+            engine="hf",
+            lifecycle=self.lifecycle,
+            serving=self.serving,
+            weights=WeightsState(
+                active=active,
+                staged=self.staged,
+                required=self.required,
+                fence_epoch=self.fence_epoch,
+            ),
+            resident=Resident(weights=True, kv_cache=True),
+            holds=tuple(holds),
+            caller=ME,
+            progress=self.progress,
+            last_error=self.last_error,
+        )
+
+    def begin_stage(self, body: StageRequest) -> str | None:
+        """Take the request; the bytes come with `end_stage`."""
+        if body.epoch < self.fence_epoch:
+            return "stale-epoch"
+        if self.staged is not None and (self.staged.epoch, self.staged.version) > body_id(body):
+            return "superseded"
+        self.staged = StagedWeights(
+            epoch=body.epoch, version=body.version, source=body.source, phase="Staging"
+        )
+        return None
+
+    def end_stage(self, body: StageRequest) -> str | None:
+        """The bytes are there; discarded meanwhile counts as an end, too."""
+        slot = self.staged
+        if slot is None or slot.phase != "Staging" or slot.source != body.source:
+            return None
+        found = root_hash(WeightsId(epoch=body.epoch, version=body.version), body.source)
+        found += self.other_bytes
+        error = STAGE_ERROR if self.broken_stage else None
+        if body.root_hash not in (None, found):
+            error = f"root hash {found}, not {body.root_hash}"
+        change = {"phase": "Failed", "error": error} if error else {"phase": "Staged"}
+        self.staged = slot.model_copy(update={**change, "root_hash": None if error else found})
+        return error
+
+    def stage(self, body: StageRequest) -> str | None:
+        """Both at once."""
+        return self.begin_stage(body) or self.end_stage(body)
+
+    def commit(self, body: CommitRequest) -> str | None:
+        """Flip, or say why not."""
+        if self.broken_commit:
+            return "commit broke"
+        staged = self.staged
+        if staged is None or (staged.epoch, staged.version) != body_id(body):
+            return "not-staged"
+        identity = WeightsId(epoch=body.epoch, version=body.version)
+        assert staged.phase == "Staged", "only whole weights are committed"
+        assert body.root_hash == staged.root_hash is not None, "only the staged bytes are committed"
+        assert identity > self.active, "never rolled back"
+        self.active, self.active_hash, self.staged = identity, staged.root_hash, None
+        self.commits.append(identity)
+        return None
+
+    def jump(self, identity: WeightsId) -> None:
+        """It has these weights, however it came by them."""
+        self.active, self.active_hash = identity, root_hash(identity)
+
+    def discard(self, body: DiscardRequest) -> None:
+        """Empty the slot, if it holds this."""
+        if self.staged is not None and (self.staged.epoch, self.staged.version) == body_id(body):
+            self.staged = None
+
+    def require(self, body: RequireRequest) -> None:
+        """Raise the floor or fence an epoch."""
+        self.fence_epoch = max(self.fence_epoch, body.epoch)
+        if body.min_version is not None:
+            floor = WeightsId(epoch=body.epoch, version=body.min_version)
+            self.required = floor if self.required is None else max(self.required, floor)
+
+
+def body_id(body: StageRequest | CommitRequest | DiscardRequest) -> tuple[int, int]:
+    """The identity that a request speaks of."""
+    return body.epoch, body.version

@@ -1,0 +1,200 @@
+"""A whole worker without sockets over the tiny engine, in the test's own loop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Collection
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rollout_worker.engine import Engine
+from rollout_worker.requests.flights import Flight
+from rollout_worker.requests.outputs import Output
+from rollout_worker.schemas import (
+    CommitRequest,
+    CommitResponse,
+    GenerateRequest,
+    Lifecycle,
+    PauseRequest,
+    ReleaseRequest,
+    SleepRequest,
+    StagedWeights,
+    StageRequest,
+    WakeRequest,
+    WeightsId,
+)
+from rollout_worker.service import Worker
+from rollout_worker.settings import Settings, add_flags, parse
+from rollout_worker.wire.problems import ProblemError
+from tiny_engine import TinyEngine, write_weights
+from waiting import until
+
+LONG = 40
+"""Tokens of a request that lasts until a test lets the engine step freely."""
+
+
+def settings(*flags: str) -> Settings:
+    """Settings of a worker by itself."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    alone = ["--model", "model", "--auth", "none", "--control-host", "127.0.0.1"]
+    return parse(parser.parse_args([*alone, "--restart-delays", "0", *flags]), {})
+
+
+class TinyWorker:
+    """A worker, its present engine, and the calls that tests make most."""
+
+    def __init__(self, home: Path, flags: Collection[str]) -> None:
+        self.home = home
+        self.model = write_weights(home / "model", 100)
+        self.rows = 8
+        self.engines: list[TinyEngine] = []
+        self.before_start: dict[str, Any] = {}
+        """`before` of the next engine."""
+        self.worker = Worker(settings(*flags), self._make)
+        self.runtime = self.worker.runtime
+        self.updates, self.commits = self.worker.updates, self.worker.commits
+        self.verbs, self.flights = self.worker.verbs, self.worker.flights
+
+    def _make(self) -> Engine:
+        engine = TinyEngine(self.model, self.rows)
+        engine.before.update(self.before_start)
+        self.engines.append(engine)
+        return cast(Engine, engine)
+
+    @property
+    def engine(self) -> TinyEngine:
+        """The present engine."""
+        return self.engines[-1]
+
+    @property
+    def state(self) -> Lifecycle:
+        """The worker's lifecycle."""
+        return self.runtime.lifecycle.state
+
+    async def reaches(self, state: Lifecycle) -> None:
+        """Wait for a state."""
+        await until(lambda: self.state is state, what=f"{state.value}, it is {self.state.value}")
+
+    # Weights.
+
+    def weights(self, number: int) -> Path:
+        """A folder of weights whose tokens are `number`."""
+        return write_weights(self.home / f"w{number}", number)
+
+    async def begin_stage(self, version: int, number: int, **fields: Any) -> StagedWeights:
+        """Begin to stage (1, version)."""
+        body = {
+            "epoch": 1,
+            "version": version,
+            "source": {"path": str(self.weights(number))},
+            **fields,
+        }
+        return await self.updates.stage(StageRequest.model_validate(body))
+
+    async def stage(self, version: int, number: int, **fields: Any) -> StagedWeights:
+        """Stage (1, version) to the end, good or bad."""
+        await self.begin_stage(version, number, **fields)
+        slot = self.updates.slot
+        assert slot is not None
+        await until(lambda: slot.view().phase != "Staging", what="the end of staging")
+        return slot.view()
+
+    async def commit(self, version: int, **fields: Any) -> CommitResponse:
+        """Commit (1, version)."""
+        body = {"epoch": 1, "version": version, **fields}
+        return await self.commits.commit(CommitRequest.model_validate(body))
+
+    async def update(self, version: int, number: int, **fields: Any) -> CommitResponse:
+        """Stage and commit."""
+        staged = await self.stage(version, number)
+        assert staged.phase == "Staged", staged.error
+        return await self.commit(version, **fields)
+
+    @property
+    def active(self) -> WeightsId | None:
+        """Identity of the active weights."""
+        return self.updates.identity
+
+    # Requests.
+
+    async def begin(self, name: str, tokens: int = LONG, **fields: Any) -> Flight:
+        """Submit a request and wait until the engine has it."""
+        body = {
+            "request_id": name,
+            "token_ids": [1, 2, 3],
+            "sampling": {"max_tokens": tokens, **fields.pop("sampling", {})},
+            **fields,
+        }
+        flight = self.worker.submit(GenerateRequest.model_validate(body))
+        known = {output.request.request_id for output in flight.outputs}
+        await until(lambda: known <= self.engine.known or flight.done.is_set(), what=name)
+        return flight
+
+    async def runs(self, name: str, made: int = 2, tokens: int = LONG, **fields: Any) -> Flight:
+        """Submit a request and wait until it has made so many tokens."""
+        flight = await self.begin(name, tokens, **fields)
+        self.engine.step(made)
+        await until(lambda: len(flight.outputs[0].token_ids) >= made, what=f"tokens of {name}")
+        return flight
+
+    async def ends(self, flight: Flight) -> Output:
+        """Let the engine run until a request has ended; returns its first output."""
+        self.engine.free = True
+        await asyncio.wait_for(flight.done.wait(), 10)
+        return flight.outputs[0]
+
+    # Holds.
+
+    async def pause(self, holder: str = "me", **fields: Any) -> None:
+        await self.verbs.pause(holder, PauseRequest(**fields))
+
+    async def resume(self, holder: str = "me") -> None:
+        await self.verbs.resume(holder, ReleaseRequest())
+
+    async def sleep(self, holder: str = "me", **fields: Any) -> None:
+        await self.verbs.sleep(holder, SleepRequest(**fields))
+
+    async def wake(self, holder: str = "me", **fields: Any) -> None:
+        await self.verbs.wake(holder, WakeRequest(**fields))
+
+
+@contextlib.asynccontextmanager
+async def tiny_worker(home: Path, *flags: str, rows: int = 8) -> AsyncIterator[TinyWorker]:
+    """Run a worker until the block ends; no engine of it may have been treated badly."""
+    worker = TinyWorker(home, flags)
+    worker.rows = rows
+    running = asyncio.create_task(worker.worker.run())
+    try:
+        await until(lambda: worker.runtime.lifecycle.has_engine, what="the engine")
+        yield worker
+        assert not running.done(), "its own loops go on"
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        await worker.worker.supervisor.stop_engine()
+    assert [rule for engine in worker.engines for rule in engine.broken] == []
+
+
+def made_by(output: Output) -> list[tuple[int, int, bool]]:
+    """(number, version, stale_kv) of each stretch of an output: what made it, and its label."""
+    found: list[tuple[int, int, bool]] = []
+    for span in output.spans:
+        for token in output.token_ids[span.start : span.end]:
+            kind = (token, span.version, span.stale_kv)
+            if not found or found[-1] != kind:
+                found.append(kind)
+    assert not output.spans or output.spans[-1].end == len(output.token_ids)
+    return found
+
+
+@contextlib.contextmanager
+def refused(slug: str) -> Any:
+    """The block is refused with this kind of problem; yields it."""
+    with pytest.raises(ProblemError) as caught:
+        yield caught
+    assert caught.value.slug == slug, str(caught.value)

@@ -1,0 +1,188 @@
+"""Probes, metrics and logs: what people and Prometheus see of the operator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from rollout_operator.api.objects import Key
+from rollout_operator.health import MAX_LAG_SECONDS, LoopLag, Probes
+from rollout_operator.logs import JsonFormatter, OnceAMinute
+from rollout_operator.telemetry import PoolFigures, Telemetry
+
+KEY = Key("rl", "math")
+CONTRACT = {
+    "rollout_operator_reconcile_duration_seconds",
+    "rollout_operator_reconcile",
+    "rollout_operator_queue_depth",
+    "rollout_operator_queue_wait_seconds",
+    "rollout_operator_watch_last_event_timestamp_seconds",
+    "rollout_operator_api_requests",
+    "rollout_operator_leader",
+    "rollout_pool_replicas",
+    "rollout_pool_replicas_ready",
+    "rollout_pool_replicas_asleep",
+    "rollout_pool_weights_version",
+    "rollout_pool_weights_epoch",
+    "rollout_pool_condition",
+    "rollout_pool_restarts",
+}
+
+
+class Wrong:
+    """A check that a test sets."""
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+
+    def __call__(self) -> str | None:
+        return self.text
+
+
+class Site:
+    def __init__(self, telemetry: Telemetry, url: str, health: Wrong, ready: Wrong) -> None:
+        self.telemetry = telemetry
+        self.url = url
+        self.health = health
+        self.ready = ready
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with aiohttp.ClientSession() as session, session.get(self.url + path) as answer:
+            return answer.status, await answer.text()
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    telemetry, health, ready = Telemetry(), Wrong(), Wrong()
+    probes = Probes(telemetry, healthy=[health], ready=[ready])
+    port = await probes.start("127.0.0.1", 0)
+    yield Site(telemetry, f"http://127.0.0.1:{port}", health, ready)
+    await probes.stop()
+
+
+async def test_well(site: Site) -> None:
+    assert await site.get("/healthz") == (200, "ok\n")
+    assert await site.get("/readyz") == (200, "ok\n")
+
+
+async def test_not_ready_is_healthy_and_says_why(site: Site) -> None:
+    site.ready.text = "the first list is not complete"
+    assert await site.get("/healthz") == (200, "ok\n")
+    assert await site.get("/readyz") == (503, "the first list is not complete\n")
+
+
+async def test_unhealthy_is_not_ready_either(site: Site) -> None:
+    site.health.text = "the event loop was blocked for 6.0 s"
+    assert await site.get("/healthz") == (503, "the event loop was blocked for 6.0 s\n")
+    assert (await site.get("/readyz"))[0] == 503
+
+
+async def test_every_metric_of_the_contract_is_on_the_page(site: Site) -> None:
+    site.telemetry.watch_event("pods")
+    site.telemetry.request("get", "pods", 200)
+    site.telemetry.reconcile_total.labels("ok").inc()
+    status, page = await site.get("/metrics")
+    assert status == 200
+    found = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
+    found = {name.removesuffix("_total") for name in found}
+    assert found >= CONTRACT
+    assert 'rollout_operator_api_requests_total{code="200",resource="pods",verb="get"} 1.0' in page
+
+
+async def test_figures_of_a_pool_come_and_go(site: Site) -> None:
+    figures = PoolFigures(
+        replicas=3,
+        ready=2,
+        asleep=1,
+        restarts=4,
+        weights={"committed": (2, 80)},
+        conditions={"Ready": "False"},
+    )
+    site.telemetry.pool(KEY, figures)
+    page = (await site.get("/metrics"))[1]
+    at = 'namespace="rl",pool="math"'
+    for line in (
+        f"rollout_pool_replicas{{{at}}} 3.0",
+        f"rollout_pool_replicas_ready{{{at}}} 2.0",
+        f"rollout_pool_replicas_asleep{{{at}}} 1.0",
+        f"rollout_pool_restarts_total{{{at}}} 4.0",
+        f'rollout_pool_weights_version{{{at},which="committed"}} 80.0',
+        f'rollout_pool_weights_epoch{{{at},which="committed"}} 2.0',
+        f'rollout_pool_condition{{{at},status="False",type="Ready"}} 1.0',
+        f'rollout_pool_condition{{{at},status="True",type="Ready"}} 0.0',
+    ):
+        assert line in page
+    site.telemetry.forget(KEY)
+    assert "math" not in (await site.get("/metrics"))[1]
+
+
+async def test_a_blocked_loop_is_noticed() -> None:
+    lag = LoopLag()
+    running = asyncio.create_task(lag.run())
+    await asyncio.sleep(0.05)
+    time.sleep(0.8)  # noqa: ASYNC251 - the fault that is to be found
+    await asyncio.sleep(0.1)
+    running.cancel()
+    assert 0.2 < lag.worst() < 1.5
+    assert lag.check() is None
+
+
+def test_the_worst_lag_of_the_last_half_minute_counts() -> None:
+    now = [100.0]
+    lag = LoopLag(lambda: now[0])
+    lag.note(0.1)
+    lag.note(MAX_LAG_SECONDS + 1)
+    lag.note(0.2)
+    assert lag.check() == "the event loop was blocked for 6.0 s"
+    now[0] += 29
+    assert lag.check() is not None
+    now[0] += 2
+    assert lag.check() is None
+    assert lag.worst() == 0
+
+
+def record(level: int = logging.INFO, **extra: object) -> logging.LogRecord:
+    made = logging.makeLogRecord(
+        {"name": "rollout_operator.x", "levelno": level, "levelname": logging.getLevelName(level)}
+    )
+    made.msg, made.args = "waiting for %d of %d", (1, 2)
+    vars(made).update(extra)
+    return made
+
+
+def test_a_log_line_is_one_object_with_its_extras() -> None:
+    line = JsonFormatter().format(record(pool="rl/math", key=KEY, settings="kopf's own"))
+    assert "\n" not in line
+    parsed = json.loads(line)
+    assert parsed.pop("ts").endswith("Z")
+    assert parsed == {
+        "level": "info",
+        "logger": "rollout_operator.x",
+        "msg": "waiting for 1 of 2",
+        "pool": "rl/math",
+        "key": ["rl", "math"],
+    }
+
+
+def test_an_exception_is_in_the_same_line() -> None:
+    try:
+        raise ValueError("bad")
+    except ValueError as error:
+        made = record(logging.ERROR, exc_info=(type(error), error, error.__traceback__))
+    line = JsonFormatter().format(made)
+    assert "\n" not in line
+    assert "ValueError: bad" in json.loads(line)["error"]
+
+
+def test_repeated_chatter_is_let_through_once_a_minute() -> None:
+    now = [100.0]
+    once = OnceAMinute(lambda: now[0])
+    assert [once.filter(record()) for _ in range(3)] == [True, False, False]
+    now[0] += 61
+    assert once.filter(record())

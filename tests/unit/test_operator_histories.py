@@ -1,0 +1,246 @@
+"""Whatever happens to a pool: each pass is safe (`safety`), and at rest all is as it was asked for.
+
+Hypothesis draws histories of users, trainers, strangers, accidents and delays.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_operator.core.plan import Verb
+from rollout_operator.core.updates.weights_plan import target_of
+from rollout_worker.schemas import WeightsId
+from simworker import SimWorker, root_hash
+from world import World, spec_of, target
+
+# Worlds in which defects are known that have yet to be mended; each is turned on with its cure.
+STAGE_DIFFERENT_BYTES = False  # 12.1.1: different bytes under one identity are committed
+QUICK_PUBLISHES = False  # 12.1.2: Rolling and Eager starve
+COMMITS_REFUSED_BY_ALL = False  # 12.1.3: has no exit; with safety.REFUSED_BY_ALL_STAYS_IN_SERVICE
+SILENT_AT_REST = False  # 12.1.4: silence empties a barrier; with safety.SILENCE_KEEPS_THE_BARRIER
+AHEAD_OF_TARGET = False  # 12.1.5: a worker ahead switches the barrier off
+SHORT_DEADLINES = False  # 12.1.7: late stagings empty the Service; with that switch, too
+
+USER: dict[str, dict[str, object]] = {
+    "pause": {"state": "Paused"},
+    "sleep": {"state": "Asleep"},
+    "wake": {"state": "Active", "suspend": False},
+    "suspend": {"suspend": True},
+    "up": {"replicas": 3},
+    "down": {"replicas": 1},
+}
+ACTIONS = (
+    *("raise", "raise", "epoch", "template", "up", "down", "pause", "sleep",
+      "wake", "wake", "suspend", "kill", "fail", "reboot", "break", "mend", "forget", "intrude",
+      "leave", "silence", "unask", "speak", "hold", "let go", "slow", "quick", "lag", "no lag"),
+    *(["publishes"] if QUICK_PUBLISHES else []),
+    *(["ahead"] if AHEAD_OF_TARGET else []),
+    *(["refuse", "raise"] * 3 if COMMITS_REFUSED_BY_ALL else []),
+    *(["pause, raise and hush"] * 3 if SILENT_AT_REST else []),
+)  # fmt: skip
+
+
+class History:
+    """A world, and what may happen to it."""
+
+    def __init__(self, strategy: str, random: Random) -> None:
+        self.random = random
+        weights: dict[str, object] = {"strategy": strategy}
+        if SHORT_DEADLINES:
+            weights["deadlineSeconds"] = 4
+        self.world = World(spec_of(replicas=2, weights=weights))
+
+    def happen(self, action: str) -> None:
+        """Let this happen."""
+        if action in USER:
+            self.world.set(**USER[action])
+        else:
+            getattr(self, action.replace(",", "").replace(" ", "_"))()
+
+    @property
+    def _workers(self) -> list[SimWorker]:
+        return list(self.world.workers.values())
+
+    def _some(self) -> list[SimWorker]:
+        return [worker for worker in self._workers if self.random.random() < 0.5]
+
+    def _running(self) -> list[str]:
+        return [n for n, p in self.world.pods.items() if not p.finished and not p.deleting]
+
+    def raise_(self, epochs: int = 0) -> None:
+        now = target_of(self.world.spec).identity
+        version = self.random.randint(0, 3) if epochs else now.version + 1
+        self.world.set(weights=target(now.epoch + epochs, version))
+
+    def epoch(self) -> None:
+        self.raise_(1)
+
+    def template(self) -> None:
+        self.world.set(podTemplate={"labels": {"a": str(self.random.random())[:8]}})
+
+    def kill(self) -> None:
+        if running := self._running():
+            self.world.kill(self.random.choice(running))
+
+    def fail(self) -> None:
+        if running := self._running():
+            self.world.fail(self.random.choice(running))
+
+    def reboot(self) -> None:
+        if running := self._running():
+            self.world.reboot(self.world.pods[self.random.choice(running)].replica)
+
+    def break_(self) -> None:
+        for worker in self._some():
+            worker.broken_stage = self.random.random() < 0.5
+            worker.broken_commit = not worker.broken_stage
+            if STAGE_DIFFERENT_BYTES:
+                worker.other_bytes = f" as {worker.boot} reads it"
+        if self._workers:
+            self._workers[0].broken_commit = False
+
+    def mend(self) -> None:
+        for worker in self._workers:
+            worker.broken_stage = worker.broken_commit = False
+            worker.other_bytes = ""
+
+    def forget(self) -> None:
+        self.world.forget()
+
+    def intrude(self) -> None:
+        self.world.intrude(self.random.randint(0, 2))
+
+    def leave(self) -> None:
+        self.world.strangers.clear()
+
+    def silence(self) -> None:
+        if self.world.spec.state == "Active":
+            for worker in self._some():
+                worker.silent = True
+
+    def pause_raise_and_hush(self) -> None:
+        self.world.set(state="Paused", suspend=False)
+        self.slow()
+        self.world.run()
+        self.raise_()
+        self.world.step()
+        for worker in self._workers:
+            worker.silent = True
+
+    def refuse(self) -> None:
+        """Nobody can commit, say for lack of memory."""
+        for worker in self._workers:
+            worker.broken_commit = True
+
+    def unask(self) -> None:
+        """A new operator has yet to ask them."""
+        self.world.forget()
+        for worker in self._some():
+            worker.unasked = True
+
+    def speak(self) -> None:
+        for worker in self._workers:
+            worker.silent = worker.unasked = False
+
+    def hold(self) -> None:
+        for worker in self._some():
+            worker.foreign_hold = self.random.choice(["Paused", "Asleep"])
+
+    def let_go(self) -> None:
+        for worker in self._workers:
+            worker.foreign_hold = None
+
+    def slow(self) -> None:
+        self.world.seconds_of = {
+            verb: float(self.random.randint(0, 6)) for verb in (Verb.STAGE, Verb.COMMIT, Verb.SLEEP)
+        }
+
+    def quick(self) -> None:
+        self.world.seconds_of = {}
+
+    def lag(self) -> None:
+        self.world.lag, self.world.grace = 2.0, float(self.random.randint(0, 5))
+
+    def no_lag(self) -> None:
+        self.world.lag = self.world.grace = 0.0
+
+    def publishes(self) -> None:
+        for _ in range(30):
+            self.raise_()
+            self.world.step()
+        for worker in self._workers:
+            assert not worker.serving or worker.commits, "it never came to commit anything"
+
+    def ahead(self) -> None:
+        for worker in self._some():
+            now = worker.active
+            worker.jump(WeightsId(epoch=now.epoch, version=now.version + 9))
+
+    def end_well(self) -> None:
+        """Everything that disturbs ends, and all comes to be as asked."""
+        for action in ("mend", "leave", "speak", "let go", "quick", "no lag", "wake"):
+            self.happen(action)
+        world = self.world
+        while any(w.active > target_of(world.spec).identity for w in self._workers):
+            self.raise_()  # who is ahead is not rolled back
+        for _ in range(700):
+            world.step()
+            if _settled(world):
+                break
+        world.run()
+
+
+# What the names of actions can't be.
+setattr(History, "raise", History.raise_)
+setattr(History, "break", History.break_)
+
+
+def _settled(world: World) -> bool:
+    ready = world.status.condition("Ready")
+    committed = world.status.weights.committed
+    return (
+        ready is not None
+        and ready.status == "True"
+        and committed is not None
+        and committed.identity == target_of(world.spec).identity
+    )
+
+
+@settings(max_examples=60, derandomize=True)
+@given(
+    st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(1, 6)), min_size=5, max_size=25),
+    st.sampled_from(["AllAtOnce", "Rolling", "Eager"]),
+    st.randoms(use_true_random=False),
+)
+def test_any_history_ends_right(
+    actions: list[tuple[str, int]], strategy: str, random: Random
+) -> None:
+    """Each pass on the way is safe, and at rest all is as asked and nothing is planned any more."""
+    history = History(strategy, random)
+    for action, passes in actions:
+        history.happen(action)
+        for _ in range(passes):
+            history.world.step()
+    history.end_well()
+    world = history.world
+    status = world.status
+    assert {c.type: c.status for c in status.conditions} == {
+        "Ready": "True", "Progressing": "False", "Degraded": "False",
+        "WeightsSynced": "True", "Asleep": "False", "Suspended": "False",
+    }, status.message  # fmt: skip
+    assert status.phase == "Ready"
+    assert status.weights.committed is not None
+    wanted = target_of(world.spec).identity
+    assert status.weights.committed.identity == wanted
+    assert status.weights.committed.root_hash == root_hash(wanted)
+    assert sorted(world.pods) == [f"pool-{i}-0" for i in range(world.spec.replicas)]
+    for pod in world.pods.values():
+        worker = world.workers[pod.uid]
+        assert (pod.gate, pod.gate_boot) == (True, worker.boot)
+        assert worker.serving
+        assert worker.active == wanted
+    plan = world.step()
+    assert not any((plan.create, plan.delete, plan.gates, plan.calls, plan.notes))

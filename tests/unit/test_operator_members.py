@@ -1,0 +1,399 @@
+"""What one head is told next, and when its gate turns: the checks in order, call by call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase
+from rollout_operator.core.heads import Head, Version
+from rollout_operator.core.members import MemberPlanner
+from rollout_operator.core.plan import CallWorker, Verb, Wait
+from rollout_operator.core.updates.weights_plan import WeightsPlan
+from rollout_operator.core.world import CallError, Observed, Worker
+from rollout_worker.schemas import (
+    Checkpoint,
+    CommitRequest,
+    DiscardRequest,
+    Lifecycle,
+    PauseRequest,
+    ReleaseRequest,
+    RequireRequest,
+    SleepRequest,
+    StagedWeights,
+    StageRequest,
+    WakeRequest,
+    WeightsId,
+    WeightsSource,
+)
+from simworker import SimWorker
+from world import NOW, spec_of
+from world import a_pod as pod
+
+ZERO, ONE, TWO = (WeightsId(epoch=1, version=v) for v in (0, 1, 2))
+SOURCE = WeightsSource(path="/rollout/weights/1-1")
+NEW = Version(ONE, SOURCE, "known")
+
+
+class Bench:
+    """One head, and what the planner says of it."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.spec = spec_of(drainSeconds=7, **spec)
+        checkpoint = WeightsSource(checkpoint=Checkpoint())
+        self.weights = WeightsPlan(CommittedWeights(epoch=1, version=0, source=checkpoint), None)
+        self.weights.fence_epoch = 1
+        self.sim = SimWorker("b1", active=ZERO, required=ZERO, loading=False, fence_epoch=1)
+        self.pod = pod(self.spec, gate=True, gate_boot="b1")
+        self.running: frozenset[str] = frozenset()
+        self.failures: dict[str, CallError] = {}
+        self.lifecycle: Lifecycle | None = None
+        self.wait = Wait()
+        self.now = NOW
+
+    @property
+    def head(self) -> Head:
+        state = self.sim.state()
+        if self.lifecycle:
+            state = state.model_copy(update={"lifecycle": self.lifecycle, "serving": False})
+        told = None if self.sim.silent else state
+        return Head(self.pod, Worker(told, None, self.running, self.failures))
+
+    @property
+    def planner(self) -> MemberPlanner:
+        seen = Observed("pool", "ns", "u", 9, (self.pod,), {}, {}, {}, 0, {}, None, False, "")
+        return MemberPlanner(self.spec, seen, self.weights, self.now, self.wait)
+
+    def bring(self, version: Version = NEW, *, commit: bool = True) -> None:
+        self.weights.version_for[self.pod.uid] = version
+        if commit:
+            self.weights.may_commit.add(self.pod.uid)
+
+    def stage(self, version: int = 1, phase: str = "Staged", path: str | None = None) -> None:
+        source = WeightsSource(path=path) if path else SOURCE
+        self.sim.staged = StagedWeights(
+            epoch=1, version=version, source=source, phase=phase, root_hash="bytes"
+        )
+
+    def call(self) -> CallWorker | None:
+        found = self.planner.calls(self.head)
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    def told(self) -> tuple[Any, float] | None:
+        call = self.call()
+        assert call is None or (call.uid, call.pod) == (self.pod.uid, self.pod.name)
+        return (call.body, call.deadline_seconds) if call else None
+
+    def gate(self, leaving: bool = False) -> tuple[bool, str] | None:
+        change = self.planner.gate(self.head, leaving)
+        assert change is None or (change.name, change.uid) == (self.pod.name, self.pod.uid)
+        return (change.serving, change.boot) if change else None
+
+
+def test_a_head_that_serves_what_is_committed_is_left_alone() -> None:
+    assert Bench().told() is None
+
+
+def test_the_floor_is_what_is_committed_and_comes_first() -> None:
+    bench = Bench()
+    bench.sim.required = None
+    bench.sim.hold = "Paused"
+    assert bench.told() == (RequireRequest(epoch=1, min_version=0), 10)
+    bench.sim.required = WeightsId(epoch=0, version=9)
+    assert bench.told() == (RequireRequest(epoch=1, min_version=0), 10)
+
+
+def test_who_is_out_gets_the_floor_of_the_update() -> None:
+    bench = Bench()
+    bench.weights.update = LastUpdate(epoch=1, version=1, phase=UpdatePhase.COMMITTING)
+    assert bench.told() is None
+    bench.weights.out_of_service = {bench.pod.uid}
+    assert bench.told() == (RequireRequest(epoch=1, min_version=1), 10)
+
+
+@pytest.mark.parametrize("lifecycle", ["Starting", "Loading", "Failed"])
+def test_who_has_no_model_yet_is_told_nothing(lifecycle: str) -> None:
+    bench = Bench()
+    bench.sim.required = None
+    bench.lifecycle = Lifecycle(lifecycle)
+    assert bench.told() is None
+    bench.lifecycle, bench.sim.silent = None, True
+    assert bench.told() is None
+
+
+def test_pause() -> None:
+    bench = Bench(state="Paused")
+    body = PauseRequest(mode="drain", deadline_seconds=7, generation=9)
+    assert bench.told() == (body, 22)
+    bench.sim.hold = "Asleep"
+    assert bench.told() == (body, 607), "the weights come back from where they sleep"
+    bench.sim.hold = "Paused"
+    assert bench.told() is None
+    bench.sim.foreign_hold = "Asleep"
+    assert bench.told() is None, "somebody else's hold keeps it asleep, ours stands"
+    bench.sim.foreign_hold = None
+    bench.lifecycle = Lifecycle.PAUSING
+    assert bench.told() == (body, 22)
+
+
+def test_sleep() -> None:
+    bench = Bench(state="Asleep", sleep={"level": 2})
+    body = SleepRequest(level=2, mode="drain", deadline_seconds=7, generation=9)
+    assert bench.told() == (body, 607)
+    bench.sim.foreign_hold = "Asleep"
+    assert bench.told() == (body, 607), "another's sleep is not ours"
+    bench.sim.hold, bench.sim.foreign_hold = "Paused", "Asleep"
+    assert bench.told() == (body, 607)
+    bench.sim.hold, bench.lifecycle = "Asleep", Lifecycle.DRAINING
+    assert bench.told() == (body, 607)
+    bench.lifecycle = None
+    assert bench.told() is None
+
+
+def test_what_is_staged_goes_before_sleep() -> None:
+    bench = Bench(state="Asleep")
+    bench.stage()
+    assert bench.told() == (DiscardRequest(epoch=1, version=1), 10)
+    bench.sim.hold, bench.sim.foreign_hold = "Paused", "Asleep"
+    assert isinstance((bench.told() or ("",))[0], SleepRequest), "asleep, it can discard nothing"
+
+
+@pytest.mark.parametrize("state", ["Asleep", "Paused"])
+def test_a_commit_that_has_begun_comes_before_rest(state: str) -> None:
+    bench = Bench(state=state)
+    bench.weights.update = LastUpdate(epoch=1, version=1, phase=UpdatePhase.COMMITTING)
+    bench.bring()
+    bench.stage()
+    assert isinstance((bench.told() or ("",))[0], CommitRequest)
+
+
+def test_only_our_own_hold_is_dropped() -> None:
+    bench = Bench()
+    bench.sim.foreign_hold = "Paused"
+    assert bench.told() is None
+    bench.sim.hold = "Paused"
+    assert bench.told() == (ReleaseRequest(generation=9), 10)
+    bench.sim.hold = "Asleep"
+    assert bench.told() == (WakeRequest(generation=9), 600)
+
+
+def test_stage() -> None:
+    bench = Bench(weights={"deadlineSeconds": 40})
+    bench.bring()
+    body = StageRequest(epoch=1, version=1, source=SOURCE, root_hash="known", deadline_seconds=40)
+    assert bench.told() == (body, 55)
+    for phase in ("Staging", "Failed"):
+        bench.stage(phase=phase)
+        assert bench.told() == (body, 55)
+    for lifecycle in (Lifecycle.ASLEEP, Lifecycle.WAKING):
+        bench.lifecycle = lifecycle
+        assert bench.told() is None
+
+
+def test_commit_names_the_staged_bytes() -> None:
+    policy = {"policy": "Abort", "deadlineSeconds": 5, "onDeadline": "Keep"}
+    bench = Bench(weights={"inFlight": policy})
+    bench.bring()
+    bench.stage()
+    body = CommitRequest(
+        epoch=1, version=1, root_hash="bytes", in_flight="Abort", deadline_seconds=5,
+        on_deadline="Keep",
+    )  # fmt: skip
+    assert bench.told() == (body, 605)
+    bench.lifecycle = Lifecycle.ASLEEP
+    assert bench.told() is None
+
+
+def test_who_may_not_commit_yet_waits() -> None:
+    bench = Bench()
+    bench.bring(commit=False)
+    bench.stage()
+    assert bench.told() is None
+    bench.sim.jump(TWO)
+    bench.bring()
+    assert bench.told() is None, "it is ahead already"
+
+
+@pytest.mark.parametrize(
+    ("version", "phase", "path", "gone"),
+    [
+        (2, "Staged", None, True),
+        (2, "Staging", None, True),
+        (1, "Staged", "/elsewhere", True),
+        (1, "Staging", "/elsewhere", True),
+        (0, "Staging", None, True),
+        (0, "Staged", None, False),
+        (1, "Failed", None, False),
+    ],
+)
+def test_what_stands_in_the_way_is_discarded(
+    version: int, phase: str, path: str | None, gone: bool
+) -> None:
+    bench = Bench()
+    bench.bring(commit=False)
+    bench.stage(version, phase, path)
+    told = bench.told()
+    assert told is not None
+    assert isinstance(told[0], DiscardRequest) == gone
+    if gone:
+        assert told == (DiscardRequest(epoch=1, version=version), 10)
+        bench.lifecycle = Lifecycle.ASLEEP
+        assert bench.told() is None
+
+
+def test_a_new_epoch_is_fenced_before_it_is_staged() -> None:
+    bench = Bench()
+    bench.weights.fence_epoch = 2
+    bench.bring(Version(WeightsId(epoch=2, version=0), SOURCE))
+    assert bench.told() == (RequireRequest(epoch=2), 10)
+    bench.sim.fence_epoch = 2
+    assert isinstance((bench.told() or ("",))[0], StageRequest)
+    bench.sim.fence_epoch = 1
+    bench.bring()
+    assert isinstance((bench.told() or ("",))[0], StageRequest), "an update of the old epoch ends"
+
+
+def test_one_control_call_at_a_time_and_staging_beside_it() -> None:
+    bench = Bench()
+    bench.bring(commit=False)
+    bench.running = frozenset({Verb.REQUIRE})
+    assert isinstance((bench.told() or ("",))[0], StageRequest)
+    bench.running = frozenset({Verb.STAGE})
+    assert bench.told() is None
+    bench.sim.required = None
+    assert isinstance((bench.told() or ("",))[0], RequireRequest)
+    bench.running = frozenset({Verb.REQUIRE})
+    assert bench.told() is None
+    bench.running = frozenset({Verb.COMMIT})
+    assert bench.told() is None
+
+
+def test_a_failed_call_waits_for_its_turn_unless_it_was_about_something_else() -> None:
+    bench = Bench()
+    bench.bring(commit=False)
+    bench.failures = {"stage": CallError("no", 1, NOW + 6, about=ONE)}
+    assert bench.told() is None
+    assert bench.wait.seconds == 6
+    bench.now = NOW + 6
+    assert bench.told() is not None
+    bench.now = NOW
+    bench.failures = {"stage": CallError("no", 1, NOW + 6, about=ZERO)}
+    assert bench.told() is not None
+    bench.failures = {"require": CallError("no", 1, NOW + 6)}
+    bench.sim.required = None
+    assert bench.told() is None
+    assert bench.wait.seconds == 6
+
+
+def test_the_gate_is_on_for_the_process_that_serves() -> None:
+    bench = Bench()
+    assert bench.gate() is None
+    bench.pod = replace(bench.pod, gate=False)
+    assert bench.gate() == (True, "b1")
+    bench.pod = replace(bench.pod, gate=True, gate_boot="b0")
+    assert bench.gate() == (True, "b1"), "another process answers now"
+    bench.sim.required = None
+    assert bench.gate() == (False, "b1")
+
+
+@pytest.mark.parametrize("why", ["leaving", "out", "below", "not serving", "paused", "suspend"])
+def test_the_gate_goes_off(why: str) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "paused": {"state": "Paused"},
+        "suspend": {"suspend": True},
+    }
+    bench = Bench(**changes.get(why, {}))
+    if why == "out":
+        bench.weights.out_of_service = {bench.pod.uid}
+        bench.running = frozenset({Verb.COMMIT})
+    if why == "below":
+        bench.sim.jump(WeightsId(epoch=0, version=9))
+        bench.sim.required = None
+        bench.lifecycle = None
+    if why == "not serving":
+        bench.sim.foreign_hold = "Paused"
+    assert bench.gate(why == "leaving") == (False, "b1")
+    bench.pod = replace(bench.pod, gate=False)
+    assert bench.gate(why == "leaving") is None
+
+
+def test_a_worker_below_committed_has_no_gate_though_it_says_that_it_serves() -> None:
+    bench = Bench()
+    bench.sim.jump(WeightsId(epoch=0, version=9))
+    bench.sim.required = WeightsId(epoch=0, version=0)
+    assert bench.sim.serving
+    assert bench.gate() == (False, "b1")
+
+
+def test_neither_silence_nor_a_commit_turns_the_gate() -> None:
+    bench = Bench()
+    bench.sim.required = None
+    bench.running = frozenset({Verb.COMMIT})
+    assert bench.gate() is None
+    bench.running, bench.sim.silent = frozenset(), True
+    assert bench.gate() is None
+    assert bench.gate(leaving=True) == (False, "b1"), "told by the gate itself"
+
+
+def head(**changes: Any) -> Head:
+    bench = Bench()
+    for field, value in changes.items():
+        setattr(bench, field, value)
+    return bench.head
+
+
+def test_who_is_in_service() -> None:
+    assert head().in_service(ZERO)
+    assert not head().in_service(ONE)
+    for lifecycle in ("Pausing", "Paused", "Draining"):
+        assert head(lifecycle=Lifecycle(lifecycle)).in_service(ZERO)
+    for lifecycle in ("Asleep", "Waking", "Loading", "Failed"):
+        assert not head(lifecycle=Lifecycle(lifecycle)).in_service(ZERO)
+    fenced = Bench()
+    fenced.sim.required = None
+    assert not fenced.head.in_service(ZERO)
+
+
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_silent_head_is_in_service_if_it_was_and_the_kubelet_says_so(
+    gate: bool, ready: bool
+) -> None:
+    bench = Bench()
+    bench.sim.silent = True
+    bench.pod = replace(bench.pod, gate=gate, ready=ready)
+    assert bench.head.in_service(ZERO) == (gate and ready)
+    assert bench.head.boot == "b1", "known by its gate"
+
+
+def test_what_counts_as_staged() -> None:
+    bench = Bench()
+    assert not bench.head.has_staged(NEW)
+    bench.stage()
+    assert bench.head.has_staged(NEW)
+    for version, phase, path in ((2, "Staged", None), (1, "Staging", None), (1, "Staged", "/x")):
+        bench.stage(version, phase, path)
+        assert not bench.head.has_staged(NEW)
+    bench.sim.jump(TWO)
+    assert bench.head.has_staged(NEW)
+
+
+def test_why_a_head_has_failed() -> None:
+    bench = Bench()
+    assert bench.head.failure(ONE, "stage") is None
+    bench.stage(phase="Failed")
+    assert bench.head.failure(ONE, "stage") == "pool-0-0: staging failed"
+    assert bench.head.failure(ONE, "commit") is None
+    assert bench.head.failure(TWO, "stage") is None
+    assert bench.head.failure(None, "stage") is None
+    assert bench.sim.staged is not None
+    bench.sim.staged = bench.sim.staged.model_copy(update={"error": "a bad shape"})
+    assert bench.head.failure(ONE, "stage") == "pool-0-0: a bad shape"
+    bench.failures = {"stage": CallError("refused", 1, NOW, about=ONE)}
+    assert bench.head.failure(ONE, "commit", "stage") == "pool-0-0: refused"
+    assert bench.head.failure(TWO, "stage") is None
+    bench.failures = {"wake": CallError("no memory", 1, NOW)}
+    assert bench.head.failure(None, "wake") == "pool-0-0: no memory"

@@ -1,0 +1,244 @@
+"""What a pass makes of raw pods: the sentence about a container that ended."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rollout_operator.core.world import Pod, PodReader, Worker, boot_of, parse_pod
+from rollout_worker.schemas import Lifecycle
+from simworker import SimWorker
+
+
+def trouble(log: str, code: int = 1) -> str:
+    ended = {"exitCode": code, "reason": "Error", "message": log}
+    raw: dict[str, Any] = {
+        "metadata": {
+            "name": "p-0-0",
+            "uid": "u",
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+            "labels": {"rollout.dev/replica": "0", "rollout.dev/rank": "0"},
+        },
+        "status": {
+            "phase": "Failed",
+            "containerStatuses": [{"name": "worker", "state": {"terminated": ended}}],
+        },
+    }
+    found = parse_pod(raw, "owner")
+    assert found is not None
+    return found.trouble
+
+
+def line(level: str, message: str) -> str:
+    return json.dumps({"level": level, "message": message})
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("", ""),
+        (f"{line('info', 'serving')}\n{line('info', 'loading')}\n", ""),
+        (f"{line('error', 'no model')}\n{line('info', 'bye')}\n", ": no model"),
+        (f'", "message": "cut"}}\n{line("info", "serving")}', ""),
+        (
+            "Traceback (most recent call last):\n  File x\nMemoryError: 3 GiB\n",
+            ": MemoryError: 3 GiB",
+        ),
+    ],
+    ids=["empty", "killed while it served", "its own error", "cut", "traceback"],
+)
+def test_an_end_is_told_in_one_line(log: str, said: str) -> None:
+    assert trouble(log, 137) == f"container 'worker' ended: Error, exit code 137{said}"
+
+
+def test_a_long_end_is_cut() -> None:
+    assert len(trouble("x" * 5000)) < 400
+
+
+OWNER: dict[str, Any] = {"controller": True, "kind": "RolloutReplica", "uid": "owner"}
+RAW: dict[str, Any] = {
+    "metadata": {
+        "name": "p-3-1",
+        "uid": "u",
+        "creationTimestamp": "2026-01-01T00:00:10Z",
+        "deletionTimestamp": "2026-01-01T00:01:00Z",
+        "labels": {
+            "rollout.dev/replica": "3",
+            "rollout.dev/rank": "1",
+            "rollout.dev/revision": "abc",
+        },
+        "annotations": {"rollout.dev/restarts": "2", "rollout.dev/retry": "again"},
+        "ownerReferences": [{"kind": "Other", "uid": "stranger"}, OWNER],
+    },
+    "spec": {"nodeName": "n1"},
+    "status": {
+        "phase": "Running",
+        "podIP": "10.0.0.7",
+        "conditions": [
+            {"type": "Ready", "status": "True"},
+            {
+                "type": "rollout.dev/serving",
+                "status": "True",
+                "message": "boot b7: Serving",
+                "lastTransitionTime": "2026-01-01T00:00:30Z",
+            },
+        ],
+        "containerStatuses": [
+            {
+                "name": "worker",
+                "state": {"running": {"startedAt": "2026-01-01T00:00:25Z"}},
+                "lastState": {
+                    "terminated": {
+                        "startedAt": "2026-01-01T00:00:15Z",
+                        "finishedAt": "2026-01-01T00:00:20Z",
+                    }
+                },
+            }
+        ],
+    },
+}
+MIDNIGHT = 1767225600.0
+
+
+def test_a_pod_is_read_whole() -> None:
+    assert parse_pod(RAW, "owner") == Pod(
+        name="p-3-1",
+        uid="u",
+        replica=3,
+        rank=1,
+        revision="abc",
+        phase="Running",
+        owned=True,
+        created_at=MIDNIGHT + 10,
+        deletion_at=MIDNIGHT + 60,
+        started=True,
+        ready=True,
+        gate=True,
+        gate_boot="b7",
+        gate_since=MIDNIGHT + 30,
+        ip="10.0.0.7",
+        node="n1",
+        restarts=2,
+        retry="again",
+        finished_at=MIDNIGHT + 20,
+        ran_since=MIDNIGHT + 15,
+        trouble="",
+    )
+
+
+def test_a_bare_pod_is_read_too() -> None:
+    labels = {"rollout.dev/replica": "0", "rollout.dev/rank": "0"}
+    found = parse_pod({"metadata": {"name": "p", "uid": "u", "labels": labels}}, "owner")
+    assert found == Pod("p", "u", 0, 0, "", "Pending", owned=False)
+    assert not found.deleting
+    assert not found.finished
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [{}, {"rollout.dev/replica": "0"}, {"rollout.dev/rank": "0"},
+     {"rollout.dev/replica": "x", "rollout.dev/rank": "0"}],
+)  # fmt: skip
+def test_a_pod_without_our_labels_is_not_ours(labels: dict[str, str]) -> None:
+    assert parse_pod({"metadata": {"name": "p", "uid": "u", "labels": labels}}, "o") is None
+
+
+@pytest.mark.parametrize(
+    ("refs", "owned"),
+    [
+        ([OWNER], True),
+        ([{**OWNER, "controller": False}], False),
+        ([{**OWNER, "uid": "another"}], False),
+        ([], False),
+    ],
+)
+def test_only_its_controller_owns_a_pod(refs: list[dict[str, Any]], owned: bool) -> None:
+    raw = {**RAW, "metadata": {**RAW["metadata"], "ownerReferences": refs}}
+    found = parse_pod(raw, "owner")
+    assert found is not None
+    assert found.owned == owned
+    assert PodReader().read([raw], "owner") == ((found,) if owned else ())
+
+
+@pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
+def test_a_pod_that_ended_is_finished(phase: str) -> None:
+    found = parse_pod({**RAW, "status": {"phase": phase}}, "owner")
+    assert found is not None
+    assert found.finished
+    assert not found.started
+
+
+@pytest.mark.parametrize(
+    ("message", "boot"),
+    [("boot b1: it is going", "b1"), ("boot b1", "b1"), ("", None), ("re boot b1: x", None)],
+)
+def test_a_gate_names_its_process(message: str, boot: str | None) -> None:
+    assert boot_of(message) == boot
+
+
+def waiting(reason: str) -> dict[str, Any]:
+    state = {"waiting": {"reason": reason, "message": "so it is"}}
+    return {"containerStatuses": [{"name": "worker", "state": state}]}
+
+
+NO_ROOM = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "full"}
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (waiting("ImagePullBackOff"), "container 'worker': ImagePullBackOff so it is"),
+        (waiting("ContainerCreating"), ""),
+        (waiting("PodInitializing"), ""),
+        ({"reason": "Evicted", "message": "no disk"}, "Evicted: no disk"),
+        ({"reason": "NodeLost"}, "NodeLost"),
+        ({"conditions": [NO_ROOM]}, "Unschedulable: full"),
+        ({"conditions": [{**NO_ROOM, "status": "True"}]}, ""),
+        (
+            {"initContainerStatuses": [{"name": "i", "state": {"terminated": {"exitCode": 3}}}]},
+            "container 'i' ended: Error, exit code 3",
+        ),
+        (
+            {"initContainerStatuses": [{"name": "i", "state": {"terminated": {"exitCode": 0}}}]},
+            "",
+        ),
+        (
+            {
+                "phase": "Failed",
+                "containerStatuses": [
+                    {"name": "w", "state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}
+                ],
+            },
+            "container 'w' ended: Completed, exit code 0",
+        ),
+    ],
+)
+def test_what_stands_in_a_pods_way(status: dict[str, Any], said: str) -> None:
+    found = parse_pod({**RAW, "status": status}, "owner")
+    assert found is not None
+    assert found.trouble == said
+
+
+def test_an_object_is_parsed_once_and_anew_for_another_owner() -> None:
+    reader = PodReader()
+    [first] = reader.read([RAW], "owner")
+    [second] = reader.read([RAW], "owner")
+    assert first is second
+    assert reader.read([RAW], "another") == ()
+    [third] = reader.read([RAW], "owner")
+    assert third is not first
+    [fourth] = reader.read([{**RAW}], "owner")
+    assert fourth is not third, "another object, another look"
+
+
+def test_weights_count_as_loaded_only_where_an_engine_lives() -> None:
+    sim = SimWorker("b", loading=False)
+    assert Worker(sim.state()).loaded
+    for lifecycle in ("Starting", "Loading", "Failed"):
+        told = sim.state().model_copy(update={"lifecycle": Lifecycle(lifecycle)})
+        assert not Worker(told).loaded
+    assert not Worker().loaded
+    empty = sim.state().weights.model_copy(update={"active": None})
+    assert not Worker(sim.state().model_copy(update={"weights": empty})).loaded

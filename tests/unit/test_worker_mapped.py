@@ -1,0 +1,107 @@
+"""Memory that another process maps: what it finds there, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from rollout_worker.engine import EngineError, Entry, TensorSpec, WeightsRejected
+from rollout_worker.engines.mapped import ALIGN, MappedSink, sealed
+
+ENTRIES = [
+    Entry("a", TensorSpec("U8", (3,))),
+    Entry("empty", TensorSpec("F32", (0, 4))),
+    Entry("b", TensorSpec("F32", (2, 2))),
+]
+VALUES = {"a": b"abc", "empty": b"", "b": bytes(range(16))}
+
+
+def filled(sink: MappedSink) -> MappedSink:
+    for entry in ENTRIES:
+        view = sink.allocate(entry)
+        if view is not None:
+            assert len(view) == entry.spec.nbytes
+            view[:] = VALUES[entry.name]
+            view.release()
+    sink.seal()
+    return sink
+
+
+def open_files() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_another_process_finds_every_tensor_at_its_place(tmp_path: Path, *, on_disk: bool) -> None:
+    before = open_files()
+    sink = filled(MappedSink(ENTRIES, tmp_path if on_disk else None))
+    ticket = json.loads(sink.ticket())
+    places = {name: (dtype, shape, start) for name, dtype, shape, start in ticket["tensors"]}
+    assert places["b"][:2] == ("F32", [2, 2])
+    assert all(start % ALIGN == 0 for _, _, start in places.values())
+    assert ticket["size"] == sink.nbytes
+    handle = os.open(ticket["path"], os.O_RDONLY)
+    try:
+        with mmap.mmap(handle, ticket["size"], prot=mmap.PROT_READ) as seen:
+            for name, (_, _, start) in places.items():
+                assert seen[start : start + len(VALUES[name])] == VALUES[name]
+    finally:
+        os.close(handle)
+    sink.close()
+    sink.close()
+    assert sink.nbytes == 0
+    assert open_files() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_with_a_header_it_is_a_file_of_safetensors() -> None:
+    sink = filled(MappedSink(ENTRIES, header=True, skip={"empty"}))
+    try:
+        code = "import sys; print(open(sys.argv[1], 'rb').read().hex())"
+        seen = subprocess.run(
+            [sys.executable, "-c", code, sink.path], capture_output=True, check=True, timeout=60
+        )
+        assert bytes.fromhex(seen.stdout.decode()).endswith(VALUES["a"] + VALUES["b"])
+        found = load_file(sink.path)
+    finally:
+        sink.close()
+    assert set(found) == {"a", "b"}
+    assert found["a"].tobytes() == b"abc"
+    assert found["b"].dtype == np.float32
+    assert found["b"].tobytes() == VALUES["b"]
+
+
+def test_what_is_skipped_has_no_room() -> None:
+    sink = MappedSink(ENTRIES, skip={"b"})
+    assert sink.allocate(ENTRIES[2]) is None
+    assert sink.nbytes == ALIGN
+    sink.close()
+
+
+def test_only_what_was_sealed_may_serve() -> None:
+    sink = MappedSink(ENTRIES)
+    with pytest.raises(WeightsRejected, match="fill it first"):
+        sealed(sink)
+    assert sealed(filled(sink)) is sink
+    sink.close()
+    with pytest.raises(WeightsRejected, match="fill it first"):
+        sealed(sink)
+
+
+def test_a_folder_without_room_is_named(tmp_path: Path) -> None:
+    before = open_files()
+    with pytest.raises(EngineError, match=r"no room for 128 bytes .*gone.*spill_dir"):
+        MappedSink(ENTRIES, tmp_path / "gone")
+    full = Entry("full", TensorSpec("U8", (1 << 60,)))
+    with pytest.raises(EngineError, match="no room"):
+        MappedSink([full], tmp_path)
+    assert open_files() == before
+    assert list(tmp_path.iterdir()) == []

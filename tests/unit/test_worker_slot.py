@@ -1,0 +1,213 @@
+"""Filling an engine's memory: what reaches it, what is refused, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rollout_worker.engine import Engine, EngineError, Entry, Layout, Sink, WeightsRejected
+from rollout_worker.schemas import Checkpoint, StageRequest, WeightsSource
+from rollout_worker.sources.files import open_source
+from rollout_worker.updates.slot import Located, Slot, fill
+
+TENSORS = {f"t{i}": np.arange(i, i + 6, dtype=np.float32) for i in range(3)}
+CHECKPOINT = WeightsSource(checkpoint=Checkpoint())
+
+
+class Bytes:
+    """A sink of plain bytes, which notes what is done to it and holds its reader when told to."""
+
+    def __init__(self, memory: Literal["host", "device"] = "host") -> None:
+        self.memory = memory
+        self.held: dict[str, bytearray] = {}
+        self.done: list[str] = []
+        self.reading, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.held.values()))
+
+    def allocate(self, entry: Entry) -> memoryview | None:
+        assert not self.done, "nothing comes after the seal"
+        self.reading.set()
+        assert self.go.wait(10)
+        if entry.name == "t2":
+            return None
+        self.held[entry.name] = bytearray(entry.spec.nbytes)
+        return memoryview(self.held[entry.name])
+
+    def seal(self) -> None:
+        self.done.append("sealed")
+
+    def close(self) -> None:
+        self.done.append("closed")
+        self.held.clear()
+
+
+class Memory:
+    """The part of an engine that fills need."""
+
+    def __init__(self, sink: Sink | EngineError) -> None:
+        self.sink = sink
+        self.asked: list[tuple[list[str], bool]] = []
+
+    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
+        self.asked.append(([entry.name for entry in entries], on_disk))
+        if isinstance(self.sink, EngineError):
+            raise self.sink
+        return self.sink
+
+
+def engine(sink: Sink | EngineError) -> Engine:
+    return cast("Engine", Memory(sink))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Located:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    return tmp_path, ()
+
+
+@pytest.fixture
+def layout(source: Located) -> Layout:
+    return Layout({entry.name: entry.spec for entry in open_source(source[0]).entries}, {}, {})
+
+
+def anything(root_hash: str) -> None:
+    """Take any hash."""
+
+
+async def test_a_filled_sink_holds_what_the_engine_wanted(source: Located, layout: Layout) -> None:
+    sink, memory = Bytes(), Memory(Bytes())
+    memory.sink = sink
+    roots: list[str] = []
+    seen: list[tuple[int, int]] = []
+    found = await fill(
+        cast("Engine", memory),
+        layout,
+        source,
+        roots.append,
+        lambda done, total: seen.append((done, total)),
+        on_disk=True,
+    )
+    assert found is sink
+    assert memory.asked == [(["t0", "t1", "t2"], True)]
+    assert sink.held == {name: bytearray(TENSORS[name].tobytes()) for name in ("t0", "t1")}
+    assert sink.done == ["sealed"]
+    assert seen[-1] == (72, 72), "what the engine does not need is read for its hash"
+    assert roots[0].startswith("xxh3_128:")
+
+
+async def test_what_does_not_fit_asks_for_no_memory(source: Located, layout: Layout) -> None:
+    memory = Memory(Bytes())
+    less = Layout({name: layout.required[name] for name in ("t0", "t1")}, {}, {})
+    with pytest.raises(WeightsRejected, match=r"'t2' .* unknown to the model"):
+        await fill(cast("Engine", memory), less, source, anything)
+    assert memory.asked == []
+
+
+async def test_an_engine_without_room_says_so(source: Located, layout: Layout) -> None:
+    with pytest.raises(EngineError, match="no room"):
+        await fill(engine(EngineError("no room")), layout, source, anything)
+
+
+@pytest.mark.parametrize("fault", ["hash", "file", "device"])
+async def test_what_goes_wrong_gives_the_memory_back(
+    source: Located, layout: Layout, fault: str
+) -> None:
+    sink = Bytes("device" if fault == "device" else "host")
+    sink.go.clear()
+
+    def verify(_: str) -> None:
+        raise WeightsRejected("another hash")
+
+    filling = asyncio.create_task(fill(engine(sink), layout, source, verify))
+    if fault == "file":
+        await asyncio.to_thread(sink.reading.wait, 10)
+        (source[0] / "model.safetensors").write_bytes(b"")
+    sink.go.set()
+    words = {"hash": "another hash", "file": "truncated", "device": "transport"}[fault]
+    with pytest.raises(EngineError, match=words):
+        await filling
+    assert sink.done == ["closed"]
+
+
+@pytest.mark.parametrize("times", [1, 3], ids=["once", "impatiently"])
+async def test_a_cancelled_fill_closes_its_sink_after_the_last_write(
+    source: Located, layout: Layout, times: int
+) -> None:
+    sink = Bytes()
+    sink.go.clear()
+    filling = asyncio.create_task(fill(engine(sink), layout, source, anything))
+    await asyncio.to_thread(sink.reading.wait, 10)
+    for _ in range(times):
+        filling.cancel()
+        await asyncio.sleep(0.01)
+    assert (filling.done(), sink.done) == (False, []), "the thread may still write"
+    sink.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await filling
+    assert sink.done == ["closed"]
+
+
+# The slot.
+
+
+def slot(**fields: Any) -> Slot:
+    request = StageRequest(epoch=1, version=1, source=CHECKPOINT, **fields)
+    return Slot(request, CHECKPOINT)
+
+
+async def test_a_slot_is_staged_once_it_is_filled(source: Located, layout: Layout) -> None:
+    sink, found = Bytes(), slot()
+    assert found.view().phase == "Staging"
+    await found.fill(engine(sink), layout, source)
+    view = found.view()
+    assert (view.phase, view.bytes_done, view.bytes_total) == ("Staged", 72, 72)
+    assert found.take() is sink
+    assert found.view().phase == "Staged", "until somebody says that it serves"
+    await found.drop()
+    assert sink.done == ["sealed"], "it is the engine's now"
+
+
+async def test_other_content_than_was_promised_is_refused(source: Located, layout: Layout) -> None:
+    sink, found = Bytes(), slot(root_hash="xxh3_128:0")
+    with pytest.raises(WeightsRejected, match=r"content-mismatch: .* should have root_hash"):
+        await found.fill(engine(sink), layout, source)
+    assert sink.done == ["closed"]
+    assert not found.staged
+    assert found.view().root_hash == "xxh3_128:0"
+
+
+async def test_dropping_what_is_staged_gives_its_memory_back_once(
+    source: Located, layout: Layout
+) -> None:
+    sink, found = Bytes(), slot()
+    await found.fill(engine(sink), layout, source)
+    await found.drop()
+    await found.drop()
+    assert sink.done == ["sealed", "closed"]
+
+
+async def test_dropping_what_is_being_filled_waits_for_its_thread(
+    source: Located, layout: Layout
+) -> None:
+    sink, found = Bytes(), slot()
+    sink.go.clear()
+    found.task = asyncio.create_task(found.fill(engine(sink), layout, source))
+    await asyncio.to_thread(sink.reading.wait, 10)
+    dropping = asyncio.create_task(found.drop())
+    await asyncio.sleep(0.02)
+    assert not dropping.done()
+    sink.go.set()
+    await dropping
+    assert sink.done == ["closed"]
+    assert not found.staged

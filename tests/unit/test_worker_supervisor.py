@@ -1,0 +1,291 @@
+"""The engine's life under a worker: deaths, hangs, back-off, and the weights that come back."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollout_worker.engine import EngineCrashed, EngineError
+from rollout_worker.lifecycle import supervisor
+from rollout_worker.schemas import AbortReason, Lifecycle, RequireRequest, WeightsId
+from tiny_engine import Gate, raising, write_weights
+from tiny_worker import TinyWorker, made_by, refused, tiny_worker
+from waiting import until
+
+
+@pytest.fixture
+async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
+    async with tiny_worker(tmp_path) as worker:
+        yield worker
+
+
+async def restarted(worker: TinyWorker, count: int = 1) -> None:
+    await until(lambda: worker.runtime.restarts == count, what=f"restart {count}")
+    await until(lambda: worker.runtime.lifecycle.has_engine, what="the engine")
+
+
+async def test_a_start_tells_its_progress_and_what_it_loaded(tmp_path: Path) -> None:
+    async with tiny_worker(tmp_path) as worker:
+        gate = worker.before_start["start"] = Gate()
+        worker.runtime.crashed("gone")
+        await gate.reached.wait()
+        assert worker.state is Lifecycle.LOADING
+        assert worker.runtime.progress is not None
+        assert worker.runtime.progress.message == "creating the engine"
+        with refused("starting"):
+            worker.worker.check_serving()
+        gate.open()
+        await restarted(worker)
+        assert worker.runtime.progress is None
+        info = worker.worker.info(chat=True, tool_parser="x")
+        assert (info.engine, info.max_length, info.capabilities.chat) == ("tiny", 64, True)
+        assert worker.updates.active is not None
+        assert worker.updates.active.root_hash == worker.runtime.loaded()[1].root_hash
+
+
+async def test_a_death_ends_requests_as_aborted_and_is_told(worker: TinyWorker) -> None:
+    running, gate = await worker.runs("r"), Gate()
+    worker.before_start["start"] = gate
+    first, boot = worker.engine, worker.runtime.boot_id
+    first.die("the test ended it")
+    await asyncio.wait_for(running.done.wait(), 5)
+    assert (running.outputs[0].abort_reason, made_by(running.outputs[0])) == (
+        AbortReason.ENGINE,
+        [(100, 0, False)],
+    )
+    await gate.reached.wait()
+    assert worker.runtime.last_error == "the test ended it"
+    assert first.stopped
+    gate.open()
+    await restarted(worker)
+    state = worker.worker.state()
+    assert (state.boot_id, state.restarts, state.serving) == (boot, 1, True)
+    assert b"rollout_worker_engine_restarts_total 1.0" in worker.worker.metrics()
+
+
+async def test_a_wrong_engine_is_found_without_a_request(worker: TinyWorker) -> None:
+    worker.engine.wrong = "a step runs for 9 s, its deadline is 3 s"
+    await restarted(worker)
+    assert worker.runtime.last_error == "a step runs for 9 s, its deadline is 3 s"
+
+
+async def test_nothing_is_served_by_an_engine_that_was_found_dead(worker: TinyWorker) -> None:
+    """Also in the moment before the state says so."""
+    worker.runtime.crashed("gone")
+    assert worker.state is Lifecycle.ACTIVE
+    with refused("failed"):
+        worker.worker.check_serving()
+
+
+# Weights.
+
+
+async def test_a_new_engine_serves_the_last_weights(worker: TinyWorker) -> None:
+    await worker.update(3, 7, in_flight="Abort")
+    active = worker.updates.active
+    worker.engine.die()
+    await restarted(worker)
+    assert (worker.updates.active, worker.updates.commit_seq) == (active, 1)
+    assert worker.engine.sinks == []
+    assert not worker.engine.paused
+    assert made_by(await worker.ends(await worker.begin("r", 3))) == [(7, 3, False)]
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+async def test_weights_that_are_lost_leave_the_worker_fenced(
+    worker: TinyWorker, damage: str
+) -> None:
+    await worker.update(1, 7)
+    shutil.rmtree(worker.home / "w7")
+    if damage == "changed":
+        write_weights(worker.home / "w7", 8)
+    worker.engine.die()
+    await restarted(worker)
+    await worker.reaches(Lifecycle.ACTIVE)
+    assert worker.active == WeightsId(epoch=0, version=0)
+    assert worker.engine.active.number == 100
+    assert (worker.updates.previous, worker.engine.sinks) == (None, [])
+    assert worker.updates.fence.floor == WeightsId(epoch=1, version=1)
+    assert "weights (1, 1) could not be " in (worker.runtime.last_error or "")
+    with refused("fenced"):
+        worker.worker.check_serving()
+    await worker.update(1, 7)
+    worker.worker.check_serving()
+
+
+async def test_a_higher_floor_stays_when_weights_are_lost(worker: TinyWorker) -> None:
+    await worker.update(1, 7)
+    worker.updates.require(RequireRequest(epoch=1, min_version=5))
+    shutil.rmtree(worker.home / "w7")
+    worker.engine.die()
+    await restarted(worker)
+    assert worker.updates.fence.floor == WeightsId(epoch=1, version=5)
+
+
+async def test_a_death_while_weights_come_back_never_serves_others_in_their_place(
+    worker: TinyWorker,
+) -> None:
+    await worker.update(1, 7)
+
+    async def die_once() -> None:
+        worker.before_start.clear()
+        raise EngineCrashed("again")
+
+    worker.before_start["commit"] = die_once
+    worker.engine.die()
+    await restarted(worker, 2)
+    await worker.reaches(Lifecycle.ACTIVE)
+    assert worker.engine.active.identity == worker.active
+    if worker.active != WeightsId(epoch=1, version=1):
+        with refused("fenced"):
+            worker.worker.check_serving()
+
+
+async def test_the_checkpoint_needs_nothing_brought_back(worker: TinyWorker) -> None:
+    worker.before_start["open_slot"] = raising(EngineError("no room"))
+    worker.runtime.crashed("gone")
+    await restarted(worker)
+    assert worker.runtime.last_error == "gone"
+    assert worker.worker.state().serving
+
+
+# Holds.
+
+
+@pytest.mark.parametrize("verb", ["pause", "sleep"])
+async def test_holds_outlive_a_death(worker: TinyWorker, verb: str) -> None:
+    await getattr(worker, verb)()
+    settled = worker.state
+    resident = dict(worker.engine.resident)
+    worker.engine.wrong = "gone"
+    await until(lambda: worker.runtime.restarts == 1, what="the restart")
+    await worker.reaches(settled)
+    assert (worker.engine.resident, worker.engine.paused) == (resident, True)
+    await (worker.resume() if verb == "pause" else worker.wake())
+    assert (worker.state, worker.engine.paused) == (Lifecycle.ACTIVE, False)
+
+
+async def test_a_pause_that_expired_meanwhile_opens(worker: TinyWorker) -> None:
+    gate = worker.before_start["start"] = Gate()
+    await worker.pause(ttl_seconds=0.2)
+    worker.engine.wrong = "gone"
+    await gate.reached.wait()
+    await asyncio.sleep(0.25)
+    gate.open()
+    await worker.reaches(Lifecycle.ACTIVE)
+
+
+# Starts that fail.
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(EngineError("no such model"), "no such model"), (KeyError("x"), "KeyError: 'x'")],
+    ids=["on purpose", "a defect"],
+)
+async def test_a_start_that_fails_is_told_and_tried_again(
+    worker: TinyWorker, error: Exception, said: str
+) -> None:
+    worker.before_start["start"] = raising(error)
+    worker.runtime.crashed("gone")
+    await until(lambda: worker.runtime.last_error == said, what=said)
+    worker.before_start.clear()
+    await worker.reaches(Lifecycle.ACTIVE)
+    assert [engine.stopped for engine in worker.engines[:-1]] == [True] * worker.runtime.restarts
+
+
+async def test_a_start_has_a_deadline(tmp_path: Path) -> None:
+    async with tiny_worker(tmp_path, "--start-timeout", "0.2") as worker:
+        worker.before_start["start"] = Gate()
+        worker.runtime.crashed("gone")
+        said = "--start-timeout"
+        await until(lambda: said in (worker.runtime.last_error or ""), what=said)
+        worker.before_start.clear()
+        await worker.reaches(Lifecycle.ACTIVE)
+
+
+@pytest.mark.parametrize("healthy", [False, True], ids=["at once", "after a healthy life"])
+async def test_the_wait_grows_until_an_engine_lived_long_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, healthy: bool
+) -> None:
+    monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.0 if healthy else 60.0)
+    async with tiny_worker(tmp_path, "--restart-delays", "0,0.4") as worker:
+        took = []
+        for count in (1, 2, 3, 4):
+            began = time.monotonic()
+            worker.runtime.crashed("gone")
+            await restarted(worker, count)
+            took.append(time.monotonic() - began >= 0.4)
+        # Beyond the last delay it stays with it.
+        assert took == ([False] * 4 if healthy else [False, True, True, True])
+
+
+@pytest.mark.parametrize("how", ["hangs", "raises"])
+async def test_an_engine_that_does_not_stop_is_left_behind(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.05)
+    stop = Gate() if how == "hangs" else raising(EngineError("no"))
+    worker.engine.before["stop"] = stop
+    worker.runtime.crashed("gone")
+    await restarted(worker)
+    assert worker.state is Lifecycle.ACTIVE
+
+
+# Health.
+
+
+async def test_it_is_healthy_while_it_makes_progress(worker: TinyWorker) -> None:
+    health = worker.worker.supervisor.health
+    assert health() is None
+    gate = worker.before_start["start"] = Gate()
+    worker.runtime.crashed("gone")
+    await gate.reached.wait()
+    assert health() is None, "a load may take --start-timeout"
+    gate.open()
+    await restarted(worker)
+
+
+async def test_a_stuck_supervisor_says_so(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "HEARTBEAT_SECONDS", -60.0)
+    health = worker.worker.supervisor.health
+    await until(lambda: health() is not None, what="the next look at the engine")
+    assert "stuck" in (health() or "")
+
+
+@pytest.mark.parametrize(("spent", "healthy"), [(290.0, True), (301.0, False)])
+async def test_a_load_and_its_seeding_may_take_their_time_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spent: float, healthy: bool
+) -> None:
+    """As if so much of it were over already."""
+    monkeypatch.setattr(supervisor, "SEED_SECONDS", 200.0)
+    async with tiny_worker(tmp_path, "--start-timeout", "100") as worker:
+        gate = worker.before_start["start"] = Gate()
+        monkeypatch.setattr(supervisor, "HEARTBEAT_SECONDS", -spent)
+        worker.runtime.crashed("gone")
+        await gate.reached.wait()
+        assert (worker.worker.supervisor.health() is None) is healthy
+        gate.open()
+        await restarted(worker)
+
+
+@pytest.mark.parametrize(("spent", "healthy"), [(100.0, True), (111.0, False)])
+async def test_a_burial_may_take_its_time_and_no_more(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, spent: float, healthy: bool
+) -> None:
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 5.0)
+    monkeypatch.setattr(supervisor, "CALL_SECONDS", 100.0)
+    gate = worker.engine.before["stop"] = Gate()
+    monkeypatch.setattr(supervisor, "HEARTBEAT_SECONDS", -spent)
+    worker.runtime.crashed("gone")
+    await gate.reached.wait()
+    assert (worker.worker.supervisor.health() is None) is healthy
+    gate.open()
+    await restarted(worker)

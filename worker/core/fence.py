@@ -1,0 +1,63 @@
+"""The fence: which epochs may change weights, and below which weights nothing is served.
+
+Both only rise. The epoch shuts out a dead trainer; the floor keeps old weights from being served.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rollout_worker.schemas import RequireRequest, WeightsId
+from rollout_worker.wire.problems import conflict
+
+logger = logging.getLogger(__name__)
+
+
+class Fence:
+    """What `POST /v1/require` has set in this process's life."""
+
+    def __init__(self) -> None:
+        self.floor: WeightsId | None = None
+        self.epoch = 0
+
+    def raise_to(self, request: RequireRequest) -> None:
+        """Raise the epoch and, with a version, the floor; what is there already is fine.
+
+        Raises:
+            ProblemError: 409, it would go down.
+        """
+        if request.min_version is None:
+            self.check(request.epoch)
+        else:
+            self._raise_floor(WeightsId(epoch=request.epoch, version=request.min_version))
+        if request.epoch > self.epoch:
+            logger.info("epochs below %d are refused", request.epoch)
+            self.epoch = request.epoch
+
+    def _raise_floor(self, floor: WeightsId) -> None:
+        if self.floor is not None and floor < self.floor:
+            slug = "stale-epoch" if floor.epoch < self.floor.epoch else "version-regressed"
+            raise conflict(
+                slug,
+                f"the floor {self.floor} never goes down to {floor}: read the state again",
+                required=self.floor.model_dump(),
+            )
+        if floor != self.floor:
+            logger.info("weights below %s are not served", floor)
+        self.floor = floor
+
+    def check(self, epoch: int, **facts: Any) -> None:
+        """Refuse a fenced epoch; `facts` go into the answer.
+
+        Raises:
+            ProblemError: 409 `stale-epoch`.
+        """
+        if epoch < self.epoch:
+            raise conflict(
+                "stale-epoch",
+                f"epoch {epoch} is fenced off, {self.epoch} was seen: a newer trainer owns this"
+                " worker",
+                fence_epoch=self.epoch,
+                **facts,
+            )

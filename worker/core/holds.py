@@ -1,0 +1,125 @@
+"""Holds: who is keeping a worker from generating, and for how long.
+
+Each caller has at most one hold, Paused or Asleep. The most restrictive live hold decides the
+state, so a caller's resume can't reopen what another caller keeps closed. Pure: time is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import IntEnum
+from math import inf
+from typing import Literal
+
+from rollout_worker.schemas import Hold, MemoryTag, WeightsId
+
+COMMIT = "commit"
+"""The holder shown for a running commit, which acts as a hold of its own."""
+
+SleepLevel = Literal[1, 2]
+
+
+class Want(IntEnum):
+    """Effective states, from least to most restrictive."""
+
+    ACTIVE = 0
+    PAUSED = 1
+    ASLEEP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What all live holds together ask for: `released` memory is freed at sleep `level`."""
+
+    want: Want
+    released: frozenset[MemoryTag] = frozenset()
+    level: SleepLevel = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    want: Want
+    expires: float = inf
+    tags: frozenset[MemoryTag] = frozenset()
+    level: SleepLevel = 1
+
+
+class Holds:
+    """The live holds of one worker, by holder."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+        self.committing: WeightsId | None = None
+        """Set while a commit runs; listed as a hold of its own."""
+
+    def pause(self, holder: str, expires: float = inf) -> None:
+        """Set the holder's hold to Paused until `expires`, replacing any earlier hold."""
+        self._held[holder] = _Held(Want.PAUSED, expires)
+
+    def sleep(self, holder: str, level: SleepLevel, tags: Collection[MemoryTag]) -> None:
+        """Set the holder's hold to Asleep for these tags, adding to those it already holds."""
+        former = self._held.get(holder)
+        if former is not None and former.want is Want.ASLEEP:
+            level = 2 if 2 in (level, former.level) else 1
+            tags = former.tags.union(tags)
+        self._held[holder] = _Held(Want.ASLEEP, inf, frozenset(tags), level)
+
+    def release(self, holder: str) -> None:
+        """Drop the holder's hold, if it has one."""
+        self._held.pop(holder, None)
+
+    def wake(self, holder: str, tags: Collection[MemoryTag]) -> None:
+        """Remove these tags from the holder's sleep; the hold ends with its last tag."""
+        held = self._held.get(holder)
+        if held is None or held.want is not Want.ASLEEP:
+            return
+        left = held.tags.difference(tags)
+        if left:
+            self._held[holder] = _Held(Want.ASLEEP, inf, left, held.level)
+        else:
+            del self._held[holder]
+
+    def expire(self, now: float) -> list[str]:
+        """Drop expired holds and return their holders."""
+        gone = [holder for holder, held in self._held.items() if held.expires <= now]
+        for holder in gone:
+            del self._held[holder]
+        return gone
+
+    def of(self, holder: str, now: float) -> Want:
+        """What this holder asks for."""
+        held = self._held.get(holder)
+        return held.want if held is not None and held.expires > now else Want.ACTIVE
+
+    def others(self, holder: str, now: float) -> list[str]:
+        """Everyone else who has a live hold."""
+        return sorted(h for h, held in self._held.items() if h != holder and held.expires > now)
+
+    def target(self, now: float) -> Target:
+        """The most restrictive of all live holds."""
+        live = [held for held in self._held.values() if held.expires > now]
+        return Target(
+            want=max((held.want for held in live), default=Want.ACTIVE),
+            released=frozenset().union(*(held.tags for held in live)),
+            level=max((held.level for held in live if held.tags), default=1),
+        )
+
+    def next_expiry(self) -> float:
+        """When the next hold expires; infinite if none will."""
+        return min((held.expires for held in self._held.values()), default=inf)
+
+    def listing(self, now: float) -> tuple[Hold, ...]:
+        """The live holds as `/v1/state` shows them."""
+        holds = [
+            Hold(
+                holder=holder,
+                state="Asleep" if held.want is Want.ASLEEP else "Paused",
+                ttl=None if held.expires == inf else max(0.0, held.expires - now),
+            )
+            for holder, held in sorted(self._held.items())
+            if held.expires > now
+        ]
+        if self.committing is not None:
+            holds.append(Hold(holder=COMMIT, state="Paused"))
+        return tuple(holds)

@@ -1,0 +1,167 @@
+"""Memory for a version of weights that an engine's own processes can map.
+
+It has no name in any file system: it is a descriptor of this process, opened by the others through
+/proc, and gone when the last process that has it open is. So it is bounded by the pod's memory, not
+by the size of /dev/shm, and outlives nobody. `torch` is not needed here.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rollout_worker.engine import EngineError, Entry, Sink, WeightsRejected
+
+ALIGN = 64
+"""Every tensor begins at a multiple of this: what any dtype and vector load wants."""
+
+
+class MappedSink:
+    """The `Sink` of engines whose model is in another process.
+
+    Args:
+        entries: What it has room for.
+        folder: Where its unnamed file is to be; None: in memory.
+        header: Begin with a header of safetensors, so that it can be read as such a file.
+        skip: Names whose values aren't needed.
+
+    Raises:
+        EngineError: there is no room.
+    """
+
+    memory: Literal["host"] = "host"
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        folder: Path | None = None,
+        *,
+        header: bool = False,
+        skip: Collection[str] = (),
+    ) -> None:
+        kept = [entry for entry in entries if entry.name not in skip]
+        first, self._starts, size = _safetensors(kept) if header else _aligned(kept)
+        self._entries = kept
+        self._size = max(size, 1)
+        self._on_disk = folder is not None
+        self._map: mmap.mmap | None = None
+        self.sealed = False
+        try:
+            self._handle = _open(folder)
+            try:
+                self._map = self._mapped()
+            except OSError:
+                os.close(self._handle)
+                raise
+        except OSError as error:
+            raise EngineError(
+                f"there is no room for {size} bytes of weights in {folder or 'memory'}: {error}; "
+                + ("free space there or set another spill_dir" if folder else "raise its limit")
+            ) from error
+        self._map[: len(first)] = first
+
+    def _mapped(self) -> mmap.mmap:
+        if self._on_disk:  # a hole that can't be filled later would end the process, not raise
+            os.posix_fallocate(self._handle, 0, self._size)
+        else:
+            os.ftruncate(self._handle, self._size)
+        return mmap.mmap(self._handle, self._size)
+
+    @property
+    def nbytes(self) -> int:
+        """See `Sink.nbytes`."""
+        return self._size if self._handle >= 0 else 0
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this user find it."""
+        return f"/proc/{os.getpid()}/fd/{self._handle}"
+
+    def ticket(self) -> str:
+        """Return what a process needs to read the tensors without a header (`vllm.extension`)."""
+        tensors = [
+            (entry.name, entry.spec.dtype, list(entry.spec.shape), self._starts[entry.name])
+            for entry in self._entries
+        ]
+        return json.dumps({"path": self.path, "size": self._size, "tensors": tensors})
+
+    def allocate(self, entry: Entry) -> memoryview | None:
+        """See `Sink.allocate`."""
+        start = self._starts.get(entry.name)
+        if start is None or self._map is None:
+            return None
+        return memoryview(self._map)[start : start + entry.spec.nbytes]
+
+    def seal(self) -> None:
+        """See `Sink.seal`; gives up this process's own view."""
+        self._unmap(flush=self._on_disk)
+        self.sealed = True
+
+    def close(self) -> None:
+        """See `Sink.close`."""
+        self._unmap(flush=False)
+        self.sealed = False
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    def _unmap(self, *, flush: bool) -> None:
+        mapped, self._map = self._map, None
+        if mapped is not None:
+            if flush:
+                mapped.flush()
+            mapped.close()
+
+
+def sealed(sink: Sink) -> MappedSink:
+    """Return the sink as what it is; only verified weights may ever serve.
+
+    Raises:
+        WeightsRejected: it isn't sealed, or another engine's.
+    """
+    if not isinstance(sink, MappedSink) or not sink.sealed:
+        raise WeightsRejected("this sink is not a sealed one of this engine: fill it first")
+    return sink
+
+
+def _aligned(entries: Sequence[Entry]) -> tuple[bytes, Mapping[str, int], int]:
+    """Return what comes first, where each tensor begins, and the size of all."""
+    starts, end = {}, 0
+    for entry in entries:
+        starts[entry.name] = end
+        end += -(-entry.spec.nbytes // ALIGN) * ALIGN
+    return b"", starts, end
+
+
+def _safetensors(entries: Sequence[Entry]) -> tuple[bytes, Mapping[str, int], int]:
+    """Return the same for a file of safetensors, which knows no gaps."""
+    fields: dict[str, Any] = {}
+    end = 0
+    for entry in entries:
+        begin, end = end, end + entry.spec.nbytes
+        fields[entry.name] = {
+            "dtype": entry.spec.dtype,
+            "shape": list(entry.spec.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGN)
+    first = len(text).to_bytes(8, "little") + text
+    starts = {name: len(first) + field["data_offsets"][0] for name, field in fields.items()}
+    return first, starts, len(first) + end
+
+
+def _open(folder: Path | None) -> int:
+    return os.memfd_create("rollout-weights", os.MFD_CLOEXEC) if folder is None else unnamed(folder)
+
+
+def unnamed(folder: Path) -> int:
+    """Return a descriptor of a new file without a name, which can't outlive who has it open."""
+    handle, name = tempfile.mkstemp(prefix="rollout-spill-", dir=folder)
+    os.unlink(name)
+    return handle

@@ -1,0 +1,192 @@
+"""The engine's life inside this process: load, watch, restart with back-off, reload weights.
+
+When an engine dies, its requests end as aborted (`engine`). Its replacement loads the last active
+weights from their source before it serves anything. If that source is gone, the worker comes up
+with the checkpoint, fenced by a floor until someone commits the lost weights or later ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from rollout_worker.core.holds import Want
+from rollout_worker.core.runtime import Runtime
+from rollout_worker.engine import Engine, EngineError, EngineInfo
+from rollout_worker.requests.flights import Flights
+from rollout_worker.schemas import CHECKPOINT, Lifecycle, Progress, WeightsId
+from rollout_worker.updates.state import Updates
+
+from .governor import Governor
+
+logger = logging.getLogger(__name__)
+
+HEALTHY_SECONDS = 600.0
+"""An engine that lives this long resets the back-off."""
+WATCH_SECONDS = 0.5
+STOP_SECONDS = 30.0
+HEARTBEAT_SECONDS = 30.0
+SEED_SECONDS = 1800.0
+CALL_SECONDS = 600.0
+
+
+class Supervisor:
+    """Keeps one engine alive."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        updates: Updates,
+        flights: Flights,
+        governor: Governor,
+        create: Callable[[], Engine],
+    ) -> None:
+        self._runtime = runtime
+        self._updates = updates
+        self._flights = flights
+        self._governor = governor
+        self._create = create
+        self._busy_until = time.monotonic() + HEARTBEAT_SECONDS
+
+    def health(self) -> str | None:
+        """None while this supervisor makes progress, else what is wrong."""
+        late = time.monotonic() - self._busy_until
+        return None if late < 0 else f"the supervisor has been stuck for {late:.0f} s"
+
+    def _expect(self, seconds: float) -> None:
+        """Promise progress within this many seconds."""
+        self._busy_until = time.monotonic() + seconds + HEARTBEAT_SECONDS
+
+    async def run(self) -> None:
+        """Supervise until cancelled; no engine failure ends it."""
+        runtime, failures, first = self._runtime, 0, True
+        delays = runtime.settings.restart_delays
+        while True:
+            if not first:
+                runtime.restarts += 1
+                runtime.telemetry.restarts.inc()
+            first = False
+            began = time.monotonic()
+            reason = await self._live_once()
+            failures = 0 if time.monotonic() - began > HEALTHY_SECONDS else failures
+            await self._bury(reason)
+            delay = delays[min(failures, len(delays) - 1)]
+            failures += 1
+            logger.warning("restarting the engine in %g s", delay)
+            self._expect(delay)
+            await asyncio.sleep(delay)
+
+    async def _live_once(self) -> str:
+        """Load an engine and watch it; return why it ended."""
+        runtime = self._runtime
+        try:
+            with runtime.telemetry.transition("load"):
+                await self._load()
+        except EngineError as error:
+            return str(error)
+        except TimeoutError:
+            timeout = runtime.settings.start_timeout
+            return f"the engine did not load within --start-timeout {timeout:g} s"
+        except Exception as error:  # top loop: whatever the adapter raised, the process goes on
+            logger.exception("loading the engine failed")
+            return f"{type(error).__name__}: {error}"
+        return await self._watch()
+
+    async def _load(self) -> None:
+        runtime = self._runtime
+        self._expect(runtime.settings.start_timeout + SEED_SECONDS)
+        async with runtime.exclusive:
+            self._report(Progress(message="creating the engine"))
+            runtime.lifecycle.move(Lifecycle.LOADING)
+            runtime.died = asyncio.get_running_loop().create_future()
+            async with asyncio.timeout(runtime.settings.start_timeout):
+                # In a thread: importing an engine takes seconds, and probes need answers.
+                engine = runtime.engine = await asyncio.to_thread(self._create)
+                info = await engine.start(self._report)
+            runtime.info = info
+            name = runtime.settings.served_name
+            runtime.telemetry.info(info.engine, info.engine_version, name)
+            self._updates.loaded(info)
+            await self._seed(engine, info)
+            self._governor.engine_replaced()
+            runtime.progress = None
+            runtime.lifecycle.move(_FIRST[runtime.target().want])
+
+    def _report(self, progress: Progress) -> None:
+        self._runtime.progress = progress
+
+    async def _seed(self, engine: Engine, info: EngineInfo) -> None:
+        """Load the last active weights into a new engine."""
+        identity = self._updates.identity
+        if identity is None or identity == CHECKPOINT:
+            return
+        self._report(Progress(message=f"reloading weights {identity}"))
+        try:
+            await self._commit(engine, identity)
+        except EngineError as error:
+            self._runtime.last_error = f"weights {identity} could not be reloaded: {error}"
+            logger.warning("%s: the worker is fenced", self._runtime.last_error)
+            self._updates.lost(info)
+
+    async def _commit(self, engine: Engine, identity: WeightsId) -> None:
+        call = self._runtime.call
+        sink = await call(self._updates.refill(), SEED_SECONDS, "stage")
+        try:
+            await call(engine.pause(), CALL_SECONDS, "pause")
+        except BaseException:
+            await asyncio.to_thread(sink.close)
+            raise
+        await call(engine.commit(identity, sink, "recompute"), CALL_SECONDS, "commit")
+        await call(engine.resume(), CALL_SECONDS, "resume")
+
+    async def _watch(self) -> str:
+        runtime = self._runtime
+        engine, died = runtime.engine, runtime.died
+        assert engine is not None
+        assert died is not None
+        while True:
+            self._expect(WATCH_SECONDS)
+            await asyncio.wait({died}, timeout=WATCH_SECONDS)
+            if died.done():
+                return died.result()
+            wrong = engine.alive()
+            if wrong is not None:
+                runtime.crashed(wrong)
+
+    async def _bury(self, reason: str) -> None:
+        """End the dead engine's requests and free its resources."""
+        runtime = self._runtime
+        logger.error("the engine failed: %s", reason)
+        runtime.crashed(reason)
+        self._flights.fail()
+        self._expect(2 * STOP_SECONDS + CALL_SECONDS)
+        async with runtime.exclusive:
+            runtime.last_error, runtime.progress = reason, None
+            runtime.lifecycle.move(Lifecycle.FAILED)
+            await self._updates.engine_lost()
+            self._flights.fail()
+            await self.stop_engine()
+
+    async def stop_engine(self) -> None:
+        """Stop the engine; give up on it after `STOP_SECONDS`."""
+        runtime = self._runtime
+        engine, runtime.engine = runtime.engine, None
+        if engine is None:
+            return
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await engine.stop()
+        except TimeoutError:
+            logger.warning("the engine did not stop within %g s", STOP_SECONDS)
+        except EngineError as error:
+            logger.warning("the engine failed to stop: %s", error)
+
+
+_FIRST = {
+    Want.ACTIVE: Lifecycle.ACTIVE,
+    Want.PAUSED: Lifecycle.PAUSING,
+    Want.ASLEEP: Lifecycle.DRAINING,
+}
+"""Where a loaded engine goes first; the governor does the rest."""

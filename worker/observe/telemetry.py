@@ -1,0 +1,185 @@
+"""The worker's metrics: names, help texts, and the page that Prometheus scrapes.
+
+Docs and dashboards rely on these names. The engine's own metrics follow on the same page.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from rollout_worker.schemas import Lifecycle, StopReason, WeightsId
+
+from .processes import descendants
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_PAUSE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 30)
+_UPDATE_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+PHASES = ("stage", "commit")
+TRANSITIONS = ("load", "quiesce", "resume", "sleep", "wake")
+
+
+class Telemetry:
+    """All metrics of one worker, in a registry of its own."""
+
+    def __init__(self) -> None:
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = registry = CollectorRegistry()
+        self._info = Gauge(
+            "rollout_worker_info",
+            "What this worker serves; always 1.",
+            ["engine", "engine_version", "model"],
+            registry=registry,
+        )
+        self._state = Gauge(
+            "rollout_worker_lifecycle_state",
+            "1 for the current state, 0 for the others.",
+            ["state"],
+            registry=registry,
+        )
+        self._version = Gauge(
+            "rollout_worker_weights_version", "Version of the active weights.", registry=registry
+        )
+        self._epoch = Gauge(
+            "rollout_worker_weights_epoch", "Epoch of the active weights.", registry=registry
+        )
+        self._traffic(registry)
+        self._changes(registry)
+        memory = Gauge(
+            "rollout_worker_memory_resident_bytes",
+            "Resident memory of the worker and its engine.",
+            registry=registry,
+        )
+        memory.set_function(resident_bytes)
+        # Exported from the start: a rate over a series that appears later misses its first event.
+        for reason in StopReason:
+            self.requests.labels(reason.value)
+        for phase in PHASES:
+            self.update_seconds.labels(phase)
+        for transition in TRANSITIONS:
+            self._transitions.labels(transition)
+        self.lifecycle(Lifecycle.STARTING)
+        self.weights(WeightsId(epoch=0, version=0))
+
+    def _traffic(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "rollout_worker_requests_total",
+            "Finished outputs; a request with n > 1 counts n times.",
+            ["stop_reason"],
+            registry=registry,
+        )
+        self._in_flight = Gauge(
+            "rollout_worker_requests_in_flight",
+            "Outputs the engine is working on.",
+            registry=registry,
+        )
+        self._queued = Gauge(
+            "rollout_worker_requests_queued",
+            "Accepted outputs waiting for the engine.",
+            registry=registry,
+        )
+        self.generated_tokens = Counter(
+            "rollout_worker_generated_tokens_total", "Generated tokens.", registry=registry
+        )
+        self.prompt_tokens = Counter(
+            "rollout_worker_prompt_tokens_total",
+            "Prompt tokens of accepted requests.",
+            registry=registry,
+        )
+        self.request_seconds = Histogram(
+            "rollout_worker_request_duration_seconds",
+            "Time from accepting a request to its end.",
+            buckets=_REQUEST_BUCKETS,
+            registry=registry,
+        )
+        self.first_token_seconds = Histogram(
+            "rollout_worker_time_to_first_token_seconds",
+            "Time from accepting a request to its first token.",
+            buckets=_FIRST_TOKEN_BUCKETS,
+            registry=registry,
+        )
+
+    def _changes(self, registry: CollectorRegistry) -> None:
+        self.update_seconds = Histogram(
+            "rollout_worker_weights_update_seconds",
+            "Duration of each phase of a weights update, including failed ones.",
+            ["phase"],
+            buckets=_UPDATE_BUCKETS,
+            registry=registry,
+        )
+        self.pause_seconds = Histogram(
+            "rollout_worker_engine_pause_seconds",
+            "Time during a commit in which the engine generated no tokens.",
+            buckets=_PAUSE_BUCKETS,
+            registry=registry,
+        )
+        self.restarts = Counter(
+            "rollout_worker_engine_restarts_total",
+            "Engine restarts within this process.",
+            registry=registry,
+        )
+        self._transitions = Histogram(
+            "rollout_worker_transition_seconds",
+            "Duration of lifecycle transitions.",
+            ["transition"],
+            buckets=_UPDATE_BUCKETS,
+            registry=registry,
+        )
+
+    def info(self, engine: str, engine_version: str, model: str) -> None:
+        """Export what is served."""
+        self._info.clear()
+        self._info.labels(engine, engine_version, model).set(1)
+
+    def lifecycle(self, state: Lifecycle) -> None:
+        """Export the state."""
+        for each in Lifecycle:
+            self._state.labels(each.value).set(each is state)
+
+    def weights(self, active: WeightsId) -> None:
+        """Export the active identity."""
+        self._version.set(active.version)
+        self._epoch.set(active.epoch)
+
+    def watch_load(self, in_flight: Callable[[], float], queued: Callable[[], float]) -> None:
+        """Read the load from these callbacks at each scrape."""
+        self._in_flight.set_function(in_flight)
+        self._queued.set_function(queued)
+
+    @contextmanager
+    def transition(self, name: str) -> Iterator[None]:
+        """Time a transition; a failed one is not recorded."""
+        start = time.monotonic()
+        yield
+        self._transitions.labels(name).observe(time.monotonic() - start)
+
+    def page(self, engine_metrics: str) -> bytes:
+        """The whole page in the Prometheus text format."""
+        return generate_latest(self.registry) + engine_metrics.encode()
+
+
+def resident_bytes() -> float:
+    """Memory of this process and its engine's processes; shared memory counts once.
+
+    It is the sum of their proportional set sizes; 0 where the system does not report them.
+    """
+    pids = (os.getpid(), *(process.pid for process in descendants(os.getpid())))
+    return float(sum(map(_proportional_bytes, pids)))
+
+
+def _proportional_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:  # it has ended in the meantime
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)

@@ -1,0 +1,211 @@
+"""Text at the edges of the OpenAI routes: chat templates, prompts to ids, ids to streamed text.
+
+Between the edges everything is token ids, so a trainer learns from exactly what was sampled. The
+first request that needs the tokenizer loads it with transformers, in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollout_worker.engine import EngineError
+from rollout_worker.engines.folder import decode, load_tokenizer
+from rollout_worker.wire.problems import ProblemError
+
+from .messages import bad
+from .tool_calls import begun, parser_of
+
+T = TypeVar("T")
+
+HALF = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder shows for a character whose last bytes have not arrived yet."""
+
+
+def template_of(folder: Path) -> str:
+    """The chat template in a model's folder, empty if there is none; read without transformers."""
+    try:
+        return (folder / "chat_template.jinja").read_text()
+    except OSError:
+        pass
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    template = config.get("chat_template") or ""
+    if isinstance(template, list):  # several, by name
+        named = {each.get("name"): each.get("template", "") for each in template}
+        template = named.get("tool_use") or named.get("default") or ""
+    return str(template)
+
+
+class Texts:
+    """The served model's tokenizer and chat template."""
+
+    def __init__(self, folder: Callable[[], Path]) -> None:
+        self._folder = folder
+        self._tokenizer: Any = None
+        self._template: str | None = None
+        # One at a time: tokenizers are not thread-safe.
+        self._thread = ThreadPoolExecutor(1, "texts")
+
+    @property
+    def template(self) -> str:
+        """The chat template, empty if the model has none."""
+        if self._template is None:
+            self._template = template_of(self._folder())
+        return self._template
+
+    @property
+    def tool_parser(self) -> str | None:
+        """Name of the tool call format in this model's template; None if there is no known one."""
+        return parser_of(self.template)
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens that the tokenizer adds.
+
+        Raises:
+            ProblemError: 422, the string is not valid text.
+        """
+        _check_text("prompt", text)
+        return await self._run(lambda tokenizer: list(tokenizer(text)["input_ids"]))
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        **options: bool,
+    ) -> list[int]:
+        """Token ids of a conversation; `variables` are passed to the template.
+
+        Raises:
+            ProblemError: 422, there is no template, or it rejects these messages, tools or
+                variables.
+        """
+        if not self.template:
+            raise _unable("messages", "the model has no chat template: use /v1/completions")
+        if tools and "tools" not in self.template:
+            raise _unable("tools", "the model's chat template supports no tools: leave them out")
+
+        def render(tokenizer: Any) -> list[int]:
+            from jinja2 import TemplateError
+
+            _check_variables(variables, tokenizer.apply_chat_template)
+            try:
+                text = tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=list(tools) if tools else None,
+                    tokenize=False,
+                    **options,
+                    **variables,
+                )
+            except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+                raise _unable(
+                    "messages", f"the model's chat template rejects them: {error}"
+                ) from error
+            _check_text("messages", text)
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        return await self._run(render)
+
+    async def decoder(self) -> Callable[[Sequence[int], bool], str]:
+        """A function (ids, keep special tokens) -> text, fast enough to call on the event loop."""
+        tokenizer = await self._run(lambda tokenizer: tokenizer)
+
+        return lambda ids, special: decode(tokenizer, ids, special=special)
+
+    async def _run(self, work: Callable[[Any], T]) -> T:
+        def run() -> T:
+            if self._tokenizer is None:
+                self._tokenizer = _load(self._folder())
+            return work(self._tokenizer)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+
+
+def _load(folder: Path) -> Any:
+    missing = _unable(
+        "prompt", "the model's folder has no tokenizer: send token ids to /v1/generate"
+    )
+    try:
+        tokenizer = load_tokenizer(folder)
+    except EngineError as error:
+        raise missing from error
+    if tokenizer is None:
+        raise missing
+    return tokenizer
+
+
+def _check_variables(variables: Mapping[str, Any], apply: Callable[..., Any]) -> None:
+    """Refuse names that are parameters of the rendering call, not variables of a template."""
+    taken = inspect.signature(apply).parameters.keys() - {"documents"} | {"messages"}
+    for name in taken.intersection(variables):
+        field = f"chat_template_kwargs.{name}"
+        raise _unable(field, f"{field}: not a template variable: leave it out")
+
+
+def _check_text(field: str, text: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can escape but no tokenizer accepts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"half of a surrogate pair, {text[error.start]!a}: send whole characters"
+        raise bad(field, half) from error
+
+
+def _unable(field: str, detail: str) -> ProblemError:
+    return ProblemError("unsupported", detail, errors=[{"field": field, "message": detail}])
+
+
+class Growing:
+    """An output's text as its ids arrive; holds back partial characters and partial stop strings.
+
+    The text ends before the first of `stops`.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int], bool], str], stops: Sequence[str] = ()
+    ) -> None:
+        self._decode = decode
+        self._stops = stops
+        self._ids: list[int] = []
+        self._from = self._upto = 0  # the range of ids whose text is known
+        self._held = ""
+        self._over = False
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Add new ids and return the text that is now certain."""
+        self._ids += ids
+        known = self._decode(self._ids[self._from : self._upto], False)
+        text = self._decode(self._ids[self._from :], False)
+        if text.endswith(HALF):
+            return ""
+        self._from, self._upto = self._upto, len(self._ids)
+        return self._certain(text[len(known) :])
+
+    def end(self) -> str:
+        """Return the rest of the text."""
+        known = self._decode(self._ids[self._from : self._upto], False)
+        self._held += self._decode(self._ids[self._from :], False)[len(known) :]
+        text, self._held = self._cut(self._held), ""
+        return text
+
+    def _certain(self, text: str) -> str:
+        self._held += text
+        text = self._cut(self._held)
+        keep = 0 if self._over else max((begun(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _cut(self, text: str) -> str:
+        if self._over:
+            return ""
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        self._over = bool(found)
+        return text[: min(found)] if found else text

@@ -1,0 +1,77 @@
+"""Who may use the control port: the modes of `--auth`."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+
+from rollout_worker.settings import BadSettings, Settings
+from rollout_worker.wire.problems import ProblemError
+
+from .access import Authorizer, Right, bearer, unauthenticated
+
+
+class Anyone:
+    """`--auth none`: anyone who can reach the loopback port."""
+
+    async def check(self, authorization: str | None, right: Right) -> str:
+        """Let everyone in."""
+        return "anonymous"
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+class BearerToken:
+    """`--auth token`: one secret from a file, reread at every call so that it can be rotated."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        if not self._secret():
+            raise BadSettings(f"--auth-token-file {str(file)!r} is empty: write a secret into it")
+
+    def _secret(self) -> bytes:
+        try:
+            return self._file.read_bytes().strip()
+        except OSError as error:
+            raise BadSettings(
+                f"--auth-token-file {str(self._file)!r} can't be read: {error.strerror}"
+            ) from error
+
+    async def check(self, authorization: str | None, right: Right) -> str:
+        """Let anyone with the token do everything."""
+        given = bearer(authorization)
+        try:
+            secret = self._secret()
+        except BadSettings as error:
+            raise ProblemError("auth-unavailable", str(error), retry_after=5) from error
+        # Digests have equal length, so the comparison does not reveal the secret's length.
+        same = hmac.compare_digest(_digest(given.encode()), _digest(secret))
+        if not secret or not same:
+            raise unauthenticated("the bearer token does not match --auth-token-file")
+        return "token"
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def make_authorizer(settings: Settings) -> Authorizer:
+    """The authorizer for `--auth`.
+
+    Raises:
+        BadSettings: the token file can't be used.
+    """
+    if settings.auth == "none":
+        return Anyone()
+    if settings.auth == "token":
+        assert settings.auth_token_file is not None
+        return BearerToken(settings.auth_token_file)
+    # Imported late: it brings an HTTP client that only clusters need.
+    from .kubeauth import KubernetesReview
+
+    return KubernetesReview(settings)

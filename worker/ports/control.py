@@ -1,0 +1,159 @@
+"""Routes of the control port: state, holds, abort, weights. All of them require authentication."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.security import HTTPBearer
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollout_worker.schemas import (
+    AbortRequest,
+    AbortResponse,
+    CommitRequest,
+    CommitResponse,
+    DiscardRequest,
+    DiscardResponse,
+    PauseRequest,
+    ReleaseRequest,
+    RequireRequest,
+    ResetRequest,
+    SleepRequest,
+    StagedWeights,
+    StageRequest,
+    WakeRequest,
+    WeightsState,
+    WorkerState,
+)
+from rollout_worker.service import Worker
+from rollout_worker.wire.problems import ProblemError
+
+from .access import CONTROL, SEE, STAGE, Authorizer, Right
+from .app import MIB, new_app, problem_response
+
+LESSER_RIGHTS: Final[Mapping[str, Right]] = {
+    "/v1/state": SEE,
+    "/openapi.json": SEE,
+    "/v1/weights/stage": STAGE,
+    "/v1/weights/discard": STAGE,
+}
+"""Paths that need a lesser right than `CONTROL`, which all others need."""
+
+_RELEASE = ReleaseRequest()
+_PAUSE = PauseRequest()
+_SLEEP = SleepRequest()
+_WAKE = WakeRequest()
+_RESET = ResetRequest()
+
+
+def control_app(worker: Worker, authorizer: Authorizer) -> FastAPI:
+    """The application of the control port."""
+    app = new_app(
+        "rollout-worker control", "State, sleep and weights of one worker.", max_body_bytes=MIB
+    )
+    app.add_middleware(Gate, authorizer=authorizer)
+    # For the OpenAPI document only: the gate has already checked.
+    app.router.dependencies.append(Depends(HTTPBearer(auto_error=False)))
+    _add_holds(app, worker)
+    _add_requests(app, worker)
+    _add_weights(app, worker)
+    return app
+
+
+class Gate:
+    """Authenticates and authorizes a call before anything else of its request is read."""
+
+    def __init__(self, app: ASGIApp, authorizer: Authorizer) -> None:
+        self._app = app
+        self._authorizer = authorizer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on with its caller's name, or answer 401, 403 or 503."""
+        if scope["type"] == "http":
+            header = Headers(scope=scope).get("authorization")
+            right = LESSER_RIGHTS.get(scope["path"], CONTROL)
+            try:
+                caller = await self._authorizer.check(header, right)
+            except ProblemError as error:
+                await problem_response(error)(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = caller
+        await self._app(scope, receive, send)
+
+
+def _caller(request: Request) -> str:
+    return str(request.state.caller)
+
+
+Caller = Annotated[str, Depends(_caller)]
+
+
+def _add_holds(app: FastAPI, worker: Worker) -> None:
+    verbs = worker.verbs
+
+    @app.get("/v1/state")
+    async def state(caller: Caller) -> WorkerState:
+        """Return the full state of this worker."""
+        return worker.state(caller)
+
+    @app.post("/v1/pause")
+    async def pause(caller: Caller, body: PauseRequest = _PAUSE) -> WorkerState:
+        """Hold the worker Paused; answers once it is paused."""
+        await verbs.pause(caller, body)
+        return worker.state(caller)
+
+    @app.post("/v1/resume")
+    async def resume(caller: Caller, body: ReleaseRequest = _RELEASE) -> WorkerState:
+        """Release the caller's pause; 409 `held` if others still hold the worker."""
+        await verbs.resume(caller, body)
+        return worker.state(caller)
+
+    @app.post("/v1/sleep")
+    async def sleep(caller: Caller, body: SleepRequest = _SLEEP) -> WorkerState:
+        """Hold the worker Asleep; answers once its memory is released."""
+        await verbs.sleep(caller, body)
+        return worker.state(caller)
+
+    @app.post("/v1/wake")
+    async def wake(caller: Caller, body: WakeRequest = _WAKE) -> WorkerState:
+        """Release the caller's sleep for these tags; answers once their memory is restored."""
+        await verbs.wake(caller, body)
+        return worker.state(caller)
+
+
+def _add_requests(app: FastAPI, worker: Worker) -> None:
+    @app.post("/v1/abort")
+    async def abort(body: AbortRequest) -> AbortResponse:
+        """End requests with partial output; answers once they have ended."""
+        return await worker.verbs.abort(body)
+
+    @app.post("/v1/cache/reset")
+    async def reset_cache(caller: Caller, body: ResetRequest = _RESET) -> WorkerState:
+        """Clear the prefix cache; running requests are unaffected."""
+        await worker.verbs.reset_cache()
+        return worker.state(caller)
+
+
+def _add_weights(app: FastAPI, worker: Worker) -> None:
+    @app.post("/v1/weights/stage", status_code=202)
+    async def stage(body: StageRequest) -> StagedWeights:
+        """Start staging weights beside the serving ones; GET /v1/weights shows progress."""
+        return await worker.updates.stage(body)
+
+    @app.post("/v1/weights/commit")
+    async def commit(body: CommitRequest) -> CommitResponse:
+        """Switch to the staged weights in one critical section."""
+        return await worker.commits.commit(body)
+
+    @app.post("/v1/weights/discard")
+    async def discard(body: DiscardRequest) -> DiscardResponse:
+        """Discard this identity from the staging slot."""
+        return await worker.updates.discard(body)
+
+    @app.post("/v1/require")
+    async def require(body: RequireRequest) -> WeightsState:
+        """Lift the fence and set the admission floor."""
+        return worker.updates.require(body)

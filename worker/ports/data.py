@@ -1,0 +1,126 @@
+"""Routes of the data port: generate, info, health, readiness, metrics. No authentication."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from rollout_worker.observe.telemetry import CONTENT_TYPE
+from rollout_worker.openai.routes import add_openai
+from rollout_worker.openai.text import Texts
+from rollout_worker.requests.disconnects import drop, finish
+from rollout_worker.requests.flights import Flight
+from rollout_worker.schemas import (
+    GenerateRequest,
+    GenerateResponse,
+    Problem,
+    WeightsState,
+    Wire,
+    WorkerInfo,
+)
+from rollout_worker.service import Worker
+from rollout_worker.wire.problems import ProblemError
+
+from .app import MIB, new_app
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * MIB
+"""Enough for a prompt of millions of tokens."""
+
+
+def data_app(worker: Worker) -> FastAPI:
+    """The application of the data port."""
+    app = new_app(
+        "rollout-worker data", "Token-in, token-out generation.", max_body_bytes=MAX_BODY_BYTES
+    )
+    texts = Texts(worker.model_folder)
+    _add_generate(app, worker)
+    _add_facts(app, worker, texts)
+    _add_probes(app, worker)
+    add_openai(app, worker, texts)
+    return app
+
+
+def _add_generate(app: FastAPI, worker: Worker) -> None:
+    @app.post("/v1/generate", response_model=GenerateResponse)
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        """Sample continuations of one prompt; answers once all have ended, or streams events."""
+        flight = worker.submit(body)
+        if body.stream:
+            return StreamingResponse(
+                _events(worker, flight, body.deadline_seconds),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-store"},
+            )
+        await finish(worker.flights, [flight], body.deadline_seconds, request)
+        return Response(flight.response().model_dump_json(), media_type="application/json")
+
+
+async def _events(worker: Worker, flight: Flight, seconds: float) -> AsyncIterator[bytes]:
+    """Server-sent events `delta`, then `done`, or `error` if something fails after the 200."""
+    try:
+        async for delta in flight.stream(seconds):
+            yield _event("delta", delta)
+        yield _event("done", flight.stream_done())
+    except ProblemError as error:
+        yield _problem(error)
+    except Exception:
+        # The status line is already sent: only an event can report the error.
+        logger.exception("a stream failed", extra={"request": flight.request_id})
+        yield _problem(
+            ProblemError(
+                "internal-error", "the stream failed; the traceback is in the worker's log"
+            )
+        )
+    finally:
+        # Also runs when the client disconnects, which closes the generator.
+        if not flight.done.is_set():
+            await asyncio.shield(drop(worker.flights, [flight]))
+
+
+def _problem(error: ProblemError) -> bytes:
+    return _event("error", error.problem)
+
+
+def _event(name: str, data: Wire | Problem) -> bytes:
+    return f"event: {name}\ndata: {data.model_dump_json()}\n\n".encode()
+
+
+def _add_facts(app: FastAPI, worker: Worker, texts: Texts) -> None:
+    @app.get("/v1/info")
+    async def info() -> WorkerInfo:
+        """Return what is served and what the engine supports."""
+        return worker.info(chat=bool(texts.template), tool_parser=texts.tool_parser)
+
+    @app.get("/v1/weights")
+    async def weights() -> WeightsState:
+        """Return the active, previous, staged and required weights."""
+        return worker.updates.view()
+
+
+def _add_probes(app: FastAPI, worker: Worker) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200 while the supervisor makes progress, even while the engine restarts."""
+        wrong = worker.supervisor.health()
+        if wrong is not None:
+            raise ProblemError("internal-error", f"{wrong}: restart the worker", status=503)
+        return JSONResponse({"status": "ok", "lifecycle": worker.runtime.lifecycle.state.value})
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """200 only while the worker accepts requests."""
+        refusal = worker.readiness()
+        if refusal is not None:
+            raise refusal
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Return metrics in the Prometheus text format, including the engine's own."""
+        return Response(worker.metrics(), media_type=CONTENT_TYPE)

@@ -1,0 +1,219 @@
+"""`--auth kubernetes`: TokenReview says who is calling, LocalSubjectAccessReview whether they may.
+
+Only tokens issued for this pool's audience count. If the API server can't be asked, the answer is
+503, never yes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import ssl
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import httpx
+
+from rollout_worker.settings import BadSettings, Settings
+from rollout_worker.wire.problems import ProblemError
+
+from .access import Right, bearer, unauthenticated
+
+GROUP = "rollout.dev"
+RESOURCE = "rolloutreplicas"
+ALLOWED_SECONDS = 60.0
+DENIED_SECONDS = 5.0
+MAX_CACHED = 1024
+MAX_CONCURRENT = 8
+REQUEST_SECONDS = 10.0
+
+T = TypeVar("T")
+
+
+class Cache(Generic[T]):
+    """Answers that each have an expiry; beyond `MAX_CACHED` the oldest are dropped."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Any, tuple[float, T]] = OrderedDict()
+
+    def get(self, key: Any, now: float) -> T | None:
+        """The unexpired answer, if any."""
+        entry = self._entries.get(key)
+        if entry is None or entry[0] <= now:
+            return None
+        return entry[1]
+
+    def put(self, key: Any, value: T, expires: float) -> None:
+        """Remember an answer until `expires`."""
+        self._entries.pop(key, None)
+        self._entries[key] = (expires, value)
+        while len(self._entries) > MAX_CACHED:
+            self._entries.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """The owner of a token, according to the API server."""
+
+    name: str
+    spec: dict[str, Any] = field(hash=False, compare=False, repr=False)
+    """`user`, `uid`, `groups`, `extra`, as in the spec of an access review."""
+
+
+NOBODY = User(name="", spec={})
+"""Cached for tokens that the API server rejected."""
+
+
+class KubernetesReview:
+    """Asks the cluster's API server, and caches its answers for a short time."""
+
+    def __init__(self, settings: Settings) -> None:
+        assert settings.pool is not None
+        assert settings.namespace is not None
+        self._settings = settings
+        self._pool, self._namespace = settings.pool, settings.namespace
+        self._users: Cache[User] = Cache()
+        self._rights: Cache[str] = Cache()
+        # A caller that makes up tokens must not flood the API server through us.
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+        self._http = httpx.AsyncClient(
+            base_url=_api_url(settings),
+            verify=_tls(settings),
+            timeout=REQUEST_SECONDS,
+            trust_env=False,  # a proxy in the pod's environment is not meant for the API server
+        )
+
+    async def check(self, authorization: str | None, right: Right) -> str:
+        """Authenticate by TokenReview, then authorize by LocalSubjectAccessReview."""
+        token = bearer(authorization)
+        key = hashlib.sha256(token.encode()).digest()
+        user = await self._user(token, key)
+        denial = await self._denial(user, key, right)
+        if denial:
+            raise ProblemError("forbidden", denial)
+        return user.name
+
+    async def _user(self, token: str, key: bytes) -> User:
+        now = time.monotonic()
+        known = self._users.get(key, now)
+        if known is None:
+            known = await self._review_token(token) or NOBODY
+            seconds = DENIED_SECONDS if known is NOBODY else ALLOWED_SECONDS
+            self._users.put(key, known, now + seconds)
+        if known is NOBODY:
+            raise unauthenticated(
+                f"the token is not valid for audience {self._settings.audience!r}: request one with"
+                f" `kubectl create token ACCOUNT --audience {self._settings.audience}`"
+            )
+        return known
+
+    async def _review_token(self, token: str) -> User | None:
+        audience = self._settings.audience
+        status = await self._ask(
+            "/apis/authentication.k8s.io/v1/tokenreviews",
+            {
+                "apiVersion": "authentication.k8s.io/v1",
+                "kind": "TokenReview",
+                "spec": {"token": token, "audiences": [audience]},
+            },
+        )
+        # `error` is also set for invalid tokens, so it adds nothing. An API server that does not
+        # support audiences would accept a token issued for anyone: hence the second check.
+        if not status.get("authenticated") or audience not in status.get("audiences", []):
+            return None
+        user = status.get("user", {})
+        spec = {k: user[k] for k in ("uid", "groups", "extra") if k in user}
+        return User(name=user["username"], spec={"user": user["username"], **spec})
+
+    async def _denial(self, user: User, key: bytes, right: Right) -> str:
+        """Empty if the user has the right, else what is missing."""
+        now = time.monotonic()
+        known = self._rights.get((key, right), now)
+        if known is not None:
+            return known
+        status = await self._ask(
+            f"/apis/authorization.k8s.io/v1/namespaces/{self._namespace}/localsubjectaccessreviews",
+            {
+                "apiVersion": "authorization.k8s.io/v1",
+                "kind": "LocalSubjectAccessReview",
+                "metadata": {"namespace": self._namespace},
+                "spec": {**user.spec, "resourceAttributes": self._attributes(right)},
+            },
+        )
+        denial = ""
+        if not status.get("allowed"):
+            denial = (
+                f"{user.name} may not {right.verb} {RESOURCE}.{GROUP}/{right.subresource} of"
+                f" {self._pool!r} in namespace {self._namespace!r}: grant it with a Role"
+            )
+        self._rights.put(
+            (key, right), denial, now + (DENIED_SECONDS if denial else ALLOWED_SECONDS)
+        )
+        return denial
+
+    def _attributes(self, right: Right) -> dict[str, str]:
+        return {
+            "namespace": self._namespace,
+            "group": GROUP,
+            "resource": RESOURCE,
+            "subresource": right.subresource,
+            "name": self._pool,
+            "verb": right.verb,
+        }
+
+    async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Create a review and return its status; any failure is a 503, never a yes."""
+        try:
+            token = self._settings.kube_token_file.read_text().strip()
+            async with self._slots:
+                answer = await self._http.post(
+                    path, json=body, headers={"Authorization": f"Bearer {token}"}
+                )
+            answer.raise_for_status()
+            status = answer.json()["status"]
+        except (OSError, httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise ProblemError(
+                "auth-unavailable",
+                f"the Kubernetes API could not review the caller ({_reason(error)}): try again",
+                retry_after=2,
+            ) from error
+        if not isinstance(status, dict):
+            raise ProblemError(
+                "auth-unavailable", "the Kubernetes API could not review the caller: try again"
+            )
+        return status
+
+    async def close(self) -> None:
+        """Close the connections to the API server."""
+        await self._http.aclose()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"HTTP {error.response.status_code}"
+    return type(error).__name__
+
+
+def _api_url(settings: Settings) -> str:
+    if settings.kube_api_url:
+        return settings.kube_api_url
+    host = os.environ.get("KUBERNETES_SERVICE_HOST")
+    if not host:
+        raise BadSettings(
+            "--auth kubernetes only works inside a pod (KUBERNETES_SERVICE_HOST is not set): use"
+            " --auth token elsewhere"
+        )
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+
+
+def _tls(settings: Settings) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=str(settings.kube_ca))
+    except OSError as error:
+        raise BadSettings(
+            f"the Kubernetes CA {str(settings.kube_ca)!r} can't be used: {error}"
+        ) from error

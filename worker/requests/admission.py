@@ -1,0 +1,184 @@
+"""What a request must meet before it is queued, as ordered checks that name the fix.
+
+Everything here is fast and free of side effects, so a request is checked and registered in one
+step of the event loop, and no commit can come in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollout_worker.core.holds import Want
+from rollout_worker.core.runtime import Runtime
+from rollout_worker.engine import Engine, EngineInfo, EngineRequest, InvalidRequest
+from rollout_worker.schemas import GenerateRequest, Lifecycle, LogprobsOf, WeightsId
+from rollout_worker.wire.problems import ProblemError
+
+from .abilities import check_abilities
+
+MAX_SEED = 2**63
+
+_NO_ENGINE = {
+    Lifecycle.STARTING: ("starting", "the worker is starting", 2),
+    Lifecycle.LOADING: ("starting", "the model is loading", 2),
+    Lifecycle.FAILED: ("failed", "the engine failed and is being restarted", 5),
+}
+
+
+def not_serving(
+    runtime: Runtime, active: WeightsId | None, required: WeightsId | None
+) -> ProblemError | None:
+    """Why no request may run now, or None. Readiness follows the same answer.
+
+    `active`: the serving weights; `required`: the floor below which nothing is served.
+    """
+    if not runtime.admitting:
+        return _refusal("shutting-down", "the worker is shutting down: use another replica", 1)
+    state = runtime.lifecycle.state
+    if state in _NO_ENGINE:
+        return _refusal(*_NO_ENGINE[state])
+    if not runtime.alive:
+        return _refusal("failed", "the engine failed and is being restarted", 5)
+    want = runtime.target().want
+    if want is Want.ASLEEP or state in (Lifecycle.DRAINING, Lifecycle.ASLEEP, Lifecycle.WAKING):
+        return _refusal("asleep", "the worker is asleep: wake it, or use another replica", 5)
+    if want is Want.PAUSED or state is not Lifecycle.ACTIVE:
+        return _refusal("paused", "the worker is paused: resume it, or try again", 1)
+    return _fenced(runtime, active, required)
+
+
+def _fenced(
+    runtime: Runtime, active: WeightsId | None, required: WeightsId | None
+) -> ProblemError | None:
+    if required is None:
+        if not runtime.settings.in_pool:
+            return None
+        return _refusal("fenced", "no weights floor has been set yet (POST /v1/require)", 1)
+    if active is None or active < required:
+        return ProblemError(
+            "fenced",
+            f"the active weights {active} are below the required {required}: stage and commit"
+            f" {required} or later, or use another replica",
+            retry_after=1,
+            active=_identity(active),
+            required=_identity(required),
+        )
+    return None
+
+
+def _refusal(slug: str, detail: str, retry_after: int) -> ProblemError:
+    return ProblemError(slug, f"{detail}; nothing was generated", retry_after=retry_after)
+
+
+def _identity(weights: WeightsId | None) -> dict[str, int] | None:
+    return None if weights is None else weights.model_dump()
+
+
+def check_version(request: GenerateRequest, active: WeightsId) -> WeightsId | None:
+    """Compare the request's bounds with the active weights; return the exact identity, if any.
+
+    Raises:
+        ProblemError: 409 `version-not-met`, retryable, which names the active weights.
+    """
+    epoch = active.epoch if request.epoch is None else request.epoch
+    exact = None
+    if request.exact_version is not None:
+        exact = WeightsId(epoch=epoch, version=request.exact_version)
+        if exact != active:
+            raise _not_met(f"exactly {exact}", active)
+    if request.min_version is not None or request.epoch is not None:
+        floor = WeightsId(epoch=epoch, version=request.min_version or 0)
+        if active < floor:
+            raise _not_met(f"at least {floor}", active)
+    return exact
+
+
+def _not_met(wanted: str, active: WeightsId) -> ProblemError:
+    return ProblemError(
+        "version-not-met",
+        f"the request wants weights {wanted}, but {active} are active: try again after the update,"
+        " use another replica, or change the bound",
+        retry_after=1,
+        active=_identity(active),
+    )
+
+
+def expand(
+    request: GenerateRequest,
+    request_id: str,
+    engine: Engine,
+    info: EngineInfo,
+    default_logprobs: LogprobsOf,
+) -> Sequence[EngineRequest]:
+    """Return one engine request per output, with lengths, logprobs and seeds resolved.
+
+    Raises:
+        ProblemError: 413 or 422 that names the field.
+    """
+    sampling = request.sampling.model_copy(
+        update={"max_tokens": _max_tokens(request, info.max_length), "n": 1}
+    )
+    logprobs: LogprobsOf | None = default_logprobs
+    if request.logprobs is not None:
+        logprobs = None if request.logprobs == "none" else request.logprobs
+    seed = request.sampling.seed
+    requests = [
+        EngineRequest(
+            request_id=f"{request_id}/{index}",
+            token_ids=request.token_ids,
+            sampling=sampling
+            if seed is None
+            else sampling.model_copy(update={"seed": (seed + index) % MAX_SEED}),
+            logprobs=logprobs,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            session_id=request.session_id,
+            streamed=request.stream,
+        )
+        for index in range(request.sampling.n)
+    ]
+    try:
+        check_abilities(requests[0], engine.capabilities)
+        engine.validate(requests[0])
+    except InvalidRequest as error:
+        raise invalid(error) from error
+    return requests
+
+
+def invalid(error: InvalidRequest) -> ProblemError:
+    """The engine's refusal, as a problem that names the field."""
+    slug = "too-long" if error.status == 413 else "unsupported"
+    named = f"{error.field}: {error}"
+    return ProblemError(slug, named, errors=[{"field": error.field, "message": str(error)}])
+
+
+def _max_tokens(request: GenerateRequest, max_length: int) -> int:
+    prompt = len(request.token_ids)
+    wanted = request.sampling.max_tokens
+    room = max_length - prompt
+    needed = wanted or max(1, request.sampling.min_tokens)
+    if room < needed:
+        raise ProblemError(
+            "too-long",
+            f"{prompt} prompt tokens plus {needed} to generate exceed the maximum length of"
+            f" {max_length}: shorten the prompt, or lower sampling.max_tokens or min_tokens",
+            errors=[{"field": "token_ids", "message": f"{prompt} of {max_length} tokens"}],
+        )
+    return wanted or room
+
+
+def check_room(runtime: Runtime, waiting: int, wanted: int) -> None:
+    """Refuse a request that does not fit in the queue.
+
+    Raises:
+        ProblemError: 429 with Retry-After.
+    """
+    limit = runtime.settings.max_queue
+    if waiting + wanted > limit:
+        raise ProblemError(
+            "queue-full",
+            f"{waiting} outputs are queued and --max-queue is {limit}: try again, or use another"
+            " replica",
+            retry_after=1,
+            queued=waiting,
+        )

@@ -1,0 +1,73 @@
+"""One continuation: what has been generated so far, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from rollout_worker.engine import EngineDelta, EngineRequest
+from rollout_worker.schemas import AbortReason, GenerateOutput, StopMatch, StopReason, WeightsSpan
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """One continuation. token_ids: [T], logprobs: [T] if requested."""
+
+    index: int
+    request: EngineRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[WeightsSpan] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    stop_match: StopMatch | None = None
+    abort_reason: AbortReason | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    queued_seconds: float = 0.0
+    aborting: AbortReason | None = None
+    """Set once someone asks to end it; the engine may not know the output yet."""
+    pump: asyncio.Task[None] | None = None
+
+    def take(self, delta: EngineDelta) -> None:
+        """Append a delta from the engine."""
+        self.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            self.logprobs.extend(delta.logprobs)
+        for span in delta.spans:
+            self._append_span(span)
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        self.preemptions = max(self.preemptions, delta.preemptions)
+        self.queued_seconds = delta.queued_seconds
+        if delta.stop_reason is not None:
+            self.stop_reason = delta.stop_reason
+            self.stop_match = delta.stop_match
+            self.abort_reason = delta.abort_reason
+
+    def _append_span(self, span: WeightsSpan) -> None:
+        last = self.spans[-1] if self.spans else None
+        if last is not None and _kind(last) == _kind(span) and last.end == span.start:
+            self.spans[-1] = last.model_copy(update={"end": span.end})
+        else:
+            self.spans.append(span)
+
+    def end(self, reason: AbortReason) -> None:
+        """Mark it aborted, without the engine."""
+        if self.stop_reason is None:
+            self.stop_reason, self.abort_reason = StopReason.ABORTED, reason
+
+    def result(self) -> GenerateOutput:
+        """The finished output, as the client receives it."""
+        assert self.stop_reason is not None
+        return GenerateOutput(
+            index=self.index,
+            token_ids=tuple(self.token_ids),
+            logprobs=None if self.request.logprobs is None else tuple(self.logprobs),
+            stop_reason=self.stop_reason,
+            stop_match=self.stop_match,
+            abort_reason=self.abort_reason,
+            weights=tuple(self.spans),
+        )
+
+
+def _kind(span: WeightsSpan) -> tuple[int, int, bool]:
+    return (span.epoch, span.version, span.stale_kv)

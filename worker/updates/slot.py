@@ -1,0 +1,181 @@
+"""The staging slot: memory of the engine that is filled beside the serving weights.
+
+`fill` is the whole way of bytes into an engine: open and check the source, ask the engine for
+memory, read, verify, seal. Whoever gives up halfway gives the memory back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rollout_worker.engine import Engine, EngineError, Layout, Sink, WeightsRejected
+from rollout_worker.schemas import StagedWeights, StageRequest, WeightsId, WeightsSource
+from rollout_worker.sources.files import Report, Source, open_source, read
+from rollout_worker.threads import in_thread
+from rollout_worker.weights import check_layout
+from rollout_worker.wire.problems import ProblemError, conflict
+
+logger = logging.getLogger(__name__)
+
+DISCARD_SECONDS = 60.0
+
+Located = tuple[Path, tuple[Path, ...]]
+"""Where a source lies and its roots, as `resolve.locate` says."""
+
+
+async def fill(
+    engine: Engine,
+    layout: Layout,
+    located: Located,
+    verify: Callable[[str], None],
+    report: Report = lambda done, total: None,
+    *,
+    on_disk: bool = False,
+) -> Sink:
+    """Return a sealed sink of the engine with everything that the source holds.
+
+    Args:
+        engine: Gives the memory.
+        layout: What the source must hold.
+        located: The source.
+        verify: Raises unless the root hash is the right one; called in the loop.
+        report: Told of progress, in a thread.
+        on_disk: See `Engine.open_slot`.
+
+    Raises:
+        WeightsRejected: a missing, unexpected or ill-shaped tensor, or a wrong hash.
+        EngineError: the engine has no room.
+    """
+    cancel = threading.Event()
+    source = await in_thread(lambda _: _open(layout, located), cancel)
+    sink = await engine.open_slot(source.entries, on_disk=on_disk)
+
+    def bring(cancelled: Callable[[], bool]) -> str:
+        return read(source, layout.tied, sink.allocate, report, cancelled)
+
+    try:
+        if sink.memory != "host":
+            raise EngineError(f"files can't be read into {sink.memory} memory: use a transport")
+        verify(await in_thread(bring, cancel))
+        await in_thread(lambda _: sink.seal(), cancel)
+    except BaseException:
+        await asyncio.to_thread(sink.close)
+        raise
+    return sink
+
+
+def _open(layout: Layout, located: Located) -> Source:
+    path, roots = located
+    source = open_source(path, roots=roots)
+    check_layout(layout, source.entries, str(path))
+    return source
+
+
+class Slot:
+    """What is being staged, or was."""
+
+    def __init__(self, request: StageRequest, resolved: WeightsSource) -> None:
+        self.identity = WeightsId(epoch=request.epoch, version=request.version)
+        self.source = request.source
+        self.resolved = resolved
+        self.expected = request.root_hash
+        self.labels: Mapping[str, str] = request.labels
+        self.deadline_seconds = request.deadline_seconds
+        self.root_hash: str | None = None
+        self.done = 0
+        self.total = 0
+        self.error: str | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._sink: Sink | None = None
+        self._filled = False
+
+    @property
+    def staged(self) -> bool:
+        """Whether the bytes are there and verified."""
+        return self._filled and self.error is None
+
+    async def fill(self, engine: Engine, layout: Layout, located: Located) -> None:
+        """Bring the bytes; raises what `fill` raises."""
+        self._sink = await fill(engine, layout, located, self._verify, self.report)
+        self._filled = True
+
+    def _verify(self, root_hash: str) -> None:
+        if self.expected not in (None, root_hash):
+            raise WeightsRejected(
+                f"content-mismatch: {self.identity} should have root_hash {self.expected}, its "
+                f"source has {root_hash}: publish the right bytes under a higher version"
+            )
+        self.root_hash = root_hash
+
+    def take(self) -> Sink:
+        """Hand the filled sink over; from now on the engine frees it."""
+        sink, self._sink = self._sink, None
+        assert sink is not None, "taken once, when it is staged"
+        return sink
+
+    async def drop(self) -> None:
+        """End the filling and give the memory back."""
+        if self.task is not None and not self.task.done():
+            self.task.cancel()
+            await asyncio.wait({self.task}, timeout=DISCARD_SECONDS)
+            logger.info("staging of weights %s was cancelled", self.identity)
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            await asyncio.to_thread(sink.close)
+
+    def report(self, done: int, total: int) -> None:
+        """Note progress; may be called from any thread."""
+        self.done, self.total = done, total
+
+    def view(self) -> StagedWeights:
+        """The slot as clients see it."""
+        phase = "Failed" if self.error else "Staged" if self.staged else "Staging"
+        return StagedWeights.model_validate(
+            {
+                "epoch": self.identity.epoch,
+                "version": self.identity.version,
+                "source": self.source,
+                "phase": phase,
+                "bytes_done": self.done,
+                "bytes_total": self.total,
+                "root_hash": self.root_hash or self.expected,
+                "labels": self.labels,
+                "error": self.error,
+            }
+        )
+
+    def repeated(self, request: StageRequest, resolved: WeightsSource) -> StagedWeights:
+        """Answer another stage of this identity.
+
+        Raises:
+            ProblemError: 409, it means other content.
+        """
+        known = self.root_hash or self.expected
+        if not same_content(request, known, same_source=resolved == self.resolved):
+            raise mismatch(self.identity, known)
+        self.expected = self.expected or request.root_hash
+        return self.view()
+
+
+def same_content(request: StageRequest, known: str | None, *, same_source: bool) -> bool:
+    """Whether a request for a known identity means its content: the hash decides, then the source.
+
+    `known`: the content's hash, None while nobody knows it.
+    """
+    if request.root_hash is not None and known is not None:
+        return request.root_hash == known
+    return same_source
+
+
+def mismatch(identity: WeightsId, root_hash: str | None) -> ProblemError:
+    """A 409: the identity is known with other content."""
+    return conflict(
+        "content-mismatch",
+        f"weights {identity} are bound to other content (root_hash {root_hash}): publish new bytes"
+        " under a higher version",
+        root_hash=root_hash,
+    )

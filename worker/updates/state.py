@@ -1,0 +1,286 @@
+"""Which weights are active, which are staged, and the one staging slot.
+
+Order is lexicographic (epoch, version) everywhere, and an identity is bound to its content. The
+flip itself is in `commits`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from rollout_worker.core.fence import Fence
+from rollout_worker.core.runtime import Runtime
+from rollout_worker.engine import EngineError, EngineInfo, Sink, WeightsRejected
+from rollout_worker.schemas import (
+    CHECKPOINT,
+    ActiveWeights,
+    Checkpoint,
+    DiscardRequest,
+    DiscardResponse,
+    RequireRequest,
+    StagedWeights,
+    StageRequest,
+    WeightsId,
+    WeightsSource,
+    WeightsState,
+)
+from rollout_worker.sources.resolve import locate, resolve
+from rollout_worker.wire.problems import ProblemError, conflict
+
+from .slot import Located, Slot, fill, mismatch, same_content
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT_SOURCE = WeightsSource(checkpoint=Checkpoint())
+
+
+class Updates:
+    """The weights' state of one worker."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.active: ActiveWeights | None = None
+        self.source = CHECKPOINT_SOURCE
+        """Where the active weights' bytes are, resolved; sleep at level 2 and restarts read it."""
+        self._given_source = CHECKPOINT_SOURCE
+        self.previous: ActiveWeights | None = None
+        self.slot: Slot | None = None
+        self.slot_lock = asyncio.Lock()
+        """Held while the slot is replaced or committed."""
+        self._room = asyncio.Lock()
+        """Held while a slot is filled: a thread that is slow to give up still holds its memory."""
+        self.fence = Fence()
+        self.commit_seq = 0
+
+    @property
+    def identity(self) -> WeightsId | None:
+        """Identity of the active weights."""
+        return None if self.active is None else self.active.identity
+
+    @property
+    def facts(self) -> dict[str, dict[str, int] | None]:
+        """What every refusal says besides its reason: which weights are active."""
+        return {"active": None if self.identity is None else self.identity.model_dump()}
+
+    def view(self) -> WeightsState:
+        """The state as clients see it."""
+        return WeightsState(
+            active=self.active,
+            previous=self.previous,
+            staged=None if self.slot is None else self.slot.view(),
+            required=self.fence.floor,
+            fence_epoch=self.fence.epoch,
+            commit_seq=self.commit_seq,
+        )
+
+    def require(self, request: RequireRequest) -> WeightsState:
+        """Raise the fence.
+
+        Raises:
+            ProblemError: 409, it would go down.
+        """
+        self.fence.raise_to(request)
+        self._runtime.changed.fire()
+        return self.view()
+
+    def check_order(self, identity: WeightsId) -> None:
+        """Refuse identities below the active weights or of a fenced epoch.
+
+        Raises:
+            ProblemError: 409 `stale-epoch` or `version-regressed`.
+        """
+        self.fence.check(identity.epoch, **self.facts)
+        active = self.identity
+        if active is not None and identity < active:
+            raise _regressed(identity, active, "active")
+
+    # Stage.
+
+    async def stage(self, request: StageRequest) -> StagedWeights:
+        """Begin to stage beside the serving weights; returns at once.
+
+        Raises:
+            ProblemError: 409, the state or the order of identities forbids it; 422, the path.
+        """
+        self._runtime.loaded()
+        self.check_resident()
+        identity = WeightsId(epoch=request.epoch, version=request.version)
+        self.check_order(identity)
+        resolved = resolve(request.source, self._runtime.settings)
+        if self.active is not None and identity == self.active.identity:
+            return self._already_active(request, self.active, resolved)
+        try:
+            async with asyncio.timeout(request.deadline_seconds), self.slot_lock:
+                return await self._begin(request, identity, resolved)
+        except TimeoutError:
+            raise ProblemError(
+                "deadline-exceeded", "the staging slot was busy: try again", retry_after=1
+            ) from None
+
+    def check_resident(self) -> None:
+        """Refuse to touch weights that are not in memory.
+
+        Raises:
+            ProblemError: 409 `asleep`.
+        """
+        if not self._runtime.stats().resident.weights:
+            raise conflict(
+                "asleep",
+                'the weights\' memory is given back: POST /v1/wake {"tags": ["weights"]}',
+                **self.facts,
+            )
+
+    async def _begin(
+        self, request: StageRequest, identity: WeightsId, resolved: WeightsSource
+    ) -> StagedWeights:
+        self.check_order(identity)  # a commit may have gone by while we waited for the slot
+        slot = self.slot
+        if slot is not None and slot.error is None:
+            if identity == slot.identity:
+                return slot.repeated(request, resolved)
+            if identity < slot.identity:
+                raise _regressed(identity, slot.identity, "staged", **self.facts)
+        await self.clear_slot()
+        self._runtime.loaded()
+        slot = self.slot = Slot(request, resolved)
+        logger.info("staging weights %s", identity)
+        slot.task = asyncio.create_task(self._stage(slot))
+        return slot.view()
+
+    def _already_active(
+        self, request: StageRequest, active: ActiveWeights, resolved: WeightsSource
+    ) -> StagedWeights:
+        if not same_content(request, active.root_hash, same_source=resolved == self.source):
+            raise mismatch(active.identity, active.root_hash)
+        return StagedWeights(
+            epoch=active.epoch,
+            version=active.version,
+            source=self._given_source,
+            phase="Staged",
+            root_hash=active.root_hash,
+            labels=active.labels,
+        )
+
+    async def _stage(self, slot: Slot) -> None:
+        start = time.monotonic()
+        seconds = slot.deadline_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._runtime.call(
+                    self._fill(slot),
+                    seconds * 2 + 60,  # the timeout above ends it first
+                    "stage",
+                    fatal=False,
+                )
+        except TimeoutError:
+            slot.error = f"not staged within {seconds:g} s: raise deadline_seconds and stage again"
+        except EngineError as error:
+            slot.error = str(error)
+        except Exception as error:
+            logger.exception("staging %s failed", slot.identity)
+            slot.error = f"internal error: {error}"
+        self._runtime.telemetry.update_seconds.labels("stage").observe(time.monotonic() - start)
+        if slot.error:
+            logger.warning("staging weights %s failed: %s", slot.identity, slot.error)
+        else:
+            logger.info("staged weights %s", slot.identity)
+        self._runtime.changed.fire()
+
+    async def _fill(self, slot: Slot) -> None:
+        engine, info = self._runtime.loaded()
+        async with self._room:
+            await slot.fill(engine, info.layout, self._located(slot.resolved, info))
+
+    def _located(self, source: WeightsSource, info: EngineInfo) -> Located:
+        return locate(source, self._runtime.settings, Path(info.model))
+
+    async def refill(self, *, on_disk: bool = False) -> Sink:
+        """Bring the active weights again; see `engine.Refill`."""
+        engine, info, active = self._runtime.engine, self._runtime.info, self.active
+        assert engine is not None
+        assert info is not None
+        assert active is not None, "an engine has loaded weights"
+
+        def verify(root_hash: str) -> None:
+            if root_hash != active.root_hash:
+                raise WeightsRejected(
+                    f"the source of the active weights has root_hash {root_hash}, they had "
+                    f"{active.root_hash}: its bytes were changed; commit a later version from an "
+                    "intact source"
+                )
+
+        located = self._located(self.source, info)
+        return await fill(engine, info.layout, located, verify, on_disk=on_disk)
+
+    async def clear_slot(self) -> None:
+        """Cancel and drop what is staged; the caller holds `slot_lock`."""
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            await slot.drop()
+
+    async def discard(self, request: DiscardRequest) -> DiscardResponse:
+        """Drop this identity from the slot; anything else is left alone."""
+        identity = WeightsId(epoch=request.epoch, version=request.version)
+        async with self.slot_lock:
+            if self.slot is None or self.slot.identity != identity:
+                return DiscardResponse(outcome="unchanged")
+            await self.clear_slot()
+        self._runtime.changed.fire()
+        return DiscardResponse(outcome="discarded")
+
+    # What happens to the active weights.
+
+    def activate(self, slot: Slot) -> None:
+        """Make the slot's weights the active ones; right after the engine flipped."""
+        self.previous = self.active
+        self.active = ActiveWeights(
+            epoch=slot.identity.epoch,
+            version=slot.identity.version,
+            root_hash=slot.root_hash,
+            labels=slot.labels,
+        )
+        self.source, self._given_source = slot.resolved, slot.source
+        self.slot = None
+        self.commit_seq += 1
+        self._runtime.telemetry.weights(slot.identity)
+
+    async def engine_lost(self) -> None:
+        """Give up the staged bytes: they were the dead engine's."""
+        slot = self.slot
+        if slot is not None:
+            slot.error = "the engine was restarted: stage again"
+            await slot.drop()
+
+    def loaded(self, info: EngineInfo) -> None:
+        """Note that an engine started with the checkpoint, which is active unless others were."""
+        if self.identity in (None, CHECKPOINT):
+            self._to_checkpoint(info)
+
+    def _to_checkpoint(self, info: EngineInfo) -> None:
+        self.active = ActiveWeights(
+            epoch=CHECKPOINT.epoch, version=CHECKPOINT.version, root_hash=info.root_hash
+        )
+        self.source = self._given_source = CHECKPOINT_SOURCE
+        self._runtime.telemetry.weights(CHECKPOINT)
+
+    def lost(self, info: EngineInfo) -> None:
+        """Fall back to the checkpoint, fenced: the active weights could not be loaded again."""
+        active = self.identity
+        if active is not None and (self.fence.floor is None or self.fence.floor < active):
+            self.fence.floor = active
+        self.previous = None
+        self._to_checkpoint(info)
+
+
+def _regressed(identity: WeightsId, than: WeightsId, what: str, **facts: Any) -> ProblemError:
+    slug = "stale-epoch" if identity.epoch < than.epoch else "version-regressed"
+    return conflict(
+        slug,
+        f"weights {identity} are below the {what} {than}: raise the version, or the epoch to go"
+        " back",
+        **{**facts, what: than.model_dump()},
+    )

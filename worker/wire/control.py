@@ -1,0 +1,116 @@
+"""Wire models of the control port: the worker's state, holds, sleep, and abort."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    model_validator,
+)
+
+from .base import Bool, Float, Int, Lifecycle, MemoryTag, Progress, Seconds, Wire
+from .weights import WeightsState
+
+
+class Resident(Wire):
+    """Which memory the engine has allocated."""
+
+    weights: bool
+    kv_cache: bool
+
+
+class Hold(Wire):
+    """A live hold; the most restrictive hold decides the worker's state."""
+
+    holder: str
+    state: Literal["Paused", "Asleep"]
+    ttl: Seconds | None = Field(
+        default=None, description="Seconds until the hold expires; null: it does not expire."
+    )
+
+
+class WorkerState(Wire):
+    """Response of `GET /v1/state`."""
+
+    boot_id: str = Field(description="Identifies this worker process; a restart changes it.")
+    engine: str
+    lifecycle: Lifecycle
+    serving: bool = Field(description="Whether the worker accepts requests; same as GET /ready.")
+    weights: WeightsState
+    resident: Resident
+    holds: tuple[Hold, ...] = ()
+    caller: str = Field(
+        default="", description="The name under which this caller's holds are listed."
+    )
+    generation: int | None = Field(
+        default=None, description="Highest metadata.generation seen in an operator's call."
+    )
+    in_flight: int = 0
+    queued: int = 0
+    restarts: int = 0
+    last_error: str | None = None
+    progress: Progress | None = None
+
+
+class PauseRequest(Wire):
+    """Body of `POST /v1/pause`."""
+
+    mode: Literal["drain", "abort", "keep"] = "drain"
+    deadline_seconds: Float = Field(default=30, ge=0, le=86400)
+    ttl_seconds: Float | None = Field(default=None, gt=0, le=86400)
+    generation: Int | None = Field(default=None, ge=0)
+
+
+class ReleaseRequest(Wire):
+    """Body of `POST /v1/resume`, which releases the caller's pause."""
+
+    generation: Int | None = Field(default=None, ge=0)
+
+
+def _whole(level: object) -> object:
+    if type(level) is not int:  # True and 1.0 equal 1
+        raise ValueError("must be 1 or 2")
+    return level
+
+
+class SleepRequest(Wire):
+    """Body of `POST /v1/sleep`."""
+
+    level: Annotated[Literal[1, 2], BeforeValidator(_whole)] = 1
+    tags: tuple[MemoryTag, ...] = Field(default=("weights", "kv_cache"), min_length=1)
+    mode: Literal["drain", "abort", "keep"] = "drain"
+    deadline_seconds: Float = Field(default=30, ge=0, le=86400)
+    generation: Int | None = Field(default=None, ge=0)
+
+
+class WakeRequest(Wire):
+    """Body of `POST /v1/wake`, which releases the caller's sleep for these tags."""
+
+    tags: tuple[MemoryTag, ...] = Field(default=("weights", "kv_cache"), min_length=1)
+    generation: Int | None = Field(default=None, ge=0)
+
+
+class ResetRequest(Wire):
+    """Body of `POST /v1/cache/reset`: an empty object."""
+
+
+class AbortRequest(Wire):
+    """Body of `POST /v1/abort`: either request ids or `all`."""
+
+    request_ids: tuple[Annotated[str, Field(max_length=256)], ...] | None = None
+    all: Bool = False
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if (self.request_ids is None) != self.all:
+            raise ValueError('set either request_ids or "all": true')
+        return self
+
+
+class AbortResponse(Wire):
+    """The requests that were aborted, and the ids that were not in flight."""
+
+    aborted: tuple[str, ...]
+    unknown: tuple[str, ...]

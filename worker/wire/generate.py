@@ -1,0 +1,245 @@
+"""Wire models of the data port: a generate request, its response, its stream, and `/v1/info`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+
+from .base import (
+    MAX_TOKEN_ID,
+    AbortReason,
+    Bool,
+    Float,
+    Identity,
+    InFlightPolicy,
+    Int,
+    LogprobsOf,
+    Seconds,
+    StopReason,
+    TokenId,
+    Wire,
+    _absent,
+)
+
+MAX_BATCH_N = 128
+"""Largest `n` of one request."""
+
+
+def _token_key(key: object) -> object:
+    """JSON keys are strings: accept plain decimal digits, nothing else that `int()` would take."""
+    if isinstance(key, str) and re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
+        return int(key)
+    return key
+
+
+TokenKey = Annotated[TokenId, BeforeValidator(_token_key)]
+
+
+class SamplingParams(Wire):
+    """How tokens are sampled; the defaults sample from the model's own distribution.
+
+    They apply in vLLM's order: allowed ids and logit bias, penalties, `min_tokens` (masks EOS and
+    stop ids), temperature, `min_p`, `top_k`, `top_p`.
+    """
+
+    max_tokens: Int | None = Field(
+        default=None, ge=1, description="null: up to the maximum length."
+    )
+    min_tokens: Int = Field(default=0, ge=0)
+    temperature: Float = Field(default=1.0, ge=0, le=100)
+    top_p: Float = Field(default=1.0, gt=0, le=1)
+    top_k: Int = Field(default=0, ge=0, le=MAX_TOKEN_ID, description="0: all tokens.")
+    min_p: Float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: Float = Field(default=1.0, gt=0, le=10)
+    presence_penalty: Float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: Float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: Mapping[TokenKey, Float] = Field(default_factory=dict)
+    allowed_token_ids: tuple[TokenId, ...] | None = Field(default=None, min_length=1)
+    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=256)
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
+        default=(), max_length=16
+    )
+    ignore_eos: Bool = False
+    seed: Int | None = Field(default=None, ge=0, le=2**63 - 1)
+    n: Int = Field(default=1, ge=1, le=MAX_BATCH_N)
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _within_max_tokens(cls, value: int, info: ValidationInfo) -> int:
+        most = info.data.get("max_tokens")
+        if most is not None and value > most:
+            raise ValueError("exceeds max_tokens: lower it, or raise max_tokens")
+        return value
+
+
+class GenerateRequest(Wire):
+    """Body of `POST /v1/generate`: one prompt of token ids."""
+
+    request_id: str | None = Field(
+        default=None, min_length=1, max_length=256, description="null: the worker generates one."
+    )
+    session_id: str | None = Field(default=None, min_length=1, max_length=256)
+    token_ids: tuple[TokenId, ...] = Field(min_length=1)
+    sampling: SamplingParams = SamplingParams()
+    logprobs: Literal["sampling", "raw", "none"] | None = Field(
+        default=None, description="null: the pool's default; 'none': no logprobs."
+    )
+    epoch: Identity | None = Field(
+        default=None, description="Epoch that the version bounds refer to; null: the active epoch."
+    )
+    min_version: Identity | None = None
+    exact_version: Identity | None = None
+    cache_salt: str | None = Field(default=None, max_length=256)
+    priority: Int = Field(
+        default=0, ge=-(2**31), le=2**31 - 1, description="Lower values run first."
+    )
+    deadline_seconds: Float = Field(default=600, gt=0, le=86400)
+    stream: Bool = False
+
+
+class StopMatch(Wire):
+    """What caused a `stop`: a token id (EOS or stop id) or a stop string; the other is omitted."""
+
+    token_id: TokenId | None = Field(default=None, exclude_if=_absent)
+    text: str | None = Field(default=None, exclude_if=_absent)
+
+
+class WeightsSpan(Wire):
+    """A forward pass of these weights produced tokens `[start, end)` of an output."""
+
+    epoch: Identity
+    version: Identity
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+    stale_kv: bool = Field(
+        default=False, description="Whether KV computed with older weights was reused."
+    )
+
+
+class GenerateOutput(Wire):
+    """One sampled continuation: token_ids [T], logprobs [T] (natural log, float32 precision).
+
+    `logprobs` is omitted if the request asked for none.
+    """
+
+    index: int = Field(ge=0)
+    token_ids: tuple[TokenId, ...]
+    logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_absent)
+    stop_reason: StopReason
+    stop_match: StopMatch | None = None
+    abort_reason: AbortReason | None = None
+    weights: tuple[WeightsSpan, ...]
+
+
+class Usage(Wire):
+    """Token counts of a request; `cached_tokens` prompt tokens came from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class Timing(Wire):
+    """Where a request spent its time, in seconds."""
+
+    queued_seconds: Seconds
+    first_token_seconds: Seconds | None = None
+    total_seconds: Seconds
+    preemptions: int = 0
+
+
+class GenerateResponse(Wire):
+    """Response of `POST /v1/generate`."""
+
+    request_id: str
+    logprobs_of: Literal["sampling", "raw"] | None
+    outputs: tuple[GenerateOutput, ...]
+    usage: Usage
+    timing: Timing
+
+
+class StreamDelta(Wire):
+    """Event `delta` of a stream; span offsets count from the output's first token."""
+
+    index: int
+    token_ids: tuple[TokenId, ...]
+    logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_absent)
+    weights: tuple[WeightsSpan, ...]
+
+
+class DoneOutput(Wire):
+    """An output without its arrays, as in event `done`."""
+
+    index: int
+    stop_reason: StopReason
+    stop_match: StopMatch | None = None
+    abort_reason: AbortReason | None = None
+
+
+class StreamDone(Wire):
+    """Event `done` of a stream: the response without its arrays."""
+
+    request_id: str
+    logprobs_of: Literal["sampling", "raw"] | None
+    outputs: tuple[DoneOutput, ...]
+    usage: Usage
+    timing: Timing
+
+
+SAMPLING_FIELDS = tuple(
+    sorted(SamplingParams.model_fields.keys() - {"max_tokens", "n", "seed", "stop"})
+)
+"""Fields of `sampling` that the engine itself must support."""
+
+
+class Capabilities(Wire):
+    """What the engine supports; anything else is refused (422 naming the field), never ignored."""
+
+    logprobs: tuple[LogprobsOf, ...] = Field(
+        description="Kinds it records. Either kind is served when both have the same values."
+    )
+    sampling: tuple[str, ...] = Field(
+        default=SAMPLING_FIELDS, description="Fields of `sampling` that it supports."
+    )
+    sampling_logprobs: tuple[str, ...] = Field(
+        default=SAMPLING_FIELDS,
+        description="Fields of `sampling` that may differ from their defaults when `sampling`"
+        " logprobs are requested.",
+    )
+    seed: bool = Field(
+        description="The same seed samples the same tokens, whatever else is in the batch."
+    )
+    priority: bool = Field(description="Requests with a lower `priority` start first.")
+    stop_strings: bool = Field(description="It supports `sampling.stop`.")
+    in_flight: tuple[InFlightPolicy, ...] = Field(
+        description="Policies for requests in flight at a commit; always `Drain` and `Abort`."
+    )
+    sleep_levels: tuple[Literal[1, 2], ...] = Field(description="Empty: it can't sleep.")
+    memory_release: bool = Field(description="Sleep returns memory to the system.")
+    prefix_cache: bool = Field(description="Prompts reuse the KV of shared prefixes.")
+    cache_salt: bool = Field(
+        description="Requests with different `cache_salt` share no cached prefixes."
+    )
+    chat: bool = Field(default=False, description="The model has a chat template.")
+    tool_parser: str | None = Field(
+        default=None, description="Format of the tool calls it parses; null: they stay text."
+    )
+
+
+class WorkerInfo(Wire):
+    """Response of `GET /v1/info`."""
+
+    api: Literal["v1"] = "v1"
+    engine: str
+    engine_version: str
+    model: str
+    max_length: int
+    capabilities: Capabilities

@@ -1,0 +1,100 @@
+"""Every error a caller can get, as RFC 9457 problems.
+
+`KINDS` lists them all: slug, HTTP status, title. The code that raises an error writes its detail,
+which says how to fix it. Slugs that name a state of the worker are 503 for a request that can't
+run now, and 409 for a verb that is out of order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from .base import Problem
+
+PREFIX: Final = "urn:rollout:problem:"
+MEDIA_TYPE: Final = "application/problem+json"
+
+KINDS: Final[dict[str, tuple[int, str]]] = {
+    # The request itself.
+    "invalid-request": (422, "The request is invalid"),
+    "unsupported": (422, "The engine does not support this"),
+    "too-long": (413, "The prompt and max_tokens exceed the maximum length"),
+    "body-too-large": (413, "The body is too large"),
+    "not-found": (404, "No such route"),
+    "method-not-allowed": (405, "The route does not allow this method"),
+    "http-error": (400, "The request could not be handled"),
+    # The caller.
+    "unauthenticated": (401, "A valid bearer token is required"),
+    "forbidden": (403, "The caller lacks permission"),
+    "auth-unavailable": (503, "The caller's permissions can't be checked right now"),
+    # Admission of requests.
+    "duplicate-request": (409, "The request_id is already in flight"),
+    "version-not-met": (409, "The active weights are not the requested ones"),
+    "queue-full": (429, "The queue is full"),
+    "fenced": (503, "The worker is fenced"),
+    "shutting-down": (503, "The worker is shutting down"),
+    # States of the worker.
+    "starting": (503, "The worker is starting"),
+    "loading": (503, "The engine is loading"),
+    "failed": (503, "The engine failed and is being restarted"),
+    "pausing": (503, "The worker is pausing"),
+    "paused": (503, "The worker is paused"),
+    "draining": (503, "The worker is draining"),
+    "asleep": (503, "The worker is asleep"),
+    "waking": (503, "The worker is waking up"),
+    # Verbs.
+    "held": (409, "Another caller holds the worker"),
+    "stale-generation": (409, "The worker has seen a newer generation"),
+    "stale-epoch": (409, "The worker has seen a newer epoch"),
+    "version-regressed": (409, "Versions must increase"),
+    "content-mismatch": (409, "The identity is bound to different content"),
+    "not-staged": (409, "These weights are not staged"),
+    "weights-rejected": (409, "The engine rejected the weights"),
+    "changed-meanwhile": (409, "Another call changed the outcome"),
+    "deadline-exceeded": (504, "The deadline passed"),
+    "internal-error": (500, "Internal error in the worker"),
+}
+
+
+class ProblemError(Exception):
+    """An error response: a problem body with `facts` as extension members."""
+
+    def __init__(
+        self,
+        slug: str,
+        detail: str,
+        *,
+        status: int | None = None,
+        retry_after: int | None = None,
+        **facts: Any,
+    ) -> None:
+        super().__init__(detail)
+        default_status, title = KINDS[slug]
+        self.slug = slug
+        self.retry_after = retry_after
+        self.problem = Problem(
+            type=PREFIX + slug,
+            title=title,
+            status=default_status if status is None else status,
+            detail=detail,
+            **facts,
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response."""
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+
+def conflict(slug: str, detail: str, **facts: Any) -> ProblemError:
+    """A verb that is out of order: always 409, even for slugs that name a state."""
+    return ProblemError(slug, detail, status=409, **facts)
+
+
+def too_large() -> ProblemError:
+    """The problem of a body above the size limit."""
+    return ProblemError(
+        "body-too-large",
+        "the body exceeds the size limit (1 MiB on the control port, 64 MiB on the data port):"
+        " send less",
+    )
