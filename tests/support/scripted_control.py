@@ -1,0 +1,124 @@
+"""A worker's control port without a worker: it keeps the staging slot and does what a test says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from loopback import Loopback, loopback
+from rollout_client.discovery.members import Member
+
+
+class ScriptedControl:
+    """Stages at once unless told otherwise, commits what is staged, holds what it is told to."""
+
+    def __init__(self, server: Loopback, name: str) -> None:
+        self.server = server
+        self.member = Member(f"http://{name}:8000", name, server.url)
+        self.active = (0, 0)
+        self.slot: dict[str, Any] | None = None
+        self.phase, self.root_hash = "Staged", "h"
+        self.error: str | None = None
+        self.resident = True
+        self.holds: list[str] = []
+        self.fence_epoch = 0
+        self.required: dict[str, int] | None = None
+        self.refuse: dict[str, tuple[int, str]] = {}
+        """By verb: status and slug of the refusal."""
+        self.bodies: list[tuple[str, dict[str, Any]]] = []
+        for method, path in (
+            ("GET", "state"),
+            *(("POST", f"weights/{verb}") for verb in ("stage", "commit", "discard")),
+            *(("POST", verb) for verb in ("require", "pause", "resume", "sleep", "wake")),
+        ):
+            server.answers[method, f"/v1/{path}"] = self._answer
+
+    @property
+    def verbs(self) -> list[str]:
+        """What was asked, beside the state."""
+        return [verb for verb, _ in self.bodies if verb != "state"]
+
+    def body(self, verb: str) -> dict[str, Any]:
+        """Return the body of the last call of a verb."""
+        return [body for each, body in self.bodies if each == verb][-1]
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        verb = request.path.rpartition("/")[2]
+        text = await request.text()
+        self.bodies.append((verb, json.loads(text) if text else {}))
+        if verb in self.refuse:
+            status, slug = self.refuse[verb]
+            problem = {"type": f"urn:rollout:problem:{slug}", "detail": f"no {verb}: {slug}"}
+            return web.json_response({**problem, "title": "t", "status": status}, status=status)
+        handler = getattr(self, f"_{verb}", self._state)
+        return web.json_response(handler(self.bodies[-1][1]))
+
+    def _weights(self) -> dict[str, Any]:
+        epoch, version = self.active
+        active = {"epoch": epoch, "version": version, "root_hash": "active"}
+        slot = None
+        if self.slot is not None:
+            told = {"phase": self.phase, "root_hash": self.root_hash, "error": self.error}
+            slot = {**self.slot, **told}
+        fence = {"required": self.required, "fence_epoch": self.fence_epoch}
+        return {"active": active, "staged": slot, "commit_seq": 1, **fence}
+
+    def _state(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "boot_id": "b",
+            "engine": "hf",
+            "lifecycle": "Active",
+            "serving": True,
+            "weights": self._weights(),
+            "resident": {"weights": self.resident, "kv_cache": self.resident},
+            "holds": [{"holder": "me", "state": state} for state in self.holds],
+            "caller": "me",
+        }
+
+    def _stage(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.slot = {name: body[name] for name in ("epoch", "version", "source")}
+        return {**self.slot, "phase": "Staging"}
+
+    def _discard(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.slot = None
+        return {"outcome": "discarded"}
+
+    def _commit(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.active = (body["epoch"], body["version"])
+        self.slot = None
+        done = {"commit_seq": 2, "pause_seconds": 0.5, "finished": 0, "aborted": 0, "kept": 0}
+        return {"active": self._weights()["active"], "previous": None, **done}
+
+    def _require(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.fence_epoch = body["epoch"]
+        return self._weights()
+
+    def _sleep(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.holds, self.resident = ["Asleep"], False
+        return self._state(body)
+
+    def _pause(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.holds = ["Paused"]
+        return self._state(body)
+
+    def _resume(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.holds = []
+        return self._state(body)
+
+    def _wake(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.holds, self.resident = [], True
+        return self._state(body)
+
+
+@asynccontextmanager
+async def scripted_controls(count: int) -> AsyncIterator[list[ScriptedControl]]:
+    """Yield so many control ports, called w0, w1, …"""
+    async with AsyncExitStack() as stack:
+        yield [
+            ScriptedControl(await stack.enter_async_context(loopback()), f"w{index}")
+            for index in range(count)
+        ]

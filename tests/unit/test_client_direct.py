@@ -1,0 +1,236 @@
+"""A pool without an operator, over control ports that do what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rollout_client import (
+    DirectOptions,
+    EpochLost,
+    PublishFailed,
+    PublishProgress,
+    SteeringFailed,
+    WeightsId,
+)
+from rollout_client.discovery.members import Member
+from rollout_client.steering.direct import DirectSteering
+from rollout_worker.schemas import WeightsSource
+from scripted_control import ScriptedControl, scripted_controls
+from waiting import until
+
+OLD, NEW = WeightsId(epoch=1, version=4), WeightsId(epoch=1, version=5)
+SOURCE = WeightsSource(path="/w/5")
+
+
+class Steered:
+    """A pool of two control ports, and what was told of it."""
+
+    def __init__(self, controls: list[ScriptedControl]) -> None:
+        self.controls = controls
+        self.members = [each.member for each in controls]
+        self.serving: list[tuple[str, WeightsId]] = []
+        self.told: list[PublishProgress] = []
+        options = DirectOptions(in_flight="Abort", drain_seconds=7, sleep_level=2)
+        self.direct = DirectSteering(
+            lambda: self.members,
+            options,
+            lambda url, identity: self.serving.append((url, identity)),
+        )
+
+    async def publish(self, seconds: float = 30) -> str:
+        done = await self.direct.publish(NEW, SOURCE, seconds, self.told.append)
+        assert done.identity == NEW
+        return done.message
+
+
+@pytest.fixture
+async def steered() -> AsyncIterator[Steered]:
+    async with scripted_controls(2) as controls:
+        made = Steered(controls)
+        yield made
+        await made.direct.close()
+
+
+# Epochs.
+
+
+async def test_an_epoch_is_above_all_that_any_worker_has_seen(steered: Steered) -> None:
+    first, second = steered.controls
+    first.active, first.fence_epoch = (3, 1), 5
+    second.required = {"epoch": 7, "version": 1}
+    assert await steered.direct.acquire(10) == 8
+    assert [each.body("require") for each in steered.controls] == [{"epoch": 8}] * 2
+    second.slot = {"epoch": 11, "version": 1, "source": {"path": "/w"}}
+    assert await steered.direct.acquire(10) == 12
+
+
+async def test_an_epoch_that_one_worker_refuses_is_lost(steered: Steered) -> None:
+    steered.controls[1].refuse["require"] = (409, "stale-epoch")
+    with pytest.raises(EpochLost, match="w1: no require: stale-epoch"):
+        await steered.direct.acquire(10)
+
+
+async def test_without_an_answer_there_is_no_epoch(steered: Steered) -> None:
+    steered.controls[0].server.delay("GET", "/v1/state", {}, 5)
+    with pytest.raises(SteeringFailed, match=r"the workers did not confirm an epoch in 0\.2 s"):
+        await steered.direct.acquire(0.2)
+
+
+# Weights.
+
+
+async def test_all_stage_then_all_commit_and_all_are_fenced(steered: Steered) -> None:
+    assert await steered.publish() == "2 of 2 replicas serve weights (1, 5)"
+    for each in steered.controls:
+        assert each.verbs[:3] == ["stage", "commit", "require"]
+        assert each.active == (1, 5)
+        commit = each.body("commit")
+        assert (commit["epoch"], commit["version"], commit["in_flight"]) == (1, 5, "Abort")
+        assert commit["deadline_seconds"] == 7
+        assert each.body("require") == {"epoch": 1, "min_version": 5}
+    assert steered.serving == [("http://w0:8000", NEW), ("http://w1:8000", NEW)]
+    assert steered.direct.floor == NEW
+    assert [told.phase for told in steered.told][-2:] == ["Committing", "Complete"]
+    assert (steered.told[-1].done, steered.told[-1].total) == (2, 2)
+
+
+async def test_a_commit_drains_no_longer_than_the_publish_may_take(steered: Steered) -> None:
+    await steered.publish(seconds=3)
+    assert 1 < steered.controls[0].body("commit")["deadline_seconds"] < 3
+
+
+async def test_who_sleeps_is_fenced_and_gets_them_later(steered: Steered) -> None:
+    asleep = steered.controls[1]
+    asleep.resident = False
+    told = "1 of 2 replicas serve weights (1, 5); 1 get them before they serve again"
+    assert await steered.publish() == told
+    assert asleep.verbs == ["require"]
+    assert steered.serving == [("http://w0:8000", NEW)]
+    asleep.resident = True
+    await until(lambda: asleep.active == (1, 5), what="the keeper to seed it")
+    await until(lambda: len(steered.serving) == 2, what="it to be noted")
+
+
+async def test_a_pool_that_sleeps_commits_at_once(steered: Steered) -> None:
+    for each in steered.controls:
+        each.resident = False
+    assert "0 of 2 replicas serve" in await steered.publish()
+    assert steered.direct.floor == NEW
+
+
+async def test_a_commit_that_all_refuse_changes_nothing(steered: Steered) -> None:
+    for each in steered.controls:
+        each.refuse["commit"] = (409, "stale-epoch")
+    with pytest.raises(EpochLost, match="no commit: stale-epoch"):
+        await steered.publish()
+    assert steered.direct.floor is None
+    for each in steered.controls:
+        assert each.verbs == ["stage", "commit", "discard"]
+
+
+async def test_a_commit_that_one_refuses_goes_on(steered: Steered) -> None:
+    bad = steered.controls[1]
+    bad.refuse["commit"] = (500, "commit-failed")
+    assert (await steered.publish()).startswith("1 of 2 replicas serve")
+    assert steered.direct.floor == NEW
+    assert bad.body("require") == {"epoch": 1, "min_version": 5}
+    del bad.refuse["commit"]
+    await until(lambda: bad.active == (1, 5), what="the keeper to seed it")
+
+
+async def test_a_commit_that_nobody_answers_fails_but_holds(steered: Steered) -> None:
+    """Some may have flipped unheard, so there is no way back."""
+    members = list(steered.members)
+
+    def leave(progress: PublishProgress) -> None:
+        if progress.phase == "Committing":
+            steered.members[:] = [
+                Member(each.url, each.name, "http://127.0.0.1:9") for each in members
+            ]
+
+    with pytest.raises(PublishFailed, match="no replica answered to the commit"):
+        await steered.direct.publish(NEW, SOURCE, 30, leave)
+    assert steered.direct.floor == NEW
+    steered.members[:] = members
+    await until(lambda: steered.controls[1].active == (1, 5), what="the keeper to seed it")
+
+
+async def test_a_failed_publish_still_cares_for_the_weights_of_before(steered: Steered) -> None:
+    await steered.publish()
+    behind = steered.controls[0]
+    behind.refuse["stage"] = (422, "invalid-request")
+    newer = WeightsId(epoch=1, version=6)
+    with pytest.raises(PublishFailed, match="no stage: invalid-request"):
+        await steered.direct.publish(newer, WeightsSource(path="/w/6"), 30, steered.told.append)
+    assert steered.direct.floor == NEW
+    behind.refuse.clear()
+    behind.active = (1, 3)
+    await until(lambda: behind.active == (1, 5), what="the keeper to seed it")
+
+
+# State.
+
+
+async def test_states_reach_all_that_answer(steered: Steered) -> None:
+    assert await steered.direct.state() is None
+    await steered.direct.change_state("Asleep", 10)
+    assert await steered.direct.state() == "Asleep"
+    for each in steered.controls:
+        sent = each.body("sleep")
+        assert (sent["level"], sent["mode"], sent["deadline_seconds"]) == (2, "drain", 7)
+    await steered.direct.change_state("Paused", 10)
+    for each in steered.controls:
+        # Weights, then the KV cache: the order that fits.
+        woken = [body for verb, body in each.bodies if verb == "wake"]
+        assert woken == [{"tags": ["weights"]}, {"tags": ["kv_cache"]}]
+        assert each.body("pause")["deadline_seconds"] == 7
+    await steered.direct.change_state("Active", 10)
+    assert [each.holds for each in steered.controls] == [[], []]
+    assert [each.verbs[-1] for each in steered.controls] == ["resume", "resume"]
+
+
+async def test_who_wakes_with_old_weights_gets_the_new_ones_before_its_cache(
+    steered: Steered,
+) -> None:
+    await steered.direct.change_state("Asleep", 10)
+    await steered.publish()
+    await steered.direct.change_state("Active", 10)
+    verbs = [verb for verb in steered.controls[0].verbs if verb in ("wake", "stage", "commit")]
+    assert verbs == ["wake", "stage", "commit", "wake"]
+
+
+async def test_who_was_restarted_comes_back_to_the_pools_state(steered: Steered) -> None:
+    await steered.direct.change_state("Paused", 10)
+    steered.controls[0].holds = []
+    await until(lambda: steered.controls[0].holds == ["Paused"], what="the keeper to pause it")
+
+
+async def test_a_state_that_one_refuses_fails_and_one_that_is_held_does_not(
+    steered: Steered,
+) -> None:
+    steered.controls[0].refuse["wake"] = (409, "held")
+    await steered.direct.change_state("Active", 10)
+    steered.controls[0].refuse["wake"] = (500, "engine")
+    with pytest.raises(SteeringFailed, match="w0: no wake: engine"):
+        await steered.direct.change_state("Active", 10)
+    steered.controls[0].refuse.clear()
+    steered.controls[1].server.delay("POST", "/v1/sleep", {}, 5)
+    with pytest.raises(SteeringFailed, match=r"not all replicas were Asleep within 0\.3 s"):
+        await steered.direct.change_state("Asleep", 0.3)
+
+
+async def test_one_that_is_dead_is_no_reason_to_fail(steered: Steered) -> None:
+    steered.members.append(Member("http://w2:8000", "w2", "http://127.0.0.1:9"))
+    await steered.direct.change_state("Asleep", 10)
+    assert [each.holds for each in steered.controls] == [["Asleep"], ["Asleep"]]
+
+
+async def test_closing_ends_the_care(steered: Steered) -> None:
+    await steered.publish()
+    await steered.direct.close()
+    steered.controls[0].active = (1, 3)
+    await asyncio.sleep(1.5)
+    assert steered.controls[0].active == (1, 3)
