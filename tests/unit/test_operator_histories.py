@@ -23,7 +23,7 @@ SILENT_AT_REST = False  # 12.1.4: silence empties a barrier; with safety.SILENCE
 AHEAD_OF_TARGET = False  # 12.1.5: a worker ahead switches the barrier off
 SHORT_DEADLINES = False  # 12.1.7: late stagings empty the Service; with that switch, too
 
-USER = {
+USER: dict[str, dict[str, object]] = {
     "pause": {"state": "Paused"},
     "sleep": {"state": "Asleep"},
     "wake": {"state": "Active", "suspend": False},

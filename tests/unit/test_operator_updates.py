@@ -97,7 +97,7 @@ def test_a_new_target_is_staged_on_all_that_serve() -> None:
     assert plan.update.attempts == 1
     assert plan.update.started_at == datetime.fromtimestamp(NOW, UTC)
     assert plan.update.message == "0 of 3 replicas have staged (1, 2)"
-    assert plan.barrier == {"b0", "b1", "b2"}
+    assert plan.barrier == frozenset({"b0", "b1", "b2"})
     assert {v.identity for v in plan.bring.values()} == {NEW}
     assert pool.names(plan.bring) == [0, 1, 2]
     assert not plan.may_commit
@@ -130,7 +130,7 @@ def test_who_joins_never_enters_the_barrier_and_who_dies_leaves_it() -> None:
     pool.barrier = frozenset({"b0", "b1", "gone"})
     pool.stage(0, 1)
     plan = pool.plan()
-    assert plan.barrier == {"b0", "b1"}
+    assert plan.barrier == frozenset({"b0", "b1"})
     assert phase_of(plan) == ((1, 2), "Committing"), "the third came later"
 
 
@@ -247,7 +247,7 @@ def test_a_newer_target_waits_unless_the_first_has_failed() -> None:
     assert plan.notes[0] == (
         "Normal", "WeightsSuperseded", "weights (1, 2) were given up: (1, 3) is newer"
     )  # fmt: skip
-    assert plan.barrier == {"b0", "b1", "b2"}, "formed anew"
+    assert plan.barrier == frozenset({"b0", "b1", "b2"}), "formed anew"
 
 
 def test_the_same_target_is_not_given_up_for_its_failures() -> None:
@@ -293,6 +293,14 @@ def test_rest_gives_up_what_is_staged_and_takes_it_on_the_way_back(
     assert phase_of(plan) == ((1, 2), "Complete")
     assert plan.update is not None
     assert plan.update.message == "3 of 3 replicas serve it"
+
+
+def test_rest_with_an_older_update_behind_it_takes_the_target() -> None:
+    pool = Pool(state="Asleep", weights={"deadlineSeconds": 60, **target(1, 3)})
+    pool.under_way(UpdatePhase.SUPERSEDED)
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 3), "Complete")
+    assert plan.committed.identity == NEWER
 
 
 def test_suspended_while_committing_is_committed() -> None:
