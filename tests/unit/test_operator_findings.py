@@ -370,3 +370,33 @@ def test_a_spec_that_can_not_be_read_changes_nothing_else(world: World) -> None:
     fresh = conditions_for_invalid(RolloutReplicaStatus(), {"metadata": {}}, "no", world.now)
     assert fresh.observed_generation == 0
     assert [c.type for c in fresh.conditions] == ["Degraded"]
+
+
+def test_back_off_is_told_with_its_end(world: World) -> None:
+    world.run()
+    for _ in range(2):
+        world.fail("pool-1-0")
+        world.step()
+        world.step()
+    world.fail("pool-1-0")
+    world.step()
+    status, reason, message = conditions(world)["Degraded"]
+    assert (status, reason) == ("True", "BackOff")
+    assert message.startswith("replica 1 starts anew at ")
+    assert message.endswith(" UTC: exit code 137")
+
+
+@pytest.mark.parametrize("fields", [{"ready": False}, {"gate": False}])
+def test_ready_is_who_has_the_gate_and_is_ready(world: World, fields: dict[str, bool]) -> None:
+    shown(world, **fields)
+    plan = decide(world.spec, world.observed(), world.status, world.now)
+    assert plan.status.ready_replicas == 1
+    member = plan.status.members[0]
+    assert (member.name, member.ready, member.message) == ("pool-1-0", False, "is Active")
+
+
+def test_who_is_ready_already_is_not_what_the_others_wait_for(world: World) -> None:
+    world.set(replicas=3)
+    shown(world, gate=False)
+    plan = decide(world.spec, world.observed(), world.status, world.now)
+    assert plan.status.message == "waiting for 2 of 3 replicas to serve: replica 2 has no pod yet"
