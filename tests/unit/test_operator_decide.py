@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from poolspecs import NOW, a_pod, spec_of, target
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.decide import decide
 from rollout_operator.core.plan import Plan
 from rollout_operator.core.world import Pod, Worker
 from rollout_worker.schemas import StageRequest, WeightsId
-from world import NOW, World, a_pod, spec_of, target
+from world import World
 
 
 def ready(world: World) -> bool:

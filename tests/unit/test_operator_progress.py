@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from poolspecs import spec_of
 from rollout_worker.schemas import Progress
-from world import World, spec_of
+from world import World
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from poolspecs import NOW, a_pod, spec_of, target
 from rollout_operator.api.status import (
     CommittedWeights,
     LastUpdate,
@@ -20,7 +21,6 @@ from rollout_operator.core.updates import WeightsPlan, plan_weights, weights_sta
 from rollout_operator.core.world import CallError, Observed, Worker
 from rollout_worker.schemas import Checkpoint, StagedWeights, WeightsId, WeightsSource
 from simworker import SimWorker, root_hash
-from world import NOW, a_pod, spec_of, target
 
 OLD, NEW, NEWER = (WeightsId(epoch=1, version=v) for v in (1, 2, 3))
 SOURCES = {i: WeightsSource(path=f"/rollout/weights/1-{i.version}") for i in (OLD, NEW, NEWER)}
