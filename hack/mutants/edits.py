@@ -155,7 +155,8 @@ class _Finder:
 
     def _call(self, node: ast.Call) -> Iterator[Edit]:
         """Leave out one keyword argument."""
-        parts = [self._at(each) for each in node.args] + [self._at(each) for each in node.keywords]
+        given: list[ast.expr | ast.keyword] = [*node.args, *node.keywords]
+        parts = [self._at(part) for part in given]
         for index, keyword in enumerate(node.keywords, len(node.args)):
             if keyword.arg != "extra":
                 yield self._without(parts, index)

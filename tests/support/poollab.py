@@ -81,12 +81,13 @@ class LabOperator(Operator):
 class PoolLab:
     """See the module; made by `pool_lab`."""
 
+    context: Context
+
     def __init__(self, cluster: Cluster, namespace: str, api: Api) -> None:
         self.cluster = cluster
         self.namespace = namespace
         self.api = api
         self.asked: list[Asked] = []
-        self.context: Context
         self._log_at = 0
 
     def path(self, kind: str, name: str = "") -> str:

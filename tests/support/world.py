@@ -8,99 +8,44 @@ objects of strangers. After each pass it asserts what must hold of all of them (
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from rollout_operator.api.revision import revision
+from poolspecs import a_pod
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.decide import decide
-from rollout_operator.core.plan import CallWorker, DeletePod, Plan, Verb
-from rollout_operator.core.world import CallError, Observed, Pod, Worker
+from rollout_operator.core.plan import DeletePod, Plan
+from rollout_operator.core.world import Observed, Pod
 from rollout_worker.schemas import WeightsId
 from safety import Pass, check
+from simcalls import SimCalls
 from simworker import SimWorker
 
-NOW = 1_000_000.0
 NO_FINISHED_AT = False  # 12.1.8: a pod that failed without `finishedAt` is never replaced
 
 
-def spec_of(**changes: Any) -> RolloutReplicaSpec:
-    """A pool of `hf` workers on CPU with these top-level fields."""
-    document: dict[str, Any] = {
-        "replicas": 2,
-        "engine": {"type": "hf"},
-        "model": {"source": {"path": "/models/tiny"}},
-    }
-    document.update(changes)
-    return RolloutReplicaSpec.model_validate(document)
-
-
-def a_pod(spec: RolloutReplicaSpec, replica: int = 0, rank: int = 0, **fields: Any) -> Pod:
-    """A pod of ours that runs and is ready."""
-    name = f"pool-{replica}-{rank}"
-    made = Pod(
-        name=name,
-        uid=f"uid of {name}",
-        replica=replica,
-        rank=rank,
-        revision=revision(spec),
-        phase="Running",
-        owned=True,
-        started=True,
-        ready=True,
-    )
-    return replace(made, **fields)
-
-
-def target(epoch: int, version: int, path: str | None = None) -> dict[str, Any]:
-    """A weights section with this pointer."""
-    source = path or f"/rollout/weights/{epoch}-{version}"
-    return {"target": {"epoch": epoch, "version": version, "source": {"path": source}}}
-
-
-@dataclass
-class Flight:
-    """A call under way; after a restart of the operator the worker goes on, and nobody waits."""
-
-    call: CallWorker
-    due: float
-    ours: bool = True
-
-
-class World:
+class World(SimCalls):
     """One pool: its stored status, pods and workers, and a clock."""
 
     def __init__(self, spec: RolloutReplicaSpec) -> None:
+        super().__init__()
         self.spec = spec
-        self.now = NOW
         self.generation = 1
         self.status = RolloutReplicaStatus()
         self.pods: dict[str, Pod] = {}
         self.strangers: dict[str, Pod] = {}
         """Pods of others that bear our names."""
-        self.workers: dict[str, SimWorker] = {}
-        self.failures: dict[tuple[str, str], CallError] = {}
-        self.flights: dict[tuple[str, str], Flight] = {}
         self.barrier: frozenset[str] | None = None
         self.restarts_of: dict[int, int] = {}
         self.conflicts: dict[str, str] = {}
         self.uids = 0
-        self.log: list[str] = []
         self.retry = ""
         self.autoload = True
-        self.frozen: set[str] = set()
-        """Verbs whose calls never end."""
-        self.hung: set[tuple[str, str]] = set()
-        """Calls under way of such verbs, by pod uid."""
-        self.backoff = 1.0
-        """Seconds until a failed call may be repeated."""
         self.lag = 0.0
         """Seconds until the watch shows a write or the end of a pod."""
         self.grace = 0.0
         """Seconds that a deleted pod takes to go."""
-        self.seconds_of: dict[Verb, float] = {}
-        """How long calls take; the others end at once."""
         self._unshown: dict[tuple[str, str], float] = {}
         """Writes that the watch has not shown, by verb and uid: when it will."""
         self._ghosts: dict[str, tuple[Pod, float]] = {}
@@ -125,7 +70,7 @@ class World:
             uid="owner",
             generation=self.generation,
             pods=tuple(shown[n] for n in sorted(shown)),
-            workers={p.uid: self._known(p) for p in self.pods.values() if self._is_polled(p)},
+            workers={p.uid: self.known(p) for p in self.pods.values() if self._is_polled(p)},
             conflicts=self.conflicts,
             rejections={},
             unsettled=len(self._unshown),
@@ -137,16 +82,6 @@ class World:
 
     def _is_polled(self, pod: Pod) -> bool:
         return pod.rank == 0 and not pod.finished and pod.uid in self.workers
-
-    def _known(self, pod: Pod) -> Worker:
-        worker = self.workers[pod.uid]
-        failures = {v: e for (uid, v), e in self.failures.items() if uid == pod.uid}
-        running = {v for uid, v in self.hung if uid == pod.uid and v in self.frozen}
-        running |= {v for (uid, v), f in self.flights.items() if uid == pod.uid and f.ours}
-        if worker.unasked or worker.silent:
-            error = None if worker.unasked else "no answer within 3 s"
-            return Worker(None, error, frozenset(running), failures)
-        return Worker(worker.state(), None, frozenset(running), failures)
 
     def forget(self) -> None:
         """The operator restarts: what it only remembered is gone."""
@@ -189,7 +124,7 @@ class World:
         for creation in plan.create:
             self.make(creation.replica, creation.rank, creation.restarts)
         for call in plan.calls:
-            self._call(call)
+            self.call(call)
 
     def run(self, steps: int = 40) -> RolloutReplicaStatus:
         """Passes until nothing changes."""
@@ -219,15 +154,13 @@ class World:
 
     def _pod(self, name: str, replica: int, rank: int, restarts: int = 0) -> Pod:
         self.uids += 1
-        return Pod(
+        return a_pod(
+            self.spec,
+            replica,
+            rank,
             name=name,
             uid=f"uid{self.uids}",
-            replica=replica,
-            rank=rank,
-            revision=revision(self.spec),
-            phase="Running",
-            owned=True,
-            started=True,
+            ready=False,
             ip="10.0.0.1",
             node="node-1",
             restarts=restarts,
@@ -302,54 +235,7 @@ class World:
         for slot, flight in list(self.flights.items()):
             if flight.due <= self.now:
                 del self.flights[slot]
-                self._end(flight)
-
-    def _call(self, call: CallWorker) -> None:
-        self.log.append(f"{call.verb} {call.pod}")
-        slot = (call.uid, call.verb.value)
-        worker = self.workers.get(call.uid)
-        if worker is None or call.verb in self.frozen:
-            self.hung.add(slot)
-            return
-        self.hung.discard(slot)
-        if call.verb is Verb.STAGE and (problem := worker.begin_stage(call.body)):  # type: ignore[arg-type]
-            self._ended(call, problem)
-            return
-        flight = Flight(call, self.now + self.seconds_of.get(call.verb, 0.0))
-        if flight.due > self.now:
-            self.flights[slot] = flight
-        else:
-            self._end(flight)
-
-    def _end(self, flight: Flight) -> None:
-        worker, call = self.workers[flight.call.uid], flight.call
-        problem: str | None = None
-        match call.verb:
-            case Verb.STAGE:
-                problem = worker.end_stage(call.body)  # type: ignore[arg-type]
-            case Verb.COMMIT:
-                problem = worker.commit(call.body)  # type: ignore[arg-type]
-            case Verb.REQUIRE:
-                worker.require(call.body)  # type: ignore[arg-type]
-            case Verb.DISCARD:
-                worker.discard(call.body)  # type: ignore[arg-type]
-            case Verb.PAUSE:
-                worker.hold = "Paused"
-            case Verb.SLEEP:
-                worker.hold = "Asleep"
-            case Verb.RESUME | Verb.WAKE:
-                worker.hold = None
-        if flight.ours:
-            self._ended(call, problem)
-
-    def _ended(self, call: CallWorker, problem: str | None) -> None:
-        slot = (call.uid, call.verb.value)
-        before = self.failures.pop(slot, None)
-        if problem is not None:
-            count = before.count + 1 if before and before.about == call.about else 1
-            self.failures[slot] = CallError(
-                problem, count, self.now + self.backoff, about=call.about
-            )
+                self.end(flight)
 
     def _check_bytes(self) -> None:
         """An identity is one content, in the whole pool."""

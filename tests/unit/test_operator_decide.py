@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from poolspecs import NOW, a_pod, spec_of, target
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.core.decide import decide
+from rollout_operator.core.plan import Plan
+from rollout_operator.core.world import Pod, Worker
 from rollout_worker.schemas import StageRequest, WeightsId
-from world import World, spec_of, target
+from world import World
 
 
 def ready(world: World) -> bool:
@@ -499,3 +506,67 @@ def test_a_trainers_hold_is_respected(world: World) -> None:
     assert not ready(world)
     assert "held by trainer" in world.status.message
     assert world.worker(0).foreign_hold == "Paused"
+
+
+def plan_of(world: World, **pods: Pod) -> Plan:
+    """One pass over the world with these pods shown besides, or instead."""
+    seen = world.observed()
+    shown = {p.name: p for p in seen.pods} | {p.name: p for p in pods.values()}
+    workers = {**seen.workers, **dict.fromkeys((p.uid for p in pods.values()), Worker())}
+    seen = replace(seen, pods=tuple(shown.values()), workers=workers)
+    return decide(world.spec, seen, world.status, world.now)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"owned": False}, {"rank": 1}, {"deletion_at": NOW + 500}, {"replica": 2}],
+    ids=["a stranger's", "a member", "on its way out", "surplus"],
+)
+def test_only_living_heads_of_ours_that_are_wanted_count(
+    world: World, fields: dict[str, Any]
+) -> None:
+    gang = a_pod(
+        world.spec, **{"replica": 1, "gate": True, "name": "other", "uid": "other", **fields}
+    )
+    plan = plan_of(world, other=gang)
+    assert [m.name for m in plan.status.members] == ["pool-0-0", "pool-1-0"]
+    assert plan.status.ready_replicas == 2
+    assert "other" not in {c.uid for c in plan.calls}
+
+
+def test_a_surplus_head_leaves_the_service_once(world: World) -> None:
+    def turned(**fields: Any) -> list[tuple[str, bool, str]]:
+        surplus = a_pod(world.spec, 2, **fields)
+        return [(g.name, g.serving, g.boot) for g in plan_of(world, surplus=surplus).gates]
+
+    assert turned(gate=True, gate_boot="b7") == [("pool-2-0", False, "b7")]
+    assert turned(gate=True) == [("pool-2-0", False, "")]
+    assert turned(gate=False) == []
+    assert turned(gate=True, deletion_at=NOW) == [], "it is going, no Service sends it anything"
+
+
+def test_a_head_that_is_rolled_leaves_the_service_once(world: World) -> None:
+    world.set(podTemplate={"labels": {"a": "b"}})
+    plan = plan_of(world)
+    assert [d.name for d in plan.delete] == ["pool-1-0"]
+    assert [(g.name, g.serving) for g in plan.gates] == [("pool-1-0", False)]
+
+
+@pytest.mark.parametrize("state", ["Paused", "Asleep"])
+def test_a_pool_at_rest_is_rolled_one_by_one_too(world: World, state: str) -> None:
+    world.set(state=state)
+    world.run()
+    world.set(podTemplate={"labels": {"a": "b"}})
+    assert [d.name for d in plan_of(world).delete] == ["pool-1-0"]
+    world.worker(0).hold = None
+    assert [d.name for d in plan_of(world).delete] == ["pool-0-0"], "the one that is not at rest"
+
+
+def test_a_pass_says_when_to_look_again(world: World) -> None:
+    assert plan_of(world).requeue is None
+    world.set(weights={**target(1, 1), "deadlineSeconds": 90})
+    plan = plan_of(world)
+    assert plan.requeue == 90
+    assert plan.barrier == frozenset(w.boot for w in world.workers.values())
+    assert [(n.type, n.reason) for n in plan.notes] == [("Normal", "WeightsStaging")]
+    assert plan.services

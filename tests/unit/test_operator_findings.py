@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from poolspecs import spec_of, target
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.decide import decide
 from rollout_operator.core.report import conditions_for_invalid
 from rollout_operator.core.world import CallError
 from rollout_worker.schemas import Progress, StagedWeights, WeightsId, WeightsSource
-from world import World, spec_of, target
+from world import World
 
 
 @pytest.fixture
@@ -389,3 +390,68 @@ def test_the_start_of_a_worker_is_told(progress: Progress, said: str) -> None:
     world.run(5)
     expected = f"waiting for 2 of 2 replicas to serve: pool-0-0 is {said}"
     assert world.status.message == expected
+
+
+def test_back_off_is_told_with_its_end(world: World) -> None:
+    world.run()
+    for _ in range(2):
+        world.fail("pool-1-0")
+        world.step()
+        world.step()
+    world.fail("pool-1-0")
+    world.step()
+    status, reason, message = conditions(world)["Degraded"]
+    assert (status, reason) == ("True", "BackOff")
+    assert message.startswith("replica 1 restarts at ")
+    assert message.endswith(" UTC: exit code 137")
+
+
+@pytest.mark.parametrize("fields", [{"ready": False}, {"gate": False}])
+def test_ready_is_who_has_the_gate_and_is_ready(world: World, fields: dict[str, bool]) -> None:
+    shown(world, **fields)
+    plan = decide(world.spec, world.observed(), world.status, world.now)
+    assert plan.status.ready_replicas == 1
+    member = plan.status.members[0]
+    assert (member.name, member.ready, member.message) == ("pool-1-0", False, "is Active")
+
+
+def test_who_is_ready_already_is_not_what_the_others_wait_for(world: World) -> None:
+    world.set(replicas=3)
+    shown(world, gate=False)
+    plan = decide(world.spec, world.observed(), world.status, world.now)
+    assert plan.status.message == "waiting for 2 of 3 replicas to serve: replica 2 has no pod yet"
+
+
+def test_one_replica_asleep_is_all_asleep() -> None:
+    world = World(spec_of(replicas=1, state="Asleep"))
+    world.run()
+    assert conditions(world)["Asleep"][:2] == ("True", "Asleep")
+    assert world.status.last_transition is not None
+    assert world.status.last_transition.message == "done"
+    world.set(replicas=0)
+    world.run()
+    assert conditions(world)["Asleep"][:2] == ("False", "Awake"), "nobody sleeps"
+
+
+def test_a_transition_says_what_it_waits_for(world: World) -> None:
+    world.set(state="Paused")
+    world.step()
+    assert world.status.last_transition is not None
+    assert world.status.last_transition.message == "waiting for 2 replicas to be Paused"
+
+
+def test_a_gang_is_updated_when_all_of_it_is() -> None:
+    gang = {"tensor": 2, "nodes": 2}
+    world = World(
+        spec_of(
+            replicas=1,
+            engine={"type": "vllm"},
+            parallelism=gang,
+            accelerator={"resource": "nvidia.com/gpu"},
+        )
+    )
+    world.run()
+    assert world.status.updated_replicas == 1
+    world.pods["pool-0-1"] = replace(world.pods["pool-0-1"], revision="old")
+    plan = decide(world.spec, world.observed(), world.status, world.now)
+    assert plan.status.updated_replicas == 0

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from poolspecs import NOW, spec_of
+from poolspecs import a_pod as pod
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.core.gangs import HEALTHY_SECONDS, PodPlan, backoff, failures, plan_pods
 from rollout_operator.core.plan import CreatePod, DeletePod, Wait
 from rollout_operator.core.world import Observed, Pod
-from world import NOW, spec_of
-from world import a_pod as pod
 
 GANG: dict[str, Any] = {
     "engine": {"type": "vllm"},
@@ -221,3 +221,18 @@ def test_one_old_rank_makes_its_gang_old() -> None:
     pods = [pod(spec, rank=0), pod(spec, rank=1, revision="old"), pod(spec, rank=2)]
     found, _ = plan(spec, *pods, healthy=frozenset({0}))
     assert len(found.delete) == 3
+
+
+def test_what_is_surplus_takes_nothing_of_the_budget() -> None:
+    spec = spec_of(replicas=2)
+    old = [pod(spec, index, revision="old") for index in range(2)]
+    found, _ = plan(spec, *old, pod(spec, 2), healthy=frozenset({0, 1, 2}))
+    assert [name for name, _ in deleted(found)] == ["pool-2-0", "pool-1-0"]
+
+
+def test_the_earliest_look_counts_and_none_is_sooner_than_a_moment() -> None:
+    wait = Wait()
+    assert wait.seconds is None
+    for asked, kept in ((5.0, 5.0), (9.0, 5.0), (2.0, 2.0), (-1.0, 0.05), (1.0, 0.05)):
+        wait.at_most(asked)
+        assert wait.seconds == kept

@@ -10,11 +10,12 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poolspecs import spec_of, target
 from rollout_operator.core.plan import Verb
 from rollout_operator.core.updates.weights_plan import target_of
 from rollout_worker.schemas import WeightsId
 from simworker import SimWorker, root_hash
-from world import World, spec_of, target
+from world import World
 
 # Worlds in which defects are known that have yet to be mended; each is turned on with its cure.
 STAGE_DIFFERENT_BYTES = False  # 12.1.1: different bytes under one identity are committed

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from poolspecs import NOW, spec_of
+from poolspecs import a_pod as pod
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase
 from rollout_operator.core.heads import Head, Version
 from rollout_operator.core.members import MemberPlanner
@@ -29,8 +31,6 @@ from rollout_worker.schemas import (
     WeightsSource,
 )
 from simworker import SimWorker
-from world import NOW, spec_of
-from world import a_pod as pod
 
 ZERO, ONE, TWO = (WeightsId(epoch=1, version=v) for v in (0, 1, 2))
 SOURCE = WeightsSource(path="/rollout/weights/1-1")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from poolspecs import spec_of
 from rollout_operator.api.revision import is_current, revision
 from rollout_operator.config import EngineDefaults
 from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.services import differs, pool_services, repair
-from world import spec_of
 
 GPU: dict[str, Any] = {
     "replicas": 1,

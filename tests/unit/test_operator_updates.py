@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from poolspecs import NOW, a_pod, spec_of, target
 from rollout_operator.api.status import (
     CommittedWeights,
     LastUpdate,
@@ -22,7 +23,6 @@ from rollout_operator.core.updates.weights_plan import WeightsPlan
 from rollout_operator.core.world import CallError, Observed, Worker
 from rollout_worker.schemas import Checkpoint, StagedWeights, WeightsId, WeightsSource
 from simworker import SimWorker, root_hash
-from world import NOW, a_pod, spec_of, target
 
 OLD, NEW, NEWER = (WeightsId(epoch=1, version=v) for v in (1, 2, 3))
 SOURCES = {i: WeightsSource(path=f"/rollout/weights/1-{i.version}") for i in (OLD, NEW, NEWER)}
@@ -298,6 +298,14 @@ def test_rest_gives_up_what_is_staged_and_takes_it_on_the_way_back(
     assert phase_of(plan) == ((1, 2), "Complete")
     assert plan.update is not None
     assert plan.update.message == "3 of 3 replicas serve it"
+
+
+def test_rest_with_an_older_update_behind_it_takes_the_target() -> None:
+    pool = Pool(state="Asleep", weights={"deadlineSeconds": 60, **target(1, 3)})
+    pool.under_way(UpdatePhase.SUPERSEDED)
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 3), "Complete")
+    assert plan.committed.identity == NEWER
 
 
 def test_suspended_while_committing_is_committed() -> None:

@@ -1,0 +1,46 @@
+"""Specs and pods of a small pool, for tests of what is pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rollout_operator.api.revision import revision
+from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.core.world import Pod
+
+NOW = 1_000_000.0
+
+
+def spec_of(**changes: Any) -> RolloutReplicaSpec:
+    """A pool of `hf` workers on CPU with these top-level fields."""
+    document: dict[str, Any] = {
+        "replicas": 2,
+        "engine": {"type": "hf"},
+        "model": {"source": {"path": "/models/tiny"}},
+    }
+    document.update(changes)
+    return RolloutReplicaSpec.model_validate(document)
+
+
+def a_pod(spec: RolloutReplicaSpec, replica: int = 0, rank: int = 0, **fields: Any) -> Pod:
+    """A pod of ours that runs and is ready."""
+    name = f"pool-{replica}-{rank}"
+    made = Pod(
+        name=name,
+        uid=f"uid of {name}",
+        replica=replica,
+        rank=rank,
+        revision=revision(spec),
+        phase="Running",
+        owned=True,
+        started=True,
+        ready=True,
+    )
+    return replace(made, **fields)
+
+
+def target(epoch: int, version: int, path: str | None = None) -> dict[str, Any]:
+    """A weights section with this pointer."""
+    source = path or f"/rollout/weights/{epoch}-{version}"
+    return {"target": {"epoch": epoch, "version": version, "source": {"path": source}}}

@@ -1,0 +1,98 @@
+"""Calls to simulated workers: under way, hanging, failed, or without anybody who waits for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from poolspecs import NOW
+from rollout_operator.core.plan import CallWorker, Verb
+from rollout_operator.core.world import CallError, Pod, Worker
+from simworker import SimWorker
+
+
+@dataclass
+class Flight:
+    """A call under way; after a restart of the operator the worker goes on, and nobody waits."""
+
+    call: CallWorker
+    due: float
+    ours: bool = True
+
+
+class SimCalls:
+    """Workers by the uid of their pod, and the calls to them; a part of `World`."""
+
+    def __init__(self) -> None:
+        self.now = NOW
+        self.workers: dict[str, SimWorker] = {}
+        self.failures: dict[tuple[str, str], CallError] = {}
+        self.flights: dict[tuple[str, str], Flight] = {}
+        self.log: list[str] = []
+        self.frozen: set[str] = set()
+        """Verbs whose calls never end."""
+        self.hung: set[tuple[str, str]] = set()
+        """Calls under way of such verbs, by pod uid."""
+        self.backoff = 1.0
+        """Seconds until a failed call may be repeated."""
+        self.seconds_of: dict[Verb, float] = {}
+        """How long calls take; the others end at once."""
+
+    def known(self, pod: Pod) -> Worker:
+        """What the operator knows of a head."""
+        worker = self.workers[pod.uid]
+        failures = {v: e for (uid, v), e in self.failures.items() if uid == pod.uid}
+        running = {v for uid, v in self.hung if uid == pod.uid and v in self.frozen}
+        running |= {v for (uid, v), f in self.flights.items() if uid == pod.uid and f.ours}
+        if worker.unasked or worker.silent:
+            error = None if worker.unasked else "no answer within 3 s"
+            return Worker(None, error, frozenset(running), failures)
+        return Worker(worker.state(), None, frozenset(running), failures)
+
+    def call(self, call: CallWorker) -> None:
+        """Make a planned call."""
+        self.log.append(f"{call.verb} {call.pod}")
+        slot = (call.uid, call.verb.value)
+        worker = self.workers.get(call.uid)
+        if worker is None or call.verb in self.frozen:
+            self.hung.add(slot)
+            return
+        self.hung.discard(slot)
+        if call.verb is Verb.STAGE and (problem := worker.begin_stage(call.body)):  # type: ignore[arg-type]
+            self._ended(call, problem)
+            return
+        flight = Flight(call, self.now + self.seconds_of.get(call.verb, 0.0))
+        if flight.due > self.now:
+            self.flights[slot] = flight
+        else:
+            self.end(flight)
+
+    def end(self, flight: Flight) -> None:
+        """A call does what it does, and its failure is remembered."""
+        worker, call = self.workers[flight.call.uid], flight.call
+        problem: str | None = None
+        match call.verb:
+            case Verb.STAGE:
+                problem = worker.end_stage(call.body)  # type: ignore[arg-type]
+            case Verb.COMMIT:
+                problem = worker.commit(call.body)  # type: ignore[arg-type]
+            case Verb.REQUIRE:
+                worker.require(call.body)  # type: ignore[arg-type]
+            case Verb.DISCARD:
+                worker.discard(call.body)  # type: ignore[arg-type]
+            case Verb.PAUSE:
+                worker.hold = "Paused"
+            case Verb.SLEEP:
+                worker.hold = "Asleep"
+            case Verb.RESUME | Verb.WAKE:
+                worker.hold = None
+        if flight.ours:
+            self._ended(call, problem)
+
+    def _ended(self, call: CallWorker, problem: str | None) -> None:
+        slot = (call.uid, call.verb.value)
+        before = self.failures.pop(slot, None)
+        if problem is not None:
+            count = before.count + 1 if before and before.about == call.about else 1
+            self.failures[slot] = CallError(
+                problem, count, self.now + self.backoff, about=call.about
+            )
