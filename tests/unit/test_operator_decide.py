@@ -569,4 +569,3 @@ def test_a_pass_says_when_to_look_again(world: World) -> None:
     assert plan.requeue == 90
     assert plan.barrier == frozenset(w.boot for w in world.workers.values())
     assert [(n.type, n.reason) for n in plan.notes] == [("Normal", "WeightsStaging")]
-    assert plan.services

@@ -168,10 +168,10 @@ def test_updating_weights_is_told_phase_by_phase(world: World) -> None:
 @pytest.mark.parametrize(
     ("pod", "said"),
     [
-        ({"started": False, "node": None}, "is not scheduled yet"),
-        ({"started": False}, "is waiting for its container"),
-        ({}, "is starting"),
-        ({"trouble": ": Unschedulable: no room"}, ": Unschedulable: no room"),
+        ({"started": False, "node": None}, " is not scheduled yet"),
+        ({"started": False}, " is waiting for its container"),
+        ({}, " is starting"),
+        ({"trouble": "Unschedulable: no room"}, ": Unschedulable: no room"),
     ],
 )
 def test_what_a_pod_without_an_answer_waits_for(
@@ -180,7 +180,7 @@ def test_what_a_pod_without_an_answer_waits_for(
     world.worker(1).unasked = True
     shown(world, **{"ready": False, "gate": False, **pod})
     world.step()
-    assert world.status.message == f"waiting for 1 of 2 replicas to serve: pool-1-0 {said}"
+    assert world.status.message == f"waiting for 1 of 2 replicas to serve: pool-1-0{said}"
     assert world.status.phase == "Loading"
     member = world.status.members[0]
     assert (member.name, member.message, member.ready) == ("pool-1-0", said, False)
@@ -232,7 +232,7 @@ def test_troubles_of_pods_are_told_unless_they_only_wait_for_room(world: World) 
     assert conditions(world)["Degraded"] == ("True", "PodTrouble", told)
     assert world.status.phase == "Degraded"
     assert world.status.last_errors[0].message == told
-    for change in ({"deletion_at": world.now + 50}, {"trouble": ": Unschedulable: no room"}):
+    for change in ({"deletion_at": world.now + 50}, {"trouble": "Unschedulable: no room"}):
         shown(world, **change)
         world.step()
         assert conditions(world)["Degraded"][0] == "False"
