@@ -168,10 +168,10 @@ def test_updating_weights_is_told_phase_by_phase(world: World) -> None:
 @pytest.mark.parametrize(
     ("pod", "said"),
     [
-        ({"started": False, "node": None}, " is not scheduled yet"),
-        ({"started": False}, " is waiting for its container"),
-        ({}, " is starting"),
-        ({"trouble": "Unschedulable: no room"}, ": Unschedulable: no room"),
+        ({"started": False, "node": None}, "is not scheduled yet"),
+        ({"started": False}, "is waiting for its container"),
+        ({}, "is starting"),
+        ({"trouble": "Unschedulable: no room"}, "Unschedulable: no room"),
     ],
 )
 def test_what_a_pod_without_an_answer_waits_for(
@@ -180,7 +180,8 @@ def test_what_a_pod_without_an_answer_waits_for(
     world.worker(1).unasked = True
     shown(world, **{"ready": False, "gate": False, **pod})
     world.step()
-    assert world.status.message == f"waiting for 1 of 2 replicas to serve: pool-1-0{said}"
+    told = f"pool-1-0: {said}" if "trouble" in pod else f"pool-1-0 {said}"
+    assert world.status.message == f"waiting for 1 of 2 replicas to serve: {told}"
     assert world.status.phase == "Loading"
     member = world.status.members[0]
     assert (member.name, member.message, member.ready) == ("pool-1-0", said, False)
