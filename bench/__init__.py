@@ -15,4 +15,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("tests/support", "hack", "hack/cluster")]
+SUPPORT = [
+    "tests/support",
+    *(f"tests/support/{tier}" for tier in ("api", "cluster", "engine", "unit")),
+]
+sys.path[:0] = [str(ROOT / folder) for folder in (*SUPPORT, "hack", "hack/cluster")]

@@ -25,7 +25,7 @@ from rollout_operator.kube.lease import LEASE_SECONDS, RENEW_SECONDS, STANDBY_SE
 from waiting import until_sync
 
 NAMESPACE = "process"
-PROGRAM = Path(__file__).parents[1] / "support" / "tiny_operator.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "api" / "tiny_operator.py"
 
 
 @pytest.fixture(scope="module")

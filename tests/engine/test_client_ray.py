@@ -14,7 +14,7 @@ from workers import in_process
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-ray", "bin", "python")
-JOB = ROOT / "tests" / "support" / "ray_job.py"
+JOB = ROOT / "tests" / "support" / "engine" / "ray_job.py"
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="no environment with Ray: make test makes it")

@@ -27,7 +27,7 @@ from localkube import Cluster, network, processes
 from localkube.settings import free_ports
 from waiting import eventually
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SYSTEM, ACCOUNT = "rollout-system", "rollout-operator"
 NAMESPACE = "scale"
 USER = f"system:serviceaccount:{SYSTEM}:{ACCOUNT}"

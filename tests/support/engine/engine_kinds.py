@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rollout_worker.engine import ENGINES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CACHE = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"))
 
 HANG_SECONDS = 4
