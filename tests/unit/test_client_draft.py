@@ -9,16 +9,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_client.generating.draft import BadDelta, Draft
-from rollout_worker.schemas import StopReason, StreamDelta, WeightsSpan
+from rollout_worker.schemas import (
+    AbortReason,
+    StopMatch,
+    StopReason,
+    StreamDelta,
+    WeightsId,
+    WeightsSpan,
+)
 
 
-def delta(start: int, tokens: list[int], version: int = 0, stale: bool = False) -> StreamDelta:
+def delta(
+    start: int,
+    tokens: list[int],
+    version: int = 0,
+    stale: bool = False,
+    epoch: int = 0,
+    logprobs: bool = True,
+) -> StreamDelta:
     span = WeightsSpan(
-        epoch=0, version=version, start=start, end=start + len(tokens), stale_kv=stale
+        epoch=epoch, version=version, start=start, end=start + len(tokens), stale_kv=stale
     )
-    return StreamDelta(
-        index=0, token_ids=tuple(tokens), logprobs=tuple(-0.5 for _ in tokens), weights=(span,)
-    )
+    values = tuple(-float(token) for token in tokens) if logprobs else None
+    return StreamDelta(index=0, token_ids=tuple(tokens), logprobs=values, weights=(span,))
+
+
+def drafted(*deltas: StreamDelta) -> Draft:
+    draft = Draft(0)
+    for each in deltas:
+        draft.take(each)
+    return draft
 
 
 def spans(draft: Draft) -> list[tuple[int, int, int]]:
@@ -90,3 +110,105 @@ def test_spans_always_cover_the_tokens(attempts: list[list[tuple[int, int]]], re
     assert sum(s.end - s.start for s in draft.spans) == len(draft)
     kinds = [s.version for s in draft.spans]
     assert all(a != b for a, b in itertools.pairwise(kinds))
+
+
+def test_an_output_knows_the_weights_of_its_first_and_its_last_token() -> None:
+    draft = Draft(0)
+    assert (draft.first, draft.last) == (None, None)
+    draft.take(delta(0, [1], version=4, epoch=2))
+    draft.take(delta(1, [2], version=5, epoch=2))
+    draft.take(delta(2, [3], version=1, epoch=3))
+    assert (draft.first, draft.last) == (
+        WeightsId(epoch=2, version=4),
+        WeightsId(epoch=3, version=1),
+    )
+
+
+def test_tokens_with_stale_caches_have_spans_of_their_own() -> None:
+    draft = drafted(delta(0, [1]), delta(1, [2], stale=True), delta(2, [3], stale=True))
+    assert [(s.stale_kv, s.start, s.end) for s in draft.spans] == [(False, 0, 1), (True, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "parts"),
+    [
+        (0, 5, [(4, 0, 2), (5, 2, 4), (6, 4, 5)]),
+        (1, 3, [(4, 1, 2), (5, 2, 3)]),
+        (2, 4, [(5, 2, 4)]),
+        (3, 5, [(5, 3, 4), (6, 4, 5)]),
+        (0, 2, [(4, 0, 2)]),
+        (4, 5, [(6, 4, 5)]),
+    ],
+)
+def test_a_part_of_an_output_has_its_part_of_the_spans(
+    start: int, end: int, parts: list[tuple[int, int, int]]
+) -> None:
+    draft = drafted(delta(0, [1, 2], 4), delta(2, [3, 4], 5), delta(4, [5], 6))
+    part = draft.delta(start, end)
+    assert [(s.version, s.start, s.end) for s in part.weights] == parts
+    assert part.token_ids == (1, 2, 3, 4, 5)[start:end]
+    assert part.logprobs == (-1.0, -2.0, -3.0, -4.0, -5.0)[start:end]
+    assert part.index == 0
+
+
+def test_an_output_without_logprobs_has_none_unless_they_were_asked_for() -> None:
+    bare = drafted(delta(0, [1], logprobs=False))
+    assert bare.delta(0, 1).logprobs is None
+    assert bare.output(StopReason.STOP, logprobs=False).logprobs is None
+    assert Draft(0).output(StopReason.STOP).logprobs == ()
+    assert Draft(0).output(StopReason.STOP, logprobs=False).logprobs is None
+    # What a worker sent is there, whatever was asked for.
+    full = drafted(delta(0, [1]))
+    assert full.output(StopReason.STOP, logprobs=False).logprobs == (-1.0,)
+
+
+def test_logprobs_may_not_stop_in_the_middle() -> None:
+    draft = drafted(delta(0, [1]))
+    empty = StreamDelta(index=0, token_ids=(), logprobs=None, weights=())
+    draft.take(empty)
+    with pytest.raises(BadDelta, match="logprobs stopped in the middle"):
+        draft.take(delta(1, [2], logprobs=False))
+
+
+def test_how_an_output_ended_is_passed_on() -> None:
+    match = StopMatch(token_id=2)
+    output = drafted(delta(0, [1, 2])).output(StopReason.STOP, match, AbortReason.CLIENT)
+    assert (output.stop_reason, output.stop_match, output.abort_reason) == (
+        StopReason.STOP,
+        match,
+        AbortReason.CLIENT,
+    )
+
+
+def test_an_output_that_starts_over_has_forgotten_everything() -> None:
+    draft = Draft(0)
+    for _ in range(2):
+        draft.begin()
+        draft.take(delta(0, [1, 2], version=4))
+    draft.clear()
+    assert (len(draft), draft.logprobs, draft.spans) == (0, [], [])
+    draft.take(delta(0, [7], version=5))
+    assert spans(draft) == [(5, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (delta(1, [1]), "a span starts at 1, expected 0"),
+        (
+            delta(0, [1]).model_copy(update={"logprobs": (-1.0, -1.0)}),
+            "2 logprobs for 1 tokens",
+        ),
+        (
+            delta(0, [1, 2]).model_copy(update={"token_ids": (1,), "logprobs": (-1.0,)}),
+            "spans end at 4, tokens at 3",
+        ),
+    ],
+)
+def test_nonsense_is_named_in_the_attempts_own_counting(bad: StreamDelta, why: str) -> None:
+    draft = Draft(0)
+    draft.begin()
+    draft.take(delta(0, [8, 9]))
+    draft.begin()
+    with pytest.raises(BadDelta, match=why):
+        draft.take(bad)
