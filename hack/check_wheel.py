@@ -15,8 +15,8 @@ PROGRAM = """
 import importlib.resources as r
 import operator, sys
 operator.add  # the standard library's, not a folder of ours
-import rollout_client.control, rollout_worker.schemas
-import rollout_operator.decide, rollout_operator.runtime
+import rollout_client, rollout_client.control, rollout_worker.schemas
+import rollout_operator.core.decide, rollout_operator.runtime
 assert (r.files("rollout_operator") / "crd.yaml").is_file(), "the CRD is not in the wheel"
 assert "torch" not in sys.modules, "the operator pulled in torch"
 import importlib.util as u

@@ -1,4 +1,4 @@
-"""Makes the chart's Grafana dashboards: the pools with their workers, and the operator."""
+"""Makes the chart's Grafana dashboards, pools and operator; one file, as panels are mostly text."""
 
 from __future__ import annotations
 

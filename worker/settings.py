@@ -1,4 +1,4 @@
-"""Settings of `rollout-worker serve`: flags, environment variables, and which combinations work.
+"""Settings of `rollout-worker serve`: flags, variables, valid combinations; one list.
 
 Every flag `--some-name` can also be set as `ROLLOUT_SOME_NAME`; the flag wins. `FLAGS` lists them
 all, and `parse` is the one place that checks values: everything after it trusts them.

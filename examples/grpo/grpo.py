@@ -1,4 +1,4 @@
-"""GRPO in plain torch over a pool of rollout workers: the part that all tasks in this folder share.
+"""GRPO in plain torch over a pool of rollout workers: what all tasks here share, to be read as one.
 
 One step:
 

@@ -1,4 +1,4 @@
-"""The critical section that flips weights, version label and admission together.
+"""The critical section that flips weights, label and admission together; kept in one piece.
 
 Who runs gets what the in-flight policy says; who waits runs on the new weights; who asked for
 exactly the old ones ends with partial output, unless pinned to them. A failure leaves the old

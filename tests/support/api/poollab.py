@@ -1,4 +1,4 @@
-"""Pools against a real API server, with the operator in this process and pods without processes.
+"""Pools against a real API server, the operator in this process, pods without processes; whole.
 
 `hack/cluster/processless.py` answers the control ports, on loopback addresses that are the pods'. A
 thread plays the kubelet: it lets pods run and says whether they are ready. The operator has a

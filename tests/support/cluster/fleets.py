@@ -1,4 +1,4 @@
-"""The pool that the tests of weights share: fresh versions, what each must answer, traffic, trouble.
+"""The pool that the tests of weights share: versions, answers, traffic, trouble; one fixture, one file.
 
 A worker costs ten seconds of a core, so one pool lives through many tests: each raises the
 version. `Fleet` knows which bytes an identity was published with, and checks that an answer's

@@ -1,4 +1,4 @@
-"""A whole engine in plain Python, for tests of the worker around it: no torch, no process.
+"""A whole engine in plain Python, to test the worker around it: no torch, no process; whole.
 
 Its weights are one number, and every token that it makes is that number: a token tells which
 weights made it, whatever its label says. It keeps the contract of `rollout_worker.engine` and holds
