@@ -307,7 +307,7 @@ async def test_versions_only_rise_and_the_deadline_is_kept(
 ) -> None:
     with pytest.raises(PublishFailed, match=r"not committed within 1 s: .*the operator goes on"):
         await pool.publish_weights(3, "3", seconds=1)
-    with pytest.raises(PublishFailed, match=r"below the stored"):
+    with pytest.raises(PublishFailed, match=r"lower than the stored"):
         await pool.publish_weights(2, "2")
     with pytest.raises(PublishFailed, match="must not change"):
         await pool.publish_weights(3, "other")
