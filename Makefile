@@ -80,7 +80,7 @@ lint: $(VENV) ## ruff, mypy, import-linter, stale generated files
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python hack/generate.py --check
+	PYTHONPATH=hack $(BIN)/python -m generate --check
 
 .PHONY: format
 format: $(VENV) ## let ruff format and mend
@@ -89,7 +89,7 @@ format: $(VENV) ## let ruff format and mend
 
 .PHONY: generate
 generate: $(VENV) ## make the CRD, the chart's copy of it and docs/api.md from the models
-	$(BIN)/python hack/generate.py
+	PYTHONPATH=hack $(BIN)/python -m generate
 
 .PHONY: wheel
 wheel: $(VENV) ## build the wheel and import it in a clean environment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,7 +36,11 @@ ALL = dict(nodes(SCHEMA, ""))
 
 def test_generated_files_are_not_stale() -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "hack" / "generate.py", "--check"], capture_output=True, text=True
+        [sys.executable, "-m", "generate", "--check"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'hack'}"},
     )
     assert done.returncode == 0, done.stdout
 
