@@ -143,7 +143,7 @@ async def test_a_strangers_pod_is_told_and_left_alone(lab: PoolLab) -> None:
     await lab.until("the conflict is told", lambda: "NameConflict" in str(lab.get("mine")))
     status, reason, message = condition(lab.get("mine"), "Degraded")
     assert (status, reason) == ("True", "NameConflict")
-    assert message.startswith("pod/mine-0-0 exists and is not ours")
+    assert message.startswith("pod/mine-0-0 exists but is not ours")
     found = lab.api.get(lab.path("pods", "mine-0-0"))
     assert found["metadata"]["uid"] == theirs["metadata"]["uid"]
     tried = [w for w in lab.writes() if w.name == "mine-0-0"]
