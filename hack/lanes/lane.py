@@ -19,8 +19,8 @@ BUDGETS = {
 }
 """Seconds of each tier while both lanes run, in the order in which a lane runs them."""
 
-ALONE = "cluster"
-"""The tier that has a lane to itself: it takes as long as all others together."""
+WITH_CLUSTERS = ("cluster", "api", "scale", "chart")
+"""The tiers of the first lane: what needs a cluster or an API server. The engines have the other."""
 
 
 class NoTestsError(Exception):
@@ -43,10 +43,11 @@ def lanes(words: Sequence[str]) -> list[Lane]:
     """
     chosen = [word for word in words if is_path(word)]
     found = []
-    for name, tiers in (("cluster", [ALONE]), ("rest", [t for t in _tiers() if t != ALONE])):
+    engines = [tier for tier in _tiers() if tier not in WITH_CLUSTERS]
+    for name, tiers in (("cluster", WITH_CLUSTERS), ("rest", engines)):
         folders = tuple(str(TESTS / tier) for tier in tiers if (TESTS / tier).is_dir())
         if not folders:
-            raise NoTestsError(f"lane {name!r} has no tests: none of {tiers} is in {TESTS}/")
+            raise NoTestsError(f"lane {name!r} has no tests: none of {list(tiers)} is in {TESTS}/")
         paths = tuple(path for path in chosen if tier_of(path) in tiers) if chosen else folders
         if paths:
             found.append(Lane(name, paths))

@@ -75,11 +75,11 @@ def runs_of(done: Done, test: str) -> int:
 
 def test_two_lanes_that_pass(tmp_path: Path) -> None:
     skip = "import pytest\n@pytest.mark.skip\ndef test_skipped(): pass\n"
-    done = run(tmp_path, {"tests/cluster/test_a.py": PASSES, "tests/api/test_b.py": skip})
+    done = run(tmp_path, {"tests/cluster/test_a.py": PASSES, "tests/unit/test_b.py": skip})
     assert done.status == 0, done.said
     assert done.totals == "2 passed, 0 failed, 1 skipped"
     assert "cluster | tests/cluster/test_a.py: 1 passed in" in done.said
-    assert "rest    | tests/api/test_b.py: 1 skipped in" in done.said
+    assert "rest    | tests/unit/test_b.py: 1 skipped in" in done.said
     totals = tmp_path / "cache/logs/tests-totals.txt"
     assert totals.read_text() == "2 passed, 0 failed, 1 skipped\n"
 
@@ -124,7 +124,7 @@ def test_counts():
 
 def test_more_than_two_flaky_tests_fail_the_run(tmp_path: Path) -> None:
     two = ONCE.format(n=1) + ONCE.format(n=2)
-    done = run(tmp_path, {"tests/cluster/test_a.py": two, "tests/api/test_b.py": ONCE.format(n=3)})
+    done = run(tmp_path, {"tests/cluster/test_a.py": two, "tests/unit/test_b.py": ONCE.format(n=3)})
     assert done.status == 1
     assert "3 tests are flaky, at most 2 may be" in done.said
 
@@ -211,7 +211,7 @@ def test_arguments_may_leave_a_lane_empty_but_not_both(tmp_path: Path) -> None:
 
 
 def test_paths_choose_the_lane(tmp_path: Path) -> None:
-    files = {"tests/cluster/test_a.py": FAILS, "tests/api/test_b.py": FAILS}
+    files = {"tests/cluster/test_a.py": FAILS, "tests/unit/test_b.py": FAILS}
     done = run(tmp_path, files, "--", f"{TIER_BESIDE}::test_passes")
     assert (done.status, done.totals) == (0, "1 passed, 0 failed, 0 skipped"), done.said
 
