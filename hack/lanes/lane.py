@@ -9,11 +9,11 @@ from pathlib import Path
 TESTS = Path("tests")
 
 BUDGETS = {
-    "unit": 90,
+    "unit": 150,
     "chart": 40,
     "api": 200,
     "scale": 80,
-    "contract": 480,
+    "contract": 700,
     "engine": 600,
     "cluster": 1300,
 }
