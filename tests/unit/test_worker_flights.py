@@ -348,4 +348,6 @@ async def test_who_asked_for_exactly_other_weights(worker: TinyWorker) -> None:
     await worker.begin("free")
     zero, one = WeightsId(epoch=0, version=0), WeightsId(epoch=1, version=1)
     assert worker.flights.exact_elsewhere(zero) == []
-    assert worker.flights.exact_elsewhere(one) == [exact]
+    assert worker.flights.exact_elsewhere(one) == exact.outputs
+    await worker.ends(exact)
+    assert worker.flights.exact_elsewhere(one) == []

@@ -12,7 +12,7 @@ from math import inf
 
 from rollout_worker.core.holds import Want
 from rollout_worker.core.runtime import Runtime
-from rollout_worker.engine import Engine, EngineCrashed
+from rollout_worker.engine import Engine, EngineCrashed, EngineError
 from rollout_worker.requests.flights import Flights
 from rollout_worker.schemas import (
     AbortReason,
@@ -46,7 +46,8 @@ class Verbs:
         """Hold the worker Paused for this caller, renewing or replacing the caller's earlier hold.
 
         Raises:
-            ProblemError: the worker can't be paused now.
+            ProblemError: the worker can't be paused now; 409 `changed-meanwhile`, the hold expired
+                or was released before the worker was paused.
         """
         self._ready_for_verbs(request.generation)
         ttl = request.ttl_seconds
@@ -151,10 +152,12 @@ class Verbs:
         """Clear the prefix cache.
 
         Raises:
-            ProblemError: 409, no engine is loaded.
+            ProblemError: 409, no engine is loaded; 503, it died or refused.
         """
         engine, _ = self._runtime.loaded()
         try:
             await self._runtime.call(engine.reset_cache(), 60, "reset_cache")
         except EngineCrashed as error:
             raise ProblemError("failed", f"the engine died: {error}", retry_after=5) from error
+        except EngineError as error:
+            raise ProblemError("engine-refused", str(error), retry_after=5) from error

@@ -170,9 +170,15 @@ class Flights:
         """Accepted outputs that the engine has not started."""
         return max(0, len(self.unfinished) - self._runtime.stats().running)
 
-    def exact_elsewhere(self, active: WeightsId) -> list[Flight]:
-        """Flights that asked for exactly one identity, other than this one."""
-        return [f for f in self._flights.values() if f.exact is not None and f.exact != active]
+    def exact_elsewhere(self, active: WeightsId) -> list[Output]:
+        """Unfinished outputs that asked for exactly one identity, other than this one."""
+        return [
+            output
+            for flight in self._flights.values()
+            if flight.exact not in (None, active)
+            for output in flight.outputs
+            if output.stop_reason is None
+        ]
 
     def launch(self, flight: Flight, deadline_seconds: float) -> None:
         """Register a flight and start its pumps; call it right after the admission check."""

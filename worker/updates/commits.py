@@ -107,6 +107,10 @@ class Commits:
                     f"the engine died in the commit and is restarted: {error}",
                     retry_after=5,
                 ) from error
+            except EngineError as error:
+                raise ProblemError(
+                    "engine-refused", f"the old weights serve on: {error}", retry_after=5
+                ) from error
             finally:
                 seconds = time.monotonic() - start
                 runtime.telemetry.update_seconds.labels("commit").observe(seconds)
@@ -217,11 +221,26 @@ class Commits:
         finally:
             try:
                 if ours and runtime.alive:
-                    await runtime.call(engine.resume(), PAUSE_SECONDS, "resume")
+                    await self._resume(engine)
             finally:  # also if the engine dies just now: its successor commits nothing
                 section.pause_seconds = time.monotonic() - section.closed_at
                 runtime.holds.committing = None
                 runtime.changed.fire()
+
+    async def _resume(self, engine: Engine) -> None:
+        """Let it step again; one that refuses would stand still for ever, so it is replaced.
+
+        Raises:
+            EngineCrashed: it could not.
+        """
+        runtime = self._runtime
+        try:
+            await runtime.call(engine.resume(), PAUSE_SECONDS, "resume")
+        except EngineCrashed:
+            raise
+        except EngineError as error:
+            runtime.crashed(f"resume failed: {error}")
+            raise EngineCrashed(f"resume failed: {error}") from error
 
     async def _settle(
         self, engine: Engine, request: CommitRequest, section: _Section, ours: bool
@@ -277,9 +296,8 @@ class Commits:
         pinned = self._runtime.stats().pinned_ids
         outputs = [
             output
-            for flight in self._flights.exact_elsewhere(active)
-            for output in flight.outputs
-            if output.stop_reason is None and output.request.request_id not in pinned
+            for output in self._flights.exact_elsewhere(active)
+            if output.request.request_id not in pinned
         ]
         section.running.extend(o for o in outputs if o not in section.running)
         await self._flights.abort_outputs(outputs, AbortReason.WEIGHTS)

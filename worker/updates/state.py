@@ -50,7 +50,7 @@ class Updates:
         self.previous: ActiveWeights | None = None
         self.slot: Slot | None = None
         self.slot_lock = asyncio.Lock()
-        """Held while the slot is replaced or committed."""
+        """Held while the slot is replaced or committed, and while the weights fall asleep."""
         self._room = asyncio.Lock()
         """Held while a slot is filled: a thread that is slow to give up still holds its memory."""
         self.fence = Fence()
@@ -137,7 +137,10 @@ class Updates:
     async def _begin(
         self, request: StageRequest, identity: WeightsId, resolved: WeightsSource
     ) -> StagedWeights:
-        self.check_order(identity)  # a commit may have gone by while we waited for the slot
+        # A commit or a sleep may have gone by while we waited for the slot.
+        self._runtime.loaded()
+        self.check_resident()
+        self.check_order(identity)
         slot = self.slot
         if slot is not None and slot.error is None:
             if identity == slot.identity:
@@ -145,7 +148,7 @@ class Updates:
             if identity < slot.identity:
                 raise _regressed(identity, slot.identity, "staged", **self.facts)
         await self.clear_slot()
-        self._runtime.loaded()
+        self._runtime.loaded()  # that may have taken its time
         slot = self.slot = Slot(request, resolved)
         logger.info("staging weights %s", identity)
         slot.task = asyncio.create_task(self._stage(slot))
