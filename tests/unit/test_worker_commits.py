@@ -130,7 +130,7 @@ async def test_a_version_below_the_active_one_is_refused(worker: TinyWorker) -> 
 
 async def test_a_fenced_epoch_is_refused_though_it_was_staged(worker: TinyWorker) -> None:
     await worker.stage(1, 7)
-    worker.updates.require(RequireRequest(epoch=2))
+    worker.updates.require("me", RequireRequest(epoch=2))
     with refused("stale-epoch"):
         await worker.commit(1)
     assert worker.engine.active.number == 100

@@ -522,11 +522,11 @@ async def test_a_pause_during_a_resume_is_not_answered_before_the_engine_rests(
 
 async def test_abort_names_whom_it_knew(worker: TinyWorker) -> None:
     one, two = await worker.runs("one"), await worker.begin("two", sampling={"n": 2})
-    answer = await worker.verbs.abort(AbortRequest(request_ids=("one", "no", "one", "no")))
+    answer = await worker.verbs.abort("me", AbortRequest(request_ids=("one", "no", "one", "no")))
     assert (answer.aborted, answer.unknown) == (("one",), ("no",))
     assert one.outputs[0].abort_reason is AbortReason.CONTROL
     assert not two.done.is_set()
-    answer = await worker.verbs.abort(AbortRequest(all=True))
+    answer = await worker.verbs.abort("me", AbortRequest(all=True))
     assert (answer.aborted, answer.unknown) == (("two",), ())
     assert [o.abort_reason for o in two.outputs] == [AbortReason.CONTROL] * 2
 
@@ -534,16 +534,16 @@ async def test_abort_names_whom_it_knew(worker: TinyWorker) -> None:
 async def test_a_cache_that_can_not_be_reset_now_is_no_defect(worker: TinyWorker) -> None:
     worker.engine.before["reset_cache"] = raising(EngineError("not now"))
     with refused("engine-refused") as caught:
-        await worker.verbs.reset_cache()
+        await worker.verbs.reset_cache("me")
     assert "not now" in str(caught.value)
 
 
 async def test_the_cache_is_reset_and_a_dead_engine_said_so(worker: TinyWorker) -> None:
-    await worker.verbs.reset_cache()
+    await worker.verbs.reset_cache("me")
     assert worker.engine.resets == 1
     worker.engine.before["reset_cache"] = raising(EngineCrashed("it died"))
     with refused("failed") as caught:
-        await worker.verbs.reset_cache()
+        await worker.verbs.reset_cache("me")
     assert caught.value.retry_after == 5
 
 

@@ -121,7 +121,7 @@ async def test_weights_that_are_lost_leave_the_worker_fenced(
 
 async def test_a_higher_floor_stays_when_weights_are_lost(worker: TinyWorker) -> None:
     await worker.update(1, 7)
-    worker.updates.require(RequireRequest(epoch=1, min_version=5))
+    worker.updates.require("me", RequireRequest(epoch=1, min_version=5))
     shutil.rmtree(worker.home / "w7")
     worker.engine.die()
     await restarted(worker)

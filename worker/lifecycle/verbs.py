@@ -139,8 +139,10 @@ class Verbs:
                 holders=others,
             )
 
-    async def abort(self, request: AbortRequest) -> AbortResponse:
+    async def abort(self, caller: str, request: AbortRequest) -> AbortResponse:
         """End requests with partial output; return once they have ended."""
+        count = "all" if request.all else len(request.request_ids or ())
+        logger.info("aborting %s requests for %r", count, caller)
         ids = self._flights.ids() if request.all else list(dict.fromkeys(request.request_ids or ()))
         aborted = await self._flights.abort_ids(ids, AbortReason.CONTROL)
         return AbortResponse(
@@ -148,13 +150,14 @@ class Verbs:
             unknown=tuple(i for i in ids if i not in aborted),
         )
 
-    async def reset_cache(self) -> None:
+    async def reset_cache(self, caller: str) -> None:
         """Clear the prefix cache.
 
         Raises:
             ProblemError: 409, no engine is loaded; 503, it died or refused.
         """
         engine, _ = self._runtime.loaded()
+        logger.info("resetting the prefix cache for %r", caller)
         try:
             await self._runtime.call(engine.reset_cache(), 60, "reset_cache")
         except EngineCrashed as error:

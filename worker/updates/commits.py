@@ -74,7 +74,7 @@ class Commits:
         self._flights = flights
         self._last: CommitResponse | None = None
 
-    async def commit(self, request: CommitRequest) -> CommitResponse:
+    async def commit(self, caller: str, request: CommitRequest) -> CommitResponse:
         """Make staged weights the active ones; a repeated call gets the same answer.
 
         Runs to its end even if the caller goes away.
@@ -82,9 +82,9 @@ class Commits:
         Raises:
             ProblemError: 409 or 422, nothing changed; 503, the engine died and is being replaced.
         """
-        return await asyncio.shield(asyncio.create_task(self._commit(request)))
+        return await asyncio.shield(asyncio.create_task(self._commit(caller, request)))
 
-    async def _commit(self, request: CommitRequest) -> CommitResponse:
+    async def _commit(self, caller: str, request: CommitRequest) -> CommitResponse:
         runtime, updates = self._runtime, self._updates
         runtime.loaded()
         self._check_policy(request)
@@ -94,6 +94,7 @@ class Commits:
             if done is not None:
                 return done
             slot = self._check(request)
+            logger.info("committing weights %s for %r", slot.identity, caller)
             start = time.monotonic()
             try:
                 answer = await self._flip(request, slot)

@@ -94,7 +94,7 @@ class TinyWorker:
             "source": {"path": str(self.weights(number))},
             **fields,
         }
-        return await self.updates.stage(StageRequest.model_validate(body))
+        return await self.updates.stage("me", StageRequest.model_validate(body))
 
     async def stage(self, version: int, number: int, **fields: Any) -> StagedWeights:
         """Stage (1, version) to the end, good or bad."""
@@ -107,7 +107,7 @@ class TinyWorker:
     async def commit(self, version: int, **fields: Any) -> CommitResponse:
         """Commit (1, version)."""
         body = {"epoch": 1, "version": version, **fields}
-        return await self.commits.commit(CommitRequest.model_validate(body))
+        return await self.commits.commit("me", CommitRequest.model_validate(body))
 
     async def update(self, version: int, number: int, **fields: Any) -> CommitResponse:
         """Stage and commit."""
