@@ -97,11 +97,16 @@ class TinyWorker:
         return await self.updates.stage("me", StageRequest.model_validate(body))
 
     async def stage(self, version: int, number: int, **fields: Any) -> StagedWeights:
-        """Stage (1, version) to the end, good or bad."""
-        await self.begin_stage(version, number, **fields)
+        """Stage (1, version) to the end, good or bad, or until the slot is given up."""
+        begun = await self.begin_stage(version, number, **fields)
         slot = self.updates.slot
-        assert slot is not None
-        await until(lambda: slot.view().phase != "Staging", what="the end of staging")
+        if slot is None:  # active already, or given up at once
+            return begun
+
+        def ended() -> bool:
+            return slot.view().phase != "Staging" or self.updates.slot is not slot
+
+        await until(ended, what="the end of staging")
         return slot.view()
 
     async def commit(self, version: int, **fields: Any) -> CommitResponse:
