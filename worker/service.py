@@ -104,7 +104,6 @@ class Worker:
         check_room(self.runtime, self.flights.waiting, request.sampling.n)
         requests = expand(request, request_id, engine, info, self.settings.logprobs)
         flight = Flight(request_id, requests, exact)
-        flight.streamed = request.stream
         self.flights.launch(flight, request.deadline_seconds)
         return flight
 
