@@ -29,10 +29,11 @@ from rollout_worker.schemas import (
     WorkerState,
 )
 from rollout_worker.service import Worker
+from rollout_worker.wire.bodies import CONTROL_LIMITS
 from rollout_worker.wire.problems import ProblemError
 
 from .access import CONTROL, SEE, STAGE, Authorizer, Right
-from .app import MIB, new_app, problem_response
+from .app import new_app, problem_response
 
 LESSER_RIGHTS: Final[Mapping[str, Right]] = {
     "/v1/state": SEE,
@@ -52,7 +53,9 @@ _RESET = ResetRequest()
 def control_app(worker: Worker, authorizer: Authorizer) -> FastAPI:
     """The application of the control port."""
     app = new_app(
-        "rollout-worker control", "State, sleep and weights of one worker.", max_body_bytes=MIB
+        "rollout-worker control",
+        "State, sleep and weights of one worker.",
+        limits=lambda: CONTROL_LIMITS,
     )
     app.add_middleware(Gate, authorizer=authorizer)
     # For the OpenAPI document only: the gate has already checked.
