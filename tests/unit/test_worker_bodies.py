@@ -59,7 +59,7 @@ async def held_by(app: FastAPI, path: str, body: bytes) -> tuple[Answer, float]:
     for _ in range(ATTEMPTS):
         async with watched() as watch:
             answer = await asyncio.wait_for(
-                call(app, path, body, content_type="application/json"), 60
+                call(app, path, body, headers={"content-type": "application/json"}), 60
             )
         held.append(watch.seconds)
         if watch.seconds < HELD_SECONDS:

@@ -16,7 +16,7 @@ from .access import Authorizer, Right, bearer, unauthenticated
 class Anyone:
     """`--auth none`: anyone who can reach the loopback port."""
 
-    async def check(self, authorization: str | None, right: Right) -> str:
+    async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
         """Let everyone in."""
         return "anonymous"
 
@@ -46,7 +46,7 @@ class BearerToken:
                 f"--auth-token-file {str(self._file)!r} can't be read: {error.strerror}"
             ) from error
 
-    async def check(self, authorization: str | None, right: Right) -> str:
+    async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
         """Let anyone with the token do everything."""
         given = bearer(authorization)
         try:

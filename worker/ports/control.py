@@ -34,6 +34,7 @@ from rollout_worker.wire.problems import ProblemError
 
 from .access import CONTROL, SEE, STAGE, Authorizer, Right
 from .app import new_app, problem_response
+from .unguarded import Unguarded
 
 LESSER_RIGHTS: Final[Mapping[str, Right]] = {
     "/v1/state": SEE,
@@ -58,6 +59,8 @@ def control_app(worker: Worker, authorizer: Authorizer) -> FastAPI:
         limits=lambda: CONTROL_LIMITS,
     )
     app.add_middleware(Gate, authorizer=authorizer)
+    if worker.settings.auth == "none":
+        app.add_middleware(Unguarded)
     # For the OpenAPI document only: the gate has already checked.
     app.router.dependencies.append(Depends(HTTPBearer(auto_error=False)))
     _add_holds(app, worker)
@@ -79,7 +82,8 @@ class Gate:
             header = Headers(scope=scope).get("authorization")
             right = LESSER_RIGHTS.get(scope["path"], CONTROL)
             try:
-                caller = await self._authorizer.check(header, right)
+                address = (scope.get("client") or ("",))[0]
+                caller = await self._authorizer.check(header, right, address)
             except ProblemError as error:
                 await problem_response(error)(scope, receive, send)
                 return

@@ -34,7 +34,7 @@ class Bodies:
         self._thread = ThreadPoolExecutor(1, "bodies")
 
     async def read(self, request: Request, model: type[BaseModel]) -> Request:
-        """Return the request with its body as a model; without a body, the request as it is.
+        """Return the request with its body as a model, if it has a body.
 
         Raises:
             ProblemError: 408, 413, 422 or 429, or what `limits` refuses with.
@@ -46,7 +46,8 @@ class Bodies:
         pieces: list[bytes] = []
         try:
             body = await self._receive(request, limits, pieces)
-            return request if not body else _Parsed(request, await self._parse(model, body, limits))
+            value = await self._parse(model, body, limits) if body else None
+            return _Parsed(request, value)
         finally:
             self._held -= sum(map(len, pieces))
 
@@ -81,7 +82,7 @@ class Bodies:
 class _Parsed(Request):
     """A request whose JSON is a model already, which FastAPI then takes as it is."""
 
-    def __init__(self, request: Request, value: BaseModel) -> None:
+    def __init__(self, request: Request, value: BaseModel | None) -> None:
         # Every body is JSON, also those of `curl -d` and `kubectl create --raw`, which don't say so.
         kept = [(k, v) for k, v in request.scope["headers"] if k != b"content-type"]
         headers = [*kept, (b"content-type", b"application/json")]
@@ -90,7 +91,7 @@ class _Parsed(Request):
 
     async def body(self) -> bytes:
         """Not the bytes, which are gone: only that there were some."""
-        return b"parsed"
+        return b"" if self._value is None else b"parsed"
 
     async def json(self) -> Any:
         """The model."""

@@ -22,6 +22,7 @@ KINDS: Final[dict[str, tuple[int, str]]] = {
     "body-too-large": (413, "The body is too large"),
     "not-found": (404, "No such route"),
     "method-not-allowed": (405, "The route does not allow this method"),
+    "not-json": (415, "The body must be declared as JSON"),
     "body-timeout": (408, "The body took too long to arrive"),
     "http-error": (400, "The request could not be handled"),
     # The caller.

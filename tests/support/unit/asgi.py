@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ async def call(
     *,
     client: str = "127.0.0.1",
     stays: bool = False,
-    **headers: str,
+    headers: Mapping[str, str] | None = None,
 ) -> Answer:
     """Send a request and return its answer.
 
@@ -52,9 +53,9 @@ async def call(
         method: Of the request.
         client: The caller's address.
         stays: The body never ends.
-        headers: With `_` for `-`; `Host` is the loopback's.
+        headers: In lower case; `host` is the loopback's unless given.
     """
-    given = {"host": "127.0.0.1", **{k.replace("_", "-"): v for k, v in headers.items()}}
+    given = {"host": "127.0.0.1", **(headers or {})}
     scope = {
         "type": "http",
         "http_version": "1.1",
