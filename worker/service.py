@@ -29,6 +29,7 @@ from .settings import Settings
 from .sources.hub import local_model
 from .updates.commits import Commits
 from .updates.state import Updates
+from .wire.bodies import Limits, data_limits
 from .wire.problems import ProblemError
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,25 @@ class Worker:
         self.flights.launch(flight, request.deadline_seconds)
         return flight
 
+    def body_limits(self) -> Limits:
+        """What a request's body may hold, which follows from the model's maximum length.
+
+        Raises:
+            ProblemError: nothing is loaded yet.
+        """
+        return data_limits(self.max_length)
+
+    @property
+    def max_length(self) -> int:
+        """The model's maximum length.
+
+        Raises:
+            ProblemError: nothing is loaded yet.
+        """
+        if self.runtime.info is None:
+            raise _starting()
+        return self.runtime.info.max_length
+
     def check_serving(self) -> None:
         """Refuse requests while none may run.
 
@@ -124,8 +144,14 @@ class Worker:
         return not_serving(self.runtime, self.updates.identity, self.updates.fence.floor)
 
     def model_folder(self) -> Path:
-        """The served model's folder; a Hub model is downloaded by the time an engine loads."""
-        return local_model(self.settings.model, self.settings.model_revision)
+        """The folder of the model that the engine has loaded.
+
+        Raises:
+            ProblemError: nothing is loaded yet.
+        """
+        if self.runtime.info is None:
+            raise _starting()
+        return Path(self.runtime.info.model)
 
     def info(self, *, chat: bool, tool_parser: str | None) -> WorkerInfo:
         """What is served; `chat` and `tool_parser` say what the OpenAI routes support.
@@ -134,9 +160,7 @@ class Worker:
             ProblemError: nothing is loaded yet.
         """
         if self.runtime.info is None or self.runtime.engine is None:
-            raise ProblemError(
-                "starting", "the engine has not loaded yet: try again", retry_after=2
-            )
+            raise _starting()
         engine, info = self.runtime.engine, self.runtime.info
         return WorkerInfo(
             engine=info.engine,
@@ -203,3 +227,7 @@ class Worker:
         if len(self.flights):
             logger.info("the drain is over: aborting %d requests", len(self.flights))
             await self.flights.abort_all(AbortReason.CONTROL)
+
+
+def _starting() -> ProblemError:
+    return ProblemError("starting", "the engine has not loaded yet: try again", retry_after=2)
