@@ -135,7 +135,7 @@ class ClusterError(RolloutError):
     """The API server refused, or did not answer.
 
     Attributes:
-        status: HTTP status; 0: there was no answer.
+        status: HTTP status; 0: there was no answer, or none that the API server gives.
         reason: The API server's word for it, such as `Forbidden`.
     """
 
@@ -143,6 +143,11 @@ class ClusterError(RolloutError):
         super().__init__(cause)
         self.status = status
         self.reason = reason
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same request may succeed a little later: silence, overload, a defect there."""
+        return self.status in (0, 408, 429) or self.status >= 500
 
 
 class PoolClosed(RequestError):

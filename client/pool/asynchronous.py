@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ from rollout_client.discovery.members import (
     StaticDiscovery,
     static_members,
 )
-from rollout_client.errors import NoReplica, PoolClosed
+from rollout_client.errors import NoReplica, PoolClosed, SteeringFailed
 from rollout_client.generating.attempts import Shared
 from rollout_client.generating.verbs import GeneratingVerbs
 from rollout_client.generating.verdicts import MAX_FAILURES
@@ -38,6 +38,9 @@ from rollout_client.steering.verbs import SteeringVerbs
 from rollout_worker.schemas import WeightsId, WorkerInfo
 
 logger = logging.getLogger(__name__)
+
+ANEW_SECONDS = 1.0
+"""How long after a part of the pool failed, by a defect or in a hook, it begins anew."""
 
 DISCOVERY_SECONDS = 10.0
 """How long steering waits for discovery to find the first members."""
@@ -83,11 +86,14 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         self.name = name
         self._hook = hook or Hook()
         self._discovery = discovery
+        self._broken: dict[str, str] = {}
+        """By part of the pool that failed: how; until it runs again."""
         self._connections = Connections()
         self._router = Router(
             Balancer(max_imbalance=max_imbalance, deterministic=deterministic),
-            lambda: self._discovery.trouble,
+            self._trouble,
             self._connections.drop,
+            refused=lambda: self._discovery.refused,
         )
         self._health = Health(self._router, self._connections, silent_seconds=silent_seconds)
         self._tasks: list[asyncio.Task[None]] = []
@@ -188,18 +194,34 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         if self._router.closed:
             raise PoolClosed("the pool was closed")
         if not self._tasks:
+            parts = {
+                "discovery": lambda: self._discovery.run(self._take_members),
+                "health": self._health.run,
+            }
             self._tasks = [
-                asyncio.create_task(self._discover(), name=f"{self.name}: discovery"),
-                asyncio.create_task(self._health.run(), name=f"{self.name}: health"),
+                asyncio.create_task(self._keep(part, run), name=f"{self.name}: {part}")
+                for part, run in parts.items()
             ]
 
-    async def _discover(self) -> None:
-        await self._discovery.run(self._take_members)
+    async def _keep(self, part: str, run: Callable[[], Awaitable[None]]) -> None:
+        """Run a part of the pool; if it fails, say so and begin it anew, for requests need it."""
+        while True:
+            try:
+                return await run()
+            except Exception as error:
+                logger.exception("the %s of %s failed and begins anew", part, self.name)
+                self._broken[part] = f"its {part} failed: {error!r}"
+            await asyncio.sleep(ANEW_SECONDS)
+
+    def _trouble(self) -> str:
+        """Return why nothing new may be learnt of members at the moment; empty: all is well."""
+        return "; ".join(filter(None, (self._discovery.trouble, *self._broken.values())))
 
     def _take_members(self, members: Sequence[Member]) -> None:
         balancer = self._router.balancer
         before = {member.url for member in balancer.members()}
         balancer.set_members(members, time.monotonic())
+        self._broken.pop("discovery", None)
         after = {member.url for member in balancer.members()}
         if before != after:
             logger.info(
@@ -232,6 +254,23 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
                 await self._discovered.wait()
         return await super()._steer()
 
+    async def _expect_serving(self, count: int, seconds: float) -> None:
+        """Let those that are excluded prove at once that they are back, and wait for as many.
+
+        Raises:
+            SteeringFailed: Fewer serve within these seconds; says why each does not.
+        """
+        if self._router.hopeless:
+            return  # this trainer may steer, but not know the members
+        for record in self._router.balancer.records.values():
+            record.probe_at = 0.0
+            if record.excluded_until is not None:
+                record.excluded_until = 0.0
+        try:
+            await self.wait_serving(count, seconds=seconds)
+        except NoReplica as error:
+            raise SteeringFailed(f"they woke, but {error.cause}") from None
+
     def _lowest_weights(self) -> WeightsId | None:
         floors = (self.floor, None if self._steering is None else self._steering.floor)
         return max((floor for floor in floors if floor is not None), default=None)
@@ -262,14 +301,14 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         """Wait until so many members serve.
 
         Raises:
-            NoReplica: Fewer did within these seconds.
+            NoReplica: Fewer did within these seconds, or discovery may not know the members.
         """
         self._start()
         began = time.monotonic()
         until = began + seconds
         while len(found := self.serving()) < count:
             now = time.monotonic()
-            if now >= until:
+            if now >= until or self._router.hopeless:
                 why = self._router.reasons()
                 raise NoReplica(f"{len(found)} of {count} replicas serve ({why})")
             self._router.warn_since(began)

@@ -120,16 +120,27 @@ class SteeringVerbs:
         await self._change_state("Asleep", seconds)
 
     async def wake(self, *, seconds: float = STATE_SECONDS) -> None:
-        """Undo `sleep` or `pause` and return once the replicas serve. Raises what `sleep` raises."""
-        await self._change_state("Active", seconds)
+        """Undo `sleep` or `pause` and return once the replicas serve requests of this pool.
+
+        A replica that comes back more than a minute after the first one is left to the operator.
+        Raises what `sleep` raises.
+        """
+        began = time.monotonic()
+        count = await self._change_state("Active", seconds)
+        await self._expect_serving(count, max(0.0, seconds - (time.monotonic() - began)))
 
     async def pause(self, *, seconds: float = STATE_SECONDS) -> None:
         """Stop generating but keep the memory. Raises what `sleep` raises."""
         await self._change_state("Paused", seconds)
 
-    async def _change_state(self, state: PoolState, seconds: float) -> None:
-        await (await self._steer()).change_state(state, seconds)
+    async def _change_state(self, state: PoolState, seconds: float) -> int:
+        count = await (await self._steer()).change_state(state, seconds)
         logger.info("the pool is %s", state)
+        return count
+
+    async def _expect_serving(self, count: int, seconds: float) -> None:
+        """Return once so many replicas, which woke, get requests of this pool."""
+        raise NotImplementedError
 
     @asynccontextmanager
     async def generating(self, *, seconds: float = STATE_SECONDS) -> AsyncIterator[Self]:
