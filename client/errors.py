@@ -110,6 +110,10 @@ class ManyFailed(RolloutError):
             f"{len(failed)} of {len(self.results)} requests failed; the first error: {first}"
         )
 
+    def __reduce__(self) -> tuple[type[ManyFailed], tuple[list[GenerateResult | RolloutError]]]:
+        """Pickle what it is made of: as other exceptions are, its text would become the results."""
+        return type(self), (self.results,)
+
 
 class EpochLost(RolloutError):
     """Another trainer has the pool now. Stop this one, or `acquire` again on purpose."""

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, Unpack
 
 from rollout_client.discovery.dns import TTL_SECONDS, DnsDiscovery
 from rollout_client.discovery.endpoints import EndpointDiscovery
@@ -21,6 +22,8 @@ from rollout_client.discovery.members import (
 )
 from rollout_client.errors import NoReplica, PoolClosed, SteeringFailed
 from rollout_client.generating.attempts import Shared
+from rollout_client.generating.continuation import LONGEST_DEADLINE
+from rollout_client.generating.prompts import DEADLINE_SECONDS
 from rollout_client.generating.verbs import GeneratingVerbs
 from rollout_client.generating.verdicts import MAX_FAILURES
 from rollout_client.hooks import Hook
@@ -35,18 +38,19 @@ from rollout_client.steering.direct import DirectSteering
 from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.protocol import Steering
 from rollout_client.steering.verbs import SteeringVerbs
-from rollout_worker.schemas import WeightsId, WorkerInfo
+from rollout_worker.schemas import WeightsId
+
+from .background import Background
+from .options import PoolOptions
+from .presence import Presence
 
 logger = logging.getLogger(__name__)
-
-ANEW_SECONDS = 1.0
-"""How long after a part of the pool failed, by a defect or in a hook, it begins anew."""
 
 DISCOVERY_SECONDS = 10.0
 """How long steering waits for discovery to find the first members."""
 
 
-class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
+class AsyncRolloutPool(Presence, GeneratingVerbs, SteeringVerbs):
     """Generates on all replicas of a pool; members come and go by themselves.
 
     Make it with `from_urls`, `from_dns` or `from_cluster`, use it as an async context manager (or
@@ -55,15 +59,9 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
     Args:
         discovery: Finds the members.
         name: For logs and metrics.
-        max_imbalance: How many requests more than the least loaded replica a conversation's own
-            replica may have before the conversation moves.
-        deterministic: Choose replicas by a stable hash instead of by load.
-        max_failures: Broken attempts that one output survives.
-        silent_seconds: How long a worker may send nothing before it is asked whether it is alive.
-        hook: Gets measurements.
         steering: Carries out epochs, weights, sleep; None: the pool can only generate.
-        max_staleness: Requests without bounds of their own are served by weights at most so many
-            versions older than the last one published here; None: by any.
+
+    The other arguments are those of `PoolOptions`.
     """
 
     def __init__(
@@ -75,32 +73,39 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         deterministic: bool = False,
         max_failures: int = MAX_FAILURES,
         silent_seconds: float = SILENT_SECONDS,
+        deadline_seconds: float = DEADLINE_SECONDS,
         hook: Hook | None = None,
         steering: Steering | None = None,
         max_staleness: int | None = None,
     ) -> None:
-        if max_failures < 0 or silent_seconds <= 0 or (max_staleness or 0) < 0:
+        if max_failures < 0 or (max_staleness or 0) < 0:
+            raise ValueError("max_failures and max_staleness must be 0 or more")
+        if silent_seconds <= 0 or not 0 < deadline_seconds <= LONGEST_DEADLINE:
             raise ValueError(
-                "max_failures and max_staleness must be 0 or more, silent_seconds above 0"
+                "silent_seconds must be above 0, and deadline_seconds at most "
+                f"{LONGEST_DEADLINE:g} besides"
             )
         self.name = name
         self._hook = hook or Hook()
         self._discovery = discovery
-        self._broken: dict[str, str] = {}
-        """By part of the pool that failed: how; until it runs again."""
-        self._connections = Connections()
-        self._router = Router(
+        self._background = Background(name)
+        connections = Connections()
+        router = Router(
             Balancer(max_imbalance=max_imbalance, deterministic=deterministic),
             self._trouble,
-            self._connections.drop,
+            connections.drop,
             refused=lambda: self._discovery.refused,
         )
-        self._health = Health(self._router, self._connections, silent_seconds=silent_seconds)
-        self._tasks: list[asyncio.Task[None]] = []
+        Presence.__init__(self, router, connections)
+        self._health = Health(router, connections, silent_seconds=silent_seconds)
         self._discovered = asyncio.Event()
-        shared = Shared(self._router, self._connections, self._hook)
+        shared = Shared(router, connections, self._hook)
         GeneratingVerbs.__init__(
-            self, shared, max_failures=max_failures, deterministic=deterministic
+            self,
+            shared,
+            max_failures=max_failures,
+            deterministic=deterministic,
+            deadline_seconds=deadline_seconds,
         )
         SteeringVerbs.__init__(self, steering, self._hook, max_staleness)
 
@@ -111,7 +116,8 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         *,
         control_urls: Sequence[str | None] | None = None,
         direct: DirectOptions | None = None,
-        **options: Any,
+        name: str = "pool",
+        **options: Unpack[PoolOptions],
     ) -> Self:
         """Return a pool of workers at fixed data URLs, without an operator.
 
@@ -119,9 +125,11 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
             urls: Such as `http://10.0.0.7:8000`.
             control_urls: Of the control ports; default: port 8001 beside data port 8000.
             direct: How the workers are steered: token, in-flight policy, sleep level.
-            **options: See the class.
+            name: For logs and metrics.
+            **options: See `PoolOptions`.
         """
-        pool = cls(StaticDiscovery(static_members(urls, control_urls)), **options)
+        members = StaticDiscovery(static_members(urls, control_urls))
+        pool = cls(members, name=name, **options)
         pool._steering = DirectSteering(
             lambda: pool.members, direct or DirectOptions(), pool._saw_weights
         )
@@ -134,7 +142,8 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         *,
         port: int = DATA_PORT,
         ttl_seconds: float = TTL_SECONDS,
-        **options: Any,
+        name: str | None = None,
+        **options: Unpack[PoolOptions],
     ) -> Self:
         """Return a pool of all addresses behind a name, such as `math-heads.train.svc`.
 
@@ -144,9 +153,10 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
             host: Name of a headless Service.
             port: Of the data port.
             ttl_seconds: Between two look-ups.
-            **options: See the class.
+            name: For logs and metrics; default: the host.
+            **options: See `PoolOptions`.
         """
-        return cls(DnsDiscovery(host, port, ttl_seconds), **{"name": host, **options})
+        return cls(DnsDiscovery(host, port, ttl_seconds), name=name or host, **options)
 
     @classmethod
     def from_cluster(
@@ -156,7 +166,7 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         *,
         kubeconfig: str | Path | None = None,
         context: str | None = None,
-        **options: Any,
+        **options: Unpack[PoolOptions],
     ) -> Self:
         """Return the pool of a RolloutReplica.
 
@@ -168,7 +178,7 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
             namespace: Default: the pod's, or the kubeconfig's.
             kubeconfig: Default: the pod's service account, else `$KUBECONFIG`.
             context: Of the kubeconfig; default: its current one.
-            **options: See the class.
+            **options: See `PoolOptions`.
 
         Raises:
             ClusterError: There are no usable credentials.
@@ -177,8 +187,9 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         namespace, kube = namespace or found.namespace, Kube(found)
         return cls(
             EndpointDiscovery(kube, name, namespace),
+            name=f"{namespace}/{name}",
             steering=ClusterSteering(kube, name, namespace),
-            **{"name": f"{namespace}/{name}", **options},
+            **options,
         )
 
     # Life.
@@ -193,35 +204,18 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
     def _start(self) -> None:
         if self._router.closed:
             raise PoolClosed("the pool was closed")
-        if not self._tasks:
-            parts = {
-                "discovery": lambda: self._discovery.run(self._take_members),
-                "health": self._health.run,
-            }
-            self._tasks = [
-                asyncio.create_task(self._keep(part, run), name=f"{self.name}: {part}")
-                for part, run in parts.items()
-            ]
-
-    async def _keep(self, part: str, run: Callable[[], Awaitable[None]]) -> None:
-        """Run a part of the pool; if it fails, say so and begin it anew, for requests need it."""
-        while True:
-            try:
-                return await run()
-            except Exception as error:
-                logger.exception("the %s of %s failed and begins anew", part, self.name)
-                self._broken[part] = f"its {part} failed: {error!r}"
-            await asyncio.sleep(ANEW_SECONDS)
+        run_discovery = partial(self._discovery.run, self._take_members)
+        self._background.start({"discovery": run_discovery, "health": self._health.run})
 
     def _trouble(self) -> str:
         """Return why nothing new may be learnt of members at the moment; empty: all is well."""
-        return "; ".join(filter(None, (self._discovery.trouble, *self._broken.values())))
+        return "; ".join(filter(None, (self._discovery.trouble, self._background.trouble)))
 
     def _take_members(self, members: Sequence[Member]) -> None:
         balancer = self._router.balancer
         before = {member.url for member in balancer.members()}
         balancer.set_members(members, time.monotonic())
-        self._broken.pop("discovery", None)
+        self._background.works("discovery")
         after = {member.url for member in balancer.members()}
         if before != after:
             logger.info(
@@ -240,9 +234,7 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         self._router.changed()
         for lease in list(self._router.leases):
             lease.cut_off("the pool was closed")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.stop()
         if self._steering is not None:
             await self._steering.close()
         await self._connections.close()
@@ -278,51 +270,3 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
     def _saw_weights(self, url: str, identity: WeightsId) -> None:
         self._router.balancer.saw_weights(url, identity)
         self._router.changed()
-
-    # Who is there.
-
-    @property
-    def members(self) -> list[Member]:
-        """Members that discovery has found; `serving` says which of them get requests."""
-        return self._router.balancer.members()
-
-    def serving(self) -> list[Member]:
-        """Members that may get requests now."""
-        now = time.monotonic()
-        records = self._router.balancer.records.values()
-        return [record.member for record in records if record.usable(now)]
-
-    def load(self) -> dict[str, int]:
-        """Requests of this pool in flight, by member name."""
-        records = self._router.balancer.records.values()
-        return {record.member.name: record.in_flight for record in records}
-
-    async def wait_serving(self, count: int = 1, *, seconds: float = 600) -> list[Member]:
-        """Wait until so many members serve.
-
-        Raises:
-            NoReplica: Fewer did within these seconds, or discovery may not know the members.
-        """
-        self._start()
-        began = time.monotonic()
-        until = began + seconds
-        while len(found := self.serving()) < count:
-            now = time.monotonic()
-            if now >= until or self._router.hopeless:
-                why = self._router.reasons()
-                raise NoReplica(f"{len(found)} of {count} replicas serve ({why})")
-            self._router.warn_since(began)
-            await asyncio.sleep(min(0.05, until - now))
-        return found
-
-    async def info(self, *, seconds: float = 30) -> WorkerInfo:
-        """Return what a replica says about its model, lengths and capabilities.
-
-        Raises:
-            NoReplica: None serves within these seconds.
-        """
-        member = (await self.wait_serving(seconds=seconds))[0]
-        with self._connections.to(member.url) as client:
-            answer = await client.get("/v1/info", timeout=seconds)
-        answer.raise_for_status()
-        return WorkerInfo.model_validate_json(answer.content, extra="ignore")
