@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from rollout_client.discovery.dns import TTL_SECONDS
 from rollout_client.discovery.members import DATA_PORT, Member
 from rollout_client.errors import PoolClosed, RolloutError
 from rollout_client.generating.prompts import GenerateOptions, Prompt
-from rollout_client.generating.streams import GenerationStream
 from rollout_client.generating.verbs import CONCURRENCY, Progress
 from rollout_client.results import GenerateResult
 from rollout_client.steering.options import DirectOptions
@@ -28,11 +27,17 @@ from rollout_client.steering.protocol import (
     OnProgress,
     Published,
 )
-from rollout_worker.schemas import StreamDelta, WeightsId, WorkerInfo
+from rollout_client.steering.spool import SHARD_BYTES, drain_here, spool_here
+from rollout_client.steering.versions import KEEP, Versions
+from rollout_worker.schemas import WeightsId, WorkerInfo
 
 from .asynchronous import AsyncRolloutPool
 from .loop_thread import LoopThread
 from .options import PoolOptions
+from .sync_stream import SyncStream, following
+
+if TYPE_CHECKING:
+    from rollout_client.steering.spool import Tensors
 
 
 class RolloutPool:
@@ -189,8 +194,8 @@ class RolloutPool:
         """Yield (index, result or error) as requests end."""
         found = self.asynchronous.as_completed(prompts, concurrency=concurrency, **options)
         try:
-            while (following := self._thread.call(_next(found))) is not None:
-                yield following
+            while (each := self._thread.call(following(found))) is not None:
+                yield each
         finally:
             self._thread.call(found.aclose())
 
@@ -223,6 +228,31 @@ class RolloutPool:
             self.asynchronous.publish_weights(version, path, seconds=seconds, progress=progress)
         )
 
+    def save_and_publish(
+        self,
+        weights: Tensors,
+        version: int,
+        folder: str | PurePath,
+        *,
+        mounted_at: str | PurePath | None = None,
+        keep: int = KEEP,
+        shard_bytes: int = SHARD_BYTES,
+        seconds: float = PUBLISH_SECONDS,
+        progress: OnProgress = lambda progress: None,
+    ) -> Published:
+        """Write a version to a shared volume, publish it, and delete versions that nobody needs.
+
+        Tensors are made in the caller's thread, which alone may have the right device.
+        """
+        pool, versions = self.asynchronous, Versions.at(folder, mounted_at, keep)
+        try:
+            identity = self._thread.call(pool._identity(version))
+        except BaseException:
+            drain_here(weights)
+            raise
+        spool_here(weights, versions.place(identity), shard_bytes)
+        return self._thread.call(pool._publish_saved(versions, identity, seconds, progress))
+
     def sleep(self, *, seconds: float = STATE_SECONDS) -> None:
         """Free the engines' memory."""
         self._thread.call(self.asynchronous.sleep(seconds=seconds))
@@ -244,35 +274,3 @@ class RolloutPool:
             yield self
         finally:
             self._thread.call(block.__aexit__(None, None, None))
-
-
-class SyncStream:
-    """A `GenerationStream` for programs without an event loop."""
-
-    def __init__(self, thread: LoopThread, stream: GenerationStream) -> None:
-        self._thread = thread
-        self._stream = stream
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.call(self._stream.close())
-
-    def __iter__(self) -> Iterator[StreamDelta]:
-        """Yield deltas; their spans count from the output's first token."""
-        deltas = self._stream.__aiter__()
-        try:
-            while (delta := self._thread.call(_next(deltas))) is not None:
-                yield delta
-        finally:
-            self._thread.call(deltas.aclose())
-
-    @property
-    def result(self) -> GenerateResult:
-        """The result: final once the iteration has ended, until then what there is so far."""
-        return self._thread.read(lambda: self._stream.result)
-
-
-async def _next(iterator: Any) -> Any:
-    return await anext(iterator, None)

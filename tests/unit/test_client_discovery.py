@@ -21,6 +21,7 @@ from rollout_client.kube.access import access
 from rollout_client.kube.client import Kube
 from waiting import until
 
+EXEC = {"apiVersion": "client.authentication.k8s.io/v1", "command": "./login"}
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/train/endpointslices"
 
 
@@ -245,7 +246,12 @@ async def test_a_closed_pool_leaves_nothing_running() -> None:
     ("change", "said"),
     [
         ({"current-context": "other"}, "other"),
-        ({"users": [{"name": "u", "user": {"exec": {}}}]}, "give the user a token"),
+        ({"users": [{"name": "u", "user": {"auth-provider": {}}}]}, "use exec, or a token"),
+        ({"users": [{"name": "u", "user": {"exec": {}}}]}, "must name a command"),
+        (
+            {"users": [{"name": "u", "user": {"exec": {**EXEC, "interactiveMode": "Always"}}}]},
+            "needs a terminal",
+        ),
         ({"contexts": []}, "contexts: c"),
     ],
 )
