@@ -167,6 +167,7 @@ class Worker:
             engine_version=info.engine_version,
             model=self.settings.served_name,
             max_length=info.max_length,
+            eos_token_ids=tuple(sorted(info.eos_token_ids)),
             capabilities=engine.capabilities.model_copy(
                 update={"chat": chat, "tool_parser": tool_parser}
             ),
