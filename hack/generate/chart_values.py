@@ -318,7 +318,7 @@ if you want them, PodMonitors, alerts and dashboards. Needs Helm 3.17 or 4, Kube
 - With `rbac.namespaced=true` nothing cluster-wide is created. A cluster admin has applied `operator/crd.yaml` and, for each
   namespace with workers, run `kubectl create clusterrolebinding rollout-worker-NAMESPACE
   --clusterrole=system:auth-delegator --serviceaccount=NAMESPACE:rollout-worker`, since workers review the tokens of their
-  callers. Who installs must hold the rights that the Roles hand out, or may `escalate` roles.
+  callers. Who installs must hold the rights that the Roles hand out, or may `escalate` and `bind` roles.
 - An upgrade also upgrades the CRD. CRD changes only add fields.
 - A change to `engines.*` replaces no running pod; it applies to pods created afterwards
   (docs/decisions/002 says why, and how to roll a pool at once).
