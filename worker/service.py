@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .core.runtime import Runtime
@@ -89,7 +89,11 @@ class Worker:
         Raises:
             ProblemError: 4xx or 503, which names the fix.
         """
-        self.check_serving()
+        with self._counting_refusals():
+            return self._submit(request)
+
+    def _submit(self, request: GenerateRequest) -> Flight:
+        self._check_serving()
         engine, info = self.runtime.loaded()
         active = self.updates.identity
         assert active is not None, "an engine has loaded weights"
@@ -133,6 +137,18 @@ class Worker:
         Raises:
             ProblemError: 503, which says why.
         """
+        with self._counting_refusals():
+            self._check_serving()
+
+    @contextlib.contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except ProblemError as refusal:
+            self.runtime.telemetry.refused.labels(refusal.slug).inc()
+            raise
+
+    def _check_serving(self) -> None:
         refusal = not_serving(self.runtime, self.updates.identity, self.updates.fence.floor)
         if refusal is not None:
             raise refusal
