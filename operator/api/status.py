@@ -102,8 +102,19 @@ class LastUpdate(StatusId):
     )
     phase: UpdatePhase = Field(description="Phase of the update.")
     attempts: Count = Field(default=0, description="Number of attempts.")
-    started_at: Timestamp | None = Field(default=None, description="When staging began.")
+    started_at: Timestamp | None = Field(
+        default=None, description="When staging began; its deadline counts from here."
+    )
     completed_at: Timestamp | None = Field(default=None, description="When it ended.")
+    commit_started_at: Timestamp | None = Field(
+        default=None,
+        description="When committing began: from then on workers may have the new weights. Its "
+        "deadline counts from here.",
+    )
+    root_hash: Annotated[str, Field(max_length=128)] | None = Field(
+        default=None,
+        description="Hash of the content that is committed; no worker commits any other.",
+    )
     message: Message = Field(default="", description="One sentence on its progress.")
 
 

@@ -158,7 +158,9 @@ def _synced(view: View) -> Verdict:
         )
         return False, "AheadOfTarget", text
     if update is not None and update.phase is UpdatePhase.FAILED:
-        return False, "DeadlineExceeded", update.message
+        late = "DeadlineExceeded" if view.weights.overdue else "WeightsFailed"
+        reason = "Unsupported" if view.weights.unsupported else late
+        return False, reason, update.message
     if _running_id(view) is not None and update is not None:
         return False, update.phase.value, update.message
     if view.spec.suspend:
