@@ -201,6 +201,7 @@ class Worker:
         """Everything an operator or a trainer needs to know about this worker."""
         runtime, now = self.runtime, time.monotonic()
         stats = runtime.stats()
+        engine = runtime.engine if runtime.info is not None else None  # it knows itself by then
         return WorkerState(
             boot_id=runtime.boot_id,
             engine=self.settings.engine,
@@ -216,6 +217,7 @@ class Worker:
             restarts=runtime.restarts,
             last_error=runtime.last_error,
             progress=runtime.progress,
+            in_flight_policies=engine.capabilities.in_flight if engine else (),
         )
 
     # Shutdown.
