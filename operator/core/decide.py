@@ -5,7 +5,6 @@ from __future__ import annotations
 from rollout_operator.api.spec import RolloutReplicaSpec, State
 from rollout_operator.api.status import RolloutReplicaStatus
 
-from .findings import View
 from .gangs import gangs_of, plan_pods
 from .heads import Head
 from .members import MemberPlanner
@@ -13,6 +12,7 @@ from .plan import CallWorker, Plan, SetGate, Wait
 from .report import build_status
 from .updates.decide import plan_weights
 from .updates.weights_plan import target_of
+from .view import View
 from .world import Observed
 
 
@@ -41,7 +41,16 @@ def decide(
         if head.pod.uid not in leaving:
             calls += planner.calls(head)
     gates += _gates_of_leavers(seen, heads, leaving)
-    view = View(spec, seen, gangs_of(spec, seen), heads, pods, weights, target_of(spec).identity)
+    view = View(
+        spec,
+        seen,
+        gangs_of(spec, seen),
+        heads,
+        pods,
+        weights,
+        target_of(spec).identity,
+        was_at_rest=_was_at_rest(spec, stored),
+    )
     status = build_status(view, stored, now)
     return Plan(
         status=status,
@@ -66,6 +75,11 @@ def _heads(spec: RolloutReplicaSpec, seen: Observed) -> dict[str, Head]:
     return {pod.uid: Head(pod, seen.worker(pod)) for pod in wanted}
 
 
+def _was_at_rest(spec: RolloutReplicaSpec, stored: RolloutReplicaStatus) -> bool:
+    last = stored.last_transition
+    return last is not None and last.to == spec.state.value and last.completed_at is not None
+
+
 def _healthy(spec: RolloutReplicaSpec, heads: dict[str, Head]) -> frozenset[int]:
     """Replicas whose head does what spec asks for."""
     wanted = spec.state
@@ -83,7 +97,7 @@ def _healthy(spec: RolloutReplicaSpec, heads: dict[str, Head]) -> frozenset[int]
 def _gates_of_leavers(seen: Observed, heads: dict[str, Head], leaving: set[str]) -> list[SetGate]:
     """Take surplus heads out of the Service before they are deleted."""
     return [
-        SetGate(p.name, p.uid, False, p.gate_boot or "", "it is being deleted")
+        SetGate(p.name, p.uid, False, p.gate_boot or "", "it is being deleted", p.proven_since)
         for p in seen.pods
         if p.uid in leaving and p.uid not in heads and p.gate and not p.deleting
     ]

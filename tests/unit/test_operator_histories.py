@@ -37,6 +37,7 @@ ACTIONS = (
     *("raise", "raise", "epoch", "template", "up", "down", "pause", "sleep",
       "wake", "wake", "suspend", "kill", "fail", "reboot", "break", "mend", "forget", "intrude",
       "leave", "silence", "unask", "speak", "hold", "let go", "slow", "quick", "lag", "no lag"),
+    *("finalize", "free", "set clock", "refuse writes", "take writes", "unlabel", "make again"),
     *(["publishes"] if QUICK_PUBLISHES else []),
     *(["ahead"] if AHEAD_OF_TARGET else []),
     *(["refuse", "raise"] * 3 if COMMITS_REFUSED_BY_ALL else []),
@@ -88,7 +89,7 @@ class History:
 
     def fail(self) -> None:
         if running := self._running():
-            self.world.fail(self.random.choice(running))
+            self.world.fail(self.random.choice(running), told=self.random.random() < 0.5)
 
     def reboot(self) -> None:
         if running := self._running():
@@ -168,6 +169,31 @@ class History:
     def no_lag(self) -> None:
         self.world.lag = self.world.grace = 0.0
 
+    def finalize(self) -> None:
+        """Somebody else's controller wants to see some pods off."""
+        pods = [p for p in self.world.pods.values() if not p.deleting]
+        self.world.held |= {p.uid for p in pods if self.random.random() < 0.5}
+
+    def free(self) -> None:
+        self.world.held.clear()
+
+    def set_clock(self) -> None:
+        self.world.skew += self.random.choice([-3600.0, 3600.0])
+
+    def refuse_writes(self) -> None:
+        kinds = self.random.sample(["status", "gate", "delete", "create"], 2)
+        self.world.refuses = lambda kind: kind in kinds and self.random.random() < 0.7
+
+    def take_writes(self) -> None:
+        self.world.refuses = lambda kind: False
+
+    def unlabel(self) -> None:
+        if running := self._running():
+            self.world.unlabelled.add(self.world.pods[self.random.choice(running)].uid)
+
+    def make_again(self) -> None:
+        self.world.recreate()
+
     def publishes(self) -> None:
         for _ in range(30):
             self.raise_()
@@ -182,7 +208,8 @@ class History:
 
     def end_well(self) -> None:
         """Everything that disturbs ends, and all comes to be as asked."""
-        for action in ("mend", "leave", "speak", "let go", "quick", "no lag", "wake"):
+        for action in ("mend", "leave", "speak", "let go", "quick", "no lag", "wake", "free",
+                       "take writes"):  # fmt: skip
             self.happen(action)
         world = self.world
         while any(w.active > target_of(world.spec).identity for w in self._workers):
