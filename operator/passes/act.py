@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Key, Obj
@@ -10,12 +11,13 @@ from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.plan import Plan
 from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.status_changes import owned_fields, without_progress
+from rollout_operator.core.unreadable import status_kept_as_is
 from rollout_operator.kube.errors import NotFound
 
 from .context import Context
 from .memory import Memory
 from .observe import Look, phase_of, poll
-from .tell import post_events, show_figures
+from .tell import count_update, post_events, show_figures
 from .writes import Writer
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
         return None  # the object is gone: nothing is made for it, and the watch will say so
     memory.barrier = plan.barrier
     post_events(ctx, look, plan, memory)
+    count_update(ctx, look, plan)
     poll(ctx, look.key, look.seen, plan.status, memory)
     if not look.seen.paused:
         writer = await _write_children(ctx, look, plan, memory)
@@ -76,9 +79,24 @@ async def write_status(
     if wait > 0 and without_progress(before) == without_progress(after):
         return wait
     writer = Writer(ctx, key, pool["metadata"]["uid"])
-    await writer.status(pool["metadata"]["resourceVersion"], status)
+    await writer.status(pool["metadata"]["resourceVersion"], status.document())
     memory.written_at = now
     return None
+
+
+async def keep_status(
+    ctx: Context, key: Key, pool: Obj, why: str, stored: RolloutReplicaStatus
+) -> None:
+    """Say that the status can't be read, and write back all that it holds."""
+    show_figures(ctx, key, pool, stored)
+    document = status_kept_as_is(stored, pool, why, ctx.clock())
+    if document is None:
+        return
+    logger.warning("%s", why, extra={"pool": str(key)})
+    ctx.recorder.event(pool, "Warning", "UnreadableStatus", why)
+    writer = Writer(ctx, key, pool["metadata"]["uid"])
+    with suppress(NotFound):
+        await writer.status(pool["metadata"]["resourceVersion"], document)
 
 
 async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) -> Writer:

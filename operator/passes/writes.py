@@ -15,7 +15,6 @@ from typing import Any
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Key, Obj
-from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.plan import DeletePod, SetGate
 from rollout_operator.core.podreader import BOOT_PREFIX, is_leftover
 from rollout_operator.core.services import differs, pool_services, repair
@@ -203,8 +202,8 @@ class Writer:
         self.ctx.store.upsert("pods", answer)
         logger.info("gate of %s: %s", gate.name, gate.reason, extra=self._extra())
 
-    async def status(self, resource_version: str, status: RolloutReplicaStatus) -> Obj:
-        """Apply the whole status; refused (`Conflict`) if somebody else wrote in between."""
+    async def status(self, resource_version: str, status: Mapping[str, Any]) -> Obj:
+        """Apply the whole status, as a document; refused (`Conflict`) if somebody else wrote in between."""
         body = {
             "apiVersion": names.API_VERSION,
             "kind": names.KIND,
@@ -214,7 +213,7 @@ class Writer:
                 "uid": self.uid,
                 "resourceVersion": resource_version,
             },
-            "status": status.document(),
+            "status": status,
         }
         answer = await self.ctx.kube.patch(
             "rolloutreplicas",

@@ -126,6 +126,7 @@ def test_a_pod_is_read_whole() -> None:
         ready=True,
         gate=True,
         gate_boot="b7",
+        gate_since=MIDNIGHT + 50,
         proven_since=MIDNIGHT + 30,
         ip="10.0.0.7",
         node="n1",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from poolspecs import NOW
 from rollout_operator.core.plan import CallWorker, Verb
 from rollout_operator.core.world import CallError, Pod, Worker
+from rollout_worker.schemas import WorkerState
 from simworker import SimWorker
 
 
@@ -25,6 +26,8 @@ class SimCalls:
     def __init__(self) -> None:
         self.tick = NOW
         """Seconds as they pass, for everybody but the operator's wall clock."""
+        self.skew = 0.0
+        """How wrong that one is."""
         self.workers: dict[str, SimWorker] = {}
         self.failures: dict[tuple[str, str], CallError] = {}
         """By pod uid and verb; `retry_in` is kept as the moment when it is over."""
@@ -32,12 +35,19 @@ class SimCalls:
         self.log: list[str] = []
         self.frozen: set[str] = set()
         """Verbs whose calls never end."""
+        self.answers: dict[str, WorkerState] = {}
+        """The last answer of each worker to this operator, by pod uid."""
         self.hung: set[tuple[str, str]] = set()
         """Calls under way of such verbs, by pod uid."""
         self.backoff = 1.0
         """Seconds until a failed call may be repeated."""
         self.seconds_of: dict[Verb, float] = {}
         """How long calls take; the others end at once."""
+
+    @property
+    def now(self) -> float:
+        """What the operator's wall clock says."""
+        return self.tick + self.skew
 
     def known(self, pod: Pod) -> Worker:
         """What the operator knows of a head."""
@@ -51,8 +61,10 @@ class SimCalls:
         running |= {v for (uid, v), f in self.flights.items() if uid == pod.uid and f.ours}
         if worker.unasked or worker.silent:
             error = None if worker.unasked else "no answer within 3 s"
-            return Worker(None, error, frozenset(running), failures)
-        return Worker(worker.state(), None, frozenset(running), failures)
+            last = self.answers.get(pod.uid)
+            return Worker(None, error, frozenset(running), failures, last)
+        state = self.answers[pod.uid] = worker.state()
+        return Worker(state, None, frozenset(running), failures)
 
     def call(self, call: CallWorker) -> None:
         """Make a planned call."""

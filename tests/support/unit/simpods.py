@@ -44,7 +44,11 @@ class SimPods(SimCalls):
         pod = self.pods.get(gate.name)
         if pod is not None and pod.uid == gate.uid:
             self.pods[gate.name] = replace(
-                pod, gate=gate.serving, gate_boot=gate.boot, proven_since=gate.proven_since
+                pod,
+                gate=gate.serving,
+                gate_boot=gate.boot,
+                gate_since=self.now,
+                proven_since=gate.proven_since,
             )
             self.log.append(f"gate {gate.name} {gate.serving}")
 

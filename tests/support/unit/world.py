@@ -34,18 +34,11 @@ class World(SimPods):
         super().__init__(spec)
         self.generation = 1
         self.status = RolloutReplicaStatus()
-        self.skew = 0.0
-        """How wrong the operator's wall clock is."""
         self.witness = Witness()
         self.refuses: Callable[[str], bool] = lambda kind: False
         """Whether the API server refuses a write: of status, a gate, a deletion, a creation."""
         self.barrier: frozenset[str] | None = None
         self._forced_at: dict[str, float] = {}
-
-    @property
-    def now(self) -> float:
-        """What the operator's wall clock says."""
-        return self.tick + self.skew
 
     def set(self, **changes: Any) -> None:
         """Change the spec as a user would."""
@@ -89,6 +82,7 @@ class World(SimPods):
         self.witness, self._forced_at = Witness(), {}
         self.conflicts = {}
         self.failures = {}
+        self.answers = {}
         self.hung = set()
         self.unshown = {}
         for flight in self.flights.values():
