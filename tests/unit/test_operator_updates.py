@@ -64,7 +64,7 @@ class Pool:
             )  # fmt: skip
 
     def fail(self, index: int, verb: str, about: WeightsId = NEW, count: int = 1) -> None:
-        self.failed[index, verb] = CallError("no", count, NOW, about=about)
+        self.failed[index, verb] = CallError("no", count, 0, about=about)
 
     def heads(self) -> dict[str, Head]:
         found = {}
