@@ -106,7 +106,8 @@ def test_a_misspelt_field_changes_nothing(worker: Shared, verb: str) -> None:
     answer = worker.post(verb, deadline=5)
     assert (answer.status_code, slug(answer)) == (422, "invalid-request")
     assert answer.json()["errors"][0]["field"] == "deadline"
-    assert worker.control.post(f"/v1/{verb}", content=b"{").status_code == 422
+    said = {"Content-Type": "application/json"}
+    assert worker.control.post(f"/v1/{verb}", content=b"{", headers=said).status_code == 422
     assert lifecycle(worker) == "Active"
 
 

@@ -45,6 +45,7 @@ async def test_a_start_tells_its_progress_and_what_it_loaded(tmp_path: Path) -> 
         assert worker.runtime.progress is None
         info = worker.worker.info(chat=True, tool_parser="x")
         assert (info.engine, info.max_length, info.capabilities.chat) == ("tiny", 64, True)
+        assert worker.worker.state().in_flight_policies == info.capabilities.in_flight != ()
         assert worker.updates.active is not None
         assert worker.updates.active.root_hash == worker.runtime.loaded()[1].root_hash
 

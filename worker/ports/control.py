@@ -29,10 +29,12 @@ from rollout_worker.schemas import (
     WorkerState,
 )
 from rollout_worker.service import Worker
+from rollout_worker.wire.bodies import CONTROL_LIMITS
 from rollout_worker.wire.problems import ProblemError
 
 from .access import CONTROL, SEE, STAGE, Authorizer, Right
-from .app import MIB, new_app, problem_response
+from .app import new_app, problem_response
+from .unguarded import Unguarded
 
 LESSER_RIGHTS: Final[Mapping[str, Right]] = {
     "/v1/state": SEE,
@@ -52,9 +54,13 @@ _RESET = ResetRequest()
 def control_app(worker: Worker, authorizer: Authorizer) -> FastAPI:
     """The application of the control port."""
     app = new_app(
-        "rollout-worker control", "State, sleep and weights of one worker.", max_body_bytes=MIB
+        "rollout-worker control",
+        "State, sleep and weights of one worker.",
+        limits=lambda: CONTROL_LIMITS,
     )
     app.add_middleware(Gate, authorizer=authorizer)
+    if worker.settings.auth == "none":
+        app.add_middleware(Unguarded)
     # For the OpenAPI document only: the gate has already checked.
     app.router.dependencies.append(Depends(HTTPBearer(auto_error=False)))
     _add_holds(app, worker)
@@ -76,7 +82,8 @@ class Gate:
             header = Headers(scope=scope).get("authorization")
             right = LESSER_RIGHTS.get(scope["path"], CONTROL)
             try:
-                caller = await self._authorizer.check(header, right)
+                address = (scope.get("client") or ("",))[0]
+                caller = await self._authorizer.check(header, right, address)
             except ProblemError as error:
                 await problem_response(error)(scope, receive, send)
                 return

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from rollout_worker.observe.telemetry import CONTENT_TYPE
 from rollout_worker.openai.routes import add_openai
 from rollout_worker.openai.text import Texts
+from rollout_worker.openai.tool_calls import parser_of
 from rollout_worker.requests.disconnects import EventStream, drop, finish
 from rollout_worker.requests.flights import Flight
 from rollout_worker.schemas import (
@@ -25,18 +26,15 @@ from rollout_worker.schemas import (
 from rollout_worker.service import Worker
 from rollout_worker.wire.problems import ProblemError
 
-from .app import MIB, new_app
+from .app import new_app
 
 logger = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 64 * MIB
-"""Enough for a prompt of millions of tokens."""
 
 
 def data_app(worker: Worker) -> FastAPI:
     """The application of the data port."""
     app = new_app(
-        "rollout-worker data", "Token-in, token-out generation.", max_body_bytes=MAX_BODY_BYTES
+        "rollout-worker data", "Token-in, token-out generation.", limits=worker.body_limits
     )
     texts = Texts(worker.model_folder)
     _add_generate(app, worker)
@@ -92,7 +90,8 @@ def _add_facts(app: FastAPI, worker: Worker, texts: Texts) -> None:
     @app.get("/v1/info")
     async def info() -> WorkerInfo:
         """Return what is served and what the engine supports."""
-        return worker.info(chat=bool(texts.template), tool_parser=texts.tool_parser)
+        template = await texts.template()
+        return worker.info(chat=bool(template), tool_parser=parser_of(template))
 
     @app.get("/v1/weights")
     async def weights() -> WeightsState:

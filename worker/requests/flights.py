@@ -232,10 +232,17 @@ class Flights:
     def _take(self, flight: Flight, output: Output, delta: EngineDelta) -> None:
         output.take(delta)
         if delta.token_ids:
-            if flight.first_token is None:
-                flight.first_token = time.monotonic()
-            self._runtime.telemetry.generated_tokens.inc(len(delta.token_ids))
+            self._count_tokens(flight, output, len(delta.token_ids))
             flight.fresh.set()
+
+    def _count_tokens(self, flight: Flight, output: Output, tokens: int) -> None:
+        now, telemetry = time.monotonic(), self._runtime.telemetry
+        if flight.first_token is None:
+            flight.first_token = now
+        if output.latest is not None:
+            telemetry.inter_token_seconds.observe((now - output.latest) / tokens)
+        output.latest = now
+        telemetry.generated_tokens.inc(tokens)
 
     def _land(self, flight: Flight, output: Output) -> None:
         telemetry = self._runtime.telemetry

@@ -31,6 +31,8 @@ class Output:
     cached_tokens: int = 0
     preemptions: int = 0
     queued_seconds: float = 0.0
+    latest: float | None = None
+    """Monotonic time of its latest tokens."""
     aborting: AbortReason | None = None
     """Set once someone asks to end it; the engine may not know the output yet."""
     pump: asyncio.Task[None] | None = None

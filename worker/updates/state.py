@@ -28,7 +28,7 @@ from rollout_worker.schemas import (
     WeightsSource,
     WeightsState,
 )
-from rollout_worker.sources.resolve import locate, resolve
+from rollout_worker.sources.resolve import locate, resolve_within
 from rollout_worker.wire.problems import ProblemError, conflict
 
 from .slot import Located, Slot, fill, mismatch, same_content
@@ -110,7 +110,8 @@ class Updates:
         self.check_resident()
         identity = WeightsId(epoch=request.epoch, version=request.version)
         self.check_order(identity)
-        resolved = resolve(request.source, self._runtime.settings)
+        settings = self._runtime.settings
+        resolved = await resolve_within(request.source, settings, request.deadline_seconds)
         if self.active is not None and identity == self.active.identity:
             return self._already_active(request, self.active, resolved)
         try:
