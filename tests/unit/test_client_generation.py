@@ -48,6 +48,17 @@ async def pool(worker: ScriptedWorker) -> AsyncIterator[AsyncRolloutPool]:
         yield pool
 
 
+def told(pool: AsyncRolloutPool, worker: ScriptedWorker, step: Step) -> Step:
+    """Do a step once the client knows which ids end outputs there."""
+    records = pool._router.balancer.records
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await until(lambda: records[worker.url].end_tokens is not None, what="the EOS ids")
+        return await step(request, body)
+
+    return answer
+
+
 async def test_a_cut_stream_goes_on_where_it_stopped(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
@@ -79,17 +90,44 @@ async def test_a_cut_stream_goes_on_where_it_stopped(
 async def test_an_eos_before_the_cut_is_the_end(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
-    """Nobody told yet which id ends outputs: the last token is sampled again. Then it is known."""
-    worker.steps = [tokens([5, 2], None), tokens([2], "stop", match=2), tokens([4, 2], None)]
+    """The worker does not say which ids end outputs: the last token is sampled again. Then it does."""
+    worker.steps = [tokens([5, 2], None), tokens([2], "stop", match=2)]
     result = await pool.generate(PROMPT, sampling={"max_tokens": 6})
     assert worker.bodies[1]["token_ids"] == [*PROMPT, 5]
     assert result.token_ids == (5, 2)
+    worker.says_ends(2, 9)
+    worker.steps += [told(pool, worker, tokens([4, 2], None))]
     again = await pool.generate(PROMPT, sampling={"max_tokens": 6})
     assert again.token_ids == (4, 2)
     assert again.output.stop_reason == "stop"
     assert again.output.stop_match is not None
     assert again.output.stop_match.token_id == 2
     assert len(worker.bodies) == 3
+
+
+async def test_what_ended_one_output_ends_no_other(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    """A worker may end an output with an id of its own making; only its EOS ids are the model's."""
+    worker.says_ends(2)
+    worker.steps = [told(pool, worker, tokens([5, 7], "stop", match=7))]
+    await pool.generate(PROMPT, sampling={"max_tokens": 6})
+    worker.steps += [told(pool, worker, tokens([4, 7], None))]
+    worker.steps += [told(pool, worker, tokens([8, 2], None))]
+    result = await pool.generate(PROMPT, sampling={"max_tokens": 6})
+    assert result.token_ids == (4, 7, 8, 2), "not cut short, and ended by the EOS alone"
+    assert result.output.stop_reason == "stop"
+    assert worker.bodies[2]["token_ids"] == [*PROMPT, 4, 7]
+
+
+async def test_a_token_is_sampled_again_once(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    """Attempts that give nothing take no more back: a stream has given the tokens before it out."""
+    worker.steps = [tokens([5, 6, 7], None), tokens([], None), tokens([8], "stop", match=8)]
+    result = await pool.generate(PROMPT, sampling={"max_tokens": 6})
+    assert worker.bodies[1]["token_ids"] == worker.bodies[2]["token_ids"] == [*PROMPT, 5, 6]
+    assert result.token_ids == (5, 6, 8)
 
 
 async def test_a_spent_budget_before_the_cut_is_the_end(
