@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 from rollout_operator.api.objects import Key, Obj
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.plan import Plan
 from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.status_changes import owned_fields, without_progress
+from rollout_operator.core.unreadable import status_kept_as_is
 from rollout_operator.kube.errors import NotFound
 
 from .context import Context
@@ -69,11 +71,26 @@ async def write_status(
         return wait
     writer = Writer(ctx, key, pool["metadata"]["uid"])
     try:
-        await writer.status(pool["metadata"]["resourceVersion"], status)
+        await writer.status(pool["metadata"]["resourceVersion"], status.document())
     except NotFound:
         return None  # the object is gone; the watch will say so
     memory.written_at = now
     return None
+
+
+async def keep_status(
+    ctx: Context, key: Key, pool: Obj, why: str, stored: RolloutReplicaStatus
+) -> None:
+    """Say that the status can't be read, and write back all that it holds."""
+    show_figures(ctx, key, pool, stored)
+    document = status_kept_as_is(stored, pool, why, ctx.clock())
+    if document is None:
+        return
+    logger.warning("%s", why, extra={"pool": str(key)})
+    ctx.recorder.event(pool, "Warning", "UnreadableStatus", why)
+    writer = Writer(ctx, key, pool["metadata"]["uid"])
+    with suppress(NotFound):
+        await writer.status(pool["metadata"]["resourceVersion"], document)
 
 
 async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) -> Obstacles:
