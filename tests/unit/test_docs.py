@@ -389,3 +389,25 @@ def test_decisions_have_one_form(path: Path) -> None:
         "Consequences",
     ]
     assert len(text.splitlines()) <= 60, "a decision fits one page"
+
+
+def test_decision_006_says_who_has_the_one_torch() -> None:
+    text = page("docs/decisions/006-one-torch-for-all-engines.md").partition("**Decision.**")[2]
+    together, _, alone = text.partition("The GPU images'")
+    wanted = _pins("constraints.txt")
+    assert set(wanted) == {"torch", "transformers"}
+    locked = {path.name for path in (ROOT / "requirements").glob("*.txt")} - {"constraints.txt"}
+    locked = {name for name in locked if not name.endswith("-overrides.txt")}
+    assert {name for name in locked if f"`{name}`" in text} == locked
+    for name in locked:
+        pins = _pins(name)
+        if f"`{name}`" in together:
+            assert pins == wanted, name
+        else:
+            assert f"`{name}`" in alone
+            assert ("torch" in pins) == (name in ("vllm.txt", "sglang.txt")), name
+
+
+def _pins(name: str) -> dict[str, str]:
+    found = re.findall(r"^(torch|transformers)==(\S+)", page(f"requirements/{name}"), re.MULTILINE)
+    return dict(found)
