@@ -311,7 +311,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Undo `pause` and `hold_admission`."""
+        """Undo `pause` and `hold_admission`; one that can't, after a commit, is replaced."""
         ...
 
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
@@ -353,9 +353,10 @@ class Engine(Protocol):
 
         Level 1 keeps the weights' values elsewhere (`refill` brings them if the engine can't read
         its own memory), level 2 drops them, also what an earlier level 1 kept. Frozen requests
-        whose KV is lost are prefilled again after waking. The weights of pinned ones are dropped:
-        they go on with the active weights, as under `keep`. Otherwise, giving back what is given
-        back changes nothing.
+        whose KV is lost are prefilled again after waking, pinned ones with the active weights:
+        pinned weights are given back, too, and who may not go on with others has been aborted. A
+        pinned one that kept its KV goes on as under `keep`. No slot is open while the weights go.
+        Otherwise, giving back what is given back changes nothing.
         """
         ...
 
