@@ -16,7 +16,7 @@ from rollout_operator.kube.errors import NotFound
 from .context import Context
 from .memory import Memory
 from .observe import Look, phase_of, poll
-from .tell import post_events, show_figures
+from .tell import count_update, post_events, show_figures
 from .writes import Obstacles, Writer
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
     memory.barrier = plan.barrier
     memory.restarts_of.update(plan.restarts)
     post_events(ctx, look, plan, memory)
+    count_update(ctx, look, plan)
     poll(ctx, look.key, look.seen, plan.status, memory)
     if not look.seen.paused:
         found = await _write_children(ctx, look, plan, memory)

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from contracts import Served
+from contracts import EOS, Served
 from judging import CLOSE, greedy
 from reference import Reference, distribution
 from rollout_worker.schemas import (
@@ -48,6 +48,7 @@ def test_the_page_is_complete(worker: Served) -> None:
     assert (info.api, info.engine, info.model) == ("v1", worker.kind.name, "tiny")
     assert info.engine_version[0].isdigit()
     assert info.max_length == 2048
+    assert info.eos_token_ids == tuple(sorted(EOS)), "those of generation_config.json"
     assert set(proofs(0)) == set(SAMPLING_FIELDS)
     assert info.capabilities.logprobs
     assert "Drain" in info.capabilities.in_flight

@@ -8,16 +8,21 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_worker.engine import Engine
 from rollout_worker.service import Worker
 from rollout_worker.settings import BadSettings, Settings
+from rollout_worker.wire.problems import ProblemError
 
+from . import connections
 from .access import Authorizer
+from .app import problem_response
 from .auth import make_authorizer
+from .connections import HEADER_SECONDS, Listener, Places, Room, raise_descriptors
 from .control import control_app
 from .data import data_app
 
@@ -32,12 +37,59 @@ BACKLOG = 2048
 """Connections that may wait to be accepted: as uvicorn's."""
 
 
+PROBES = 32
+"""Places of the data port that requests leave to probes and scrapes."""
+
+
 class _Server(uvicorn.Server):
-    """A server that leaves signals to us: two of them share one process and one orderly end."""
+    """A server that leaves signals and sockets to us: two of them share one process and its end."""
+
+    def __init__(self, config: uvicorn.Config, room: Room) -> None:
+        super().__init__(config)
+        self._room = room
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on the sockets."""
+        self.servers = [
+            cast(Any, Listener(sock, self._protocol, self._room)) for sock in sockets or ()
+        ]
+        self.started = True
+
+    def _protocol(self) -> asyncio.Protocol:
+        make = cast(Any, self.config.http_protocol_class)
+        protocol: asyncio.Protocol = make(
+            config=self.config, server_state=self.server_state, app_state={}
+        )
+        return protocol
+
+
+class AtMost:
+    """Refuses requests beyond a number of them at once; probes and scrapes are always answered."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._now = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 429."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        if self._now >= self._most:
+            detail = f"{self._now} requests are open: try again, or use another replica"
+            refusal = ProblemError("queue-full", detail, retry_after=1)
+            await problem_response(refusal)(scope, receive, send)
+            return
+        self._now += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._now -= 1
 
 
 def bind(host: str, port: int, flag: str) -> socket.socket:
@@ -65,15 +117,25 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 class Servers:
     """Both HTTP servers of one worker."""
 
-    def __init__(self, worker: Worker, authorizer: Authorizer) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        authorizer: Authorizer,
+        places: Places | None = None,
+        header_seconds: float = HEADER_SECONDS,
+    ) -> None:
         settings = worker.settings
+        places = places or connections.places()
         self._authorizer = authorizer
         self._sockets = [
             bind(settings.data_host, settings.data_port, "--data-port"),
             bind(settings.control_host, settings.control_port, "--control-port"),
         ]
-        apps = (data_app(worker), control_app(worker, authorizer))
-        self._servers = [_server(app) for app in apps]
+        data = AtMost(data_app(worker), max(1, places.data - PROBES))
+        self._servers = [
+            _server(data, Room(places.data, header_seconds)),
+            _server(control_app(worker, authorizer), Room(places.control, header_seconds)),
+        ]
 
     @property
     def ports(self) -> tuple[int, int]:
@@ -94,9 +156,10 @@ class Servers:
             server.should_exit = True
 
 
-def _server(app: FastAPI) -> _Server:
+def _server(app: ASGIApp, room: Room) -> _Server:
     config = uvicorn.Config(
         app,
+        ws="none",
         access_log=False,
         log_config=None,
         lifespan="off",
@@ -104,7 +167,7 @@ def _server(app: FastAPI) -> _Server:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         server_header=False,
     )
-    return _Server(config)
+    return _Server(config, room)
 
 
 async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = None) -> int:
@@ -113,6 +176,7 @@ async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = N
     Raises:
         BadSettings: a port or the credentials can't be used.
     """
+    raise_descriptors()
     worker = Worker(settings, make_engine)
     servers = Servers(worker, make_authorizer(settings))
     stop = asyncio.Event()
