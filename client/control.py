@@ -72,6 +72,10 @@ class ControlError(Exception):
         self.detail = detail
         self.extensions = dict(extensions or {})
 
+    def __reduce__(self) -> tuple[type[ControlError], tuple[int, str, str, dict[str, Any]]]:
+        """Pickle what it is made of, not only its text."""
+        return type(self), (self.status, self.slug, self.detail, self.extensions)
+
 
 class ControlUnreachable(Exception):
     """There was no answer in time; the message says from where, and why."""

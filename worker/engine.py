@@ -299,7 +299,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Undo `pause` and `hold_admission`."""
+        """Undo `pause` and `hold_admission`; one that can't, after a commit, is replaced."""
         ...
 
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
@@ -340,7 +340,9 @@ class Engine(Protocol):
 
         Level 1 keeps the weights' values elsewhere (`refill` brings them if the engine can't read
         its own memory), level 2 drops them. Frozen requests whose KV is lost are prefilled again
-        after waking. Giving back what is given back changes nothing.
+        after waking, pinned ones with the active weights: pinned weights are given back, too, and
+        who may not go on with others has been aborted. No slot is open while the weights go.
+        Giving back what is given back changes nothing.
         """
         ...
 

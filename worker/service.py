@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .core.runtime import Runtime
@@ -89,7 +89,11 @@ class Worker:
         Raises:
             ProblemError: 4xx or 503, which names the fix.
         """
-        self.check_serving()
+        with self._counting_refusals():
+            return self._submit(request)
+
+    def _submit(self, request: GenerateRequest) -> Flight:
+        self._check_serving()
         engine, info = self.runtime.loaded()
         active = self.updates.identity
         assert active is not None, "an engine has loaded weights"
@@ -105,7 +109,6 @@ class Worker:
         check_room(self.runtime, self.flights.waiting, request.sampling.n)
         requests = expand(request, request_id, engine, info, self.settings.logprobs)
         flight = Flight(request_id, requests, exact)
-        flight.streamed = request.stream
         self.flights.launch(flight, request.deadline_seconds)
         return flight
 
@@ -134,6 +137,18 @@ class Worker:
         Raises:
             ProblemError: 503, which says why.
         """
+        with self._counting_refusals():
+            self._check_serving()
+
+    @contextlib.contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except ProblemError as refusal:
+            self.runtime.telemetry.refused.labels(refusal.slug).inc()
+            raise
+
+    def _check_serving(self) -> None:
         refusal = not_serving(self.runtime, self.updates.identity, self.updates.fence.floor)
         if refusal is not None:
             raise refusal
@@ -168,6 +183,7 @@ class Worker:
             engine_version=info.engine_version,
             model=self.settings.served_name,
             max_length=info.max_length,
+            eos_token_ids=tuple(sorted(info.eos_token_ids)),
             capabilities=engine.capabilities.model_copy(
                 update={"chat": chat, "tool_parser": tool_parser}
             ),
@@ -185,6 +201,7 @@ class Worker:
         """Everything an operator or a trainer needs to know about this worker."""
         runtime, now = self.runtime, time.monotonic()
         stats = runtime.stats()
+        engine = runtime.engine if runtime.info is not None else None  # it knows itself by then
         return WorkerState(
             boot_id=runtime.boot_id,
             engine=self.settings.engine,
@@ -200,6 +217,7 @@ class Worker:
             restarts=runtime.restarts,
             last_error=runtime.last_error,
             progress=runtime.progress,
+            in_flight_policies=engine.capabilities.in_flight if engine else (),
         )
 
     # Shutdown.

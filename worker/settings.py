@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -240,6 +241,7 @@ def parse(given: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
     values["weights_roots"] = _roots(values["weights_roots"], in_pool=values["pool"] is not None)
     settings = Settings(**{field.name: values[field.name] for field in fields(Settings)})
     _check_auth(settings)
+    _check_spill(settings.spill_dir)
     return settings
 
 
@@ -300,6 +302,15 @@ def _check_auth(settings: Settings) -> None:
     if settings.auth == "kubernetes" and settings.pool is None:
         raise BadSettings(
             "--auth kubernetes needs --pool and --namespace: tokens are issued for one pool"
+        )
+
+
+def _check_spill(folder: Path | None) -> None:
+    """Find out now, and not when the first sleep fails."""
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise BadSettings(
+            f"--spill-dir {folder} is not a folder that this process may write: create or mount it (in a"
+            " pool, spec.sleep.spill.path names a mount of spec.podTemplate.volumeMounts)"
         )
 
 

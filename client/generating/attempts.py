@@ -15,7 +15,8 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 from rollout_client.discovery.members import Member
@@ -50,7 +51,6 @@ from .verdicts import (
     after_break,
     after_new_weights,
     after_refusal,
-    end_tokens_of,
     no_replica,
     out_of_time,
     when_weights_changed,
@@ -77,8 +77,6 @@ class Shared:
     router: Router
     connections: Connections
     hook: Hook
-    end_tokens: set[int] = field(default_factory=set)
-    """Ids that were seen to end outputs: the model's EOS, which only workers know."""
 
 
 class Generation:
@@ -110,6 +108,8 @@ class Generation:
         self._sampling_since = 0.0
         self._last_url: str | None = None
         self._rewind = 0
+        self._end_tokens: frozenset[int] | None = None
+        """What ends outputs where the last token was made; None: that worker has not told."""
         self._ended: GenerateOutput | None = None
         self._asked = Bounds(request.epoch, request.min_version, request.exact_version)
 
@@ -183,6 +183,7 @@ class Generation:
     async def _attempt(self, member: Member, lease: Lease) -> Verdict:
         """Send what is left to a member and judge how that ends."""
         self.draft.begin(self._rewind)
+        self._rewind = 0
         self._start = len(self.draft)
         left = self._policy.until - time.monotonic()
         request = rest_of(
@@ -193,9 +194,10 @@ class Generation:
             session_id=self._policy.session_id,
             seconds=left,
         )
+        take = partial(self._take, member.url)
         try:
             with self._shared.connections.to(member.url) as client:
-                done = await attempt(client, lease, request, self._take, left + ANSWER_SECONDS)
+                done = await attempt(client, lease, request, take, left + ANSWER_SECONDS)
         except Refusal as refusal:
             return after_refusal(refusal, self._standing(member))
         except Broken as broken:
@@ -244,23 +246,24 @@ class Generation:
             last=self.draft.last,
             failures=self._failures,
             dry=self._dry,
-            end_tokens=self._shared.end_tokens,
+            end_tokens=self._end_tokens or frozenset(),
         )
 
     # What comes in.
 
-    def _take(self, delta: StreamDelta) -> None:
+    def _take(self, url: str, delta: StreamDelta) -> None:
         if len(self.draft) == self._start and delta.token_ids:
             self._sampling_since = time.monotonic()
             self._tally.token(self._sampling_since)
         self.draft.take(delta)
         if self._policy.one_version and self.draft.last != self.draft.first:
             raise _WeightsChanged
+        self._end_tokens = self._shared.router.balancer.end_tokens(url)
         self._update_retractable()
         self._on_tokens()
 
     def _update_retractable(self) -> None:
-        tokens, end_known = len(self.draft), bool(self._shared.end_tokens)
+        tokens, end_known = len(self.draft), self._end_tokens is not None
         self._rewind = rewind_of(self._request.sampling, tokens, end_known=end_known)
         restarts = self._policy.on_version_change == "restart"
         self.retractable = tokens if restarts else self._rewind
@@ -268,7 +271,6 @@ class Generation:
     def _account(self, member: Member, done: StreamDone) -> None:
         """Note what a worker says at the end of a stream."""
         self._tally.end(done)
-        self._shared.end_tokens |= end_tokens_of(done, self._request.sampling)
         balancer, now = self._shared.router.balancer, time.monotonic()
         balancer.readmit(member.url)
         tokens = len(self.draft) - self._start

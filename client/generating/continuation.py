@@ -85,7 +85,7 @@ def rewind_of(sampling: SamplingParams, tokens: int, *, end_known: bool) -> int:
       worker the tokens so far are prompt, and it would not count them.
     - Those that may be the beginning of a stop string. A worker looks for stop strings in what it
       samples itself. Every token has at least one byte: so many bytes hold any beginning.
-    - The last one, as long as no worker has told which id ends outputs (`end_known`): an output cut
+    - The last one, unless the worker has told which ids end outputs (`end_known`): an output cut
       off right after its end must not go on beyond it.
     """
     if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:

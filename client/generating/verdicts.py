@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Literal
 
 from rollout_client.errors import (
     DeadlineExceeded,
@@ -29,13 +28,11 @@ from rollout_worker.schemas import (
     SamplingParams,
     StopMatch,
     StopReason,
-    StreamDone,
     WeightsId,
 )
 
+from .prompts import OnVersionChange
 from .wire import Refusal
-
-OnVersionChange = Literal["continue", "restart", "fail"]
 
 MAX_FAILURES = 8
 """Broken attempts of one output: enough to outlast a pool whose replicas are being killed, few
@@ -81,7 +78,7 @@ class Standing:
         last: Weights of the last token.
         failures: Attempts that broke before this one.
         dry: Attempts in a row, before this one, that gave no token.
-        end_tokens: Ids known to end outputs of this model.
+        end_tokens: The model's own ids that end outputs, as far as the worker has told them.
     """
 
     replica: str | None
@@ -253,17 +250,6 @@ def finished_by(at: Standing) -> Finish | None:
     if sampling.max_tokens is not None and len(tokens) >= sampling.max_tokens:
         return Finish(StopReason.LENGTH)
     return None
-
-
-def end_tokens_of(done: StreamDone, sampling: SamplingParams) -> set[int]:
-    """Return the ids that ended outputs of the model's own accord: the caller's are no others'."""
-    return {
-        output.stop_match.token_id
-        for output in done.outputs
-        if output.stop_reason is StopReason.STOP
-        and output.stop_match is not None
-        and output.stop_match.token_id is not None
-    }.difference(sampling.stop_token_ids)
 
 
 def overdue(at: Standing) -> DeadlineExceeded:

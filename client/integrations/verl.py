@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_client.pool import AsyncRolloutPool
+from rollout_client.steering.spool import SHARD_BYTES, drain, spool
 from rollout_worker.schemas import GenerateOutput, SamplingParams, StopReason
 
-from .spool import SHARD_BYTES, drain, spool
+if TYPE_CHECKING:
+    from rollout_client.steering.spool import Tensors
 
 TAGS = ("weights", "kv_cache")
 _SAME_NAMES = frozenset(SamplingParams.model_fields) - {"n", "top_k", "max_tokens"}
@@ -162,7 +164,7 @@ class VerlRollout:
 
     async def update_weights(
         self,
-        weights: object,
+        weights: Tensors,
         wire_format: str = "named_tensors",
         *,
         global_steps: int | None = None,

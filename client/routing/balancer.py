@@ -185,6 +185,9 @@ class Balancer:
             return
         record.failures += 1
         record.excluded, record.excluded_until, record.probe_at = why, until, now
+        if until is None:
+            # What comes back may be another process, with another model.
+            record.end_tokens, record.ends_at = None, now
 
     def readmit(self, url: str) -> None:
         """Give it requests again: it answered that it serves."""
@@ -197,6 +200,11 @@ class Balancer:
         record = self._records.get(url)
         if record is not None:
             record.active = active
+
+    def end_tokens(self, url: str) -> frozenset[int] | None:
+        """Return the ids with which its model ends outputs; None: not known."""
+        record = self._records.get(url)
+        return None if record is None else record.end_tokens
 
     def saw_pace(self, url: str, seconds_per_token: float, now: float) -> None:
         """Note how fast it sampled, and compare all members anew."""

@@ -1,7 +1,8 @@
 """Finds out by asking whether members serve: excluded ones, outdated ones, and silent ones.
 
 Only members that gave cause are asked. `GET /ready` decides whether one serves, `GET /v1/weights`
-with which weights, and `GET /health` whether a silent one is alive.
+with which weights, `GET /health` whether a silent one is alive, and `GET /v1/info`, once while
+requests run there, which ids end outputs: what one of them ended with says nothing of others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
-from rollout_worker.schemas import WeightsId, WeightsState
+from rollout_worker.schemas import WeightsId, WeightsState, WorkerInfo
 
 from .connections import Connections
 from .records import MemberRecord
@@ -83,6 +84,10 @@ class Health:
             if record.present and now >= record.probe_at and self._wants_probe(record, now):
                 self._start(url, partial(self._probe, record))
         suspects: dict[str, list[Lease]] = {}
+        for url in {lease.member.url for lease in self._router.leases}:
+            known = self._router.balancer.records.get(url)
+            if known and known.present and known.end_tokens is None and now >= known.ends_at:
+                self._start(("ends", url), partial(self._ask_ends, known))
         for lease in self._router.leases:
             silent = now - lease.heard_at
             if silent < min(self._silent, self._gone):
@@ -146,6 +151,18 @@ class Health:
         except (httpx.HTTPError, ValidationError):
             return None
         return None if state.active is None else state.active.identity
+
+    async def _ask_ends(self, record: MemberRecord) -> None:
+        """Ask with which ids a member's model ends outputs; an older worker does not tell."""
+        asked_at = time.monotonic()
+        try:
+            answer = await self._get(record.member.url, "/v1/info")
+            info = WorkerInfo.model_validate_json(answer.content, extra="ignore")
+        except (httpx.HTTPError, ValidationError):
+            record.ends_at = time.monotonic() + LONGEST_PAUSE
+            return
+        if record.ends_at <= asked_at:
+            record.end_tokens = frozenset(info.eos_token_ids)
 
     async def _ask_silent(self, url: str, leases: Sequence[Lease]) -> None:
         """Ask once whether the member on which all of these heard nothing is alive."""

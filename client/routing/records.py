@@ -35,6 +35,10 @@ class MemberRecord:
     """The balancer's turn in which it was chosen last."""
     probe_at: float = 0.0
     """When it may be probed again."""
+    end_tokens: frozenset[int] | None = None
+    """Ids with which its model ends outputs; None: it has not said yet."""
+    ends_at: float = 0.0
+    """When it may be asked for them."""
 
     @property
     def load(self) -> float:

@@ -42,6 +42,7 @@ WORKER_CONTAINER = "worker"
 
 MODEL_MOUNT = "/rollout/model"
 WEIGHTS_MOUNT = "/rollout/weights"
+SPILL_MOUNT = "/rollout/spill"
 
 MAX_NAME = 50
 """Longest name of a RolloutReplica: `<name>-<replica ≤ 9998>-<rank ≤ 998>` stays ≤ 63 and the

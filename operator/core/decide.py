@@ -9,11 +9,16 @@ from .findings import View
 from .gangs import gangs_of, plan_pods
 from .heads import Head
 from .members import MemberPlanner
-from .plan import CallWorker, Plan, SetGate, Wait
+from .plan import CallWorker, Plan, SetGate, Verb, Wait
 from .report import build_status
 from .updates.decide import plan_weights
-from .updates.weights_plan import target_of
+from .updates.weights_plan import WeightsPlan, target_of
 from .world import Observed
+
+KUBELET_SECONDS = 30.0
+"""How long a pod whose gate is on may take to be Ready before something is wrong with it."""
+
+CONTROL_VERBS = (Verb.REQUIRE, Verb.PAUSE, Verb.RESUME, Verb.SLEEP, Verb.WAKE)
 
 
 def decide(
@@ -30,7 +35,8 @@ def decide(
     wait = Wait()
     heads = _heads(spec, seen)
     weights = plan_weights(spec, seen, stored.weights, heads, now, wait)
-    pods = plan_pods(spec, seen, now, _healthy(spec, heads), wait)
+    settling = _settling(heads, weights, now, wait)
+    pods = plan_pods(spec, seen, now, _healthy(spec, heads), wait, settling)
     leaving = {d.uid for d in pods.delete}
     planner = MemberPlanner(spec, seen, weights, now, wait)
     calls: list[CallWorker] = []
@@ -67,17 +73,40 @@ def _heads(spec: RolloutReplicaSpec, seen: Observed) -> dict[str, Head]:
 
 
 def _healthy(spec: RolloutReplicaSpec, heads: dict[str, Head]) -> frozenset[int]:
-    """Replicas whose head does what spec asks for."""
-    wanted = spec.state
-    return frozenset(
-        h.pod.replica
-        for h in heads.values()
-        if (
-            h.pod.ready
-            if wanted is State.ACTIVE
-            else h.worker.state is not None and h.worker.state.lifecycle == wanted.value
-        )
-    )
+    """Replicas whose head does what spec asks for, or would if nobody else held it."""
+
+    def works(head: Head) -> bool:
+        state = head.worker.state
+        if spec.state is State.ACTIVE and head.pod.ready:
+            return True
+        if state is None:
+            return False
+        reached = spec.state is not State.ACTIVE and state.lifecycle == spec.state.value
+        return reached or (head.worker.loaded and state.held_by_others)
+
+    return frozenset(h.pod.replica for h in heads.values() if works(h))
+
+
+def _settling(
+    heads: dict[str, Head], weights: WeightsPlan, now: float, wait: Wait
+) -> frozenset[int]:
+    """Replicas on their way from state to state: nothing is wrong with them."""
+
+    def settles(head: Head) -> bool:
+        state, since = head.worker.state, head.pod.gate_since
+        if state is None or not head.worker.loaded or not head.at_least(weights.committed.identity):
+            return False
+        if any(head.worker.failures.get(verb) for verb in CONTROL_VERBS):
+            return False
+        if not (state.serving and head.pod.gate):
+            return True
+        # All that is left to do is the kubelet's.
+        left = 0.0 if since is None else since + KUBELET_SECONDS - now
+        if left > 0 and not head.pod.ready:
+            wait.at_most(left)
+        return left > 0
+
+    return frozenset(h.pod.replica for h in heads.values() if settles(h))
 
 
 def _gates_of_leavers(seen: Observed, heads: dict[str, Head], leaving: set[str]) -> list[SetGate]:

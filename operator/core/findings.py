@@ -106,6 +106,20 @@ def _backing_off(view: View) -> Finding | None:
     return None
 
 
+def _unsupported(view: View) -> Finding | None:
+    if not view.weights.unsupported:
+        return None
+    return Finding(Kind.DEGRADED, "Unsupported", view.weights.failures[0])
+
+
+def _content_mismatch(view: View) -> Finding | None:
+    for uid, version in view.weights.version_for.items():
+        text = view.heads[uid].mismatch(version)
+        if text:
+            return Finding(Kind.DEGRADED, "ContentMismatch", text)
+    return None
+
+
 def _update_failed(view: View) -> Finding | None:
     if not view.weights.failures:
         return None
@@ -165,6 +179,8 @@ def _stalled(view: View) -> Finding | None:
     update = view.weights.update
     if view.pods.exhausted:
         return Finding(Kind.STALLED, "RestartsExhausted", next(iter(view.pods.exhausted.values())))
+    if view.weights.unsupported:
+        return Finding(Kind.STALLED, "Unsupported", view.weights.failures[0])
     if view.weights.overdue and update is not None:
         return Finding(
             Kind.STALLED,
@@ -172,6 +188,9 @@ def _stalled(view: View) -> Finding | None:
             f"weights {update.identity} did not reach every replica within "
             f"{view.spec.weights.deadline_seconds} s, retrying: {update.message}",
         )
+    if update is not None and update.phase is UpdatePhase.FAILED:
+        text = f"every replica refuses weights {update.identity}, retrying: {update.message}"
+        return Finding(Kind.STALLED, "WeightsFailed", text)
     return None
 
 
@@ -263,6 +282,8 @@ CHECKS: tuple[Check, ...] = (
     _conflict,
     _rejected,
     _exhausted,
+    _unsupported,
+    _content_mismatch,
     _update_failed,
     _load_failed,
     _late_commit,

@@ -80,6 +80,7 @@ def plan_pods(
     now: float,
     healthy: frozenset[int],
     wait: Wait,
+    settling: frozenset[int] = frozenset(),
 ) -> PodPlan:
     """Decide creations and deletions.
 
@@ -89,6 +90,7 @@ def plan_pods(
         now: wall clock, seconds.
         healthy: replicas that do what the spec asks for; the others use up `maxUnavailable`.
         wait: told when to look again.
+        settling: replicas on their way to it; not available, and no reason to replace them all.
     """
     plan = PodPlan()
     gangs = gangs_of(spec, seen)
@@ -106,7 +108,7 @@ def plan_pods(
     for gang in gangs.values():
         if gang.index < spec.replicas:
             _keep_whole(spec, seen, gang, now, plan, wait)
-    _roll(spec, gangs, healthy, plan)
+    _roll(spec, gangs, healthy, settling, plan)
     return plan
 
 
@@ -197,7 +199,11 @@ def backoff(spec: RolloutReplicaSpec, count: int) -> float:
 
 
 def _roll(
-    spec: RolloutReplicaSpec, gangs: dict[int, Gang], healthy: frozenset[int], plan: PodPlan
+    spec: RolloutReplicaSpec,
+    gangs: dict[int, Gang],
+    healthy: frozenset[int],
+    settling: frozenset[int],
+    plan: PodPlan,
 ) -> None:
     """Delete gangs at an old revision, broken ones first, within `maxUnavailable`."""
     going = {d.name for d in plan.delete}
@@ -216,4 +222,6 @@ def _roll(
             if budget <= 0:
                 continue
             budget -= 1
+        elif gang.index in settling and budget < 0:
+            continue  # with those that are down already it would be one too many
         _delete_all(gang.living, plan, "its pod template is outdated")

@@ -25,6 +25,7 @@ from rollout_worker.schemas import (
 
 from .heads import Head, Version
 from .plan import Body, CallWorker, SetGate, Verb, Wait
+from .updates.content import unsupported_by
 from .updates.weights_plan import WeightsPlan
 from .world import Observed
 
@@ -174,7 +175,16 @@ class MemberPlanner:
         held, wanted = (staged.epoch, staged.version), version.identity.as_tuple()
         foreign = held == wanted and staged.source != version.source
         late = held < wanted and staged.phase == "Staging"
-        return self._discard(head, state) if held > wanted or foreign or late else None
+        odd = self._is_odd(head, version)
+        return self._discard(head, state) if held > wanted or foreign or late or odd else None
+
+    def _is_odd(self, head: Head, version: Version) -> bool:
+        """It has staged other bytes and refused the right hash: the next attempt reads them anew."""
+        failure = head.worker.failures.get(Verb.STAGE)
+        told = failure is not None and failure.about == version.identity
+        due = failure is not None and failure.retry_at <= self.now
+        other = head.staged_hash(version) is not None and not head.has_staged(version)
+        return other and told and due
 
     def _fence(self, head: Head, state: WorkerState) -> CallWorker | None:
         """Shut the old trainer out by the new one's epoch, before staging anything of the new."""
@@ -192,13 +202,15 @@ class MemberPlanner:
             return None
         policy = self.spec.weights.in_flight
         deadline = self.spec.in_flight_deadline_seconds
+        # Nothing may run below the committed weights: a policy that the engine lacks is not needed.
+        able = head.in_service(self.floor) or unsupported_by(head, policy) is None
         body = CommitRequest(
             epoch=version.identity.epoch,
             version=version.identity.version,
             root_hash=staged.root_hash,
-            in_flight=policy.policy,
+            in_flight=policy.policy if able else "Abort",
             deadline_seconds=deadline,
-            on_deadline=policy.on_deadline,
+            on_deadline=policy.on_deadline if able else "Abort",
         )
         return self._call(head, Verb.COMMIT, body, deadline + LOAD_SECONDS)
 

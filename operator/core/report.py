@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Any
 
 from rollout_operator.api import names
 from rollout_operator.api.names import Condition
@@ -158,7 +157,9 @@ def _synced(view: View) -> Verdict:
         )
         return False, "AheadOfTarget", text
     if update is not None and update.phase is UpdatePhase.FAILED:
-        return False, "DeadlineExceeded", update.message
+        late = "DeadlineExceeded" if view.weights.overdue else "WeightsFailed"
+        reason = "Unsupported" if view.weights.unsupported else late
+        return False, reason, update.message
     if _running_id(view) is not None and update is not None:
         return False, update.phase.value, update.message
     if view.spec.suspend:
@@ -242,30 +243,3 @@ def _last_errors(
     if any(each.message == fresh.message for each in stored.last_errors):
         return stored.last_errors
     return (fresh, *stored.last_errors)[:MAX_ERRORS]
-
-
-def conditions_for_invalid(
-    stored: RolloutReplicaStatus, pool: Mapping[str, Any], why: str, now: float
-) -> RolloutReplicaStatus:
-    """Return the stored status, Degraded: this operator can't read the spec and touches nothing."""
-    generation = pool["metadata"].get("generation", 0)
-    before = stored.condition(Condition.DEGRADED)
-    moment = datetime.fromtimestamp(now, UTC)
-    same = before is not None and before.status == "True"
-    degraded = PoolCondition(
-        type=Condition.DEGRADED,
-        status="True",
-        reason="InvalidSpec",
-        message=why,
-        last_transition_time=before.last_transition_time if same and before else moment,
-        observed_generation=generation,
-    )
-    others = tuple(c for c in stored.conditions if c.type != Condition.DEGRADED)
-    return stored.model_copy(
-        update={
-            "observed_generation": generation,
-            "phase": Phase.DEGRADED,
-            "message": why[:1024],
-            "conditions": (*others, degraded),
-        }
-    )

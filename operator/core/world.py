@@ -82,6 +82,12 @@ class CallError:
     """The weights that the call was about, if it was about any."""
 
 
+def is_loaded(state: WorkerState) -> bool:
+    """Whether a worker that says this has a model."""
+    without = (Lifecycle.STARTING, Lifecycle.LOADING, Lifecycle.FAILED)
+    return state.weights.active is not None and state.lifecycle not in without
+
+
 @dataclass(frozen=True, slots=True)
 class Worker:
     """A head's own answer, and our calls to it."""
@@ -91,23 +97,23 @@ class Worker:
     running: frozenset[str] = frozenset()
     """Names of calls in flight."""
     failures: Mapping[str, CallError] = field(default_factory=dict)
+    last: WorkerState | None = None
+    """Its last answer to this process, however old; `state`, as long as that is believed."""
     active: WeightsId | None = field(init=False, default=None)
     """Identity of the weights it would serve with."""
 
     def __post_init__(self) -> None:
         """Take the identity once: a pass compares it many times."""
-        if self.state is not None and self.state.weights.active is not None:
+        if self.state is None:
+            return
+        object.__setattr__(self, "last", self.state)
+        if self.state.weights.active is not None:
             object.__setattr__(self, "active", self.state.weights.active.identity)
 
     @property
     def loaded(self) -> bool:
         """It has a model and can be told what to do."""
-        return (
-            self.state is not None
-            and self.state.weights.active is not None
-            and self.state.lifecycle
-            not in (Lifecycle.STARTING, Lifecycle.LOADING, Lifecycle.FAILED)
-        )
+        return self.state is not None and is_loaded(self.state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 from rollout_operator.api.objects import Key, Obj
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.plan import Plan
 from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.status_changes import owned_fields, without_progress
+from rollout_operator.core.unreadable import status_kept_as_is
 from rollout_operator.kube.errors import NotFound
 
 from .context import Context
 from .memory import Memory
 from .observe import Look, phase_of, poll
-from .tell import post_events, show_figures
+from .tell import count_update, post_events, show_figures
 from .writes import Obstacles, Writer
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
     memory.barrier = plan.barrier
     memory.restarts_of.update(plan.restarts)
     post_events(ctx, look, plan, memory)
+    count_update(ctx, look, plan)
     poll(ctx, look.key, look.seen, plan.status, memory)
     if not look.seen.paused:
         found = await _write_children(ctx, look, plan, memory)
@@ -68,11 +71,26 @@ async def write_status(
         return wait
     writer = Writer(ctx, key, pool["metadata"]["uid"])
     try:
-        await writer.status(pool["metadata"]["resourceVersion"], status)
+        await writer.status(pool["metadata"]["resourceVersion"], status.document())
     except NotFound:
         return None  # the object is gone; the watch will say so
     memory.written_at = now
     return None
+
+
+async def keep_status(
+    ctx: Context, key: Key, pool: Obj, why: str, stored: RolloutReplicaStatus
+) -> None:
+    """Say that the status can't be read, and write back all that it holds."""
+    show_figures(ctx, key, pool, stored)
+    document = status_kept_as_is(stored, pool, why, ctx.clock())
+    if document is None:
+        return
+    logger.warning("%s", why, extra={"pool": str(key)})
+    ctx.recorder.event(pool, "Warning", "UnreadableStatus", why)
+    writer = Writer(ctx, key, pool["metadata"]["uid"])
+    with suppress(NotFound):
+        await writer.status(pool["metadata"]["resourceVersion"], document)
 
 
 async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) -> Obstacles:

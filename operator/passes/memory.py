@@ -32,6 +32,8 @@ class Memory:
     pool: Obj | None = None
     """The object that `stored` and `spec` were read from; the store never changes one."""
     stored: RolloutReplicaStatus = field(default_factory=RolloutReplicaStatus)
+    unreadable: str | None = None
+    """What of the object's status could not be read: none of it may be written then."""
     stored_fields: dict[str, Any] = field(default_factory=dict)
     """What of `stored` the operator owns, as a document."""
     spec: RolloutReplicaSpec | None = None
@@ -39,7 +41,7 @@ class Memory:
     def read_status(self, pool: Obj) -> RolloutReplicaStatus:
         """Return the object's status, parsed once."""
         if self.pool is not pool:
-            self.stored = parse_status(pool)
+            self.stored, self.unreadable = parse_status(pool)
             self.stored_fields = owned_fields(self.stored)
         return self.stored
 

@@ -12,11 +12,11 @@ from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.decide import decide
 from rollout_operator.core.gangs import STUCK_SECONDS
 from rollout_operator.core.plan import DeletePod, Plan
-from rollout_operator.core.report import conditions_for_invalid
+from rollout_operator.core.unreadable import conditions_for_invalid
 from rollout_operator.core.world import Pod, parse_pod
 from rollout_operator.kube.errors import Conflict
 
-from .act import act, soonest, write_status
+from .act import act, keep_status, soonest, write_status
 from .context import Context
 from .memory import Memory
 from .observe import Look, observe, wait_for_first_polls
@@ -46,6 +46,9 @@ class Reconciler:
             return await self._let_go(key, pool)
         memory = self._memory.setdefault(key, Memory())
         stored = memory.read_status(pool)
+        if memory.unreadable is not None:
+            await keep_status(self.ctx, key, pool, memory.unreadable, stored)
+            return None
         try:
             spec = memory.read_spec(pool)
         except InvalidSpec as error:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Key, Obj
-from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.plan import DeletePod, SetGate
 from rollout_operator.core.services import differs, pool_services, repair
 from rollout_operator.core.world import BOOT_PREFIX
@@ -161,8 +160,8 @@ class Writer:
         self.ctx.store.upsert("pods", answer)
         logger.info("gate of %s: %s", gate.name, gate.reason, extra=self._extra())
 
-    async def status(self, resource_version: str, status: RolloutReplicaStatus) -> Obj:
-        """Apply the whole status; refused (`Conflict`) if somebody else wrote in between."""
+    async def status(self, resource_version: str, status: Mapping[str, Any]) -> Obj:
+        """Apply the whole status, as a document; refused (`Conflict`) if somebody else wrote in between."""
         body = {
             "apiVersion": names.API_VERSION,
             "kind": names.KIND,
@@ -172,7 +171,7 @@ class Writer:
                 "uid": self.uid,
                 "resourceVersion": resource_version,
             },
-            "status": status.document(),
+            "status": status,
         }
         answer = await self.ctx.kube.patch(
             "rolloutreplicas",

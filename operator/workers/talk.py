@@ -55,6 +55,7 @@ class Workers:
             error=seen.error if seen is not None else None,
             running=running,
             failures=failures,
+            last=seen.state if seen is not None else None,
         )
 
     def watch(self, key: Key, heads: Iterable[Pod], fast: Collection[str]) -> frozenset[str]:

@@ -203,6 +203,39 @@ async def test_a_paused_pool_is_looked_at_and_not_touched(lab: PoolLab) -> None:
     assert sorted(lab.pods("still")) == ["still-0-0", "still-1-0"]
 
 
+async def test_a_status_that_can_not_be_read_is_kept_and_told(lab: PoolLab) -> None:
+    lab.create("newer", replicas=1)
+    await lab.reaches("newer")
+    committed = {"epoch": 3, "version": 4, "source": {}, "rootHash": "as another version wrote it"}
+    path = f"{lab.path('pools', 'newer')}/status"
+    nobodys = {**committed, "source": {"checkpoint": None}}  # a merge patch: it comes to be empty
+    lab.api.patch(path, {"status": {"weights": {"committed": nobodys}}})
+    told = ("True", "UnreadableStatus")
+    await lab.until("it is told", lambda: condition(lab.get("newer"), "Degraded")[:2] == told)
+    found = lab.get("newer")["status"]
+    assert found["weights"]["committed"] == committed
+    assert condition(lab.get("newer"), "Degraded")[2].startswith("status.weights.committed.source")
+    assert condition(lab.get("newer"), "Ready")[0] == "True"
+    lab.writes()
+    lab.asked.clear()
+    lab.patch("newer", replicas=2, **target(5, 1))
+    generation = lab.get("newer")["metadata"]["generation"]
+
+    def seen() -> bool:
+        degraded = next(
+            c for c in lab.get("newer")["status"]["conditions"] if c["type"] == "Degraded"
+        )
+        return bool(degraded["observedGeneration"] == generation)
+
+    await lab.until("the change is seen", seen)
+    assert {w.resource for w in lab.writes()} <= {"rolloutreplicas/status"}
+    assert not lab.asked
+    assert lab.get("newer")["status"]["weights"]["committed"] == committed
+    mended = {"source": {"path": "/rollout/weights/3-4"}, "rootHash": None}
+    lab.api.patch(path, {"status": {"weights": {"committed": mended}}})
+    await lab.committed("newer", 5, 1)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def settled(lab: PoolLab) -> PoolLab:
     """A pool `calm` at rest; its tests write past the operator."""
@@ -235,7 +268,7 @@ async def test_a_status_is_not_written_over_a_newer_one(settled: PoolLab) -> Non
     settled.api.patch(settled.path("pools", "calm"), {"metadata": {"labels": {"a": "b"}}})
     with pytest.raises(Conflict):
         await Writer(context, key, uid).status(
-            before["metadata"]["resourceVersion"], RolloutReplicaStatus()
+            before["metadata"]["resourceVersion"], RolloutReplicaStatus().document()
         )
     assert settled.get("calm")["status"] == before["status"]
 

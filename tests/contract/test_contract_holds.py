@@ -156,15 +156,17 @@ def test_staged_waking(worker: Served, reference: dict[int, Reference], level: i
     assert is_greedy(reference[2], PROMPT, output["token_ids"])
 
 
-def test_staged_weights_wait_for_the_waking(
+def test_sleep_gives_staged_weights_back_too(
     worker: Served, reference: dict[int, Reference]
 ) -> None:
-    identity = worker.stage_next(3)
-    worker.post("sleep")
-    answer = worker.post("weights/commit", epoch=identity[0], version=identity[1])
+    epoch, version = worker.stage_next(3)
+    assert worker.post("sleep").json()["weights"]["staged"] is None
+    answer = worker.post("weights/commit", epoch=epoch, version=version)
     assert (answer.status_code, slug(answer)) == (409, "asleep")
     worker.post("wake")
-    worker.commit(*identity)
+    answer = worker.post("weights/commit", epoch=epoch, version=version)
+    assert (answer.status_code, slug(answer)) == (409, "not-staged")
+    worker.load(3)
     assert is_greedy(reference[3], PROMPT, greedy(worker))
 
 

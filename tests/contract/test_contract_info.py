@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from contracts import Served
+from contracts import EOS, Served
 from judging import CLOSE, greedy
 from reference import Reference, distribution
 from rollout_worker.schemas import (
@@ -16,6 +16,7 @@ from rollout_worker.schemas import (
     InFlightPolicy,
     SamplingParams,
     WorkerInfo,
+    WorkerState,
 )
 from workers import PROMPT, slug
 
@@ -47,10 +48,13 @@ def test_the_page_is_complete(worker: Served) -> None:
     assert (info.api, info.engine, info.model) == ("v1", worker.kind.name, "tiny")
     assert info.engine_version[0].isdigit()
     assert info.max_length == 2048
+    assert info.eos_token_ids == tuple(sorted(EOS)), "those of generation_config.json"
     assert set(proofs(0)) == set(SAMPLING_FIELDS)
     assert info.capabilities.logprobs
     assert "Drain" in info.capabilities.in_flight
     assert "Abort" in info.capabilities.in_flight
+    state = WorkerState.model_validate(worker.control.get("/v1/state").json())
+    assert state.in_flight_policies == info.capabilities.in_flight, "as the operator reads it"
 
 
 @pytest.mark.parametrize("field", SAMPLING_FIELDS)

@@ -103,6 +103,42 @@ def test_an_exact_version_never_spans(
         assert len(made_by(spanning)) == 2
 
 
+@pytest.mark.parametrize("policy", ["Keep", "Recompute", "Pin"])
+def test_an_exact_version_never_spans_a_sleep(
+    worker: Served, reference: dict[int, Reference], policy: str
+) -> None:
+    """Whether another version is committed before the memory goes or between the two wakes."""
+    if policy not in worker.able["in_flight"] or not worker.able["sleep_levels"]:
+        pytest.skip(f"{worker.kind} declares no {policy}, or no sleep")
+    sampling = {"max_tokens": 1800, "ignore_eos": True}
+    versions: list[tuple[int, int]] = []
+    exact: list[Any] = []
+
+    def begin(seed: int) -> None:
+        active = worker.state()["weights"]["active"]
+        versions.append((active["version"], seed))
+        bounds = {"epoch": active["epoch"], "exact_version": active["version"]}
+        name = f"exact{len(exact)}"
+        exact.append(worker.long(name, sampling=sampling, **bounds))
+
+    begin(1)
+    worker.makes(5)
+    worker.load(2, in_flight=policy)
+    begin(2)
+    worker.makes(5)
+    slept = worker.post("sleep", mode="keep")
+    assert slept.status_code == 200, slept.text
+    worker.post("wake", tags=["weights"])
+    worker.load(3, in_flight=policy)
+    worker.post("wake")
+    for (version, seed), answer in zip(versions, exact, strict=True):
+        [output] = answers([answer.result(60)])
+        assert {made for made, _ in made_by(output)} <= {version}
+        assert not any(stale for _, stale in made_by(output))
+        assert output["abort_reason"] == "weights"
+        true_to(output, {version: reference[seed]})
+
+
 def test_bounds_that_are_not_met_are_409(worker: Served) -> None:
     worker.load(1)
     active = worker.state()["weights"]["active"]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rollout_client
 from rollout_client import AsyncRolloutPool, PrometheusHook, RolloutPool
@@ -104,6 +104,7 @@ def test_the_code_of_a_page_runs(
         "SAMPLE": Sample("roll out the policy"),
         "TOKENIZER": PreTrainedTokenizerFast.from_pretrained(tiny_models.model(1)),
         "MOUNTED_AT": "",
+        "MODEL": AutoModelForCausalLM.from_pretrained(tiny_models.model(1)),
         "TENSORS": load_file(tiny_models.weights(3) / "model.safetensors"),
     }
     try:

@@ -219,7 +219,7 @@ def test_what_was_staged_is_refused_while_the_weights_sleep(
     answer = worker.post("weights/commit", epoch=worker.epoch, version=1)
     assert (answer.status_code, slug(answer)) == (409, "asleep")
     worker.post("wake")
-    worker.commit(worker.epoch, 1)
+    worker.update(worker.epoch, 1, tiny_models.weights(2))
     assert worker.commits == 1
 
 

@@ -22,6 +22,17 @@ from rollout_client.routing.health import Health, pause_after
 from rollout_client.routing.router import Lease, Router
 from waiting import until
 
+INFO: dict[str, Any] = {
+    "engine": "tiny",
+    "engine_version": "1",
+    "model": "m",
+    "max_length": 64,
+    "capabilities": {
+        **dict.fromkeys(("logprobs", "in_flight", "sleep_levels"), ()),
+        **dict.fromkeys(("seed", "priority", "stop_strings", "memory_release"), False),
+        **dict.fromkeys(("prefix_cache", "cache_salt"), False),
+    },
+}
 FLOOR = Bounds(epoch=1, min_version=5)
 
 
@@ -76,6 +87,31 @@ async def test_who_gave_no_cause_is_not_asked(watched: Watched) -> None:
     async with watching(watched):
         await asyncio.sleep(0.3)
     assert watched.server.requests == []
+
+
+async def test_where_requests_run_the_ends_of_outputs_are_asked_for_once(watched: Watched) -> None:
+    ends = {"eos_token_ids": [2, 9], "said_by_a_newer_worker": 1}
+    watched.server.answer("GET", "/v1/info", {**INFO, **ends})
+    async with watching(watched):
+        await watched.router.choose(None, time.monotonic())
+        with watched.router.lease(watched.member):
+            await until(lambda: watched.record.end_tokens, what="the EOS ids")
+            await asyncio.sleep(0.3)
+        assert watched.record.end_tokens == frozenset({2, 9})
+        assert watched.asked("/v1/info") == 1
+        watched.exclude()
+        assert watched.record.end_tokens is None, "another process may come back"
+
+
+async def test_an_older_worker_does_not_say_what_ends_outputs(watched: Watched) -> None:
+    watched.server.answer("GET", "/v1/info", INFO)
+    async with watching(watched):
+        await watched.router.choose(None, time.monotonic())
+        with watched.router.lease(watched.member):
+            await until(lambda: watched.record.ends_at, what="the answer")
+            await asyncio.sleep(0.3)
+    assert watched.record.end_tokens is None
+    assert watched.asked("/v1/info") == 1, "not asked again at once"
 
 
 async def test_who_is_excluded_is_asked_and_readmitted_with_its_weights(
@@ -282,4 +318,4 @@ async def test_attempts_on_a_member_that_is_gone_end_after_a_shorter_silence(
         await asyncio.wait_for(running, 10)
     assert attempts.cut == ["its replica is gone"]
     assert time.monotonic() - left >= 0.25
-    assert watched.server.requests == []
+    assert not watched.asked("/health")

@@ -28,7 +28,6 @@ from rollout_client.generating.verdicts import (
     after_break,
     after_new_weights,
     after_refusal,
-    end_tokens_of,
     finished_by,
     no_replica,
     out_of_time,
@@ -41,9 +40,6 @@ from rollout_worker.schemas import (
     SamplingParams,
     StopMatch,
     StopReason,
-    StreamDone,
-    Timing,
-    Usage,
     WeightsId,
 )
 
@@ -204,25 +200,6 @@ def test_what_has_all_its_tokens_is_whole(
 ) -> None:
     at = replace(FRESH, sampling=sampling, tokens=tokens, end_tokens={2})
     assert finished_by(at) == end
-
-
-def test_only_ends_of_the_models_own_are_ends_of_other_outputs() -> None:
-    def done(reason: StopReason, match: StopMatch | None) -> StreamDone:
-        output = DoneOutput(index=0, stop_reason=reason, stop_match=match)
-        return StreamDone(
-            request_id="r",
-            logprobs_of=None,
-            outputs=(output,),
-            usage=Usage(prompt_tokens=1, completion_tokens=1),
-            timing=Timing(queued_seconds=0, total_seconds=0),
-        )
-
-    token = StopMatch(token_id=7)
-    assert end_tokens_of(done(StopReason.STOP, token), SamplingParams()) == {7}
-    assert end_tokens_of(done(StopReason.STOP, token), SamplingParams(stop_token_ids=(7,))) == set()
-    assert end_tokens_of(done(StopReason.ABORTED, token), SamplingParams()) == set()
-    for match in (None, StopMatch(text="</a>")):
-        assert end_tokens_of(done(StopReason.STOP, match), SamplingParams()) == set()
 
 
 # The worker refused.

@@ -11,17 +11,17 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRouter
 
 from rollout_worker.requests.admission import check_prompt
 from rollout_worker.requests.bodies import BodyRoute
-from rollout_worker.requests.disconnects import ClientGone, drop, finish, unless_gone
+from rollout_worker.requests.disconnects import ClientGone, EventStream, drop, finish, unless_gone
 from rollout_worker.requests.flights import Flight
 from rollout_worker.schemas import MAX_IDENTITY, StreamDelta
 from rollout_worker.service import Worker
@@ -230,37 +230,31 @@ class _Call:
         except BaseException:
             await asyncio.shield(drop(self._worker.flights, exchange.flights))
             raise
-        return StreamingResponse(
-            _events(self._worker, exchange, first, pieces),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-store", **self._headers(exchange)},
-        )
+        events = _events(self._worker, exchange, first, pieces)
+        return EventStream(events, DEADLINE_SECONDS, self._headers(exchange))
 
 
 async def _merged(flights: Sequence[Flight]) -> AsyncIterator[tuple[Flight, StreamDelta]]:
-    """Yield the deltas of all flights as they arrive."""
-    ready: asyncio.Queue[tuple[Flight, StreamDelta] | None] = asyncio.Queue()
+    """Yield the deltas of all flights as they arrive, no faster than they are read."""
+    ready: asyncio.Queue[tuple[Flight, StreamDelta] | None] = asyncio.Queue(1)
 
     async def pump(flight: Flight) -> None:
-        try:
-            async for delta in flight.stream(DEADLINE_SECONDS):
-                ready.put_nowait((flight, delta))
-        finally:
-            ready.put_nowait(None)
+        async for delta in flight.stream(DEADLINE_SECONDS):
+            await ready.put((flight, delta))
 
-    pumps = [asyncio.create_task(pump(flight)) for flight in flights]
+    async def pump_all() -> None:
+        ends = await asyncio.gather(*map(pump, flights), return_exceptions=True)
+        await ready.put(None)
+        for error in filter(None, ends):
+            raise error
+
+    pumping = asyncio.create_task(pump_all())
     try:
-        left = len(pumps)
-        while left:
-            piece = await ready.get()
-            if piece is None:
-                left -= 1
-            else:
-                yield piece
-        await asyncio.gather(*pumps)
+        while (piece := await ready.get()) is not None:
+            yield piece
+        await pumping
     finally:
-        for each in pumps:
-            each.cancel()
+        pumping.cancel()
 
 
 async def _events(
@@ -268,7 +262,7 @@ async def _events(
     exchange: Exchange,
     first: tuple[Flight, StreamDelta] | None,
     pieces: AsyncIterator[tuple[Flight, StreamDelta]],
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     chunks = Chunks(exchange)
     try:
         for chunk in chunks.first():

@@ -133,34 +133,34 @@ def _add_holds(app: FastAPI, worker: Worker) -> None:
 
 def _add_requests(app: FastAPI, worker: Worker) -> None:
     @app.post("/v1/abort")
-    async def abort(body: AbortRequest) -> AbortResponse:
+    async def abort(caller: Caller, body: AbortRequest) -> AbortResponse:
         """End requests with partial output; answers once they have ended."""
-        return await worker.verbs.abort(body)
+        return await worker.verbs.abort(caller, body)
 
     @app.post("/v1/cache/reset")
     async def reset_cache(caller: Caller, body: ResetRequest = _RESET) -> WorkerState:
         """Clear the prefix cache; running requests are unaffected."""
-        await worker.verbs.reset_cache()
+        await worker.verbs.reset_cache(caller)
         return worker.state(caller)
 
 
 def _add_weights(app: FastAPI, worker: Worker) -> None:
     @app.post("/v1/weights/stage", status_code=202)
-    async def stage(body: StageRequest) -> StagedWeights:
+    async def stage(caller: Caller, body: StageRequest) -> StagedWeights:
         """Start staging weights beside the serving ones; GET /v1/weights shows progress."""
-        return await worker.updates.stage(body)
+        return await worker.updates.stage(caller, body)
 
     @app.post("/v1/weights/commit")
-    async def commit(body: CommitRequest) -> CommitResponse:
+    async def commit(caller: Caller, body: CommitRequest) -> CommitResponse:
         """Switch to the staged weights in one critical section."""
-        return await worker.commits.commit(body)
+        return await worker.commits.commit(caller, body)
 
     @app.post("/v1/weights/discard")
-    async def discard(body: DiscardRequest) -> DiscardResponse:
+    async def discard(caller: Caller, body: DiscardRequest) -> DiscardResponse:
         """Discard this identity from the staging slot."""
-        return await worker.updates.discard(body)
+        return await worker.updates.discard(caller, body)
 
     @app.post("/v1/require")
-    async def require(body: RequireRequest) -> WeightsState:
+    async def require(caller: Caller, body: RequireRequest) -> WeightsState:
         """Lift the fence and set the admission floor."""
-        return worker.updates.require(body)
+        return worker.updates.require(caller, body)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
 from rollout_worker.observe.telemetry import CONTENT_TYPE
 from rollout_worker.openai.routes import add_openai
 from rollout_worker.openai.text import Texts
 from rollout_worker.openai.tool_calls import parser_of
-from rollout_worker.requests.disconnects import drop, finish
+from rollout_worker.requests.disconnects import EventStream, drop, finish
 from rollout_worker.requests.flights import Flight
 from rollout_worker.schemas import (
     GenerateRequest,
@@ -50,16 +50,13 @@ def _add_generate(app: FastAPI, worker: Worker) -> None:
         """Sample continuations of one prompt; answers once all have ended, or streams events."""
         flight = worker.submit(body)
         if body.stream:
-            return StreamingResponse(
-                _events(worker, flight, body.deadline_seconds),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-store"},
-            )
+            events = _events(worker, flight, body.deadline_seconds)
+            return EventStream(events, body.deadline_seconds)
         await finish(worker.flights, [flight], body.deadline_seconds, request)
         return Response(flight.response().model_dump_json(), media_type="application/json")
 
 
-async def _events(worker: Worker, flight: Flight, seconds: float) -> AsyncIterator[bytes]:
+async def _events(worker: Worker, flight: Flight, seconds: float) -> AsyncGenerator[bytes, None]:
     """Server-sent events `delta`, then `done`, or `error` if something fails after the 200."""
     try:
         async for delta in flight.stream(seconds):

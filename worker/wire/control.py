@@ -10,7 +10,18 @@ from pydantic import (
     model_validator,
 )
 
-from .base import Body, Bool, Float, Int, Lifecycle, MemoryTag, Progress, Seconds, Wire
+from .base import (
+    Body,
+    Bool,
+    Float,
+    InFlightPolicy,
+    Int,
+    Lifecycle,
+    MemoryTag,
+    Progress,
+    Seconds,
+    Wire,
+)
 from .bounds import bounded
 from .weights import WeightsState
 
@@ -53,6 +64,16 @@ class WorkerState(Wire):
     restarts: int = 0
     last_error: str | None = None
     progress: Progress | None = None
+    in_flight_policies: tuple[InFlightPolicy, ...] = Field(
+        default=(),
+        description="Policies for requests in flight that a commit may use, once an engine has"
+        " loaded; what `capabilities.in_flight` of GET /v1/info says.",
+    )
+
+    @property
+    def held_by_others(self) -> bool:
+        """Whether anybody but the caller keeps the worker from its work."""
+        return any(hold.holder != self.caller for hold in self.holds)
 
 
 class PauseRequest(Body):

@@ -263,4 +263,7 @@ class WorkerInfo(Wire):
     engine_version: str
     model: str
     max_length: int
+    eos_token_ids: tuple[TokenId, ...] = Field(
+        description="The model's own ids that end an output, unless `ignore_eos`; ascending."
+    )
     capabilities: Capabilities

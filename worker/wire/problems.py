@@ -52,6 +52,7 @@ KINDS: Final[dict[str, tuple[int, str]]] = {
     "content-mismatch": (409, "The identity is bound to different content"),
     "not-staged": (409, "These weights are not staged"),
     "weights-rejected": (409, "The engine rejected the weights"),
+    "engine-refused": (503, "The engine can't do this now"),
     "changed-meanwhile": (409, "Another call changed the outcome"),
     "deadline-exceeded": (504, "The deadline passed"),
     "internal-error": (500, "Internal error in the worker"),

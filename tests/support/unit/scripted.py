@@ -36,6 +36,14 @@ class ScriptedWorker:
         body: dict[str, Any] = {"status": "ready"} if status == 200 else {"detail": "asleep"}
         self.server.answer("GET", "/ready", body, status)
 
+    def says_ends(self, *ids: int) -> None:
+        """Set the ids that `GET /v1/info` names as the model's EOS; none is said before."""
+        able: dict[str, Any] = {"logprobs": [], "in_flight": [], "sleep_levels": []}
+        flags = ("seed", "priority", "stop_strings", "memory_release", "prefix_cache", "cache_salt")
+        page = {"engine": "scripted", "engine_version": "1", "model": "m", "max_length": 64}
+        page |= {"eos_token_ids": ids, "capabilities": able | dict.fromkeys(flags, False)}
+        self.server.answer("GET", "/v1/info", page)
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from poolspecs import NOW
 from rollout_operator.core.plan import CallWorker, Verb
 from rollout_operator.core.world import CallError, Pod, Worker
+from rollout_worker.schemas import WorkerState
 from simworker import SimWorker
 
 
@@ -30,6 +31,8 @@ class SimCalls:
         self.log: list[str] = []
         self.frozen: set[str] = set()
         """Verbs whose calls never end."""
+        self.answers: dict[str, WorkerState] = {}
+        """The last answer of each worker to this operator, by pod uid."""
         self.hung: set[tuple[str, str]] = set()
         """Calls under way of such verbs, by pod uid."""
         self.backoff = 1.0
@@ -45,8 +48,10 @@ class SimCalls:
         running |= {v for (uid, v), f in self.flights.items() if uid == pod.uid and f.ours}
         if worker.unasked or worker.silent:
             error = None if worker.unasked else "no answer within 3 s"
-            return Worker(None, error, frozenset(running), failures)
-        return Worker(worker.state(), None, frozenset(running), failures)
+            last = self.answers.get(pod.uid)
+            return Worker(None, error, frozenset(running), failures, last)
+        state = self.answers[pod.uid] = worker.state()
+        return Worker(state, None, frozenset(running), failures)
 
     def call(self, call: CallWorker) -> None:
         """Make a planned call."""

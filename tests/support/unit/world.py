@@ -89,6 +89,7 @@ class World(SimCalls):
         self.restarts_of = {}
         self.conflicts = {}
         self.failures = {}
+        self.answers = {}
         self.hung = set()
         self._unshown = {}
         for flight in self.flights.values():
