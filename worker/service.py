@@ -212,6 +212,7 @@ class Worker:
             holds=runtime.holds.listing(now),
             caller=caller,
             generation=runtime.generation,
+            drain_seconds=runtime.drain_seconds,
             in_flight=stats.running,
             queued=self.flights.waiting,
             restarts=runtime.restarts,
@@ -224,20 +225,18 @@ class Worker:
 
     async def shut_down(self) -> None:
         """Keep serving for a grace period while not ready, then drain, then abort the rest."""
-        runtime, settings = self.runtime, self.settings
+        runtime, grace = self.runtime, self.settings.shutdown_grace
         runtime.shutting_down = True
         runtime.changed.fire()
-        logger.info(
-            "shutting down: no longer ready, still serving for %g s", settings.shutdown_grace
-        )
-        await asyncio.sleep(settings.shutdown_grace)
+        logger.info("shutting down: no longer ready, still serving for %g s", grace)
+        await asyncio.sleep(grace)
         runtime.admitting = False
-        until = time.monotonic() + settings.drain_seconds
+        until = time.monotonic() + runtime.drain_seconds
         with contextlib.suppress(ProblemError):
             if not runtime.lifecycle.has_engine:
                 return
             # Let a running commit finish first: half a commit is of no use.
-            async with runtime.alone(settings.drain_seconds):
+            async with runtime.alone(runtime.drain_seconds):
                 frozen = runtime.lifecycle.state is not Lifecycle.ACTIVE
                 if runtime.lifecycle.state in (Lifecycle.ACTIVE, Lifecycle.PAUSED):
                     runtime.lifecycle.move(Lifecycle.DRAINING)

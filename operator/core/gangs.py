@@ -103,7 +103,7 @@ def plan_pods(
     for gang in gangs.values():
         if spec.suspend or gang.index >= spec.replicas:
             reason = "the pool is suspended" if spec.suspend else "scaled down"
-            _delete_all(gang.living, plan, reason)
+            _delete_all(spec, gang.living, plan, reason)
     harmless = list(plan.delete)
     if not spec.suspend:
         for gang in gangs.values():
@@ -155,10 +155,15 @@ def force(pod: Pod) -> DeletePod:
     return DeletePod(pod.name, pod.uid, 0, "it outlived its grace period", forced=True)
 
 
-def _delete_all(pods: Sequence[Pod], plan: PodPlan, reason: str, grace: int | None = None) -> None:
-    plan.delete += [
-        DeletePod(p.name, p.uid, 0 if p.finished else grace, reason) for p in pods if p.owned
-    ]
+def _delete_all(spec: RolloutReplicaSpec, pods: Sequence[Pod], plan: PodPlan, reason: str) -> None:
+    plan.delete += [DeletePod(p.name, p.uid, _grace(spec, p), reason) for p in pods if p.owned]
+
+
+def _grace(spec: RolloutReplicaSpec, pod: Pod) -> int | None:
+    """Seconds for a pod to end; None: its own, which spec has not changed since it was made."""
+    if pod.finished:
+        return 0
+    return None if pod.own_grace in (None, spec.grace_seconds) else spec.grace_seconds
 
 
 def _keep_whole(
@@ -176,7 +181,7 @@ def _keep_whole(
             restarts = max(p.restarts for p in gang.pods)
             plan.create += [CreatePod(gang.index, r, restarts) for r in sorted(missing)]
         else:
-            _delete_all(gang.living, plan, "its replica lost a pod and restarts as a whole")
+            _delete_all(spec, gang.living, plan, "its replica lost a pod and restarts as a whole")
     elif not gang.pods and not any(p.replica == gang.index for p in seen.predecessors):
         restarts = seen.restarts_of.get(gang.index, 0)
         plan.create += [CreatePod(gang.index, r, restarts) for r in range(gang.size)]
@@ -208,7 +213,7 @@ def _replace_failed(
         wait.at_most(left)
         return
     plan.restarts[gang.index] = count
-    _delete_all(gang.living, plan, f"its replica failed ({why})")
+    _delete_all(spec, gang.living, plan, f"its replica failed ({why})")
 
 
 def failures(spec: RolloutReplicaSpec, seen: Observed, gang: Gang, pod: Pod) -> int:
@@ -259,4 +264,4 @@ def _roll(
             budget -= 1
         elif gang.index in settling and budget < 0:
             continue  # with those that are down already it would be one too many
-        _delete_all(gang.living, plan, "its pod template is outdated")
+        _delete_all(spec, gang.living, plan, "its pod template is outdated")

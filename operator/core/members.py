@@ -94,8 +94,16 @@ class MemberPlanner:
         if update is not None and head.pod.uid in self.weights.out_of_service:
             floor = update.identity
         if state.weights.required is not None and state.weights.required >= floor:
-            return None
+            return self._tell_drain(head, state)
         body = RequireRequest(epoch=floor.epoch, min_version=floor.version)
+        return self._call(head, Verb.REQUIRE, body)
+
+    def _tell_drain(self, head: Head, state: WorkerState) -> CallWorker | None:
+        """Tell a worker how long to drain at its end: its environment has what was so at its start."""
+        drain = self.spec.drain_seconds
+        if state.drain_seconds in (None, drain):
+            return None
+        body = RequireRequest(epoch=state.weights.fence_epoch, drain_seconds=drain)
         return self._call(head, Verb.REQUIRE, body)
 
     def _my_hold(self, state: WorkerState) -> Hold | None:

@@ -57,6 +57,7 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         ready=conditions.get("Ready", {}).get("status") == "True",
         gate=gate.get("status") == "True",
         gate_boot=boot_of(gate.get("message", "")),
+        own_grace=(obj.get("spec") or {}).get("terminationGracePeriodSeconds"),
         gate_since=timestamp(gate.get("lastTransitionTime")),
         proven_since=timestamp(conditions.get(names.PROVEN, {}).get("lastTransitionTime")),
         ip=status.get("podIP"),

@@ -26,6 +26,8 @@ class Pod:
     """When its grace period ends or ended; None: it is not being deleted."""
     grace: float | None = None
     """Seconds that its deletion grants it, if it is being deleted."""
+    own_grace: int | None = None
+    """Seconds that a deletion grants it which names none."""
     started: bool = False
     """Some container has run."""
     ready: bool = False

@@ -68,6 +68,14 @@ def test_scaling_down_deletes_the_highest_with_their_own_grace() -> None:
     assert not found.create
 
 
+def test_a_deletion_grants_what_spec_says_now() -> None:
+    spec = spec_of(replicas=0, drainSeconds=100)
+    found, _ = plan(spec, pod(spec, 0, own_grace=45), pod(spec, 1, own_grace=115), pod(spec, 2))
+    assert deleted(found) == [("pool-0-0", 115), ("pool-1-0", None), ("pool-2-0", None)]
+    dead = pod(spec, 0, own_grace=45, phase="Failed", finished_at=NOW)
+    assert deleted(plan(spec, dead)[0]) == [("pool-0-0", 0)]
+
+
 def test_a_pod_that_goes_already_is_not_deleted_again() -> None:
     spec = spec_of(replicas=0)
     found, _ = plan(spec, pod(spec, deletion_at=NOW + 5))

@@ -30,7 +30,8 @@ ACTIONS = (
       "wake", "wake", "suspend", "kill", "fail", "reboot", "break", "mend", "forget", "intrude",
       "leave", "silence", "unask", "speak", "hold", "let go", "slow", "quick", "lag", "no lag",
       "publishes", "ahead", "ask too much", "ask less"),
-    *("finalize", "free", "set clock", "refuse writes", "take writes", "unlabel", "make again"),
+    *("finalize", "free", "set clock", "refuse writes", "take writes", "unlabel", "make again",
+      "drain"),
     *["refuse", "raise", "pause, raise and hush"] * 3,
 )  # fmt: skip
 
@@ -178,6 +179,9 @@ class History:
         if running := self._running():
             self.world.unlabelled.add(self.world.pods[self.random.choice(running)].uid)
 
+    def drain(self) -> None:
+        self.world.set(drainSeconds=self.random.randint(1, 90))
+
     def make_again(self) -> None:
         self.world.recreate()
 
@@ -273,5 +277,6 @@ def test_any_history_ends_right(
         assert (pod.gate, pod.gate_boot) == (True, worker.boot)
         assert worker.serving
         assert worker.active == wanted
+        assert worker.drain in (None, world.spec.drain_seconds), "None: another process since"
     plan = world.step()
     assert not any((plan.create, plan.delete, plan.gates, plan.calls, plan.notes))

@@ -106,6 +106,17 @@ def test_the_floor_is_what_is_committed_and_comes_first() -> None:
     assert bench.told() == (RequireRequest(epoch=1, min_version=0), 10)
 
 
+def test_a_worker_learns_how_long_to_drain_at_its_end() -> None:
+    """Its environment has what was so at its start, and spec may change without a new pod."""
+    bench = Bench()
+    bench.sim.drain = 30
+    assert bench.told() == (RequireRequest(epoch=1, drain_seconds=7), 10)
+    bench.sim.drain = 7
+    assert bench.told() is None
+    bench.sim.drain = None
+    assert bench.told() is None, "an older worker takes no other value"
+
+
 def test_who_is_out_gets_the_floor_of_the_update() -> None:
     bench = Bench()
     bench.weights.update = LastUpdate(epoch=1, version=1, phase=UpdatePhase.COMMITTING)

@@ -76,7 +76,7 @@ RAW: dict[str, Any] = {
         "annotations": {"rollout.dev/restarts": "2", "rollout.dev/retry": "again"},
         "ownerReferences": [{"kind": "Other", "uid": "stranger"}, OWNER],
     },
-    "spec": {"nodeName": "n1"},
+    "spec": {"nodeName": "n1", "terminationGracePeriodSeconds": 40},
     "status": {
         "phase": "Running",
         "podIP": "10.0.0.7",
@@ -126,6 +126,7 @@ def test_a_pod_is_read_whole() -> None:
         ready=True,
         gate=True,
         gate_boot="b7",
+        own_grace=40,
         gate_since=MIDNIGHT + 50,
         proven_since=MIDNIGHT + 30,
         ip="10.0.0.7",

@@ -16,6 +16,7 @@ from rollout_worker.schemas import (
     AbortRequest,
     Lifecycle,
     ReleaseRequest,
+    RequireRequest,
     StopReason,
 )
 from tiny_engine import ABLE, Gate, raising, write_weights
@@ -573,5 +574,16 @@ async def test_a_shutdown_waits_for_nobody_who_is_frozen(tmp_path: Path) -> None
     async with tiny_worker(tmp_path, "--shutdown-grace", "0", "--drain-seconds", "60") as worker:
         running = await worker.runs("r")
         await worker.pause(mode="keep")
+        await asyncio.wait_for(worker.worker.shut_down(), 5)
+        assert running.outputs[0].abort_reason is AbortReason.CONTROL
+
+
+async def test_a_shutdown_drains_as_long_as_was_last_required(tmp_path: Path) -> None:
+    """The operator's spec may change while the process runs."""
+    async with tiny_worker(tmp_path, "--shutdown-grace", "0", "--drain-seconds", "60") as worker:
+        running = await worker.runs("r")
+        worker.worker.updates.require("operator", RequireRequest(epoch=0, drain_seconds=0.1))
+        worker.worker.updates.require("trainer", RequireRequest(epoch=0))
+        assert worker.worker.state().drain_seconds == 0.1
         await asyncio.wait_for(worker.worker.shut_down(), 5)
         assert running.outputs[0].abort_reason is AbortReason.CONTROL

@@ -76,6 +76,8 @@ class Runtime:
         self.admitting = True
         """False once a shutdown starts to refuse new requests."""
         self.generation: int | None = None
+        self.drain_seconds = settings.drain_seconds
+        """What running requests get when the process is told to end."""
 
     def _moved(self, old: Lifecycle, new: Lifecycle) -> None:
         logger.info("lifecycle %s -> %s", old.value, new.value)

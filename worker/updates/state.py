@@ -84,6 +84,8 @@ class Updates:
             ProblemError: 409, it would go down.
         """
         self.fence.raise_to(caller, request)
+        if request.drain_seconds is not None:
+            self._runtime.drain_seconds = request.drain_seconds
         self._runtime.changed.fire()
         return self.view()
 

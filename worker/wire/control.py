@@ -59,6 +59,11 @@ class WorkerState(Wire):
     generation: int | None = Field(
         default=None, description="Highest metadata.generation seen in an operator's call."
     )
+    drain_seconds: float | None = Field(
+        default=None,
+        description="What running requests get when the process is told to end; a worker that"
+        " does not say takes no other value.",
+    )
     in_flight: int = 0
     queued: int = 0
     restarts: int = 0

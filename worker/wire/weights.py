@@ -156,7 +156,10 @@ class RequireRequest(Body):
     the worker serves only weights at or above (epoch, min_version). Without it the floor, and the
     fence of a fresh process, stay as they are: this is how the operator shuts out a dead trainer
     while the old weights keep serving.
+
+    With `drain_seconds` running requests get that much when the process is told to end, from now on.
     """
 
     epoch: Identity
     min_version: Identity | None = None
+    drain_seconds: Float | None = Field(default=None, ge=0, le=86400)

@@ -66,7 +66,9 @@ class SimPods(SimCalls):
         self.pods[name] = self._pod(name, replica, rank, restarts)
         self._unshow("create", self.pods[name].uid)
         if rank == 0:
-            self.workers[f"uid{self.uids}"] = SimWorker(boot=f"boot{self.uids}")
+            self.workers[f"uid{self.uids}"] = SimWorker(
+                boot=f"boot{self.uids}", drain=self.spec.drain_seconds
+            )
 
     def _pod(self, name: str, replica: int, rank: int, restarts: int = 0) -> Pod:
         self.uids += 1
@@ -82,6 +84,7 @@ class SimPods(SimCalls):
             restarts=restarts,
             retry=self.retry,
             last_known_at=self.tick,
+            own_grace=self.spec.grace_seconds,
         )
 
     def intrude(self, replica: int) -> None:

@@ -60,6 +60,8 @@ class SimWorker:
     last_error: str | None = None
     progress: Progress | None = None
     commits: list[WeightsId] = field(default_factory=list)
+    drain: float | None = None
+    """What running requests get at its end."""
 
     @property
     def lifecycle(self) -> Lifecycle:
@@ -103,6 +105,7 @@ class SimWorker:
             caller=ME,
             progress=self.progress,
             last_error=self.last_error,
+            drain_seconds=self.drain,
             in_flight_policies=self.policies,
         )
 
@@ -167,6 +170,7 @@ class SimWorker:
     def require(self, body: RequireRequest) -> None:
         """Raise the floor or fence an epoch."""
         self.fence_epoch = max(self.fence_epoch, body.epoch)
+        self.drain = body.drain_seconds or self.drain
         if body.min_version is not None:
             floor = WeightsId(epoch=body.epoch, version=body.min_version)
             self.required = floor if self.required is None else max(self.required, floor)
