@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.engine import EngineCrashed, EngineError
+from rollout_worker.engine import EngineCrashed, EngineError, WeightsRejected
 from rollout_worker.lifecycle import supervisor
 from rollout_worker.schemas import AbortReason, Lifecycle, RequireRequest, WeightsId
 from tiny_engine import Gate, raising, write_weights
@@ -129,8 +129,32 @@ async def test_a_higher_floor_stays_when_weights_are_lost(worker: TinyWorker) ->
     assert worker.updates.fence.floor == WeightsId(epoch=1, version=5)
 
 
-@pytest.mark.parametrize("call", ["open_slot", "pause", "commit", "resume"])
-@pytest.mark.parametrize("error", [EngineCrashed("again"), RuntimeError("again")], ids=type)
+async def test_weights_that_a_new_engine_rejects_are_lost_and_it_serves_on(
+    worker: TinyWorker,
+) -> None:
+    await worker.update(1, 7)
+    worker.before_start["commit"] = raising(WeightsRejected("not these"))
+    worker.engine.die()
+    await restarted(worker)
+    await worker.reaches(Lifecycle.ACTIVE)
+    assert not worker.engine.paused
+    assert worker.active == worker.engine.active.identity == WeightsId(epoch=0, version=0)
+    assert "(1, 1) could not be reloaded: not these" in (worker.runtime.last_error or "")
+    with refused("fenced"):
+        worker.worker.check_serving()
+    del worker.engine.before["commit"]
+    await worker.update(1, 7)
+    assert made_by(await worker.ends(await worker.begin("r", 3))) == [(7, 1, False)]
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        *((call, EngineCrashed("again")) for call in ("open_slot", "pause", "commit", "resume")),
+        *((call, RuntimeError("again")) for call in ("open_slot", "pause", "commit", "resume")),
+        *((call, EngineError("again")) for call in ("pause", "commit", "resume")),
+    ],
+)
 async def test_a_death_while_weights_come_back_loses_nothing(
     worker: TinyWorker, call: str, error: Exception
 ) -> None:
