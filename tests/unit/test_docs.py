@@ -32,13 +32,16 @@ from rollout_worker.conversation.record import Counter
 from rollout_worker.core.states import MOVES
 from rollout_worker.engine import Engine, Entry, Sink, TensorSpec
 from rollout_worker.engines import checkpoint, fitting, folder, mapped, room, stopping
+from rollout_worker.lifecycle import governor, supervisor
 from rollout_worker.observe.telemetry import Telemetry as WorkerTelemetry
 from rollout_worker.ports.auth import Anyone
 from rollout_worker.ports.control import control_app
 from rollout_worker.ports.data import data_app
+from rollout_worker.requests import flights
 from rollout_worker.service import Worker
 from rollout_worker.settings import FLAGS, add_flags, parse
 from rollout_worker.sources import files as checkpoints
+from rollout_worker.updates import commits
 from rollout_worker.updates.slot import fill
 from rollout_worker.wire.problems import KINDS
 
@@ -340,6 +343,22 @@ def test_what_engines_share_is_described_as_it_is() -> None:
     assert seen == public - {"`mapped.unnamed`", "`stopping.TextTail`"}
 
 
+def test_the_time_of_each_call_to_an_engine_is_told() -> None:
+    life = section(page("docs/engines.md"), "Life")
+    [told] = re.findall(r"^A call that takes too long .*\n.*\n.*$", life, re.MULTILINE)
+    seconds = {
+        verb: float(after)
+        for verbs, after in re.findall(r"((?:`\w+`(?:, | and )?)+) (?:after )?(\d+) s", told)
+        for verb in CODE.findall(verbs)
+    }
+    pause = {governor.PAUSE_SECONDS, commits.PAUSE_SECONDS}
+    memory = {governor.MEMORY_SECONDS, commits.FLIP_SECONDS}
+    assert {seconds[verb] for verb in ("hold_admission", "pause", "resume")} == pause
+    assert {seconds[verb] for verb in ("commit", "sleep", "wake")} == memory
+    assert seconds["abort"] == flights.ABORT_SECONDS
+    assert f"waits {supervisor.STOP_SECONDS:g} s" in told
+
+
 def test_every_file_of_the_contract_suite_is_described() -> None:
     suite = section(page("docs/engines.md"), "The contract suite")
     assert named(suite, 0) == {each.name for each in (ROOT / "tests/contract").glob("test_*.py")}
@@ -389,3 +408,25 @@ def test_decisions_have_one_form(path: Path) -> None:
         "Consequences",
     ]
     assert len(text.splitlines()) <= 60, "a decision fits one page"
+
+
+def test_decision_006_says_who_has_the_one_torch() -> None:
+    text = page("docs/decisions/006-one-torch-for-all-engines.md").partition("**Decision.**")[2]
+    together, _, alone = text.partition("The GPU images'")
+    wanted = _pins("constraints.txt")
+    assert set(wanted) == {"torch", "transformers"}
+    locked = {path.name for path in (ROOT / "requirements").glob("*.txt")} - {"constraints.txt"}
+    locked = {name for name in locked if not name.endswith("-overrides.txt")}
+    assert {name for name in locked if f"`{name}`" in text} == locked
+    for name in locked:
+        pins = _pins(name)
+        if f"`{name}`" in together:
+            assert pins == wanted, name
+        else:
+            assert f"`{name}`" in alone
+            assert ("torch" in pins) == (name in ("vllm.txt", "sglang.txt")), name
+
+
+def _pins(name: str) -> dict[str, str]:
+    found = re.findall(r"^(torch|transformers)==(\S+)", page(f"requirements/{name}"), re.MULTILINE)
+    return dict(found)

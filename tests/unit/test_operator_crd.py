@@ -161,6 +161,7 @@ def test_status_has_the_fields_of_the_contract() -> None:
         "lastTransition",
         "members",
         "restarts",
+        "replacing",
         "lastErrors",
         "conditions",
     }
