@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import time
 from collections.abc import AsyncIterator
@@ -25,6 +26,11 @@ async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
         yield worker
 
 
+def page(worker: TinyWorker) -> str:
+    """Its metrics."""
+    return worker.worker.metrics().decode()
+
+
 async def restarted(worker: TinyWorker, count: int = 1) -> None:
     await until(lambda: worker.runtime.restarts == count, what=f"restart {count}")
     await until(lambda: worker.runtime.lifecycle.has_engine, what="the engine")
@@ -45,6 +51,8 @@ async def test_a_start_tells_its_progress_and_what_it_loaded(tmp_path: Path) -> 
         assert worker.runtime.progress is None
         info = worker.worker.info(chat=True, tool_parser="x")
         assert (info.engine, info.max_length, info.capabilities.chat) == ("tiny", 64, True)
+        [labels] = re.findall(r"^rollout_worker_info\{(.*)\} 1", page(worker), re.MULTILINE)
+        assert {'engine="tiny"', 'engine_version="1.0"', 'model="model"'} <= set(labels.split(","))
         assert worker.worker.state().in_flight_policies == info.capabilities.in_flight != ()
         assert worker.updates.active is not None
         assert worker.updates.active.root_hash == worker.runtime.loaded()[1].root_hash
@@ -68,6 +76,15 @@ async def test_a_death_ends_requests_as_aborted_and_is_told(worker: TinyWorker) 
     state = worker.worker.state()
     assert (state.boot_id, state.restarts, state.serving) == (boot, 1, True)
     assert b"rollout_worker_engine_restarts_total 1.0" in worker.worker.metrics()
+
+
+async def test_a_death_ends_requests_though_a_verb_holds_the_worker(worker: TinyWorker) -> None:
+    running = await worker.runs("r")
+    async with worker.runtime.exclusive:
+        worker.runtime.crashed("gone")
+        await asyncio.wait_for(running.done.wait(), 5)
+    assert running.outputs[0].abort_reason is AbortReason.ENGINE
+    await restarted(worker)
 
 
 async def test_a_wrong_engine_is_found_without_a_request(worker: TinyWorker) -> None:

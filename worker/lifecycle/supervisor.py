@@ -121,7 +121,8 @@ class Supervisor:
     async def _seed(self, engine: Engine, info: EngineInfo) -> None:
         """Load the last active weights into a new engine."""
         identity = self._updates.identity
-        if identity is None or identity == CHECKPOINT:
+        assert identity is not None, "an engine has loaded weights"
+        if identity == CHECKPOINT:
             return
         self._report(Progress(message=f"reloading weights {identity}"))
         why = await self._bring(engine, identity)
