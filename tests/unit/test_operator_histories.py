@@ -138,6 +138,8 @@ class History:
     def hold(self) -> None:
         for worker in self._some():
             worker.foreign_hold = self.random.choice(["Paused", "Asleep"])
+            if worker.foreign_hold == "Asleep":
+                worker.staged = None  # it is given back with the active weights
 
     def let_go(self) -> None:
         for worker in self._workers:

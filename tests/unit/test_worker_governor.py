@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout_worker.engine import EngineCrashed, EngineError
-from rollout_worker.lifecycle import governor
+from rollout_worker.lifecycle import governor, verbs
 from rollout_worker.schemas import (
     AbortReason,
     AbortRequest,
@@ -128,7 +128,7 @@ async def test_a_pause_that_expires_in_its_drain_is_told_and_ends_nobody(
 ) -> None:
     running = await worker.runs("r")
     with refused("changed-meanwhile"):
-        await worker.pause(ttl_seconds=0.1, deadline_seconds=60)
+        await asyncio.wait_for(worker.pause(ttl_seconds=0.1, deadline_seconds=60), 5)
     await worker.reaches(Lifecycle.ACTIVE)
     assert len((await worker.ends(running)).token_ids) == LONG
 
@@ -475,6 +475,18 @@ async def test_a_transition_that_hangs_is_given_up(
     with refused("failed"):
         await worker.pause()
     assert "pause took more than 0.05 s" in (worker.runtime.last_error or "")
+    await worker.reaches(Lifecycle.PAUSED)
+
+
+async def test_a_caller_waits_no_longer_than_it_may_and_its_hold_remains(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verbs, "SLACK_SECONDS", 0.05)
+    gate = worker.engine.before["pause"] = Gate()
+    with refused("deadline-exceeded") as caught:
+        await asyncio.wait_for(worker.pause(deadline_seconds=0.05), 5)
+    assert "still Pausing after 0.1 s; the hold remains" in str(caught.value)
+    gate.open()
     await worker.reaches(Lifecycle.PAUSED)
 
 

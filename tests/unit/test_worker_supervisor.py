@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import time
 from collections.abc import AsyncIterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.engine import EngineCrashed, EngineError
+from rollout_worker.engine import EngineCrashed, EngineError, WeightsRejected
 from rollout_worker.lifecycle import supervisor
 from rollout_worker.schemas import AbortReason, Lifecycle, RequireRequest, WeightsId
 from tiny_engine import Gate, raising, write_weights
@@ -23,6 +24,11 @@ from waiting import until
 async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
     async with tiny_worker(tmp_path) as worker:
         yield worker
+
+
+def page(worker: TinyWorker) -> str:
+    """Its metrics."""
+    return worker.worker.metrics().decode()
 
 
 async def restarted(worker: TinyWorker, count: int = 1) -> None:
@@ -45,6 +51,8 @@ async def test_a_start_tells_its_progress_and_what_it_loaded(tmp_path: Path) -> 
         assert worker.runtime.progress is None
         info = worker.worker.info(chat=True, tool_parser="x")
         assert (info.engine, info.max_length, info.capabilities.chat) == ("tiny", 64, True)
+        [labels] = re.findall(r"^rollout_worker_info\{(.*)\} 1", page(worker), re.MULTILINE)
+        assert {'engine="tiny"', 'engine_version="1.0"', 'model="model"'} <= set(labels.split(","))
         assert worker.worker.state().in_flight_policies == info.capabilities.in_flight != ()
         assert worker.updates.active is not None
         assert worker.updates.active.root_hash == worker.runtime.loaded()[1].root_hash
@@ -68,6 +76,15 @@ async def test_a_death_ends_requests_as_aborted_and_is_told(worker: TinyWorker) 
     state = worker.worker.state()
     assert (state.boot_id, state.restarts, state.serving) == (boot, 1, True)
     assert b"rollout_worker_engine_restarts_total 1.0" in worker.worker.metrics()
+
+
+async def test_a_death_ends_requests_though_a_verb_holds_the_worker(worker: TinyWorker) -> None:
+    running = await worker.runs("r")
+    async with worker.runtime.exclusive:
+        worker.runtime.crashed("gone")
+        await asyncio.wait_for(running.done.wait(), 5)
+    assert running.outputs[0].abort_reason is AbortReason.ENGINE
+    await restarted(worker)
 
 
 async def test_a_wrong_engine_is_found_without_a_request(worker: TinyWorker) -> None:
@@ -129,8 +146,32 @@ async def test_a_higher_floor_stays_when_weights_are_lost(worker: TinyWorker) ->
     assert worker.updates.fence.floor == WeightsId(epoch=1, version=5)
 
 
-@pytest.mark.parametrize("call", ["open_slot", "pause", "commit", "resume"])
-@pytest.mark.parametrize("error", [EngineCrashed("again"), RuntimeError("again")], ids=type)
+async def test_weights_that_a_new_engine_rejects_are_lost_and_it_serves_on(
+    worker: TinyWorker,
+) -> None:
+    await worker.update(1, 7)
+    worker.before_start["commit"] = raising(WeightsRejected("not these"))
+    worker.engine.die()
+    await restarted(worker)
+    await worker.reaches(Lifecycle.ACTIVE)
+    assert not worker.engine.paused
+    assert worker.active == worker.engine.active.identity == WeightsId(epoch=0, version=0)
+    assert "(1, 1) could not be reloaded: not these" in (worker.runtime.last_error or "")
+    with refused("fenced"):
+        worker.worker.check_serving()
+    del worker.engine.before["commit"]
+    await worker.update(1, 7)
+    assert made_by(await worker.ends(await worker.begin("r", 3))) == [(7, 1, False)]
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        *((call, EngineCrashed("again")) for call in ("open_slot", "pause", "commit", "resume")),
+        *((call, RuntimeError("again")) for call in ("open_slot", "pause", "commit", "resume")),
+        *((call, EngineError("again")) for call in ("pause", "commit", "resume")),
+    ],
+)
 async def test_a_death_while_weights_come_back_loses_nothing(
     worker: TinyWorker, call: str, error: Exception
 ) -> None:

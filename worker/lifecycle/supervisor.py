@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from rollout_worker.core.holds import Want
 from rollout_worker.core.runtime import Runtime
-from rollout_worker.engine import Engine, EngineCrashed, EngineError, EngineInfo
+from rollout_worker.engine import Engine, EngineCrashed, EngineError, EngineInfo, WeightsRejected
 from rollout_worker.requests.flights import Flights
 from rollout_worker.schemas import CHECKPOINT, Lifecycle, Progress, WeightsId
 from rollout_worker.updates.state import Updates
@@ -121,28 +121,42 @@ class Supervisor:
     async def _seed(self, engine: Engine, info: EngineInfo) -> None:
         """Load the last active weights into a new engine."""
         identity = self._updates.identity
-        if identity is None or identity == CHECKPOINT:
+        assert identity is not None, "an engine has loaded weights"
+        if identity == CHECKPOINT:
             return
         self._report(Progress(message=f"reloading weights {identity}"))
-        try:
-            await self._commit(engine, identity)
-        except EngineCrashed:
-            raise  # says nothing of the source: the next engine is given the same weights
-        except EngineError as error:
-            self._runtime.last_error = f"weights {identity} could not be reloaded: {error}"
+        why = await self._bring(engine, identity)
+        if why is not None:
+            self._runtime.last_error = f"weights {identity} could not be reloaded: {why}"
             logger.warning("%s: the worker is fenced", self._runtime.last_error)
             self._updates.lost(info)
 
-    async def _commit(self, engine: Engine, identity: WeightsId) -> None:
+    async def _bring(self, engine: Engine, identity: WeightsId) -> str | None:
+        """Make these weights serve; return why they can't be had any more, if so.
+
+        Raises:
+            EngineError: the engine is of no use, which says nothing of the weights: the next one
+                is given the same.
+        """
         call = self._runtime.call
-        sink = await call(self._updates.refill(), SEED_SECONDS, "stage")
+        try:
+            sink = await call(self._updates.refill(), SEED_SECONDS, "stage")
+        except EngineCrashed:
+            raise
+        except EngineError as error:
+            return str(error)
         try:
             await call(engine.pause(), CALL_SECONDS, "pause")
         except BaseException:
             await asyncio.to_thread(sink.close)
             raise
-        await call(engine.commit(identity, sink, "recompute"), CALL_SECONDS, "commit")
+        why = None
+        try:
+            await call(engine.commit(identity, sink, "recompute"), CALL_SECONDS, "commit")
+        except WeightsRejected as error:
+            why = str(error)
         await call(engine.resume(), CALL_SECONDS, "resume")
+        return why
 
     async def _watch(self) -> str:
         runtime = self._runtime

@@ -166,7 +166,7 @@ class Served(Command):
     def made(self) -> float:
         """Tokens that this process has generated so far."""
         for line in self.data.get("/metrics").text.splitlines():
-            if line.startswith("rollout_worker_generated_tokens_total "):
+            if line.startswith("rollout_worker_generated_tokens_total"):
                 return float(line.rpartition(" ")[2])
         raise AssertionError("no metric of generated tokens")
 

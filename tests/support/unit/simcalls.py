@@ -100,7 +100,7 @@ class SimCalls:
             case Verb.PAUSE:
                 worker.hold = "Paused"
             case Verb.SLEEP:
-                worker.hold = "Asleep"
+                worker.hold, worker.staged = "Asleep", None
             case Verb.RESUME | Verb.WAKE:
                 worker.hold = None
         if flight.ours:
