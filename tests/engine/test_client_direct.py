@@ -19,6 +19,7 @@ from rollout_client import (
     AsyncRolloutPool,
     DirectOptions,
     EpochLost,
+    NoReplica,
     PoolClosed,
     PublishFailed,
     PublishProgress,
@@ -281,6 +282,19 @@ def test_the_synchronous_pool_steers_too(workers: list[InProcess], tiny_models: 
         assert all(w.ready() for w in workers)
 
 
+async def test_who_wakes_the_pool_gets_all_of_it(workers: list[InProcess]) -> None:
+    """Replicas that refused a request while asleep are not left out until some probe comes by."""
+    async with new_pool(workers) as pool:
+        await pool.wait_serving(2, seconds=10)
+        for _ in range(3):
+            await pool.sleep()
+            with pytest.raises(NoReplica):
+                await pool.generate(PROMPT, deadline_seconds=2)
+            assert pool.serving() == []
+            await pool.wake()
+            assert len(pool.serving()) == 2
+
+
 # Versions that are written, published and pruned in one call.
 
 
@@ -289,9 +303,9 @@ def saved(folder: Path) -> set[str]:
 
 
 async def test_one_call_writes_publishes_and_prunes(
-    workers: list[InProcess], tiny_models: TinyModels
+    workers: list[InProcess], tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    folder = tiny_models.weights(2).parent / "saved"
+    folder = tmp_path / "saved"
     tensors = load_file(tiny_models.weights(2) / "model.safetensors")
     async with new_pool(workers) as pool:
         epoch = await pool.acquire()
@@ -318,10 +332,10 @@ async def test_one_call_writes_publishes_and_prunes(
 
 
 def test_the_synchronous_pool_makes_tensors_in_the_callers_thread(
-    workers: list[InProcess], tiny_models: TinyModels
+    workers: list[InProcess], tiny_models: TinyModels, tmp_path: Path
 ) -> None:
     """Which device is the current one is a property of a thread."""
-    folder = tiny_models.weights(2).parent / "saved-here"
+    folder = tmp_path / "saved"
     tensors = load_file(tiny_models.weights(3) / "model.safetensors")
     threads: set[str] = set()
 
