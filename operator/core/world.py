@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -237,10 +237,11 @@ def _last_words(log: str) -> str:
 
 def _trouble(status: Obj, conditions: Mapping[str, Any]) -> str:
     """One sentence on what is wrong with the pod, empty if nothing is."""
-    for container in _containers(status):
+    for container, is_worker in _containers(status):
         state = container.get("state") or {}
         ended = state.get("terminated")
-        if ended and (ended.get("exitCode") or status.get("phase") == "Failed"):
+        # An init container that did its work is no trouble, whatever became of the worker.
+        if ended and (ended.get("exitCode") or (is_worker and status.get("phase") == "Failed")):
             text = f"{ended.get('reason', 'Error')}, exit code {ended.get('exitCode')}"
             why = _last_words(ended.get("message") or "")
             return f"container {container['name']!r} ended: {text}{why and ': '}{why}"
@@ -257,9 +258,11 @@ def _trouble(status: Obj, conditions: Mapping[str, Any]) -> str:
     return ""
 
 
-def _containers(status: Obj) -> Iterable[Obj]:
-    yield from status.get("initContainerStatuses") or ()
-    yield from status.get("containerStatuses") or ()
+def _containers(status: Obj) -> Iterator[tuple[Obj, bool]]:
+    """Each container's status and whether it is the worker's, which comes first: its end is the pod's."""
+    for part, is_worker in (("containerStatuses", True), ("initContainerStatuses", False)):
+        for container in status.get(part) or ():
+            yield container, is_worker
 
 
 class PodReader:
