@@ -216,7 +216,7 @@ async def test_every_panel_shows_something_however_pods_are_scraped(tmp_path: Pa
     of_workers = {where: query for where, query in everything.items() if "rollout_worker_" in query}
     assert len(of_workers) > 12
     async with tiny_worker(tmp_path, *flags) as worker:
-        worker.updates.require(RequireRequest(epoch=0, min_version=0))
+        worker.updates.require("operator", RequireRequest(epoch=0, min_version=0))
         pages = Pages(Telemetry(), worker)
         async with served(pages) as port:
             ways = (
