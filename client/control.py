@@ -26,6 +26,7 @@ from rollout_worker.schemas import (
     PauseRequest,
     ReleaseRequest,
     RequireRequest,
+    ResetRequest,
     SleepRequest,
     StagedWeights,
     StageRequest,
@@ -162,7 +163,7 @@ class WorkerControl:
 
     async def reset_cache(self, *, timeout: float = QUICK_SECONDS) -> WorkerState:
         """Forget all cached prefixes."""
-        return await self._ask("POST", "/v1/cache/reset", None, WorkerState, timeout)
+        return await self._ask("POST", "/v1/cache/reset", ResetRequest(), WorkerState, timeout)
 
     async def _ask(
         self, method: str, path: str, body: BaseModel | None, answer: type[M], timeout: float

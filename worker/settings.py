@@ -50,6 +50,8 @@ class Settings:
     control_port: int
     auth: AuthMode
     auth_token_file: Path | None
+    control_tls_cert_file: Path | None
+    control_tls_key_file: Path | None
     logprobs: LogprobsOf
     pool: str | None
     namespace: str | None
@@ -183,6 +185,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("auth", str, "token", "how callers of the control port authenticate",
          ("none", "token", "kubernetes")),
     Flag("auth-token-file", Path, None, "file with the bearer token for --auth token"),
+    Flag("control-tls-cert-file", Path, None,
+         "certificate (chain) of the control port, which then speaks TLS only; read again every minute"),
+    Flag("control-tls-key-file", Path, None, "private key of that certificate"),
     Flag("logprobs", str, "sampling", "kind of logprobs returned by default", ("sampling", "raw")),
     Flag("pool", _name, None, "RolloutReplica this worker belongs to; it then starts fenced"),
     Flag("namespace", _name, None, "namespace of the pool; default: the service account's"),
@@ -290,6 +295,8 @@ def _check_auth(settings: Settings) -> None:
             "--auth token needs --auth-token-file FILE; for local use only, there is"
             " --auth none --control-host 127.0.0.1"
         )
+    if (settings.control_tls_cert_file is None) != (settings.control_tls_key_file is None):
+        raise BadSettings("give --control-tls-cert-file and --control-tls-key-file, or neither")
     if settings.pool is not None and settings.namespace is None:
         raise BadSettings("--pool needs --namespace (or ROLLOUT_NAMESPACE)")
     if settings.auth == "kubernetes" and settings.pool is None:

@@ -51,7 +51,7 @@ class DirectSteering:
         self._members = members
         self._options = options
         self._on_weights = on_weights
-        self._ports = ControlPorts(members, options.token)
+        self._ports = ControlPorts(members, options.token, options.control_ca)
         self._keeper = Keeper(self._ports, options, self._note_serving)
 
     async def close(self) -> None:

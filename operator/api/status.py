@@ -171,6 +171,13 @@ class LastError(ApiModel):
     message: Message = Field(description="What went wrong and where.")
 
 
+class Replacement(ApiModel):
+    """A replica whose failed pods are deleted and whose new pods are not all there yet."""
+
+    replica: Count = Field(description="Index of the replica.")
+    restarts: Count = Field(description="Failures in a row, to be noted on the new pods.")
+
+
 class PoolCondition(ApiModel):
     """One condition; `reason` is for programs, `message` for people."""
 
@@ -225,6 +232,12 @@ class RolloutReplicaStatus(ApiModel):
     )
     restarts: Count = Field(
         default=0, description="Restarts of replicas since the pool was created."
+    )
+    replacing: tuple[Replacement, ...] = Field(
+        default=(),
+        max_length=9999,
+        description="Failed replicas between their old pods and their new ones.",
+        json_schema_extra=ATOMIC_LIST,
     )
     last_errors: tuple[LastError, ...] = Field(
         default=(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from rollout_operator.api.spec import RolloutReplicaSpec, State
 from rollout_operator.api.status import RolloutReplicaStatus
 
-from .findings import View
 from .gangs import gangs_of, plan_pods
 from .heads import Head
 from .members import MemberPlanner
@@ -13,6 +12,7 @@ from .plan import CallWorker, Plan, SetGate, Verb, Wait
 from .report import build_status
 from .updates.decide import plan_weights
 from .updates.weights_plan import WeightsPlan, target_of
+from .view import View
 from .world import Observed
 
 KUBELET_SECONDS = 30.0
@@ -47,7 +47,16 @@ def decide(
         if head.pod.uid not in leaving:
             calls += planner.calls(head)
     gates += _gates_of_leavers(seen, heads, leaving)
-    view = View(spec, seen, gangs_of(spec, seen), heads, pods, weights, target_of(spec).identity)
+    view = View(
+        spec,
+        seen,
+        gangs_of(spec, seen),
+        heads,
+        pods,
+        weights,
+        target_of(spec).identity,
+        was_at_rest=_was_at_rest(spec, stored),
+    )
     status = build_status(view, stored, now)
     return Plan(
         status=status,
@@ -70,6 +79,11 @@ def _heads(spec: RolloutReplicaSpec, seen: Observed) -> dict[str, Head]:
     found = (p for p in seen.pods if p.rank == 0 and not p.deleting and p.owned)
     wanted = sorted((p for p in found if p.replica < spec.replicas), key=lambda p: p.replica)
     return {pod.uid: Head(pod, seen.worker(pod)) for pod in wanted}
+
+
+def _was_at_rest(spec: RolloutReplicaSpec, stored: RolloutReplicaStatus) -> bool:
+    last = stored.last_transition
+    return last is not None and last.to == spec.state.value and last.completed_at is not None
 
 
 def _healthy(spec: RolloutReplicaSpec, heads: dict[str, Head]) -> frozenset[int]:
@@ -102,6 +116,8 @@ def _settling(
             return True
         # All that is left to do is the kubelet's.
         left = 0.0 if since is None else since + KUBELET_SECONDS - now
+        if left > KUBELET_SECONDS + 1:  # the clock was set back: an hour may be meant by it
+            left = 0.0
         if left > 0 and not head.pod.ready:
             wait.at_most(left)
         return left > 0
@@ -112,7 +128,7 @@ def _settling(
 def _gates_of_leavers(seen: Observed, heads: dict[str, Head], leaving: set[str]) -> list[SetGate]:
     """Take surplus heads out of the Service before they are deleted."""
     return [
-        SetGate(p.name, p.uid, False, p.gate_boot or "", "it is being deleted")
+        SetGate(p.name, p.uid, False, p.gate_boot or "", "it is being deleted", p.proven_since)
         for p in seen.pods
         if p.uid in leaving and p.uid not in heads and p.gate and not p.deleting
     ]

@@ -16,15 +16,17 @@ from rollout_operator.api.status import (
     Member,
     Phase,
     PoolCondition,
+    Replacement,
     RolloutReplicaStatus,
     Transition,
     UpdatePhase,
 )
 from rollout_worker.schemas import Lifecycle, WeightsId
 
-from .findings import Finding, Kind, View, find, waits_for
+from .findings import Finding, Kind, find, waits_for
 from .heads import Head
 from .updates.status import weights_status
+from .view import View
 
 Verdict = tuple[bool, str, str]
 """Status, reason and message of a condition."""
@@ -50,10 +52,20 @@ def build_status(view: View, stored: RolloutReplicaStatus, now: float) -> Rollou
         weights=weights_status(view.weights, view.heads),
         last_transition=_transition(view, stored, now),
         members=_members(view),
-        restarts=stored.restarts + len(view.pods.restarts),
+        restarts=stored.restarts + _new_restarts(view),
+        replacing=tuple(
+            Replacement(replica=index, restarts=count)
+            for index, count in sorted(view.pods.replacing.items())
+        ),
         last_errors=_last_errors(found.get(Kind.DEGRADED), stored, now),
         conditions=conditions,
     )
+
+
+def _new_restarts(view: View) -> int:
+    """Replicas that this pass restarts; one whose deletion failed has been counted."""
+    known = view.seen.restarts_of
+    return sum(known.get(index) != count for index, count in view.pods.restarts.items())
 
 
 def _sentence(view: View, found: dict[Kind, Finding]) -> str:
@@ -100,7 +112,7 @@ def _conditions(
         Condition.READY: _ready(view),
         Condition.PROGRESSING: _progressing(view, found),
         Condition.DEGRADED: _degraded(found),
-        Condition.WEIGHTS_SYNCED: _synced(view),
+        Condition.WEIGHTS_SYNCED: _synced(view, stored),
         Condition.ASLEEP: _asleep(view),
         Condition.SUSPENDED: _suspended(view),
     }
@@ -146,7 +158,7 @@ def _degraded(found: dict[Kind, Finding]) -> Verdict:
     return False, "AsExpected", "nothing is wrong"
 
 
-def _synced(view: View) -> Verdict:
+def _synced(view: View, stored: RolloutReplicaStatus) -> Verdict:
     update, target = view.weights.update, view.target
     actives = [h.worker.active for h in view.heads.values()]
     ahead = [a for a in actives if a is not None and a > max(target, _running_id(view) or target)]
@@ -168,6 +180,16 @@ def _synced(view: View) -> Verdict:
     text = f"{there} of {view.wanted} replicas have weights {target}"
     if there >= view.wanted:
         return True, "Synced", text
+    before = stored.condition(Condition.WEIGHTS_SYNCED)
+    known = stored.weights.committed
+    if (
+        before is not None
+        and before.status == "True"
+        and known is not None
+        and known.identity == target
+        and there + view.unknown >= view.wanted
+    ):
+        return True, "Synced", before.message  # unknown is not out of date
     return False, "Asleep" if view.spec.state is State.ASLEEP else "Loading", text
 
 
@@ -179,7 +201,7 @@ def _running_id(view: View) -> WeightsId | None:
 
 
 def _asleep(view: View) -> Verdict:
-    count = view.count(Lifecycle.ASLEEP)
+    count = view.at_rest if view.spec.state is State.ASLEEP else view.count(Lifecycle.ASLEEP)
     whole = 0 < view.wanted <= count
     reason = "Asleep" if whole else "PartlyAsleep" if count else "Awake"
     return whole, reason, f"{count} of {view.wanted} replicas are asleep"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
+from rollout_operator.api import names
 from rollout_operator.api.objects import Key, Obj
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.plan import Plan
@@ -17,7 +18,7 @@ from .context import Context
 from .memory import Memory
 from .observe import Look, phase_of, poll
 from .tell import count_update, post_events, show_figures
-from .writes import Obstacles, Writer
+from .writes import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +34,21 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
 
     Status goes first: it holds the decisions that everything else relies on.
     """
-    later = await write_status(ctx, look.key, look.pool, plan.status, memory)
+    try:
+        later = await write_status(ctx, look.key, look.pool, plan.status, memory)
+    except NotFound:
+        return None  # the object is gone: nothing is made for it, and the watch will say so
     memory.barrier = plan.barrier
-    memory.restarts_of.update(plan.restarts)
     post_events(ctx, look, plan, memory)
     count_update(ctx, look, plan)
     poll(ctx, look.key, look.seen, plan.status, memory)
     if not look.seen.paused:
-        found = await _write_children(ctx, look, plan, memory)
+        writer = await _write_children(ctx, look, plan, memory)
+        found = writer.obstacles
+        if look.seen.unsettled:
+            found = found.added_to(memory.obstacles)  # nothing was tried that could show them gone
         _start_calls(ctx, look, plan)
-        if found != memory.obstacles:
+        if found != memory.obstacles or writer.relabelled:
             memory.obstacles = found
             return 0.0
         if found.conflicts or found.rejections:
@@ -60,20 +66,20 @@ async def write_status(
 
     Returns:
         Seconds until progress may be written, if that is what waits.
+
+    Raises:
+        NotFound: the object is gone; the watch will say so.
     """
     show_figures(ctx, key, pool, status)
     before, after = memory.stored_fields, owned_fields(status)
     if before == after and pool.get("status"):
         return None
-    now = ctx.clock()
-    wait = memory.written_at + PROGRESS_SECONDS - now
+    now = ctx.monotonic()
+    wait = 0.0 if memory.written_at is None else memory.written_at + PROGRESS_SECONDS - now
     if wait > 0 and without_progress(before) == without_progress(after):
         return wait
     writer = Writer(ctx, key, pool["metadata"]["uid"])
-    try:
-        await writer.status(pool["metadata"]["resourceVersion"], status.document())
-    except NotFound:
-        return None  # the object is gone; the watch will say so
+    await writer.status(pool["metadata"]["resourceVersion"], status.document())
     memory.written_at = now
     return None
 
@@ -93,17 +99,23 @@ async def keep_status(
         await writer.status(pool["metadata"]["resourceVersion"], document)
 
 
-async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) -> Obstacles:
+async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) -> Writer:
     key, spec, seen = look.key, look.spec, look.seen
     writer = Writer(ctx, key, seen.uid)
     defaults = ctx.config.engine(spec.engine.type)
     builder = PodBuilder(key.name, key.namespace, seen.uid, seen.retry, spec, defaults)
     await writer.services()
+    await writer.all(
+        writer.relabel(p.name, p.uid, names.worker_labels(key.name, p.replica, p.rank))
+        for p in seen.pods
+        if p.mislabelled
+    )
     # Out of the Service first, then away.
     await writer.all(writer.gate(g) for g in plan.gates if not g.serving)
+    for deletion in plan.delete:
+        if deletion.forced:
+            memory.witness.forced(deletion.uid, ctx.monotonic())
     await writer.all(writer.delete(p) for p in plan.delete)
-    for creation in plan.create:
-        memory.restarts_of.pop(creation.replica, None)
     if builder.image:
         bodies = [builder.build(c.replica, c.rank, c.restarts) for c in plan.create]
         await writer.all(writer.create("pods", body) for body in bodies)
@@ -114,7 +126,7 @@ async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) 
             "in the operator's chart"
         )
     await writer.all(writer.gate(g) for g in plan.gates if g.serving)
-    return writer.obstacles
+    return writer
 
 
 def _start_calls(ctx: Context, look: Look, plan: Plan) -> None:

@@ -43,7 +43,7 @@ class Workers:
             verb: CallError(
                 failed.message,
                 failed.count,
-                failed.retry_at,
+                self.calls.until(failed.retry_at),
                 failed.problem,
                 failed.about if isinstance(failed.about, WeightsId) else None,
             )

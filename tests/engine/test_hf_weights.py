@@ -91,7 +91,6 @@ async def test_only_a_sealed_sink_can_serve(
     assert set(output.versions) == {(0, False)}
 
 
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
 async def test_a_version_without_room_is_refused_before_it_is_read(tiny_models: TinyModels) -> None:
     """Else the kernel ends the worker half-way."""
     async with serving(tiny_models.model(1)) as (engine, info):
@@ -101,6 +100,7 @@ async def test_a_version_without_room_is_refused_before_it_is_read(tiny_models: 
             await engine.open_slot([Entry(name, huge)])
 
 
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
 async def test_running_outputs_over_a_commit(
     tiny_models: TinyModels, reference: Reference, reference_2: Reference, kv: Any
 ) -> None:

@@ -32,13 +32,16 @@ from rollout_worker.conversation.record import Counter
 from rollout_worker.core.states import MOVES
 from rollout_worker.engine import Engine, Entry, Sink, TensorSpec
 from rollout_worker.engines import checkpoint, fitting, folder, mapped, room, stopping
+from rollout_worker.lifecycle import governor, supervisor
 from rollout_worker.observe.telemetry import Telemetry as WorkerTelemetry
 from rollout_worker.ports.auth import Anyone
 from rollout_worker.ports.control import control_app
 from rollout_worker.ports.data import data_app
+from rollout_worker.requests import flights
 from rollout_worker.service import Worker
 from rollout_worker.settings import FLAGS, add_flags, parse
 from rollout_worker.sources import files as checkpoints
+from rollout_worker.updates import commits
 from rollout_worker.updates.slot import fill
 from rollout_worker.wire.problems import KINDS
 
@@ -338,6 +341,22 @@ def test_what_engines_share_is_described_as_it_is() -> None:
         and not name.startswith("_")
     }
     assert seen == public - {"`mapped.unnamed`", "`stopping.TextTail`"}
+
+
+def test_the_time_of_each_call_to_an_engine_is_told() -> None:
+    life = section(page("docs/engines.md"), "Life")
+    [told] = re.findall(r"^A call that takes too long .*\n.*\n.*$", life, re.MULTILINE)
+    seconds = {
+        verb: float(after)
+        for verbs, after in re.findall(r"((?:`\w+`(?:, | and )?)+) (?:after )?(\d+) s", told)
+        for verb in CODE.findall(verbs)
+    }
+    pause = {governor.PAUSE_SECONDS, commits.PAUSE_SECONDS}
+    memory = {governor.MEMORY_SECONDS, commits.FLIP_SECONDS}
+    assert {seconds[verb] for verb in ("hold_admission", "pause", "resume")} == pause
+    assert {seconds[verb] for verb in ("commit", "sleep", "wake")} == memory
+    assert seconds["abort"] == flights.ABORT_SECONDS
+    assert f"waits {supervisor.STOP_SECONDS:g} s" in told
 
 
 def test_every_file_of_the_contract_suite_is_described() -> None:

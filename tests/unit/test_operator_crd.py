@@ -159,6 +159,7 @@ def test_status_has_the_fields_of_the_contract() -> None:
         "lastTransition",
         "members",
         "restarts",
+        "replacing",
         "lastErrors",
         "conditions",
     }

@@ -738,9 +738,9 @@ def test_a_head_that_the_kubelet_never_calls_ready_is_broken(world: World) -> No
     plan = plan_of(world)
     assert not plan.delete, "the kubelet takes a moment"
     assert plan.requeue == 30
-    world.failures[world.pods["pool-0-0"].uid, "wake"] = CallError("no memory", 1, world.now)
+    world.failures[world.pods["pool-0-0"].uid, "wake"] = CallError("no memory", 1, world.tick)
     assert [d.name for d in plan_of(world).delete] == ["pool-0-0"], "something is wrong with it"
-    world.now += 30
+    world.tick += 30
     assert [d.name for d in plan_of(world).delete] == ["pool-1-0", "pool-0-0"]
 
 

@@ -253,7 +253,7 @@ def test_a_failed_engine_is_told(world: World) -> None:
 def test_a_failed_call_is_told_until_the_pool_is_where_it_should_be(
     world: World, verb: str
 ) -> None:
-    world.failures[world.pods["pool-1-0"].uid, verb] = CallError("no", 1, world.now + 99)
+    world.failures[world.pods["pool-1-0"].uid, verb] = CallError("no", 1, world.tick + 99)
     world.step()
     assert conditions(world)["Degraded"][0] == "False"
     world.worker(1).foreign_hold = "Paused"

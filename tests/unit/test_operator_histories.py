@@ -30,6 +30,7 @@ ACTIONS = (
       "wake", "wake", "suspend", "kill", "fail", "reboot", "break", "mend", "forget", "intrude",
       "leave", "silence", "unask", "speak", "hold", "let go", "slow", "quick", "lag", "no lag",
       "publishes", "ahead", "ask too much", "ask less"),
+    *("finalize", "free", "set clock", "refuse writes", "take writes", "unlabel", "make again"),
     *["refuse", "raise", "pause, raise and hush"] * 3,
 )  # fmt: skip
 
@@ -76,7 +77,7 @@ class History:
 
     def fail(self) -> None:
         if running := self._running():
-            self.world.fail(self.random.choice(running))
+            self.world.fail(self.random.choice(running), told=self.random.random() < 0.5)
 
     def reboot(self) -> None:
         if running := self._running():
@@ -155,6 +156,31 @@ class History:
     def no_lag(self) -> None:
         self.world.lag = self.world.grace = 0.0
 
+    def finalize(self) -> None:
+        """Somebody else's controller wants to see some pods off."""
+        pods = [p for p in self.world.pods.values() if not p.deleting]
+        self.world.held |= {p.uid for p in pods if self.random.random() < 0.5}
+
+    def free(self) -> None:
+        self.world.held.clear()
+
+    def set_clock(self) -> None:
+        self.world.skew += self.random.choice([-3600.0, 3600.0])
+
+    def refuse_writes(self) -> None:
+        kinds = self.random.sample(["status", "gate", "delete", "create"], 2)
+        self.world.refuses = lambda kind: kind in kinds and self.random.random() < 0.7
+
+    def take_writes(self) -> None:
+        self.world.refuses = lambda kind: False
+
+    def unlabel(self) -> None:
+        if running := self._running():
+            self.world.unlabelled.add(self.world.pods[self.random.choice(running)].uid)
+
+    def make_again(self) -> None:
+        self.world.recreate()
+
     def publishes(self) -> None:
         """Quicker than they can be staged; nobody may be left behind for it."""
         for action in ("mend", "ask less", "quick"):
@@ -184,7 +210,8 @@ class History:
 
     def end_well(self) -> None:
         """Everything that disturbs ends, and all comes to be as asked."""
-        for action in ("mend", "ask less", "leave", "speak", "let go", "quick", "no lag", "wake"):
+        for action in ("mend", "ask less", "leave", "speak", "let go", "quick", "no lag", "wake",
+                       "free", "take writes"):  # fmt: skip
             self.happen(action)
         world = self.world
         self.raise_()  # the last version may be bound to bytes that nobody finds any more

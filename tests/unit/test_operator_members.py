@@ -247,11 +247,11 @@ def test_other_bytes_are_told_and_then_read_anew() -> None:
     assert told is not None
     assert isinstance(told[0], StageRequest), "the worker compares, and refuses"
     assert told[0].root_hash == "known"
-    bench.failures = {"stage": CallError("content-mismatch: no", 1, NOW + 5, about=ONE)}
+    bench.failures = {"stage": CallError("content-mismatch: no", 1, 5, about=ONE)}
     assert bench.told() is None
-    bench.failures = {"stage": CallError("content-mismatch: no", 1, NOW, about=ONE)}
+    bench.failures = {"stage": CallError("content-mismatch: no", 1, 0, about=ONE)}
     assert bench.told() == (DiscardRequest(epoch=1, version=1), 10)
-    bench.failures = {"stage": CallError("of earlier weights", 1, NOW, about=ZERO)}
+    bench.failures = {"stage": CallError("of earlier weights", 1, 0, about=ZERO)}
     told = bench.told()
     assert told is not None
     assert isinstance(told[0], StageRequest)
@@ -261,10 +261,10 @@ def test_other_bytes_are_told_and_then_read_anew() -> None:
     ("failure", "slot", "odd"),
     [
         (None, None, False),
-        (CallError("bound to other content", 1, NOW, "content-mismatch", ONE), None, True),
-        (CallError("content-mismatch: (1, 1) should", 1, NOW, "stage-failed", ONE), None, True),
-        (CallError("content-mismatch: (1, 2) should", 1, NOW, about=TWO), None, False),
-        (CallError("tensor 'a' is missing", 1, NOW, about=ONE), None, False),
+        (CallError("bound to other content", 1, 0, "content-mismatch", ONE), None, True),
+        (CallError("content-mismatch: (1, 1) should", 1, 0, "stage-failed", ONE), None, True),
+        (CallError("content-mismatch: (1, 2) should", 1, 0, about=TWO), None, False),
+        (CallError("tensor 'a' is missing", 1, 0, about=ONE), None, False),
         (None, "content-mismatch: (1, 1) should", True),
         (None, "tensor 'a' is missing", False),
     ],
@@ -330,6 +330,47 @@ def test_a_new_epoch_is_fenced_before_it_is_staged() -> None:
     assert isinstance((bench.told() or ("",))[0], StageRequest), "an update of the old epoch ends"
 
 
+@pytest.mark.parametrize(("version", "phase"), [(1, "Staging"), (3, "Staged")])
+def test_a_new_epoch_is_fenced_before_what_the_old_one_staged_is_dropped(
+    version: int, phase: str
+) -> None:
+    """Else the old trainer could stage it again in between."""
+    bench = Bench()
+    bench.weights.fence_epoch = 2
+    bench.stage(version, phase)
+    bench.bring(Version(WeightsId(epoch=2, version=0), SOURCE))
+    assert bench.told() == (RequireRequest(epoch=2), 10)
+
+
+@pytest.mark.parametrize("state", ["Paused", "Asleep"])
+def test_a_worker_that_came_to_rest_has_proven_itself_once(state: str) -> None:
+    bench = Bench(state=state)
+    bench.pod = replace(bench.pod, gate=False)
+    assert bench.gate() is None, "it serves still"
+    bench.sim.hold = state
+    change = bench.planner.gate(bench.head, False)
+    assert change is not None
+    assert (change.serving, change.proven_since) == (False, NOW)
+    bench.pod = replace(bench.pod, proven_since=NOW)
+    assert bench.gate() is None
+
+
+def test_what_a_worker_has_proven_stays_with_its_gate() -> None:
+    bench = Bench()
+    bench.pod = replace(bench.pod, gate=False)
+    change = bench.planner.gate(bench.head, False)
+    assert change is not None
+    assert (change.serving, change.proven_since) == (True, NOW)
+    bench.pod = replace(bench.pod, proven_since=NOW - 50)
+    change = bench.planner.gate(bench.head, False)
+    assert change is not None
+    assert change.proven_since == NOW - 50
+    bench.pod = replace(bench.pod, gate=True)
+    change = bench.planner.gate(bench.head, True)
+    assert change is not None
+    assert (change.serving, change.proven_since) == (False, NOW - 50)
+
+
 def test_one_control_call_at_a_time_and_staging_beside_it() -> None:
     bench = Bench()
     bench.bring(commit=False)
@@ -348,15 +389,14 @@ def test_one_control_call_at_a_time_and_staging_beside_it() -> None:
 def test_a_failed_call_waits_for_its_turn_unless_it_was_about_something_else() -> None:
     bench = Bench()
     bench.bring(commit=False)
-    bench.failures = {"stage": CallError("no", 1, NOW + 6, about=ONE)}
+    bench.failures = {"stage": CallError("no", 1, 6, about=ONE)}
     assert bench.told() is None
     assert bench.wait.seconds == 6
-    bench.now = NOW + 6
+    bench.failures = {"stage": CallError("no", 1, 0, about=ONE)}
     assert bench.told() is not None
-    bench.now = NOW
-    bench.failures = {"stage": CallError("no", 1, NOW + 6, about=ZERO)}
+    bench.failures = {"stage": CallError("no", 1, 6, about=ZERO)}
     assert bench.told() is not None
-    bench.failures = {"require": CallError("no", 1, NOW + 6)}
+    bench.failures = {"require": CallError("no", 1, 6)}
     bench.sim.required = None
     assert bench.told() is None
     assert bench.wait.seconds == 6
@@ -483,8 +523,8 @@ def test_why_a_head_has_failed() -> None:
     assert bench.sim.staged is not None
     bench.sim.staged = bench.sim.staged.model_copy(update={"error": "a bad shape"})
     assert bench.head.failure(ONE, "stage") == "pool-0-0: a bad shape"
-    bench.failures = {"stage": CallError("refused", 1, NOW, about=ONE)}
+    bench.failures = {"stage": CallError("refused", 1, 0, about=ONE)}
     assert bench.head.failure(ONE, "commit", "stage") == "pool-0-0: refused"
     assert bench.head.failure(TWO, "stage") is None
-    bench.failures = {"wake": CallError("no memory", 1, NOW)}
+    bench.failures = {"wake": CallError("no memory", 1, 0)}
     assert bench.head.failure(None, "wake") == "pool-0-0: no memory"

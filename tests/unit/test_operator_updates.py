@@ -64,7 +64,7 @@ class Pool:
             )  # fmt: skip
 
     def fail(self, index: int, verb: str, about: WeightsId = NEW, count: int = 1) -> None:
-        self.failed[index, verb] = CallError("no", count, NOW, about=about)
+        self.failed[index, verb] = CallError("no", count, 0, about=about)
 
     def heads(self) -> dict[str, Head]:
         found = {}
@@ -481,6 +481,18 @@ def test_without_a_barrier_too_what_has_begun_is_finished_first(
     assert phase_of(pool.plan()) == ((1, 2), "Committing"), "it is about to end"
 
 
+@pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
+@pytest.mark.parametrize("seconds", [10, 60])
+def test_what_all_have_is_complete_before_the_newest_begins(strategy: str, seconds: int) -> None:
+    pool = Pool(weights={"strategy": strategy, "deadlineSeconds": 60, **target(1, 3)})
+    pool.under_way(UpdatePhase.COMMITTING, seconds)
+    for sim in pool.sims:
+        sim.jump(NEW)
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Complete")
+    assert plan.committed.identity == NEW
+
+
 @pytest.mark.parametrize(
     ("phase", "verb"),
     [
@@ -731,6 +743,16 @@ def test_a_newer_target_or_epoch_supersedes_a_refused_commit(wanted: tuple[int, 
     assert reasons(plan)[0] == ("Normal", "WeightsSuperseded")
     assert plan.update is not None
     assert plan.update.commit_started_at is None
+
+
+def test_a_pool_that_goes_to_sleep_over_a_refused_commit_keeps_what_it_is_bound_to() -> None:
+    pool = failed_commit()
+    assert pool.update is not None
+    pool.update = pool.update.model_copy(update={"root_hash": "bound"})
+    pool.spec = spec_of(replicas=3, state="Asleep", weights=target(1, 2))
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Superseded")
+    assert (plan.committed.identity, plan.committed.root_hash) == (NEW, "bound")
 
 
 def test_a_refused_commit_that_one_takes_goes_on() -> None:

@@ -33,7 +33,7 @@ BODIES: dict[str, dict[str, Any]] = {
 class Everyone(Authorizer):
     """Lets everybody in, under one name."""
 
-    async def check(self, authorization: str | None, right: Right) -> str:
+    async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
         return "system:serviceaccount:rl:trainer"
 
     async def close(self) -> None:

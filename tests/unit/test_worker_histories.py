@@ -18,7 +18,7 @@ from rollout_worker.wire.problems import ProblemError
 from tiny_worker import LONG, TinyWorker, tiny_worker
 from waiting import until
 
-SOON = {"deadline_seconds": 0.01}
+SOON: dict[str, Any] = {"deadline_seconds": 0.01}
 HOLDERS = ("operator", "trainer")
 TAGS = (("weights",), ("kv_cache",), ("weights", "kv_cache"))
 

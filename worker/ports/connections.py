@@ -123,17 +123,21 @@ class Room:
         self._most = most
         self.header_seconds = header_seconds
         self.connections: dict[Connection, None] = {}
-        self.greeted = 0
-        """Connections that are accepted, and not in `connections` yet."""
+        self.greetings: dict[asyncio.Task[None], None] = {}
+        """Of those that are accepted and not in `connections` yet; with TLS, the other side may dally."""
 
     def make_place(self) -> bool:
         """Whether one more may come; the oldest that asks for nothing leaves for it."""
-        if len(self.connections) + self.greeted < self._most:
+        if len(self.connections) + len(self.greetings) < self._most:
             return True
         return self.close_one()
 
     def close_one(self) -> bool:
         """Close the oldest connection that asks for nothing, if there is one."""
+        for greeting in self.greetings:
+            del self.greetings[greeting]
+            greeting.cancel()
+            return True
         for each in self.connections:
             if not each.busy:
                 del self.connections[each]
@@ -159,13 +163,12 @@ class Listener:
         sock: socket.socket,
         make: Callable[[], asyncio.Protocol],
         room: Room,
-        tls: ssl.SSLContext | None = None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         self._sock = sock
         self._make = make
         self._room = room
         self._tls = tls
-        self._greetings: set[asyncio.Task[None]] = set()
         self._tasks = [asyncio.create_task(self._accept()), asyncio.create_task(room.sweep())]
 
     async def _accept(self) -> None:
@@ -182,10 +185,9 @@ class Listener:
             if not self._room.make_place():
                 sock.close()
                 continue
-            self._room.greeted += 1
             greeting = asyncio.create_task(self._greet(sock))
-            self._greetings.add(greeting)
-            greeting.add_done_callback(self._greetings.discard)
+            self._room.greetings[greeting] = None
+            greeting.add_done_callback(lambda done: self._room.greetings.pop(done, None))
             await asyncio.sleep(
                 0
             )  # many at once must not keep those who wait for an answer waiting
@@ -195,13 +197,14 @@ class Listener:
         tls: dict[str, Any] = {}
         try:
             if self._tls is not None:
-                tls = {"ssl": self._tls, "ssl_handshake_timeout": self._room.header_seconds}
+                tls = {"ssl": self._tls(), "ssl_handshake_timeout": self._room.header_seconds}
             await loop.connect_accepted_socket(self._connection, sock, **tls)
         except OSError as error:  # of the handshake, too
             logger.debug("a connection ended before it began: %s", error)
             sock.close()
-        finally:
-            self._room.greeted -= 1
+        except asyncio.CancelledError:
+            sock.close()
+            raise
 
     def _connection(self) -> Connection:
         return Connection(self._make(), self._room)
@@ -210,11 +213,11 @@ class Listener:
         """Accept no more."""
         # Before the socket is closed: another one may have its number by the time the task ends.
         asyncio.get_running_loop().remove_reader(self._sock)
-        for task in (*self._tasks, *self._greetings):
+        for task in (*self._tasks, *self._room.greetings):
             task.cancel()
         self._sock.close()
 
     async def wait_closed(self) -> None:
         """Wait until nothing is accepted any more."""
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([*self._tasks, *self._greetings])
+            await asyncio.wait([*self._tasks, *self._room.greetings])

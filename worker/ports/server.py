@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from rollout_worker.service import Worker
 from rollout_worker.settings import BadSettings, Settings
 from rollout_worker.wire.problems import ProblemError
 
-from . import connections
+from . import connections, tls
 from .access import Authorizer
 from .app import problem_response
 from .auth import make_authorizer
@@ -44,9 +45,12 @@ PROBES = 32
 class _Server(uvicorn.Server):
     """A server that leaves signals and sockets to us: two of them share one process and its end."""
 
-    def __init__(self, config: uvicorn.Config, room: Room) -> None:
+    def __init__(
+        self, config: uvicorn.Config, room: Room, tls: Callable[[], ssl.SSLContext] | None = None
+    ) -> None:
         super().__init__(config)
         self._room = room
+        self._tls = tls
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -54,9 +58,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on the sockets."""
-        self.servers = [
-            cast(Any, Listener(sock, self._protocol, self._room)) for sock in sockets or ()
-        ]
+        listeners = [Listener(s, self._protocol, self._room, self._tls) for s in sockets or ()]
+        self.servers = [cast(Any, each) for each in listeners]
         self.started = True
 
     def _protocol(self) -> asyncio.Protocol:
@@ -126,15 +129,22 @@ class Servers:
     ) -> None:
         settings = worker.settings
         places = places or connections.places()
+        self._certificate = tls.certificate(settings)
         self._authorizer = authorizer
         self._sockets = [
             bind(settings.data_host, settings.data_port, "--data-port"),
             bind(settings.control_host, settings.control_port, "--control-port"),
         ]
         data = AtMost(data_app(worker), max(1, places.data - PROBES))
+        control = control_app(worker, authorizer)
+        held = self._certificate
         self._servers = [
-            _server(data, Room(places.data, header_seconds)),
-            _server(control_app(worker, authorizer), Room(places.control, header_seconds)),
+            _Server(_config(data), Room(places.data, header_seconds)),
+            _Server(
+                _config(control),
+                Room(places.control, header_seconds),
+                None if held is None else lambda: held.context,
+            ),
         ]
 
     @property
@@ -145,9 +155,14 @@ class Servers:
 
     async def run(self) -> None:
         """Serve both ports until `stop`."""
+        renewing = None
+        if self._certificate is not None:
+            renewing = asyncio.create_task(self._certificate.keep())
         async with asyncio.TaskGroup() as tasks:
             for server, sock in zip(self._servers, self._sockets, strict=True):
                 tasks.create_task(server.serve([sock]))
+        if renewing is not None:
+            renewing.cancel()
         await self._authorizer.close()
 
     def stop(self) -> None:
@@ -156,8 +171,8 @@ class Servers:
             server.should_exit = True
 
 
-def _server(app: ASGIApp, room: Room) -> _Server:
-    config = uvicorn.Config(
+def _config(app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         ws="none",
         access_log=False,
@@ -167,7 +182,6 @@ def _server(app: ASGIApp, room: Room) -> _Server:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         server_header=False,
     )
-    return _Server(config, room)
 
 
 async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = None) -> int:

@@ -39,7 +39,7 @@ def _refusal(method: str, headers: Headers) -> ProblemError | None:
             f"Host {host[:80]!r} is not this machine: with --auth none, call 127.0.0.1 or localhost",
         )
     origin = headers.get("origin")
-    if origin is not None and origin != f"http://{host}":
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
         return ProblemError(
             "forbidden",
             f"Origin {origin[:80]!r} is a web page: use --auth token to let one in",

@@ -78,10 +78,7 @@ class PodBuilder:
             "namespace": self.namespace,
             "labels": {
                 **self.overlay.get("labels", {}),
-                **names.pool_labels(self.name),
-                names.LABEL_REPLICA: str(replica),
-                names.LABEL_RANK: str(rank),
-                names.LABEL_ROLE: names.ROLE_HEAD if rank == 0 else names.ROLE_MEMBER,
+                **names.worker_labels(self.name, replica, rank),
                 names.LABEL_REVISION: revision(self.spec),
             },
             "annotations": annotations,

@@ -156,7 +156,7 @@ def _is_stuck(
     floor = plan.committed.identity
     serving = (h for h in heads.values() if h.in_service(floor))
     behind = [h for h in serving if not h.at_least(update.identity)]
-    if any(Verb.COMMIT in h.worker.running for h in behind):
+    if not behind or any(Verb.COMMIT in h.worker.running for h in behind):
         return False
     if seconds_left(spec, plan, update, now) <= 0:
         return True
@@ -189,8 +189,8 @@ def _begin(
     """Start the update to `target`; if no replica is in service, commit it at once."""
     if resting and plan.update is not None and plan.update.identity == target.identity:
         # Given up for sleep or suspension: loaded on wake-up, and `Superseded` stays visible.
-        identity = target.identity.model_dump()
-        plan.committed = CommittedWeights(**identity, source=target.source)
+        known = {**target.identity.model_dump(), "root_hash": plan.update.root_hash}
+        plan.committed = CommittedWeights(**known, source=target.source)
         return
     plan.update = LastUpdate(
         epoch=target.identity.epoch,

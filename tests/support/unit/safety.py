@@ -79,9 +79,11 @@ def _committed_never_falls(one: Pass) -> None:
 def _deletes(one: Pass) -> None:
     off = {g.uid for g in one.plan.gates if not g.serving}
     for deletion in one.plan.delete:
-        pod = one.ours.get(deletion.uid)
+        old = {p.uid: p for p in one.seen.predecessors}
+        pod = one.ours.get(deletion.uid) or old.get(deletion.uid)
         assert pod is not None, f"{deletion.name} is not ours, or another uid"
         assert pod.name == deletion.name
+        assert pod.deleting == deletion.forced
         if pod.deleting:
             assert deletion.grace == 0, "it is going already; only force helps"
             continue
@@ -92,7 +94,7 @@ def _deletes(one: Pass) -> None:
 
 def _creates(one: Pass) -> None:
     assert not (one.plan.create and one.seen.unsettled), "the view of the pods is old"
-    there = {(p.replica, p.rank) for p in one.seen.pods}
+    there = {(p.replica, p.rank) for p in (*one.seen.pods, *one.seen.predecessors)}
     made = [(c.replica, c.rank) for c in one.plan.create]
     assert len(made) == len(set(made))
     for replica, rank in made:

@@ -204,7 +204,7 @@ def _arguments(options: EngineOptions, settings: Settings, *, cpu: bool) -> dict
         "enable_sleep_mode": not cpu,
         "disable_log_stats": False,
     }
-    if "distributed_executor_backend" not in settings.given:
+    if not cpu and "distributed_executor_backend" not in settings.given:
         # A single GPU's model would run inside the core, where nobody sees to it that it ends.
         ours["distributed_executor_backend"] = "mp"
     if cpu:
