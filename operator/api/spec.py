@@ -181,12 +181,8 @@ class RolloutReplicaSpec(ApiModel):
         default=Resources(),
         description="Compute resources of the worker container, excluding the accelerator.",
     )
-    # A default of the API server: a trainer's first target must not seem to bring the strategy too,
-    # which the admission policy would refuse.
     weights: Weights = Field(
-        default=Weights(),
-        description="Which weights the pool serves, and how it updates them.",
-        json_schema_extra=api_default(),
+        default=Weights(), description="Which weights the pool serves, and how it updates them."
     )
     update_strategy: UpdateStrategy = Field(
         default=UpdateStrategy(), description="Rolling update of pods."

@@ -26,8 +26,8 @@ class Spill(ApiModel):
     )
     size_limit: Quantity | None = Field(
         default=None,
-        description="Size of that emptyDir: the weights of one pod, and as much again where new ones are "
-        "staged during sleep. A pod that exceeds it is evicted. If unset, what the node has.",
+        description="Size of that emptyDir: at least that of the weights that one pod holds. A pod that "
+        "exceeds it is evicted. If unset, what the node has.",
     )
     path: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
         default=None,

@@ -144,7 +144,9 @@ def _trouble(status: Obj, conditions: Mapping[str, Any]) -> str:
     for container in _containers(status):
         state = container.get("state") or {}
         ended = state.get("terminated")
-        if ended and (ended.get("exitCode") or status.get("phase") == "Failed"):
+        # An init container that did its work is no trouble, whatever became of the worker.
+        is_workers = container in (status.get("containerStatuses") or ())
+        if ended and (ended.get("exitCode") or (is_workers and status.get("phase") == "Failed")):
             text = f"{ended.get('reason', 'Error')}, exit code {ended.get('exitCode')}"
             why = _last_words(ended.get("message") or "")
             return f"container {container['name']!r} ended: {text}{why and ': '}{why}"
@@ -162,8 +164,9 @@ def _trouble(status: Obj, conditions: Mapping[str, Any]) -> str:
 
 
 def _containers(status: Obj) -> Iterable[Obj]:
-    yield from status.get("initContainerStatuses") or ()
+    """The worker's first: why it ended says more than how those beside it were ended."""
     yield from status.get("containerStatuses") or ()
+    yield from status.get("initContainerStatuses") or ()
 
 
 def is_leftover(obj: Obj, pool: str, owner_uid: str) -> bool:

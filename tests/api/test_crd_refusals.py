@@ -38,6 +38,52 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown mode": ({"mode": "Hybrid"}, 'spec.mode: Unsupported value: "Hybrid"'),
     "unknown state": ({"state": "Awake"}, 'supported values: "Active", "Paused", "Asleep"'),
     "sleep level": ({"sleep": {"level": 3}}, "spec.sleep.level: Unsupported value: 3"),
+    "spill in a folder and a volume": (
+        {"sleep": {"spill": {"path": "/scratch", "sizeLimit": "1Gi"}}},
+        "spec.sleep.spill.path names a folder of your own: remove medium and sizeLimit, or path",
+    ),
+    "relative spill": (
+        {"sleep": {"spill": {"path": "scratch"}}},
+        "spec.sleep.spill.path must be an absolute path without '..'",
+    ),
+    "spill medium": (
+        {"sleep": {"spill": {"medium": "Tape"}}},
+        'supported values: "Disk", "Memory"',
+    ),
+    "no time to start": ({"worker": {"startTimeoutSeconds": 0}}, "spec.worker.startTimeoutSeconds"),
+    "no queue": ({"worker": {"maxQueue": 0}}, "spec.worker.maxQueue in body should be greater"),
+    "log level": ({"worker": {"logLevel": "LOUD"}}, 'supported values: "debug", "info"'),
+    "container of the worker's name": (
+        template(sidecars=[{"name": "worker", "image": "x"}]),
+        "the container name worker is the worker's own: rename this container",
+    ),
+    "two containers of a name": (
+        template(
+            initContainers=[{"name": "a", "image": "x"}], sidecars=[{"name": "a", "image": "y"}]
+        ),
+        "spec.podTemplate.sidecars and initContainers share their names: rename one container",
+    ),
+    "sidecar that ends": (
+        template(sidecars=[{"name": "a", "image": "x", "restartPolicy": "Never"}]),
+        "spec.podTemplate.sidecars[0].restartPolicy: Unsupported value",
+    ),
+    "claim of both kinds": (
+        template(
+            resourceClaims=[
+                {"name": "a", "resourceClaimName": "b", "resourceClaimTemplateName": "c"}
+            ]
+        ),
+        "needs exactly one of resourceClaimName and resourceClaimTemplateName: keep one",
+    ),
+    "use of no claim": (
+        {"resources": {"claims": [{"name": "nics"}]}},
+        "every entry of spec.resources.claims needs a claim of the same name: add it to "
+        "spec.podTemplate.resourceClaims",
+    ),
+    "probe that never asks": (
+        template(container={"livenessProbe": {"periodSeconds": 0}}),
+        "spec.podTemplate.container.livenessProbe.periodSeconds",
+    ),
     "no engine": ({"engine": None}, "spec.engine: Required value"),
     "no engine type": ({"engine": {"type": None}}, "spec.engine.type: Required value"),
     "unknown engine": ({"engine": {"type": "trt"}}, 'supported values: "hf", "vllm", "sglang"'),

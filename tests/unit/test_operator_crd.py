@@ -83,10 +83,8 @@ def test_only_what_people_must_see_has_a_default() -> None:
         ".spec.parallelism.pipeline",
         ".spec.parallelism.data",
         ".spec.parallelism.nodes",
-        ".spec.weights",
         ".spec.weights.strategy",
     }
-    assert ALL[".spec.weights"]["default"] == {"strategy": "AllAtOnce"}
 
 
 def test_other_defaults_are_told() -> None:

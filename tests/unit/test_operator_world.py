@@ -282,6 +282,17 @@ NO_ROOM = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
             },
             "container 'w' ended: Completed, exit code 0",
         ),
+        (
+            {
+                "phase": "Failed",
+                "initContainerStatuses": [
+                    {"name": "fill", "state": {"terminated": {"exitCode": 0}}},
+                    {"name": "logs", "state": {"terminated": {"exitCode": 137}}},
+                ],
+                "containerStatuses": [{"name": "w", "state": {"terminated": {"exitCode": 1}}}],
+            },
+            "container 'w' ended: Error, exit code 1",
+        ),
     ],
 )
 def test_what_stands_in_a_pods_way(status: dict[str, Any], said: str) -> None:
