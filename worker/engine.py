@@ -354,9 +354,9 @@ class Engine(Protocol):
         Level 1 keeps the weights' values elsewhere (`refill` brings them if the engine can't read
         its own memory), level 2 drops them, also what an earlier level 1 kept. Frozen requests
         whose KV is lost are prefilled again after waking, pinned ones with the active weights:
-        pinned weights are given back, too, and who may not go on with others has been aborted. A
-        pinned one that kept its KV goes on as under `keep`. No slot is open while the weights go.
-        Otherwise, giving back what is given back changes nothing.
+        pinned weights are given back, too, and who may not go on with others has been aborted. No
+        slot is open while the weights go. Otherwise, giving back what is given back changes
+        nothing.
         """
         ...
 

@@ -133,10 +133,7 @@ def test_what_sleep_keeps_goes_on_after_waking(
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("tags", [["weights"], ["weights", "kv_cache"]], ids="+".join)
-def test_what_was_pinned_wakes_on_the_active_weights(
-    worker: Served, tags: list[str], level: int
-) -> None:
+def test_what_was_pinned_wakes_on_the_active_weights(worker: Served, level: int) -> None:
     """Sleep keeps the active weights only; a prefix whose KV is lost is prefilled with them."""
     if "Pin" not in worker.able["in_flight"]:
         pytest.skip(f"{worker.kind} declares no Pin")
@@ -146,11 +143,11 @@ def test_what_was_pinned_wakes_on_the_active_weights(
     running = worker.long("r", sampling={**LONG, "max_tokens": 900})
     worker.makes(20)
     worker.commit(*identity, in_flight="Pin")
-    worker.post("sleep", level=level, tags=tags, mode="keep", deadline_seconds=1)
+    worker.post("sleep", level=level, mode="keep", deadline_seconds=1)
     assert worker.post("wake").json()["lifecycle"] == "Active"
     [output] = running.result(60).json()["outputs"]
     sound(output)
-    assert made_by(output) == [(old, False), (identity[1], "kv_cache" not in tags)]
+    assert made_by(output) == [(old, False), (identity[1], False)]
 
 
 def test_a_deeper_sleep_drops_what_the_lighter_one_kept(worker: Served) -> None:
