@@ -742,6 +742,25 @@ def test_a_head_that_the_kubelet_never_calls_ready_is_broken(world: World) -> No
     assert [d.name for d in plan_of(world).delete] == ["pool-0-0"], "something is wrong with it"
     world.tick += 30
     assert [d.name for d in plan_of(world).delete] == ["pool-1-0", "pool-0-0"]
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, gate_since=None)
+    assert len(plan_of(world).delete) == 2, "nobody knows since when"
+
+
+def test_a_head_that_can_not_come_to_the_committed_weights_is_broken(world: World) -> None:
+    world.set(weights=target(1, 1))
+    world.run()
+    for worker in world.workers.values():
+        worker.jump(WeightsId(epoch=0, version=0))
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, ready=False, gate=False)
+    world.set(podTemplate={"labels": {"a": "b"}})
+    assert len(plan_of(world).delete) == 2, "perhaps the new template brings them the volume"
+
+
+def test_who_has_yet_to_pause_is_not_at_rest(world: World) -> None:
+    world.set(state="Paused", podTemplate={"labels": {"a": "b"}})
+    assert not plan_of(world).delete
 
 
 def test_a_pass_says_when_to_look_again(world: World) -> None:

@@ -344,6 +344,12 @@ def test_only_failures_of_a_pool_that_serves_nothing_are_its_failure() -> None:
     assert world.status.phase == "Failed"
 
 
+def test_members_count_their_restarts(world: World) -> None:
+    shown(world, restarts=3)
+    world.step()
+    assert {m.name: m.restarts for m in world.status.members} == {"pool-0-0": 0, "pool-1-0": 3}
+
+
 def test_errors_are_kept_newest_first_and_once(world: World) -> None:
     for trouble in ("a", "b", "a", "c", "d", "e", "f", "g", "h", "i", "j", "k"):
         shown(world, trouble=trouble)
@@ -391,6 +397,11 @@ def test_a_status_that_can_not_be_read_is_kept(world: World) -> None:
     assert told["observedGeneration"] == 7
     later = parse_status({"status": {"conditions": [told]}})[0]
     assert status_kept_as_is(later, pool, "status.x: no", world.now + 60) is None, "said already"
+    turned = {**told, "status": "False", "lastTransitionTime": "2020-01-01T00:00:00Z"}
+    before = parse_status({"status": {"conditions": [turned]}})[0]
+    since = status_kept_as_is(before, pool, "status.x: no", world.now)
+    assert since is not None
+    assert since["conditions"][1] == told, "it turns now"
     again = status_kept_as_is(later, pool, "status.y: no", world.now + 60)
     assert again is not None
     assert again["conditions"][1]["lastTransitionTime"] == told["lastTransitionTime"]

@@ -10,7 +10,7 @@ import pytest
 from poolspecs import NOW, spec_of
 from poolspecs import a_pod as pod
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase
-from rollout_operator.core.heads import Head, Version
+from rollout_operator.core.heads import Head, Version, stage_failures
 from rollout_operator.core.members import MemberPlanner
 from rollout_operator.core.plan import CallWorker, Verb, Wait
 from rollout_operator.core.updates.weights_plan import WeightsPlan
@@ -480,6 +480,16 @@ def test_who_is_in_service() -> None:
     fenced = Bench()
     fenced.sim.required = None
     assert not fenced.head.in_service(ZERO)
+
+
+def test_a_head_with_other_bytes_is_told_of_once() -> None:
+    bench = Bench()
+    bench.stage()
+    assert bench.sim.staged is not None
+    bench.sim.staged = bench.sim.staged.model_copy(update={"root_hash": "other"})
+    bench.failures = {"stage": CallError("no", 1, NOW, about=ONE)}
+    (told,) = stage_failures([bench.head], NEW)
+    assert told.startswith("pool-0-0: content-mismatch")
 
 
 @pytest.mark.parametrize("gate", [True, False])

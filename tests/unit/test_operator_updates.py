@@ -390,6 +390,15 @@ def test_committing_is_not_over_while_one_was_never_asked_or_nobody_is_there() -
     assert phase_of(pool.plan()) == ((1, 2), "Complete"), "not for ever"
 
 
+def test_a_commit_has_not_failed_while_nobody_was_asked() -> None:
+    pool = Pool()
+    pool.under_way(UpdatePhase.COMMITTING)
+    for sim, index in zip(pool.sims, range(3), strict=True):
+        sim.unasked = True
+        pool.pods[index] = replace(pool.pods[index], gate=False, gate_boot=None)
+    assert phase_of(pool.plan()) == ((1, 2), "Committing")
+
+
 def test_with_nobody_left_in_service_what_commits_is_committed() -> None:
     pool = Pool()
     pool.under_way(UpdatePhase.COMMITTING)
@@ -474,6 +483,8 @@ def test_without_a_barrier_too_what_has_begun_is_finished_first(
     pool.under_way(phase)
     pool.stage(0)
     assert phase_of(pool.plan()) == ((1, 2), "Committing")
+    pool.under_way(phase, seconds=59)
+    assert phase_of(pool.plan()) == ((1, 2), "Committing")
     pool.under_way(phase, seconds=60)
     assert phase_of(pool.plan()) == ((1, 3), "Staging"), "not for ever"
     pool.under_way(UpdatePhase.COMMITTING, seconds=60)
@@ -512,6 +523,20 @@ def test_rolling_turns_to_the_newest_at_a_failure_and_eager_when_all_have_failed
             plan = pool.plan()
             assert (phase_of(plan) == ((1, 3), "Staging")) == (failed >= turn), failed
         assert reasons(plan)[0] == ("Normal", "WeightsSuperseded")
+
+
+@pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
+def test_without_a_barrier_nobody_lags_behind_with_who_is_silent(strategy: str) -> None:
+    pool = Pool(weights={"strategy": strategy, "deadlineSeconds": 60, **target(1, 3)})
+    pool.under_way(UpdatePhase.COMMITTING)
+    pool.sims[0].jump(NEW)
+    pool.sims[2].silent = True
+    assert phase_of(pool.plan()) == ((1, 2), "Committing"), "one can finish yet"
+    pool.sims[1].jump(NEW)
+    pool.running = {2: Verb.STAGE}
+    assert phase_of(pool.plan()) == ((1, 2), "Committing"), "it may finish what it was told"
+    pool.running = {}
+    assert phase_of(pool.plan()) == ((1, 3), "Staging")
 
 
 def test_rolling_turns_first_to_who_is_furthest_behind() -> None:

@@ -152,7 +152,10 @@ def _is_stuck(
     heads: Mapping[str, Head],
     now: float,
 ) -> bool:
-    """Rolling stops at the first failure, Eager goes on as long as any replica may."""
+    """Rolling stops at the first failure, Eager goes on as long as any replica may.
+
+    Neither waits for who is silent alone: the others would lag behind with it.
+    """
     floor = plan.committed.identity
     serving = (h for h in heads.values() if h.in_service(floor))
     behind = [h for h in serving if not h.at_least(update.identity)]
@@ -161,10 +164,13 @@ def _is_stuck(
     if seconds_left(spec, plan, update, now) <= 0:
         return True
     version = bound(version_of(update, plan.committed.source), heads)
-    failed = [
-        bool(h.mismatch(version) or h.failure(version.identity, *WEIGHTS_VERBS)) for h in behind
-    ]
-    return any(failed) if spec.weights.strategy is Strategy.ROLLING else all(failed)
+
+    def failed(head: Head) -> bool:
+        return bool(head.mismatch(version) or head.failure(version.identity, *WEIGHTS_VERBS))
+
+    if spec.weights.strategy is Strategy.ROLLING and any(failed(h) for h in behind):
+        return True
+    return all(failed(h) or (h.silent and not h.worker.running) for h in behind)
 
 
 def _supersede(plan: WeightsPlan, why: str) -> None:
