@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from .api.names import CONTROL_TLS_NAME
+
 PREFIX = "ROLLOUT_OPERATOR_"
 DEFAULT_FILE = Path("/etc/rollout/config.yaml")
 ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -63,6 +65,7 @@ class Config(BaseModel):
     http_host: str = "0.0.0.0"  # probes and Prometheus come from other machines
     http_port: int = Field(default=8080, ge=0, le=65535)
     service_account: str | None = Field(default=None, min_length=1)
+    control_ca_file: Path | None = None
     workers: int = Field(default=16, ge=1, le=256)
     resync_seconds: Annotated[float, Field(ge=5, le=86400)] = 300.0
     log_level: LogLevel = "INFO"
@@ -123,6 +126,8 @@ def _parser() -> argparse.ArgumentParser:
         "--config": f"YAML file with engine defaults (default: {DEFAULT_FILE}, if it exists)",
         "--service-account": "the operator's own service account, used to mint the tokens that "
         "workers require (default: none)",
+        "--control-ca-file": "certificates that those of the workers' control ports, which then speak "
+        f"TLS, are checked against, with the name {CONTROL_TLS_NAME} (default: no TLS)",
         "--workers": "number of pools reconciled at once (default: 16)",
         "--resync-seconds": "seconds between full lists of the cluster (default: 300)",
         "--log-level": "minimum log level: DEBUG, INFO, WARNING or ERROR (default: INFO)",

@@ -89,7 +89,7 @@ class Parts:
         )
 
     def _add_workers(self) -> None:
-        self.connections = Connections()
+        self.connections = Connections(self._config.control_ca_file)
         self.poller = Poller(self._ask, self.feed.part_changed)
         self.calls = Calls(
             self.queue.add, after=self.poller.refresh, may_start=self.leadership.may_write
@@ -116,7 +116,8 @@ class Parts:
                 return None  # a worker that wants one says so
             return await self.kube.token(audience(key.namespace, key.name))
 
-        return WorkerControl(f"http://{address}", token, self.connections.send)
+        scheme = "http" if self._config.control_ca_file is None else "https"
+        return WorkerControl(f"{scheme}://{address}", token, self.connections.send)
 
     async def _ask(self, key: Key, address: str) -> WorkerState:
         try:

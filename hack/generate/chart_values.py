@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollout_operator.api.crd import structural
+from rollout_operator.api.names import CONTROL_TLS_NAME
 from rollout_operator.api.spec_env import EnvVar
 from rollout_operator.api.spec_pod import PodTemplate
 
 Schema = dict[str, Any]
 
 LABEL = "^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
+OPTIONAL_NAME = "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$"
 ENGINES = {"hf": "Hugging Face", "vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -182,6 +184,18 @@ def _scope() -> dict[str, Schema]:
             serviceAccount=group(
                 create=switch("Create the service account rollout-worker in these namespaces."),
                 annotations=strings("Annotations of that service account."),
+            ),
+            controlTLS=group(
+                secretName=text(
+                    "Secret (tls.crt, tls.key) in each namespace with workers; with it their control "
+                    f"ports speak TLS only. Its certificate is for the name {CONTROL_TLS_NAME}.",
+                    pattern=OPTIONAL_NAME,
+                ),
+                caSecretName=text(
+                    "Secret (ca.crt) in the operator's namespace with which it checks those "
+                    "certificates; needed with secretName.",
+                    pattern=OPTIONAL_NAME,
+                ),
             ),
         ),
         "crds": group(

@@ -16,6 +16,8 @@ MANAGER = "rollout-operator"
 
 DATA_PORT = 8000
 CONTROL_PORT = 8001
+CONTROL_TLS_NAME = "rollout-worker"
+"""The name for which the certificate of every control port is: pods are called by address."""
 
 # Labels and annotations. The value of a label has at most 63 characters.
 LABEL_NAME = "app.kubernetes.io/name"

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import os
 import resource
+import ssl
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import aiohttp
+
+from rollout_operator.api.names import CONTROL_TLS_NAME
+from rollout_operator.config import ConfigError
 
 AT_ONCE = 256
 IDLE_SECONDS = 60.0
@@ -22,10 +28,18 @@ MAX_OPEN_FILES = 65536
 
 
 class Connections:
-    """The operator's `Send` (see `rollout_client.control`); `close` it at the end."""
+    """The operator's `Send` (see `rollout_client.control`); `close` it at the end.
 
-    def __init__(self) -> None:
+    Args:
+        ca: File with the certificates that those of https control ports are checked against.
+
+    Raises:
+        ConfigError: That file can't be used.
+    """
+
+    def __init__(self, ca: Path | None = None) -> None:
         self._session: aiohttp.ClientSession | None = None
+        self._tls = None if ca is None else _trusting(ca)
 
     async def send(
         self,
@@ -43,13 +57,24 @@ class Connections:
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds, CONNECT_SECONDS))
         try:
             async with self._open().request(
-                method, url, data=content, headers=headers, timeout=limit, allow_redirects=False
+                method,
+                url,
+                data=content,
+                headers=headers,
+                timeout=limit,
+                allow_redirects=False,
+                **self._secured(),
             ) as answer:
                 return answer.status, await answer.read()
         except TimeoutError as error:
             raise TimeoutError(f"no answer within {seconds:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise ConnectionError(_reason(error)) from error
+
+    def _secured(self) -> dict[str, Any]:
+        if self._tls is None:
+            return {}
+        return {"ssl": self._tls, "server_hostname": CONTROL_TLS_NAME}
 
     async def close(self) -> None:
         """Close all connections."""
@@ -68,7 +93,16 @@ class Connections:
         return self._session
 
 
+def _trusting(ca: Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=str(ca))
+    except OSError as error:
+        raise ConfigError(f"--control-ca-file {str(ca)!r} can't be used: {error}") from error
+
+
 def _reason(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientSSLError):
+        return str(error)  # its number is no errno
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
         return os.strerror(error.os_error.errno)
     return str(error) or type(error).__name__

@@ -173,7 +173,7 @@ def test_engines_reach_the_operator_as_given() -> None:
     file = ConfigFile.model_validate(config_of(documents, "rollouts"))
     hf = file.engines["hf"]
     assert hf.image == "registry.example/rollout/hf:1.2"
-    assert hf.env == ({"name": "PYTHONPATH", "value": "/opt/rollout-env/lib"},)
+    assert hf.env[0] == {"name": "PYTHONPATH", "value": "/opt/rollout-env/lib"}
     template = PodTemplate.model_validate(hf.pod_template)
     assert template.volume_mounts[0].mount_path == "/opt/rollout-env"
     assert template.annotations["prometheus.io/port"] == "8000"

@@ -11,6 +11,8 @@ import yaml
 
 from charts import CHART, NAMESPACE, Document, case, every, helm, one, rendered, template
 from rollout_operator.api.names import CONTROL_PORT, DATA_PORT, LABEL_NAME, WORKER_APP
+from rollout_operator.config import ConfigFile
+from rollout_worker.settings import FLAGS
 
 NAME = "rollout-rollout-operator"
 CLUSTER_WIDE = {
@@ -176,3 +178,22 @@ def test_engines_take_no_setting_of_the_operators() -> None:
     )
     assert done.returncode != 0
     assert "at '/engines/hf/env/0/name'" in done.stderr
+
+
+def test_control_ports_speak_tls_with_both_secrets_only() -> None:
+    documents = case("everything")
+    defaults = ConfigFile.model_validate(
+        yaml.safe_load(one(documents, "ConfigMap", "rollouts")["data"]["config.yaml"])
+    ).engines
+    for engine in defaults.values():
+        mounts = {m["name"]: m["mountPath"] for m in engine.pod_template["volumeMounts"]}
+        files = {e["name"]: e["value"] for e in engine.env if "TLS" in e["name"]}
+        assert set(files) == {flag.env for flag in FLAGS if "tls" in flag.name}
+        assert all(file.startswith(mounts["control-tls"]) for file in files.values())
+    spec = pod(documents)["spec"]
+    [container] = spec["containers"]
+    [said] = [a for a in container["args"] if a.startswith("--control-ca-file=")]
+    mounted = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
+    assert said.partition("=")[2] == mounted["control-ca"] + "/ca.crt"
+    half = helm("template", "rollout", CHART, "--set=workers.controlTLS.secretName=a")
+    assert "set secretName and caSecretName, or neither" in half.stderr

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
+from localkube.pki import Authority
 from loopback import Loopback, loopback
 from rollout_client.control import ControlError, ControlUnreachable, WorkerControl
+from rollout_operator.api.names import CONTROL_TLS_NAME
+from rollout_operator.config import ConfigError
 from rollout_operator.workers.connections import Connections
 from rollout_worker.schemas import RequireRequest
 
@@ -75,3 +80,39 @@ async def test_a_worker_that_went_away_between_two_requests_is_unreachable() -> 
     with pytest.raises(ControlUnreachable):
         await control.require(RequireRequest(epoch=1))
     await connections.close()
+
+
+async def test_over_tls_the_certificate_must_be_for_workers(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ca")
+    for name, san in (("worker", f"DNS:{CONTROL_TLS_NAME}"), ("other", "DNS:other,IP:127.0.0.1")):
+        authority.issue(name, f"/CN={name}", usage="serverAuth", san=san)
+    connections = Connections(tmp_path / "ca.crt")
+    trusted = await said_to(connections, tmp_path / "worker")
+    assert trusted == b"POST /v1/require HTTP/1.1"
+    with pytest.raises(ControlUnreachable, match="certificate"):
+        await said_to(connections, tmp_path / "other")
+    await connections.close()
+
+
+async def said_to(connections: Connections, files: Path) -> bytes:
+    """The first line that a TLS server with this certificate reads."""
+    line: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line.set_result((await reader.readline()).strip())
+        body = b'{"active": null}'
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        writer.close()
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files.with_suffix(".crt"), files.with_suffix(".key"))
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        control = WorkerControl(url, no_token, connections.send)
+        await control.require(RequireRequest(epoch=1))
+    return await line
+
+
+def test_a_ca_that_is_none_is_a_wrong_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--control-ca-file .* can.t be used"):
+        Connections(tmp_path / "none")
