@@ -31,6 +31,8 @@ VENV := $(CACHE)/venv/.installed
 ENV_VLLM := $(CACHE)/env-vllm
 ENV_SGLANG := $(CACHE)/env-sglang
 ENV_RAY := $(CACHE)/env-ray
+# verl lies beside the development environment, whose torch and transformers it uses.
+ENV_VERL := $(CACHE)/env-verl
 
 .PHONY: help
 help: ## show this list
@@ -56,7 +58,7 @@ demo-train: demo-prepared ## let a policy learn on that cluster: examples/grpo (
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.train
 
 .PHONY: prepared
-prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed ## make everything that the tests need (quicker with -j)
+prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed $(ENV_VERL)/.installed ## make everything that the tests need (quicker with -j)
 
 .PHONY: test
 test: prepared ## run every test but the soak, in two lanes (PYTEST_ARGS="-k commit")
@@ -126,6 +128,7 @@ requirements: $(UV) ## resolve the pinned requirements anew
 	$(PIN) sglang -o requirements/sglang.txt
 	$(PIN_CPU) requirements/sglang-cpu.in --override requirements/sglang-cpu-overrides.txt -o requirements/sglang-cpu.txt
 	$(PIN) ray -o requirements/ray.txt
+	$(PIN_ANY) --no-deps requirements/verl.in -c requirements/dev.txt -c requirements/ray.txt -o requirements/verl.txt
 
 .PHONY: clean
 clean: ## remove every cluster and all that runs; keeps the cache
@@ -169,4 +172,11 @@ $(ENV_RAY)/.installed: requirements/ray.txt | $(UV)
 	@echo "installing the environment of the Ray test (once; under a minute)"
 	test -x $(ENV_RAY)/bin/python || $(UV) venv --quiet --python $(PYTHON3) $(ENV_RAY)
 	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(ENV_RAY)/bin/python requirements/ray.txt
+	touch $@
+
+# Made anew each time: what `--target` leaves of an older set would still be found.
+$(ENV_VERL)/.installed: requirements/verl.txt $(VENV) | $(UV)
+	@echo "installing verl for the test of its agent loops (once; 430 MB, about a minute)"
+	rm -rf $(ENV_VERL)
+	$(UV) pip install --quiet --no-deps --require-hashes --target $(ENV_VERL) --python $(BIN)/python -r requirements/verl.txt
 	touch $@

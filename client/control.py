@@ -26,6 +26,7 @@ from rollout_worker.schemas import (
     PauseRequest,
     ReleaseRequest,
     RequireRequest,
+    ResetRequest,
     SleepRequest,
     StagedWeights,
     StageRequest,
@@ -70,6 +71,10 @@ class ControlError(Exception):
         self.slug = slug
         self.detail = detail
         self.extensions = dict(extensions or {})
+
+    def __reduce__(self) -> tuple[type[ControlError], tuple[int, str, str, dict[str, Any]]]:
+        """Pickle what it is made of, not only its text."""
+        return type(self), (self.status, self.slug, self.detail, self.extensions)
 
 
 class ControlUnreachable(Exception):
@@ -158,7 +163,7 @@ class WorkerControl:
 
     async def reset_cache(self, *, timeout: float = QUICK_SECONDS) -> WorkerState:
         """Forget all cached prefixes."""
-        return await self._ask("POST", "/v1/cache/reset", None, WorkerState, timeout)
+        return await self._ask("POST", "/v1/cache/reset", ResetRequest(), WorkerState, timeout)
 
     async def _ask(
         self, method: str, path: str, body: BaseModel | None, answer: type[M], timeout: float

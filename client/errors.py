@@ -110,6 +110,10 @@ class ManyFailed(RolloutError):
             f"{len(failed)} of {len(self.results)} requests failed; the first error: {first}"
         )
 
+    def __reduce__(self) -> tuple[type[ManyFailed], tuple[list[GenerateResult | RolloutError]]]:
+        """Pickle what it is made of: as other exceptions are, its text would become the results."""
+        return type(self), (self.results,)
+
 
 class EpochLost(RolloutError):
     """Another trainer has the pool now. Stop this one, or `acquire` again on purpose."""
@@ -135,7 +139,7 @@ class ClusterError(RolloutError):
     """The API server refused, or did not answer.
 
     Attributes:
-        status: HTTP status; 0: there was no answer.
+        status: HTTP status; 0: there was no answer, or none that the API server gives.
         reason: The API server's word for it, such as `Forbidden`.
     """
 
@@ -143,6 +147,11 @@ class ClusterError(RolloutError):
         super().__init__(cause)
         self.status = status
         self.reason = reason
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same request may succeed a little later: silence, overload, a defect there."""
+        return self.status in (0, 408, 429) or self.status >= 500
 
 
 class PoolClosed(RequestError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from .results import AttemptReport, GenerateResult
 
@@ -30,46 +31,60 @@ class Hook:
         """A call of `publish_weights` ended: outcome `ok` or the name of the error."""
 
 
+class _Metrics:
+    """The metrics of all pools that share a registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        import prometheus_client as prometheus
+
+        def made(kind: Callable[..., Any], name: str, text: str, *labels: str) -> Any:
+            return kind(f"rollout_client_{name}", text, ("pool", *labels), registry=registry)
+
+        counter, histogram = prometheus.Counter, prometheus.Histogram
+        self.requests = made(counter, "requests_total", "Calls of generate", "outcome")
+        self.attempts = made(counter, "attempts_total", "Requests to workers", "outcome")
+        self.tokens = made(counter, "tokens_total", "Sampled tokens received")
+        self.seconds = made(histogram, "request_duration_seconds", "Duration of generate")
+        self.members = made(prometheus.Gauge, "members", "Members by state", "state")
+        self.publishes = made(histogram, "publish_seconds", "Duration of a publish", "outcome")
+
+
+_METRICS: WeakKeyDictionary[CollectorRegistry, _Metrics] = WeakKeyDictionary()
+"""By registry: a name can be registered only once, and a process may have many pools."""
+
+
 class PrometheusHook(Hook):
     """Metrics `rollout_client_*` of one pool; needs the package prometheus-client.
 
     Args:
         pool: Label of every series.
-        registry: Default: that of the process.
+        registry: Default: that of the process. Pools may share one.
     """
 
     def __init__(self, pool: str, registry: CollectorRegistry | None = None) -> None:
         import prometheus_client as prometheus
 
         where = prometheus.REGISTRY if registry is None else registry
-
-        def made(kind: Callable[..., Any], name: str, text: str, *labels: str) -> Any:
-            return kind(f"rollout_client_{name}", text, ("pool", *labels), registry=where)
-
-        counter, histogram = prometheus.Counter, prometheus.Histogram
+        if where not in _METRICS:
+            _METRICS[where] = _Metrics(where)
         self._pool = pool
-        self._requests = made(counter, "requests_total", "Calls of generate", "outcome")
-        self._attempts = made(counter, "attempts_total", "Requests to workers", "outcome")
-        self._tokens = made(counter, "tokens_total", "Sampled tokens received")
-        self._seconds = made(histogram, "request_duration_seconds", "Duration of generate")
-        self._members = made(prometheus.Gauge, "members", "Members by state", "state")
-        self._publishes = made(histogram, "publish_seconds", "Duration of a publish", "outcome")
+        self._metrics = _METRICS[where]
 
     def attempt(self, report: AttemptReport) -> None:
         """Count it."""
-        self._attempts.labels(self._pool, report.outcome).inc()
-        self._tokens.labels(self._pool).inc(report.tokens)
+        self._metrics.attempts.labels(self._pool, report.outcome).inc()
+        self._metrics.tokens.labels(self._pool).inc(report.tokens)
 
     def request(self, outcome: str, seconds: float, result: GenerateResult | None) -> None:
         """Count it."""
-        self._requests.labels(self._pool, outcome).inc()
-        self._seconds.labels(self._pool).observe(seconds)
+        self._metrics.requests.labels(self._pool, outcome).inc()
+        self._metrics.seconds.labels(self._pool).observe(seconds)
 
     def members(self, present: int, serving: int) -> None:
         """Set both gauges."""
-        self._members.labels(self._pool, "present").set(present)
-        self._members.labels(self._pool, "serving").set(serving)
+        self._metrics.members.labels(self._pool, "present").set(present)
+        self._metrics.members.labels(self._pool, "serving").set(serving)
 
     def published(self, outcome: str, seconds: float) -> None:
         """Observe it."""
-        self._publishes.labels(self._pool, outcome).observe(seconds)
+        self._metrics.publishes.labels(self._pool, outcome).observe(seconds)

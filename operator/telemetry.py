@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import prometheus_client
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -20,6 +21,7 @@ from prometheus_client.registry import Collector
 from rollout_operator.api.objects import Key
 
 DURATION_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+UPDATE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 CONDITION_STATUSES = ("True", "False", "Unknown")
 
 
@@ -28,6 +30,7 @@ class PoolFigures:
     """What is shown of a pool.
 
     Attributes:
+        desired: Replicas that spec asks for.
         replicas: Replicas that exist.
         ready: Those of them that serve.
         asleep: Those of them that are asleep.
@@ -36,6 +39,7 @@ class PoolFigures:
         conditions: Type to status.
     """
 
+    desired: int = 0
     replicas: int = 0
     ready: int = 0
     asleep: int = 0
@@ -48,10 +52,21 @@ class Telemetry:
     """All metrics; see the module."""
 
     def __init__(self) -> None:
+        # They double the series of each counter, and no dashboard needs them.
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._pools = _Pools()
         self.registry.register(self._pools)
+        self._updates = Histogram(
+            "rollout_pool_weights_update_seconds",
+            "From the start of a weights update to its outcome: Complete, Failed (the deadline passed; it "
+            "may still complete) or Superseded.",
+            ["namespace", "pool", "outcome"],
+            buckets=UPDATE_BUCKETS,
+            registry=self.registry,
+        )
+        self._outcomes: dict[Key, set[str]] = {}
         self.reconcile_duration = Histogram(
             "rollout_operator_reconcile_duration_seconds",
             "Duration of a reconcile pass.",
@@ -124,9 +139,16 @@ class Telemetry:
         """Show these figures for a pool."""
         self._pools.figures[key] = figures
 
+    def update_ended(self, key: Key, outcome: str, seconds: float) -> None:
+        """Count a weights update of a pool that reached an outcome."""
+        self._outcomes.setdefault(key, set()).add(outcome)
+        self._updates.labels(key.namespace, key.name, outcome).observe(seconds)
+
     def forget(self, key: Key) -> None:
         """Stop showing a pool."""
         self._pools.figures.pop(key, None)
+        for outcome in self._outcomes.pop(key, ()):
+            self._updates.remove(key.namespace, key.name, outcome)
 
     def page(self) -> bytes:
         """Return the text of `/metrics`."""
@@ -144,6 +166,9 @@ class _Pools(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["namespace", "pool"]
+        desired = GaugeMetricFamily(
+            "rollout_pool_replicas_desired", "Replicas that spec asks for.", labels=labels
+        )
         replicas = GaugeMetricFamily("rollout_pool_replicas", "Replicas that exist.", labels=labels)
         ready = GaugeMetricFamily(
             "rollout_pool_replicas_ready", "Replicas that serve.", labels=labels
@@ -167,6 +192,7 @@ class _Pools(Collector):
         )
         for key, shown in list(self.figures.items()):
             at = [key.namespace, key.name]
+            desired.add_metric(at, shown.desired)
             replicas.add_metric(at, shown.replicas)
             ready.add_metric(at, shown.ready)
             asleep.add_metric(at, shown.asleep)
@@ -177,4 +203,4 @@ class _Pools(Collector):
             for kind, status in shown.conditions.items():
                 for each in CONDITION_STATUSES:
                     condition.add_metric([*at, kind, each], float(each == status))
-        yield from (replicas, ready, asleep, restarts, version, epoch, condition)
+        yield from (desired, replicas, ready, asleep, restarts, version, epoch, condition)

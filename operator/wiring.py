@@ -105,6 +105,7 @@ class Parts:
             recorder=self.recorder,
             telemetry=self.telemetry,
             clock=time.time,
+            monotonic=time.monotonic,
         )
 
     def control(self, key: Key, address: str) -> WorkerControl:

@@ -4,10 +4,12 @@ The worker (`service.py`) owns everything a trainer can see: lifecycle, holds, a
 floors, in-flight policies, authentication, and where the bytes of weights come from. An engine owns
 the model: it makes tokens, stamps each with the weights that made it, gives memory for new weights,
 and swaps them in at a step boundary. An adapter for another engine implements `Engine` and is added
-to `engines/__init__.py`; docs/engines.md tells how, and `tests/contract` what it has to pass.
+to `ENGINES` below and to `create` in `engines/__init__.py`; docs/engines.md tells how, and
+`tests/contract` what it has to pass.
 
 All methods are called from one asyncio loop; none may block it. Unless said otherwise a method is
-idempotent and safe to call concurrently with running generations.
+idempotent and safe to call concurrently with running generations. A call that takes too long is
+cancelled and the engine counts as dead; docs/engines.md has the seconds of each.
 
 Errors::
 
@@ -71,8 +73,11 @@ class EngineCrashed(EngineError):
 class EngineRequest:
     """One output to generate. The service expands `n` into single requests with derived seeds.
 
-    `token_ids`: [P] prompt. `logprobs`: which kind to record, None for none.
-    `max_tokens` of `sampling` is already resolved: prompt + max_tokens fit the model's length.
+    `request_id`: no other request in flight has it. `token_ids`: [P] prompt. `logprobs`: which kind
+    to record, None for none. `max_tokens` of `sampling` is already resolved: prompt + max_tokens
+    fit the model's length; a `seed` that is None leaves the draw to chance. `priority`: lower
+    starts first. `session_id`: outputs with the same one want the same data-parallel rank; an
+    engine with one rank has nothing to do.
     `streamed`: somebody reads along; else tokens after the first may come several at a time.
     """
 
@@ -91,8 +96,10 @@ class EngineDelta:
     """New tokens of one output; the last one of an output carries `stop_reason`.
 
     `token_ids`: [d], may be empty in the last delta; `logprobs`: [d] natural logs when asked for;
-    `spans` count from the output's first token and cover exactly this delta. `queued_seconds`:
-    what the request waited in the engine before its first step, the same in every delta.
+    `spans` count from the output's first token and cover exactly this delta: none if it is empty.
+    `cached_tokens`: of the prompt, found in the prefix cache; `preemptions`: how often it lost its
+    KV to others; of both, the greatest of all deltas counts. `queued_seconds`: what the request
+    waited in the engine before its first step, the same in every delta.
     """
 
     token_ids: tuple[int, ...]
@@ -156,8 +163,9 @@ class Layout:
 class EngineInfo:
     """What an engine is once its model is loaded.
 
-    `engine_version` begins with a digit. `model`: the folder. `eos_token_ids`: as `folder.eos_ids`
-    finds them. `root_hash`: of the checkpoint that was loaded, as `weights.root_hash` has it.
+    `engine`: its name in `ENGINES`. `engine_version` begins with a digit. `model`: the folder.
+    `eos_token_ids`: as `folder.eos_ids` finds them. `root_hash`: of the checkpoint that was loaded,
+    as `checkpoint.hash_of` has it.
     `layout`: what the worker checks each version against before it asks for memory.
     """
 
@@ -174,8 +182,9 @@ class EngineInfo:
 class EngineStats:
     """A moment's view of the engine: requests started, and which memory is there.
 
-    `running_ids` names those started, so that a commit ends them and leaves the queue alone;
-    `pinned_ids` those of them that run on the weights before the active ones.
+    `running` counts those started, `running_ids` names them, frozen ones too, so that a commit ends
+    them and leaves the queue alone; every other request in flight counts as queued. `pinned_ids`
+    names those of them that run on the weights before the active ones.
     """
 
     running: int
@@ -250,6 +259,9 @@ class Engine(Protocol):
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
         """Load the model and begin stepping; once. Tokens are stamped (0, 0) until a commit.
 
+        `report` may be called from any thread. Cancelled if it takes too long; `stop` follows that,
+        as it follows any error.
+
         Raises:
             EngineError: the model can't be served; the text says why and what to change.
         """
@@ -285,8 +297,8 @@ class Engine(Protocol):
     async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
         """End these requests (None: all, queued ones too) with their partial output.
 
-        Returns the ids that were known. Their iterators end with `aborted` and `reason`, also
-        while the engine is paused.
+        Returns the ids that were known, which ended ones are not. Their iterators end with
+        `aborted` and `reason`, also while the engine is paused.
         """
         ...
 
@@ -299,7 +311,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Undo `pause` and `hold_admission`."""
+        """Undo `pause` and `hold_admission`; one that can't, after a commit, is replaced."""
         ...
 
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
@@ -319,13 +331,14 @@ class Engine(Protocol):
         """Make the sealed `sink` the active weights; label and weights flip together.
 
         The sink is of this engine, which owns it from now on and frees it, also when it fails.
-        Called while paused. `keep`: running requests go on with their KV and later tokens are
-        `stale_kv`; `recompute`: their prefix is prefilled again with the new weights; `pin`: they
-        go on with the former weights, which stay in memory until the last of them ended, while
-        what starts later uses the new ones. Outputs that are pinned already move on to the new
-        weights at any commit, as under `keep`: there are never more than two sets. Only an engine
-        that declares `Pin` in `capabilities.in_flight` is asked to `pin`, and `Keep` to `keep`.
-        Policies that leave nothing running (`Drain`, `Abort`) come as `recompute`.
+        Called while paused, also to seed a new engine. `keep`: running requests go on with their KV
+        and later tokens are `stale_kv`; `recompute`: their prefix is prefilled again with the new
+        weights; `pin`: they go on with the former weights, which stay in memory until the last of
+        them ended, while what starts later uses the new ones. Outputs that are pinned already move
+        on to the new weights at any commit, as under `keep`: there are never more than two sets.
+        Only an engine that declares `Pin` in `capabilities.in_flight` is asked to `pin`, and `Keep`
+        to `keep`. `Drain` and `Abort` come as `recompute` and leave nothing running; a `Drain` that
+        may keep what still runs at its deadline comes as `keep`, and needs `Keep` declared.
 
         Raises:
             WeightsRejected: the weights can't be taken after all; the old ones serve.
@@ -339,8 +352,11 @@ class Engine(Protocol):
         """Give memory back, for real; called while paused, perhaps with frozen requests.
 
         Level 1 keeps the weights' values elsewhere (`refill` brings them if the engine can't read
-        its own memory), level 2 drops them. Frozen requests whose KV is lost are prefilled again
-        after waking. Giving back what is given back changes nothing.
+        its own memory), level 2 drops them, also what an earlier level 1 kept. Frozen requests
+        whose KV is lost are prefilled again after waking, pinned ones with the active weights:
+        pinned weights are given back, too, and who may not go on with others has been aborted. A
+        pinned one that kept its KV goes on as under `keep`. No slot is open while the weights go.
+        Otherwise, giving back what is given back changes nothing.
         """
         ...
 

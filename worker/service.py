@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .core.runtime import Runtime
@@ -29,6 +29,7 @@ from .settings import Settings
 from .sources.hub import local_model
 from .updates.commits import Commits
 from .updates.state import Updates
+from .wire.bodies import Limits, data_limits
 from .wire.problems import ProblemError
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,11 @@ class Worker:
         Raises:
             ProblemError: 4xx or 503, which names the fix.
         """
-        self.check_serving()
+        with self._counting_refusals():
+            return self._submit(request)
+
+    def _submit(self, request: GenerateRequest) -> Flight:
+        self._check_serving()
         engine, info = self.runtime.loaded()
         active = self.updates.identity
         assert active is not None, "an engine has loaded weights"
@@ -104,9 +109,27 @@ class Worker:
         check_room(self.runtime, self.flights.waiting, request.sampling.n)
         requests = expand(request, request_id, engine, info, self.settings.logprobs)
         flight = Flight(request_id, requests, exact)
-        flight.streamed = request.stream
         self.flights.launch(flight, request.deadline_seconds)
         return flight
+
+    def body_limits(self) -> Limits:
+        """What a request's body may hold, which follows from the model's maximum length.
+
+        Raises:
+            ProblemError: nothing is loaded yet.
+        """
+        return data_limits(self.max_length)
+
+    @property
+    def max_length(self) -> int:
+        """The model's maximum length.
+
+        Raises:
+            ProblemError: nothing is loaded yet.
+        """
+        if self.runtime.info is None:
+            raise _starting()
+        return self.runtime.info.max_length
 
     def check_serving(self) -> None:
         """Refuse requests while none may run.
@@ -114,6 +137,18 @@ class Worker:
         Raises:
             ProblemError: 503, which says why.
         """
+        with self._counting_refusals():
+            self._check_serving()
+
+    @contextlib.contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except ProblemError as refusal:
+            self.runtime.telemetry.refused.labels(refusal.slug).inc()
+            raise
+
+    def _check_serving(self) -> None:
         refusal = not_serving(self.runtime, self.updates.identity, self.updates.fence.floor)
         if refusal is not None:
             raise refusal
@@ -125,8 +160,14 @@ class Worker:
         return not_serving(self.runtime, self.updates.identity, self.updates.fence.floor)
 
     def model_folder(self) -> Path:
-        """The served model's folder; a Hub model is downloaded by the time an engine loads."""
-        return local_model(self.settings.model, self.settings.model_revision)
+        """The folder of the model that the engine has loaded.
+
+        Raises:
+            ProblemError: nothing is loaded yet.
+        """
+        if self.runtime.info is None:
+            raise _starting()
+        return Path(self.runtime.info.model)
 
     def info(self, *, chat: bool, tool_parser: str | None) -> WorkerInfo:
         """What is served; `chat` and `tool_parser` say what the OpenAI routes support.
@@ -135,9 +176,7 @@ class Worker:
             ProblemError: nothing is loaded yet.
         """
         if self.runtime.info is None or self.runtime.engine is None:
-            raise ProblemError(
-                "starting", "the engine has not loaded yet: try again", retry_after=2
-            )
+            raise _starting()
         engine, info = self.runtime.engine, self.runtime.info
         return WorkerInfo(
             engine=info.engine,
@@ -162,6 +201,7 @@ class Worker:
         """Everything an operator or a trainer needs to know about this worker."""
         runtime, now = self.runtime, time.monotonic()
         stats = runtime.stats()
+        engine = runtime.engine if runtime.info is not None else None  # it knows itself by then
         return WorkerState(
             boot_id=runtime.boot_id,
             engine=self.settings.engine,
@@ -177,6 +217,7 @@ class Worker:
             restarts=runtime.restarts,
             last_error=runtime.last_error,
             progress=runtime.progress,
+            in_flight_policies=engine.capabilities.in_flight if engine else (),
         )
 
     # Shutdown.
@@ -205,3 +246,7 @@ class Worker:
         if len(self.flights):
             logger.info("the drain is over: aborting %d requests", len(self.flights))
             await self.flights.abort_all(AbortReason.CONTROL)
+
+
+def _starting() -> ProblemError:
+    return ProblemError("starting", "the engine has not loaded yet: try again", retry_after=2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -49,6 +50,8 @@ class Settings:
     control_port: int
     auth: AuthMode
     auth_token_file: Path | None
+    control_tls_cert_file: Path | None
+    control_tls_key_file: Path | None
     logprobs: LogprobsOf
     pool: str | None
     namespace: str | None
@@ -182,6 +185,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("auth", str, "token", "how callers of the control port authenticate",
          ("none", "token", "kubernetes")),
     Flag("auth-token-file", Path, None, "file with the bearer token for --auth token"),
+    Flag("control-tls-cert-file", Path, None,
+         "certificate (chain) of the control port, which then speaks TLS only; read again every minute"),
+    Flag("control-tls-key-file", Path, None, "private key of that certificate"),
     Flag("logprobs", str, "sampling", "kind of logprobs returned by default", ("sampling", "raw")),
     Flag("pool", _name, None, "RolloutReplica this worker belongs to; it then starts fenced"),
     Flag("namespace", _name, None, "namespace of the pool; default: the service account's"),
@@ -235,6 +241,7 @@ def parse(given: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
     values["weights_roots"] = _roots(values["weights_roots"], in_pool=values["pool"] is not None)
     settings = Settings(**{field.name: values[field.name] for field in fields(Settings)})
     _check_auth(settings)
+    _check_spill(settings.spill_dir)
     return settings
 
 
@@ -288,11 +295,22 @@ def _check_auth(settings: Settings) -> None:
             "--auth token needs --auth-token-file FILE; for local use only, there is"
             " --auth none --control-host 127.0.0.1"
         )
+    if (settings.control_tls_cert_file is None) != (settings.control_tls_key_file is None):
+        raise BadSettings("give --control-tls-cert-file and --control-tls-key-file, or neither")
     if settings.pool is not None and settings.namespace is None:
         raise BadSettings("--pool needs --namespace (or ROLLOUT_NAMESPACE)")
     if settings.auth == "kubernetes" and settings.pool is None:
         raise BadSettings(
             "--auth kubernetes needs --pool and --namespace: tokens are issued for one pool"
+        )
+
+
+def _check_spill(folder: Path | None) -> None:
+    """Find out now, and not when the first sleep fails."""
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise BadSettings(
+            f"--spill-dir {folder} is not a folder that this process may write: create or mount it (in a"
+            " pool, spec.sleep.spill.path names a mount of spec.podTemplate.volumeMounts)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Work in a thread that gives up when whoever waits for it does."""
+"""Work in threads: some gives up when whoever waits for it does, some may hang for ever."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -29,3 +30,33 @@ async def in_thread(work: Callable[[Callable[[], bool]], T], cancel: threading.E
         if not future.cancelled():
             future.exception()  # looked at: a thread that gave up is no unheard error
         raise
+
+
+class Shared(Generic[T]):
+    """Work that may hang, as file systems do: in a thread of its own, and whoever asks meanwhile shares it.
+
+    However often it is asked for, no more than one thread hangs.
+    """
+
+    def __init__(self, work: Callable[[], T], name: str) -> None:
+        self._work = work
+        self._thread = ThreadPoolExecutor(1, name)
+        self._call: asyncio.Future[T] | None = None
+
+    async def get(self, seconds: float) -> T:
+        """Return what the work returns, or raise what it raises.
+
+        Raises:
+            TimeoutError: it did not end in time, and goes on.
+        """
+        if self._call is None or self._call.done():
+            self._call = asyncio.get_running_loop().run_in_executor(self._thread, self._work)
+            self._call.add_done_callback(_heard)
+        async with asyncio.timeout(seconds):
+            return await asyncio.shield(self._call)
+
+
+def _heard(call: asyncio.Future[T]) -> None:
+    """Nobody may be left to hear of its failure."""
+    if not call.cancelled():
+        call.exception()

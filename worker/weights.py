@@ -9,14 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import xxhash
-
 from .engine import Entry, Layout, TensorSpec, WeightsRejected
+from .wire.roothash import HASH, OUTPUT_HEAD, Hashed, root_hash_of
 
-HASH = "xxh3_128"
-"""The content hash, as root hashes and manifests name it."""
-
-OUTPUT_HEAD = "lm_head.weight"
+__all__ = ["HASH", "OUTPUT_HEAD", "check_layout", "check_ties", "root_hash"]
 
 
 def check_layout(layout: Layout, entries: Sequence[Entry], where: str) -> None:
@@ -64,19 +60,7 @@ def check_ties(tied: Mapping[str, str], digests: Mapping[str, str]) -> None:
 
 
 def root_hash(entries: Sequence[Entry], digests: Mapping[str, str]) -> str:
-    """Return the hash of a whole set of tensors; independent of sharding and order.
-
-    An output head that equals another tensor (the embedding it is tied to) does not count, so it
-    may be left out or written.
-    """
-    specs = {entry.name: entry.spec for entry in entries}
-    head = (specs.get(OUTPUT_HEAD), digests.get(OUTPUT_HEAD))
-    bodies = [(specs[name], digests[name]) for name in specs if name != OUTPUT_HEAD]
-    digest = xxhash.xxh3_128()
-    for name in sorted(specs):
-        if name == OUTPUT_HEAD and head in bodies:
-            continue
-        spec = specs[name]
-        shape = ",".join(map(str, spec.shape))
-        digest.update(f"{name}\0{spec.dtype}\0{shape}\0{digests[name]}\n".encode())
-    return f"{HASH}:{digest.hexdigest()}"
+    """Return the hash of a whole set of tensors, given the content hash of each."""
+    return root_hash_of(
+        {e.name: Hashed(e.spec.dtype, e.spec.shape, digests[e.name]) for e in entries}
+    )

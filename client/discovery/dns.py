@@ -29,6 +29,8 @@ class DnsDiscovery:
         ttl_seconds: Between two look-ups.
     """
 
+    refused = False
+
     def __init__(self, host: str, port: int = DATA_PORT, ttl_seconds: float = TTL_SECONDS) -> None:
         self.trouble = ""
         """Why it learns nothing new at the moment; empty: all is well."""
@@ -52,7 +54,7 @@ class DnsDiscovery:
         try:
             async with asyncio.timeout(RESOLVE_SECONDS):
                 found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, UnicodeError) as error:
             self._tell(f"{self._host} can't be resolved: {error or type(error).__name__}")
             # That is the answer for a Service without pods.
             gone = isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME

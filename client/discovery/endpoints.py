@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import aclosing
 from typing import Any
 
+from rollout_client.errors import ClusterError
 from rollout_client.kube.client import Kube
 
 from .members import CONTROL_PORT, DATA_PORT, Member, Publish
@@ -33,6 +34,8 @@ class EndpointDiscovery:
     def __init__(self, kube: Kube, name: str, namespace: str) -> None:
         self.trouble = ""
         """Why it learns nothing new at the moment; empty: all is well."""
+        self.refused = False
+        """Whether that is a refusal, which waiting does not mend."""
         self._kube = kube
         self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         self._params = {"labelSelector": f"{SERVICE_LABEL}={name}"}
@@ -48,10 +51,12 @@ class EndpointDiscovery:
                     last = found
                     publish(found)
 
-    def _tell(self, trouble: str) -> None:
+    def _tell(self, error: ClusterError | None) -> None:
+        trouble = "" if error is None else str(error)
         if trouble and trouble != self.trouble:
             logger.warning("can't list the members of %s: %s", self._name, trouble)
         self.trouble = trouble
+        self.refused = error is not None and not error.passing
 
 
 def members_of(slices: Iterable[dict[str, Any]]) -> tuple[Member, ...]:

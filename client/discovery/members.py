@@ -40,6 +40,9 @@ class Discovery(Protocol):
     trouble: str
     """Why it learns nothing new at the moment; empty: all is well."""
 
+    refused: bool
+    """Whether that is a refusal, which waiting does not mend."""
+
     async def run(self, publish: Publish) -> None:
         """Publish the set as soon as it is known, and after each change.
 
@@ -51,6 +54,7 @@ class StaticDiscovery:
     """A fixed list of data ports."""
 
     trouble = ""
+    refused = False
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = tuple(members)

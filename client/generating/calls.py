@@ -5,25 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
 
 from rollout_client.errors import RequestError, RolloutError
 from rollout_client.results import GenerateResult, joined
 from rollout_worker.schemas import GenerateRequest
 
 from .attempts import Generation, Shared
-from .verdicts import OnVersionChange, Policy
+from .prompts import OnVersionChange
+from .verdicts import Policy
 
 MAX_SEED = 2**63
-
-MAX_ID = 200
-"""Longest request id that a caller may give: attempts append to it."""
-
-Prompt = GenerateRequest | Sequence[int]
-"""A whole request, or token_ids [P]: a list, an array, a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,32 +28,6 @@ class CallOptions:
     max_failures: int
     group_id: str | None = None
     deterministic: bool = False
-
-    def __post_init__(self) -> None:
-        if self.on_version_change not in (choices := get_args(OnVersionChange)):
-            known = ", ".join(choices)
-            raise ValueError(f"on_version_change is {self.on_version_change!r}: use one of {known}")
-
-
-def request_of(prompt: Prompt, fields: Mapping[str, Any]) -> GenerateRequest:
-    """Return the request for a prompt with these fields.
-
-    Raises:
-        ValueError: A field is unknown or has a bad value.
-        TypeError: The prompt is text.
-    """
-    if isinstance(prompt, GenerateRequest):
-        given = {name: getattr(prompt, name) for name in prompt.model_fields_set}
-    elif isinstance(prompt, str | bytes):
-        raise TypeError("a prompt is token ids, not text: tokenize it first")
-    else:
-        # Arrays and tensors hold numbers of their own kinds.
-        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        given = {"token_ids": tuple(ids)}
-    request = GenerateRequest.model_validate({**given, **fields})
-    if request.request_id is not None and len(request.request_id) > MAX_ID:
-        raise ValueError(f"request_id is longer than {MAX_ID} characters")
-    return request
 
 
 class Call:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
-
-from pydantic import ValidationError
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from typing import Any, Literal, Unpack
 
 from rollout_client.errors import ManyFailed, RequestRefused, RolloutError
 from rollout_client.results import GenerateResult
 from rollout_worker.schemas import GenerateRequest, WeightsId
 
 from .attempts import Shared
-from .calls import Call, CallOptions, Prompt, request_of
+from .calls import Call, CallOptions
+from .prompts import DEADLINE_SECONDS, GenerateOptions, Prompt, request_of
 from .streams import GenerationStream
-from .verdicts import OnVersionChange
 
 CONCURRENCY = 512
 """Requests in flight of one `generate_many` unless said otherwise."""
@@ -30,10 +28,19 @@ class GeneratingVerbs:
         shared: Router, connections and hook of the pool.
         max_failures: Broken attempts that one output survives.
         deterministic: Whether replicas are chosen by a stable hash.
+        deadline_seconds: Of requests that name none.
     """
 
-    def __init__(self, shared: Shared, *, max_failures: int, deterministic: bool) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        *,
+        max_failures: int,
+        deterministic: bool,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
         self._shared = shared
+        self._deadline_seconds = deadline_seconds
         self._max_failures = max_failures
         self._deterministic = deterministic
 
@@ -45,54 +52,35 @@ class GeneratingVerbs:
         """Return what must at least serve requests without bounds of their own."""
         raise NotImplementedError
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        group_id: str | None = None,
-        on_version_change: OnVersionChange = "continue",
-        **fields: Any,
-    ) -> GenerateResult:
+    async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerateResult:
         """Sample from one prompt until every output has ended, whatever happens to replicas.
 
         Args:
             prompt: token_ids: [P] (a list, an array, a tensor), or a whole `GenerateRequest`.
-            group_id: Requests of one group go to one replica, as those of a conversation do
-                (`session_id`); without it the samples of a group spread over replicas.
-            on_version_change: What to do if the weights change within an output: `continue` (spans
-                tell which weights made which token), `restart` from the prompt, or `fail`.
-            **fields: Of `GenerateRequest` (API.md §3): `sampling`, `session_id`, `min_version`,
-                `deadline_seconds`, …
+            **options: See `GenerateOptions`: `sampling`, `session_id`, `deadline_seconds`, …
 
         Raises:
             RequestError: An output did not end; `kept` is what had been received.
+            ValueError: The prompt or an option can't be sent; says which, and why.
+            TypeError: The prompt is of no such kind, or there is no such option.
         """
-        return await self._call(prompt, fields, group_id, on_version_change).run()
+        return await self._call(prompt, options).run()
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        group_id: str | None = None,
-        on_version_change: OnVersionChange = "continue",
-        **fields: Any,
-    ) -> GenerationStream:
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationStream:
         """Return a stream of deltas, joined over all attempts; arguments as of `generate`.
 
         `async with pool.stream(…) as stream: async for delta in stream: …`, then `stream.result`.
         Tokens that might still be sampled again are held back: the last few with `stop` strings, all
         of them with `on_version_change="restart"` or with presence or frequency penalties.
         """
-        return GenerationStream(
-            lambda on_tokens: self._call(prompt, fields, group_id, on_version_change, on_tokens)
-        )
+        return GenerationStream(lambda on_tokens: self._call(prompt, options, on_tokens))
 
     async def as_completed(
         self,
         prompts: Iterable[Prompt],
         *,
         concurrency: int = CONCURRENCY,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[tuple[int, GenerateResult | RolloutError]]:
         """Yield (index, result or error) as requests end; at most `concurrency` run at once.
 
@@ -101,6 +89,7 @@ class GeneratingVerbs:
         """
         if concurrency < 1:
             raise ValueError("concurrency must be 1 or more")
+        request_of((0,), options)  # what is wrong for all prompts is told before any is sent
         waiting = enumerate(prompts)
         running: dict[asyncio.Task[GenerateResult], int] = {}
         try:
@@ -122,14 +111,13 @@ class GeneratingVerbs:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _one_of_many(self, prompt: Prompt, options: Mapping[str, Any]) -> GenerateResult:
+    async def _one_of_many(self, prompt: Prompt, options: GenerateOptions) -> GenerateResult:
         """Generate; a prompt that can't be sent fails like one that a worker refused."""
         try:
-            return await self.generate(prompt, **options)
-        except ValidationError as error:
-            wrong = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
-            why = "; ".join(f"{where}: {what}" for where, what in wrong[:4])
-            raise RequestRefused(why, status=422, slug="invalid-request") from error
+            call = self._call(prompt, options)
+        except (ValueError, TypeError) as error:
+            raise RequestRefused(str(error), status=422, slug="invalid-request") from error
+        return await call.run()
 
     async def generate_many(
         self,
@@ -138,7 +126,7 @@ class GeneratingVerbs:
         concurrency: int = CONCURRENCY,
         progress: Progress | None = None,
         on_error: Literal["raise", "return"] = "raise",
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> list[Any]:
         """Sample from many prompts; the results are in the order of the prompts.
 
@@ -169,15 +157,18 @@ class GeneratingVerbs:
     def _call(
         self,
         prompt: Prompt,
-        fields: Mapping[str, Any],
-        group_id: str | None,
-        on_version_change: OnVersionChange,
+        options: GenerateOptions,
         on_tokens: Callable[[int], None] = lambda index: None,
     ) -> Call:
         self._start()
-        request = request_of(prompt, fields)
-        options = CallOptions(on_version_change, self._max_failures, group_id, self._deterministic)
-        return Call(self._shared, self._bounded(request), options, on_tokens)
+        request = request_of(prompt, options, self._deadline_seconds)
+        how = CallOptions(
+            options.get("on_version_change", "continue"),
+            self._max_failures,
+            options.get("group_id"),
+            self._deterministic,
+        )
+        return Call(self._shared, self._bounded(request), how, on_tokens)
 
     def _bounded(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with the pool's bounds, unless it has bounds of its own."""

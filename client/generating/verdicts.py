@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Literal
 
 from rollout_client.errors import (
     DeadlineExceeded,
@@ -32,9 +31,8 @@ from rollout_worker.schemas import (
     WeightsId,
 )
 
+from .prompts import OnVersionChange
 from .wire import Refusal
-
-OnVersionChange = Literal["continue", "restart", "fail"]
 
 MAX_FAILURES = 8
 """Broken attempts of one output: enough to outlast a pool whose replicas are being killed, few

@@ -7,13 +7,23 @@ the counts of requests in flight, and which replica has which conversation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import PurePath
+from typing import Any, Literal, Unpack
 
 from rollout_client.discovery.members import Member
-from rollout_client.generating.calls import Prompt
+from rollout_client.generating.prompts import GenerateOptions, Prompt
+from rollout_client.generating.verbs import CONCURRENCY as CONCURRENT_PROMPTS
+from rollout_client.generating.verbs import Progress
 from rollout_client.pool import AsyncRolloutPool
 from rollout_client.results import GenerateResult
-from rollout_client.steering.protocol import Published
+from rollout_client.steering.protocol import (
+    ACQUIRE_SECONDS,
+    PUBLISH_SECONDS,
+    STATE_SECONDS,
+    OnProgress,
+    Published,
+)
+from rollout_worker.schemas import WorkerInfo
 
 CONCURRENCY = 10_000
 """How many calls the actor has open at once: nearly all of them wait for a worker."""
@@ -34,37 +44,63 @@ class PoolActor:
             self._pool = self._make()
         return self._pool
 
-    async def generate(self, prompt: Prompt, **options: Any) -> GenerateResult:
+    async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerateResult:
         """See `AsyncRolloutPool.generate`."""
         return await (await self._opened()).generate(prompt, **options)
 
-    async def generate_many(self, prompts: Sequence[Prompt], **options: Any) -> list[Any]:
+    async def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        concurrency: int = CONCURRENT_PROMPTS,
+        progress: Progress | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        **options: Unpack[GenerateOptions],
+    ) -> list[Any]:
         """See `AsyncRolloutPool.generate_many`; `progress` is called in the actor."""
-        return await (await self._opened()).generate_many(prompts, **options)
+        return await (await self._opened()).generate_many(
+            prompts, concurrency=concurrency, progress=progress, on_error=on_error, **options
+        )
 
-    async def wait_serving(self, count: int = 1, **options: Any) -> list[Member]:
+    async def wait_serving(self, count: int = 1, *, seconds: float = 600) -> list[Member]:
         """See `AsyncRolloutPool.wait_serving`."""
-        return await (await self._opened()).wait_serving(count, **options)
+        return await (await self._opened()).wait_serving(count, seconds=seconds)
 
-    async def acquire(self, **options: Any) -> int:
+    async def info(self, *, seconds: float = 30) -> WorkerInfo:
+        """See `AsyncRolloutPool.info`."""
+        return await (await self._opened()).info(seconds=seconds)
+
+    async def acquire(self, *, seconds: float = ACQUIRE_SECONDS) -> int:
         """See `AsyncRolloutPool.acquire`."""
-        return await (await self._opened()).acquire(**options)
+        return await (await self._opened()).acquire(seconds=seconds)
 
-    async def publish_weights(self, version: int, path: str | None, **options: Any) -> Published:
-        """See `AsyncRolloutPool.publish_weights`."""
-        return await (await self._opened()).publish_weights(version, path, **options)
+    async def publish_weights(
+        self,
+        version: int,
+        path: str | PurePath | None,
+        *,
+        seconds: float = PUBLISH_SECONDS,
+        progress: OnProgress = lambda progress: None,
+    ) -> Published:
+        """See `AsyncRolloutPool.publish_weights`; `progress` is called in the actor."""
+        pool = await self._opened()
+        return await pool.publish_weights(version, path, seconds=seconds, progress=progress)
 
-    async def sleep(self, **options: Any) -> None:
+    async def sleep(self, *, seconds: float = STATE_SECONDS) -> None:
         """See `AsyncRolloutPool.sleep`."""
-        await (await self._opened()).sleep(**options)
+        await (await self._opened()).sleep(seconds=seconds)
 
-    async def wake(self, **options: Any) -> None:
+    async def wake(self, *, seconds: float = STATE_SECONDS) -> None:
         """See `AsyncRolloutPool.wake`."""
-        await (await self._opened()).wake(**options)
+        await (await self._opened()).wake(seconds=seconds)
 
-    async def pause(self, **options: Any) -> None:
+    async def pause(self, *, seconds: float = STATE_SECONDS) -> None:
         """See `AsyncRolloutPool.pause`."""
-        await (await self._opened()).pause(**options)
+        await (await self._opened()).pause(seconds=seconds)
+
+    async def serving(self) -> list[Member]:
+        """Return the members that may get requests now."""
+        return (await self._opened()).serving()
 
     async def load(self) -> dict[str, int]:
         """Return the requests in flight, by replica."""

@@ -1,26 +1,122 @@
-"""verl's rollout interfaces over a pool: its LLM server client and its rollout base.
+"""verl's LLM server client over a pool, and the settings that say which pool it is.
 
-`VerlRollout` has the methods of verl's `LLMServerClient` (`generate`) and `BaseRollout` (`resume`,
-`update_weights`, `release`), so that its agent loops run over our pools. Whatever verl asks for that
-a pool can't do raises an error; nothing is dropped silently. Partial rollouts are left to the pool:
-`generate` returns only whole outputs.
+`VerlClient` has the method of verl's `LLMServerClient` (`generate`), so that its agent loops run over
+our pools; Ray carries it to their processes. `verl_rollout` has the other half, `BaseRollout`. Both read
+the section `custom.pool` of verl's rollout configuration. Whatever verl asks for that a pool can't do
+raises an error; nothing is dropped silently. Partial rollouts are left to the pool: `generate` returns
+only whole outputs.
+
+Nothing of verl is imported here; `verl_plugin` and `verl_agents` do that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from rollout_client.generating.prompts import GenerateOptions
 from rollout_client.pool import AsyncRolloutPool
-from rollout_worker.schemas import GenerateOutput, SamplingParams, StopReason
+from rollout_client.steering.options import DirectOptions
+from rollout_client.steering.spool import SHARD_BYTES
+from rollout_client.steering.versions import KEEP
+from rollout_worker.schemas import GenerateOutput, SamplingParams, StopReason, WorkerInfo
 
-from .spool import SHARD_BYTES, drain, spool
-
-TAGS = ("weights", "kv_cache")
+SECTION = "pool"
 _SAME_NAMES = frozenset(SamplingParams.model_fields) - {"n", "top_k", "max_tokens"}
 _STOP_REASONS = {StopReason.STOP: "completed", StopReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """The section `custom.pool` of verl's rollout configuration: which pool, and where weights go.
+
+    Attributes:
+        name: Of the RolloutReplica; or, without an operator, `urls`.
+        namespace: Of the RolloutReplica; default: as of `AsyncRolloutPool.from_cluster`.
+        kubeconfig: Likewise.
+        urls: Of the workers' data ports.
+        control_urls: Of their control ports; default: port 8001 beside data port 8000.
+        token_file: With the token of those control ports.
+        folder: Where the first rank of the trainer writes weights.
+        mounted_at: The same folder as the workers see it; default: at the same place.
+        keep: How many committed versions stay there.
+        shard_bytes: Size of the files that weights are written to.
+        deadline_seconds: Of each generation; default: the pool's.
+    """
+
+    name: str | None = None
+    namespace: str | None = None
+    kubeconfig: str | None = None
+    urls: Sequence[str] = ()
+    control_urls: Sequence[str | None] | None = None
+    token_file: str | None = None
+    folder: str | None = None
+    mounted_at: str | None = None
+    keep: int = KEEP
+    shard_bytes: int = SHARD_BYTES
+    deadline_seconds: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> PoolSettings:
+        """Return the settings in verl's rollout configuration.
+
+        Raises:
+            ValueError: They are missing, unknown, or name no pool.
+        """
+        section = (getattr(config, "custom", None) or {}).get(SECTION)
+        if not isinstance(section, Mapping):
+            raise ValueError(f"set actor_rollout_ref.rollout.custom.{SECTION}: which pool it is")
+        known = {each.name for each in fields(cls)}
+        if unknown := sorted(set(section) - known):
+            raise ValueError(
+                f"custom.{SECTION} has {unknown}: known are {', '.join(sorted(known))}"
+            )
+        found = cls(**section)
+        if bool(found.name) == bool(found.urls):
+            raise ValueError(f"custom.{SECTION} must have either a name or urls")
+        return found
+
+    def open(self) -> AsyncRolloutPool:
+        """Return a pool for the loop that runs."""
+        if self.name is not None:
+            return AsyncRolloutPool.from_cluster(
+                self.name, self.namespace, kubeconfig=self.kubeconfig
+            )
+        file = self.token_file
+        token = None if file is None else lambda: Path(file).read_text().strip()
+        controls = None if self.control_urls is None else list(self.control_urls)
+        return AsyncRolloutPool.from_urls(
+            list(self.urls), control_urls=controls, direct=DirectOptions(token=token)
+        )
+
+
+class _Pools:
+    """One pool for each event loop that asks for it; only how to make it crosses processes."""
+
+    def __init__(self, make: Callable[[], AsyncRolloutPool]) -> None:
+        self._make = make
+        self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncRolloutPool] = (
+            WeakKeyDictionary()
+        )
+
+    def __reduce__(self) -> tuple[type[_Pools], tuple[Callable[[], AsyncRolloutPool]]]:
+        return type(self), (self._make,)
+
+    def here(self) -> AsyncRolloutPool:
+        """Return the pool of the loop that runs."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._made:
+            self._made[loop] = self._make()
+        return self._made[loop]
+
+    async def close(self) -> None:
+        """Close the pool of the loop that runs."""
+        if (pool := self._made.pop(asyncio.get_running_loop(), None)) is not None:
+            await pool.close()
 
 
 @dataclass
@@ -28,8 +124,8 @@ class TokenOutput:
     """verl's answer of `generate`, field by field.
 
     `log_probs` is None unless asked for. `extra_fields` has `global_steps`, `min_global_steps` and
-    `max_global_steps`, the steps whose weights made the last, the oldest and the newest token, and
-    `weights`, spans that say which weights made which token.
+    `max_global_steps`, the versions whose weights made the last, the oldest and the newest token,
+    `num_cached_tokens`, and `weights`, spans that say which weights made which token.
     """
 
     token_ids: list[int]
@@ -40,39 +136,51 @@ class TokenOutput:
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
 
-class VerlRollout:
-    """One pool as verl sees it.
+class VerlClient:
+    """A pool as verl's agent loops see it. May be pickled; each process opens the pool for itself.
 
     Args:
-        pool: Used in the caller's loop, and not closed here.
-        folder: Where this process writes weights, on a volume that the workers mount.
-        mounted_at: The same folder as the workers see it.
-        is_leader: True for exactly one of all trainer ranks: it writes and publishes, the others
-            only take the tensors.
+        make: Makes the pool; must be picklable if this is to be.
+        prompt_length: As verl has it; with `response_length` the length of a conversation.
         response_length: Budget of an answer whose sampling parameters have none.
-        shard_bytes: Size of the files that weights are written to.
+        deadline_seconds: Of each generation; None: the pool's.
+        seed: Of every generation; None: each draws its own.
     """
+
+    tokenizer: Any = None
+    """Set by verl where its traces are to show text."""
 
     def __init__(
         self,
-        pool: AsyncRolloutPool,
+        make: Callable[[], AsyncRolloutPool],
         *,
-        folder: Path,
-        mounted_at: str,
-        is_leader: bool = True,
+        prompt_length: int | None = None,
         response_length: int | None = None,
-        shard_bytes: int = SHARD_BYTES,
+        deadline_seconds: float | None = None,
+        seed: int | None = None,
     ) -> None:
-        self._pool = pool
-        self._folder = folder
-        self._mounted_at = mounted_at.rstrip("/")
-        self._leads = is_leader
+        self._pools = _Pools(make)
+        self._prompt_length = prompt_length
         self._response_length = response_length
-        self._shard_bytes = shard_bytes
-        self._version = 0
-        self._steps: dict[tuple[int, int], int] = {}
+        self._deadline_seconds = deadline_seconds
+        self._seed = seed
+        self._info: WorkerInfo | None = None
 
-    # The LLM server client.
+    @classmethod
+    def of(cls, config: Any) -> VerlClient:
+        """Return the client for verl's rollout configuration (`actor_rollout_ref.rollout`)."""
+        settings = PoolSettings.of(config)
+        return cls(
+            settings.open,
+            prompt_length=config.prompt_length,
+            response_length=config.response_length,
+            deadline_seconds=settings.deadline_seconds,
+            seed=config.seed if config.full_determinism else None,
+        )
+
+    async def close(self) -> None:
+        """Close the pool of the loop that runs."""
+        await self._pools.close()
 
     async def generate(
         self,
@@ -84,35 +192,61 @@ class VerlRollout:
         video_data: Sequence[Any] | None = None,
         audio_data: Sequence[Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_output: Sequence[Any] | None = None,
         priority: int = 0,
     ) -> TokenOutput:
         """Sample one answer; `request_id` is that of the conversation and keeps it on one replica.
 
+        As verl's own servers do, it shortens a budget that does not fit into the model's length, and
+        an engine without priorities gets none: verl numbers all samples of a batch.
+
         Raises:
             NotImplementedError: Images, video or audio were given.
-            ValueError: A sampling parameter can't be sent; the message names it.
+            ValueError: A sampling parameter can't be sent, or the prompt fills the model's length.
             RequestError: See `AsyncRolloutPool.generate`.
         """
-        media = {"image_data": image_data, "video_data": video_data, "audio_data": audio_data}
-        given = [name for name, value in {**media, "mm": mm_processor_kwargs}.items() if value]
+        media = {
+            "image_data": image_data,
+            "video_data": video_data,
+            "audio_data": audio_data,
+            "mm_processor_kwargs": mm_processor_kwargs,
+            "mm_processor_output": mm_processor_output,
+        }
+        given = [name for name, value in media.items() if value is not None and len(value)]
         if given:
             raise NotImplementedError(f"workers take only token ids, not {', '.join(given)}")
         sampling, wants_logprobs = self._sampling(sampling_params)
-        result = await self._pool.generate(
-            prompt_ids,
-            session_id=request_id,
-            sampling=sampling,
-            logprobs=None if wants_logprobs else "none",
-            priority=priority,
-        )
+        pool = self._pools.here()
+        info = self._info = self._info or await pool.info()
+        sampling["max_tokens"] = self._budget(sampling["max_tokens"], len(prompt_ids), info)
+        options: GenerateOptions = {
+            "session_id": request_id,
+            "sampling": sampling,
+            "logprobs": None if wants_logprobs else "none",
+            "priority": priority if info.capabilities.priority else 0,
+        }
+        if self._deadline_seconds is not None:
+            options["deadline_seconds"] = self._deadline_seconds
+        result = await pool.generate(prompt_ids, **options)
         output = result.output
         return TokenOutput(
             token_ids=list(output.token_ids),
             log_probs=list(output.logprobs or ()) if wants_logprobs else None,
             stop_reason=_STOP_REASONS.get(output.stop_reason, str(output.stop_reason)),
             num_preempted=result.timing.preemptions,
-            extra_fields=self._facts(output),
+            extra_fields={**_facts(output), "num_cached_tokens": result.usage.cached_tokens},
         )
+
+    def _budget(self, asked: int | None, prompt: int, info: WorkerInfo) -> int:
+        """Return how many tokens may be sampled after a prompt of so many."""
+        room = info.max_length - prompt
+        if room < 1:
+            raise ValueError(f"the prompt has {prompt} tokens, the model takes {info.max_length}")
+        if asked is None and self._response_length is not None:
+            asked = self._response_length
+            if self._prompt_length is not None:
+                asked = min(asked, max(1, self._prompt_length + asked - prompt))
+        return room if asked is None else min(asked, room)
 
     def _sampling(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """Translate verl's (vLLM's and SGLang's) names; the caller's mapping is not changed."""
@@ -129,73 +263,19 @@ class VerlRollout:
         unknown = sorted(set(left) - _SAME_NAMES)
         if unknown:
             raise ValueError(f"these sampling parameters can't be sent: {', '.join(unknown)}")
-        budget = next((b for b in [*budgets, self._response_length] if b is not None), None)
+        if self._seed is not None:
+            left.setdefault("seed", self._seed)
+        budget = next((b for b in budgets if b is not None), None)
         return {**left, "top_k": max(0, top_k), "max_tokens": budget}, wants
 
-    def _facts(self, output: GenerateOutput) -> dict[str, Any]:
-        spans = output.weights
-        steps = [self._steps.get((s.epoch, s.version), s.version) for s in spans]
-        found: dict[str, Any] = {"weights": [span.model_dump() for span in spans]}
-        if steps:
-            found["global_steps"] = steps[-1]
-            found["min_global_steps"], found["max_global_steps"] = min(steps), max(steps)
-        return found
 
-    # The rollout base.
-
-    async def resume(self, tags: Sequence[str]) -> None:
-        """Wake the pool once `kv_cache` is asked for.
-
-        With `weights` alone there is nothing to do: new weights are published to a sleeping pool and
-        loaded as it wakes, so memory is taken only after the trainer has freed its own.
-        """
-        unknown = sorted(set(tags) - set(TAGS))
-        if unknown:
-            raise ValueError(f"unknown tags {unknown}: use {', '.join(TAGS)}")
-        if self._leads and "kv_cache" in tags:
-            await self._pool.wake()
-
-    async def release(self) -> None:
-        """Put the pool to sleep."""
-        if self._leads:
-            await self._pool.sleep()
-
-    async def update_weights(
-        self,
-        weights: object,
-        wire_format: str = "named_tensors",
-        *,
-        global_steps: int | None = None,
-        peft_config: object | None = None,
-        base_sync_done: bool = True,
-    ) -> None:
-        """Take all tensors on every rank; the leader writes and publishes them.
-
-        Args:
-            weights: Plain or asynchronous generator of (name, tensor), each a whole parameter.
-            wire_format: Only `named_tensors`.
-            global_steps: The trainer's step; becomes the version if that makes it rise.
-            peft_config: Not supported: merge adapters first.
-            base_sync_done: As verl passes it; without an adapter it has no meaning.
-
-        Raises:
-            NotImplementedError: Another wire format, or an adapter. All tensors were taken.
-            PublishError: See `AsyncRolloutPool.publish_weights`.
-        """
-        if wire_format != "named_tensors" or peft_config is not None:
-            await drain(weights)
-            what = "adapters" if peft_config is not None else f"wire_format {wire_format!r}"
-            raise NotImplementedError(f"{what} can't be sent: send whole named tensors")
-        if not self._leads:
-            await drain(weights)
-            return
-        if self._pool.epoch is None:
-            await self._pool.acquire()
-        version = max(self._version + 1, global_steps or 0)
-        name = f"epoch-{self._pool.epoch}-version-{version}"
-        await spool(weights, self._folder / name, self._shard_bytes)
-        self._version = version
-        path = f"{self._mounted_at}/{name}" if self._mounted_at else name
-        done = await self._pool.publish_weights(version, path)
-        if global_steps is not None:
-            self._steps[done.identity.as_tuple()] = global_steps
+def _facts(output: GenerateOutput) -> dict[str, Any]:
+    versions = [span.version for span in output.weights]
+    found: dict[str, Any] = {"weights": [span.model_dump() for span in output.weights]}
+    if versions:
+        found |= {
+            "global_steps": versions[-1],
+            "min_global_steps": min(versions),
+            "max_global_steps": max(versions),
+        }
+    return found

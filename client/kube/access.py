@@ -1,7 +1,7 @@
 """How to reach an API server: the pod's service account, or a kubeconfig.
 
 In a pod the service account's token is read again for each request, because the kubelet renews it;
-elsewhere a kubeconfig with a token or a client certificate is used.
+elsewhere a kubeconfig with a token, a client certificate, or a program that hands out either.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_client.errors import ClusterError
+
+from .exec_plugin import ExecPlugin
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
@@ -75,18 +77,24 @@ def _of_file(path: Path, context: str | None) -> Access:
     if cluster.get("insecure-skip-tls-verify"):
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     _load_certificate(tls, user, path)
-    token_file = _file(user, "tokenFile", path)
-    given = user.get("token")
-    if "exec" in user or "auth-provider" in user:
-        raise ValueError(
-            "users with exec or auth-provider are not supported: give the user a token"
-        )
     return Access(
         server=str(cluster["server"]).rstrip("/"),
         tls=tls,
-        token=lambda: Path(token_file).read_text().strip() if token_file else given,
+        token=_token(user, cluster, path, tls),
         namespace=chosen.get("namespace") or "default",
     )
+
+
+def _token(user: Obj, cluster: Obj, path: Path, tls: ssl.SSLContext) -> Callable[[], str | None]:
+    """Return what gives a user's token: a file, the kubeconfig itself, or a program."""
+    if "auth-provider" in user:
+        raise ValueError("users with auth-provider are not supported: use exec, or a token")
+    file, given = _file(user, "tokenFile", path), user.get("token")
+    if file:
+        return lambda: Path(file).read_text().strip()
+    if given or "exec" not in user:
+        return lambda: given
+    return ExecPlugin(user["exec"], cluster, path, lambda pem: _load_pem(tls, pem)).token
 
 
 def _parsed(text: str) -> Obj:
@@ -124,9 +132,13 @@ def _load_certificate(tls: ssl.SSLContext, user: Obj, path: Path) -> None:
     if certificate and key:
         tls.load_cert_chain(certificate, key)
     if "client-certificate-data" in user:
-        # The ssl module takes only files; this one is private, and deleted at once.
-        with tempfile.NamedTemporaryFile() as file:
-            for part in ("client-certificate-data", "client-key-data"):
-                file.write(base64.b64decode(user[part]) + b"\n")
-            file.flush()
-            tls.load_cert_chain(file.name)
+        parts = (user["client-certificate-data"], user["client-key-data"])
+        _load_pem(tls, "\n".join(base64.b64decode(part).decode() for part in parts))
+
+
+def _load_pem(tls: ssl.SSLContext, pem: str) -> None:
+    """Use a certificate and its key; the ssl module takes only files."""
+    with tempfile.NamedTemporaryFile("w") as file:  # private, and deleted at once
+        file.write(pem + "\n")
+        file.flush()
+        tls.load_cert_chain(file.name)

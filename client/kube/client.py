@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
@@ -24,6 +25,15 @@ FIRST_PAUSE = 0.2
 LONGEST_PAUSE = 10.0
 
 
+Trouble = Callable[[ClusterError | None], None]
+"""Told what fails, and None once nothing does; it may raise to end what it is told of."""
+
+
+def pause_before(attempt: int) -> float:
+    """Return how long to wait before the n-th try again (from 0), spread over many clients."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
+
+
 class Kube:
     """Requests with deadlines; every failure is a `ClusterError`."""
 
@@ -38,9 +48,20 @@ class Kube:
         """Close all connections."""
         await self._http.aclose()
 
-    async def get(self, path: str, params: Mapping[str, str] | None = None) -> Obj:
-        """Return an object or a list."""
-        return await self._send("GET", path, params=params)
+    async def get(
+        self, path: str, params: Mapping[str, str] | None = None, *, seconds: float = 0.0
+    ) -> Obj:
+        """Return an object or a list; what fails in passing is tried again for so many seconds."""
+        until, attempt = time.monotonic() + seconds, 0
+        while True:
+            try:
+                return await self._send("GET", path, params=params)
+            except ClusterError as error:
+                pause = pause_before(attempt)
+                if not error.passing or time.monotonic() + pause > until:
+                    raise
+            await asyncio.sleep(pause)
+            attempt += 1
 
     async def merge(self, path: str, body: Obj) -> Obj:
         """Merge into an object and return it.
@@ -65,7 +86,7 @@ class Kube:
         content: bytes | None = None,
         kind: str | None = None,
     ) -> Obj:
-        headers = self._headers() | ({"Content-Type": kind} if kind else {})
+        headers = await self._headers() | ({"Content-Type": kind} if kind else {})
         try:
             answer = await self._http.request(
                 method, path, params=params, content=content, headers=headers
@@ -74,74 +95,105 @@ class Kube:
             raise _no_answer(f"{method} {path}", error) from error
         if not answer.is_success:
             raise _refused(answer.status_code, answer.content)
-        found: Obj = answer.json()
-        return found
+        return _object(f"{method} {path}", answer.content)
 
-    def _headers(self) -> dict[str, str]:
-        token = self._token()
+    async def _headers(self) -> dict[str, str]:
+        try:
+            # In a thread: it may be a file on a slow volume, or a program that asks a cloud.
+            token = await asyncio.to_thread(self._token)
+        except (OSError, ValueError) as error:
+            raise ClusterError(f"the token for the API server can't be read: {error}") from error
+        if token and not (token.isascii() and token.isprintable()):
+            raise ClusterError("the token for the API server has characters that no token has")
         return {"Authorization": f"Bearer {token}"} if token else {}
 
     async def follow(
-        self, path: str, params: Mapping[str, str], trouble: Callable[[str], None]
+        self, path: str, params: Mapping[str, str], trouble: Trouble
     ) -> AsyncGenerator[dict[str, Obj]]:
         """Yield all objects of a collection by name, now and after each change, for ever.
 
         Args:
             path: Of the collection.
             params: Selectors.
-            trouble: Called with the reason while nothing comes, and with "" once something does.
+            trouble: Called with the reason while nothing comes, and with None once something does.
         """
-        pause = FIRST_PAUSE
+        attempt = 0
         while True:
+            began = time.monotonic()
             try:
                 async with aclosing(self._cycle(path, params)) as cycle:
                     async for objects in cycle:
-                        pause = FIRST_PAUSE
-                        trouble("")
+                        trouble(None)
                         yield objects
             except ClusterError as error:
-                trouble(str(error))
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(LONGEST_PAUSE, pause * 2)
+                trouble(error)
+            # However it ended: something between here and there may end each watch at once.
+            lasted = time.monotonic() - began
+            attempt = 0 if lasted >= LONGEST_PAUSE else attempt + 1
+            await asyncio.sleep(pause_before(max(0, attempt - 1)))
 
     async def _cycle(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[dict[str, Obj]]:
         """List, then watch until the watch ends, for whatever reason."""
         listed = await self.get(path, params)
-        objects = {item["metadata"]["name"]: item for item in listed.get("items") or ()}
+        try:
+            objects = {item["metadata"]["name"]: item for item in listed.get("items") or ()}
+            version = str(listed["metadata"]["resourceVersion"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ClusterError(f"GET {path}: no list of objects: {error!r}") from error
         yield dict(objects)
-        version = str(listed["metadata"]["resourceVersion"])
         async with aclosing(self._watch(path, {**params, "resourceVersion": version})) as events:
             async for event in events:
-                item = event["object"]
-                match event["type"]:
-                    case "BOOKMARK":
-                        continue
-                    case "ERROR":
-                        # Usually 410: the version to go on from is forgotten. List again.
-                        return
-                    case "DELETED":
-                        objects.pop(item["metadata"]["name"], None)
-                    case _:
-                        objects[item["metadata"]["name"]] = item
+                try:
+                    more = _applied(event, objects)
+                except (KeyError, TypeError) as error:
+                    raise ClusterError(f"watch {path}: no event: {error!r}") from error
+                if not more:
+                    return
                 yield dict(objects)
 
     async def _watch(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[Obj]:
         watch = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS)}
         # Bookmarks come every minute: a stream that is silent for longer than two is dead.
         limits = httpx.Timeout(REQUEST_SECONDS, read=WATCH_SECONDS / 2 + SLACK_SECONDS)
+        headers = await self._headers()
         try:
             async with self._http.stream(
-                "GET", path, params={**params, **watch}, headers=self._headers(), timeout=limits
+                "GET", path, params={**params, **watch}, headers=headers, timeout=limits
             ) as answer:
                 if not answer.is_success:
                     raise _refused(answer.status_code, await answer.aread())
                 async for line in answer.aiter_lines():
                     if line:
-                        yield json.loads(line)
+                        yield _object(f"watch {path}", line)
         except httpx.HTTPError as error:
             raise _no_answer(f"watch {path}", error) from error
-        except ValueError as error:
-            raise ClusterError(f"watch {path}: a broken line: {error}") from error
+
+
+def _object(what: str, content: str | bytes) -> Obj:
+    """Return a JSON object; what stands between here and the API server may send anything."""
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise ClusterError(f"{what}: the answer is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ClusterError(f"{what}: the answer is no JSON object")
+    return found
+
+
+def _applied(event: Obj, objects: dict[str, Obj]) -> bool:
+    """Enter an event of a watch; whether the watch goes on."""
+    item = event["object"]
+    match event["type"]:
+        case "BOOKMARK":
+            pass
+        case "ERROR":
+            # Usually 410: the version to go on from is forgotten. List again.
+            return False
+        case "DELETED":
+            objects.pop(item["metadata"]["name"], None)
+        case _:
+            objects[item["metadata"]["name"]] = item
+    return True
 
 
 def _no_answer(what: str, error: Exception) -> ClusterError:

@@ -7,8 +7,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, Unpack
 
 from rollout_client.discovery.dns import TTL_SECONDS, DnsDiscovery
 from rollout_client.discovery.endpoints import EndpointDiscovery
@@ -19,8 +20,10 @@ from rollout_client.discovery.members import (
     StaticDiscovery,
     static_members,
 )
-from rollout_client.errors import NoReplica, PoolClosed
+from rollout_client.errors import NoReplica, PoolClosed, SteeringFailed
 from rollout_client.generating.attempts import Shared
+from rollout_client.generating.continuation import LONGEST_DEADLINE
+from rollout_client.generating.prompts import DEADLINE_SECONDS
 from rollout_client.generating.verbs import GeneratingVerbs
 from rollout_client.generating.verdicts import MAX_FAILURES
 from rollout_client.hooks import Hook
@@ -35,7 +38,11 @@ from rollout_client.steering.direct import DirectSteering
 from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.protocol import Steering
 from rollout_client.steering.verbs import SteeringVerbs
-from rollout_worker.schemas import WeightsId, WorkerInfo
+from rollout_worker.schemas import WeightsId
+
+from .background import Background
+from .options import PoolOptions
+from .presence import Presence
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +50,7 @@ DISCOVERY_SECONDS = 10.0
 """How long steering waits for discovery to find the first members."""
 
 
-class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
+class AsyncRolloutPool(Presence, GeneratingVerbs, SteeringVerbs):
     """Generates on all replicas of a pool; members come and go by themselves.
 
     Make it with `from_urls`, `from_dns` or `from_cluster`, use it as an async context manager (or
@@ -52,15 +59,9 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
     Args:
         discovery: Finds the members.
         name: For logs and metrics.
-        max_imbalance: How many requests more than the least loaded replica a conversation's own
-            replica may have before the conversation moves.
-        deterministic: Choose replicas by a stable hash instead of by load.
-        max_failures: Broken attempts that one output survives.
-        silent_seconds: How long a worker may send nothing before it is asked whether it is alive.
-        hook: Gets measurements.
         steering: Carries out epochs, weights, sleep; None: the pool can only generate.
-        max_staleness: Requests without bounds of their own are served by weights at most so many
-            versions older than the last one published here; None: by any.
+
+    The other arguments are those of `PoolOptions`.
     """
 
     def __init__(
@@ -72,29 +73,39 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         deterministic: bool = False,
         max_failures: int = MAX_FAILURES,
         silent_seconds: float = SILENT_SECONDS,
+        deadline_seconds: float = DEADLINE_SECONDS,
         hook: Hook | None = None,
         steering: Steering | None = None,
         max_staleness: int | None = None,
     ) -> None:
-        if max_failures < 0 or silent_seconds <= 0 or (max_staleness or 0) < 0:
+        if max_failures < 0 or (max_staleness or 0) < 0:
+            raise ValueError("max_failures and max_staleness must be 0 or more")
+        if silent_seconds <= 0 or not 0 < deadline_seconds <= LONGEST_DEADLINE:
             raise ValueError(
-                "max_failures and max_staleness must be 0 or more, silent_seconds above 0"
+                "silent_seconds must be above 0, and deadline_seconds at most "
+                f"{LONGEST_DEADLINE:g} besides"
             )
         self.name = name
         self._hook = hook or Hook()
         self._discovery = discovery
-        self._connections = Connections()
-        self._router = Router(
+        self._background = Background(name)
+        connections = Connections()
+        router = Router(
             Balancer(max_imbalance=max_imbalance, deterministic=deterministic),
-            lambda: self._discovery.trouble,
-            self._connections.drop,
+            self._trouble,
+            connections.drop,
+            refused=lambda: self._discovery.refused,
         )
-        self._health = Health(self._router, self._connections, silent_seconds=silent_seconds)
-        self._tasks: list[asyncio.Task[None]] = []
+        Presence.__init__(self, router, connections)
+        self._health = Health(router, connections, silent_seconds=silent_seconds)
         self._discovered = asyncio.Event()
-        shared = Shared(self._router, self._connections, self._hook)
+        shared = Shared(router, connections, self._hook)
         GeneratingVerbs.__init__(
-            self, shared, max_failures=max_failures, deterministic=deterministic
+            self,
+            shared,
+            max_failures=max_failures,
+            deterministic=deterministic,
+            deadline_seconds=deadline_seconds,
         )
         SteeringVerbs.__init__(self, steering, self._hook, max_staleness)
 
@@ -105,7 +116,8 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         *,
         control_urls: Sequence[str | None] | None = None,
         direct: DirectOptions | None = None,
-        **options: Any,
+        name: str = "pool",
+        **options: Unpack[PoolOptions],
     ) -> Self:
         """Return a pool of workers at fixed data URLs, without an operator.
 
@@ -113,9 +125,11 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
             urls: Such as `http://10.0.0.7:8000`.
             control_urls: Of the control ports; default: port 8001 beside data port 8000.
             direct: How the workers are steered: token, in-flight policy, sleep level.
-            **options: See the class.
+            name: For logs and metrics.
+            **options: See `PoolOptions`.
         """
-        pool = cls(StaticDiscovery(static_members(urls, control_urls)), **options)
+        members = StaticDiscovery(static_members(urls, control_urls))
+        pool = cls(members, name=name, **options)
         pool._steering = DirectSteering(
             lambda: pool.members, direct or DirectOptions(), pool._saw_weights
         )
@@ -128,7 +142,8 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         *,
         port: int = DATA_PORT,
         ttl_seconds: float = TTL_SECONDS,
-        **options: Any,
+        name: str | None = None,
+        **options: Unpack[PoolOptions],
     ) -> Self:
         """Return a pool of all addresses behind a name, such as `math-heads.train.svc`.
 
@@ -138,9 +153,10 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
             host: Name of a headless Service.
             port: Of the data port.
             ttl_seconds: Between two look-ups.
-            **options: See the class.
+            name: For logs and metrics; default: the host.
+            **options: See `PoolOptions`.
         """
-        return cls(DnsDiscovery(host, port, ttl_seconds), **{"name": host, **options})
+        return cls(DnsDiscovery(host, port, ttl_seconds), name=name or host, **options)
 
     @classmethod
     def from_cluster(
@@ -150,7 +166,7 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         *,
         kubeconfig: str | Path | None = None,
         context: str | None = None,
-        **options: Any,
+        **options: Unpack[PoolOptions],
     ) -> Self:
         """Return the pool of a RolloutReplica.
 
@@ -162,7 +178,7 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
             namespace: Default: the pod's, or the kubeconfig's.
             kubeconfig: Default: the pod's service account, else `$KUBECONFIG`.
             context: Of the kubeconfig; default: its current one.
-            **options: See the class.
+            **options: See `PoolOptions`.
 
         Raises:
             ClusterError: There are no usable credentials.
@@ -171,8 +187,9 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         namespace, kube = namespace or found.namespace, Kube(found)
         return cls(
             EndpointDiscovery(kube, name, namespace),
+            name=f"{namespace}/{name}",
             steering=ClusterSteering(kube, name, namespace),
-            **{"name": f"{namespace}/{name}", **options},
+            **options,
         )
 
     # Life.
@@ -187,19 +204,18 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
     def _start(self) -> None:
         if self._router.closed:
             raise PoolClosed("the pool was closed")
-        if not self._tasks:
-            self._tasks = [
-                asyncio.create_task(self._discover(), name=f"{self.name}: discovery"),
-                asyncio.create_task(self._health.run(), name=f"{self.name}: health"),
-            ]
+        run_discovery = partial(self._discovery.run, self._take_members)
+        self._background.start({"discovery": run_discovery, "health": self._health.run})
 
-    async def _discover(self) -> None:
-        await self._discovery.run(self._take_members)
+    def _trouble(self) -> str:
+        """Return why nothing new may be learnt of members at the moment; empty: all is well."""
+        return "; ".join(filter(None, (self._discovery.trouble, self._background.trouble)))
 
     def _take_members(self, members: Sequence[Member]) -> None:
         balancer = self._router.balancer
         before = {member.url for member in balancer.members()}
         balancer.set_members(members, time.monotonic())
+        self._background.works("discovery")
         after = {member.url for member in balancer.members()}
         if before != after:
             logger.info(
@@ -218,9 +234,7 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
         self._router.changed()
         for lease in list(self._router.leases):
             lease.cut_off("the pool was closed")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.stop()
         if self._steering is not None:
             await self._steering.close()
         await self._connections.close()
@@ -232,6 +246,23 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
                 await self._discovered.wait()
         return await super()._steer()
 
+    async def _expect_serving(self, count: int, seconds: float) -> None:
+        """Let those that are excluded prove at once that they are back, and wait for as many.
+
+        Raises:
+            SteeringFailed: Fewer serve within these seconds; says why each does not.
+        """
+        if self._router.hopeless:
+            return  # this trainer may steer, but not know the members
+        for record in self._router.balancer.records.values():
+            record.probe_at = 0.0
+            if record.excluded_until is not None:
+                record.excluded_until = 0.0
+        try:
+            await self.wait_serving(count, seconds=seconds)
+        except NoReplica as error:
+            raise SteeringFailed(f"they woke, but {error.cause}") from None
+
     def _lowest_weights(self) -> WeightsId | None:
         floors = (self.floor, None if self._steering is None else self._steering.floor)
         return max((floor for floor in floors if floor is not None), default=None)
@@ -239,51 +270,3 @@ class AsyncRolloutPool(GeneratingVerbs, SteeringVerbs):
     def _saw_weights(self, url: str, identity: WeightsId) -> None:
         self._router.balancer.saw_weights(url, identity)
         self._router.changed()
-
-    # Who is there.
-
-    @property
-    def members(self) -> list[Member]:
-        """Members that discovery has found; `serving` says which of them get requests."""
-        return self._router.balancer.members()
-
-    def serving(self) -> list[Member]:
-        """Members that may get requests now."""
-        now = time.monotonic()
-        records = self._router.balancer.records.values()
-        return [record.member for record in records if record.usable(now)]
-
-    def load(self) -> dict[str, int]:
-        """Requests of this pool in flight, by member name."""
-        records = self._router.balancer.records.values()
-        return {record.member.name: record.in_flight for record in records}
-
-    async def wait_serving(self, count: int = 1, *, seconds: float = 600) -> list[Member]:
-        """Wait until so many members serve.
-
-        Raises:
-            NoReplica: Fewer did within these seconds.
-        """
-        self._start()
-        began = time.monotonic()
-        until = began + seconds
-        while len(found := self.serving()) < count:
-            now = time.monotonic()
-            if now >= until:
-                why = self._router.reasons()
-                raise NoReplica(f"{len(found)} of {count} replicas serve ({why})")
-            self._router.warn_since(began)
-            await asyncio.sleep(min(0.05, until - now))
-        return found
-
-    async def info(self, *, seconds: float = 30) -> WorkerInfo:
-        """Return what a replica says about its model, lengths and capabilities.
-
-        Raises:
-            NoReplica: None serves within these seconds.
-        """
-        member = (await self.wait_serving(seconds=seconds))[0]
-        with self._connections.to(member.url) as client:
-            answer = await client.get("/v1/info", timeout=seconds)
-        answer.raise_for_status()
-        return WorkerInfo.model_validate_json(answer.content, extra="ignore")

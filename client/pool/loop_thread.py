@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rollout_client.errors import PoolClosed
@@ -40,7 +40,14 @@ class LoopThread:
 
         Raises:
             PoolClosed: The loop has ended.
+            RuntimeError: The caller runs in the loop itself.
         """
+        if self._is_here():
+            work.close()
+            raise RuntimeError(
+                "a callback runs in the pool's own thread and can't wait for it: call the pool from "
+                "another thread, or use AsyncRolloutPool"
+            )
         if self._loop.is_closed() or not self._thread.is_alive():
             work.close()
             raise PoolClosed("the pool was closed")
@@ -55,6 +62,19 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    def read(self, look: Callable[[], T]) -> T:
+        """Return what a function that waits for nothing says in the loop; callbacks may ask, too."""
+        if self._is_here():
+            return look()
+
+        async def in_loop() -> T:
+            return look()
+
+        return self.call(in_loop())
+
+    def _is_here(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def close(self) -> None:
         """End the loop and the thread."""

@@ -1,7 +1,9 @@
 """`RolloutPool`: `AsyncRolloutPool` for programs without an event loop.
 
 The asynchronous pool runs in a thread with its own loop; every method here hands its call to that
-loop and waits. Threads may share a pool. It does not survive a fork: make it afterwards.
+loop and waits. Threads may share a pool. It does not survive a fork: make it afterwards. Hooks and
+`progress` run in the pool's thread: there you may look at the pool (`load`, `members`, `serving`),
+while a method that waits raises a RuntimeError instead of waiting for itself.
 """
 
 from __future__ import annotations
@@ -9,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from rollout_client.discovery.dns import TTL_SECONDS
 from rollout_client.discovery.members import DATA_PORT, Member
 from rollout_client.errors import PoolClosed, RolloutError
-from rollout_client.generating.calls import Prompt
-from rollout_client.generating.streams import GenerationStream
+from rollout_client.generating.prompts import GenerateOptions, Prompt
 from rollout_client.generating.verbs import CONCURRENCY, Progress
-from rollout_client.generating.verdicts import OnVersionChange
 from rollout_client.results import GenerateResult
 from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.protocol import (
@@ -27,12 +27,17 @@ from rollout_client.steering.protocol import (
     OnProgress,
     Published,
 )
-from rollout_worker.schemas import StreamDelta, WeightsId, WorkerInfo
+from rollout_client.steering.spool import SHARD_BYTES, drain_here, spool_here
+from rollout_client.steering.versions import KEEP, Versions
+from rollout_worker.schemas import WeightsId, WorkerInfo
 
 from .asynchronous import AsyncRolloutPool
 from .loop_thread import LoopThread
+from .options import PoolOptions
+from .sync_stream import SyncStream, following
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from rollout_client.steering.spool import Tensors
 
 
 class RolloutPool:
@@ -61,12 +66,13 @@ class RolloutPool:
         *,
         control_urls: Sequence[str | None] | None = None,
         direct: DirectOptions | None = None,
-        **options: Any,
+        name: str = "pool",
+        **options: Unpack[PoolOptions],
     ) -> Self:
         """Return a pool of workers at fixed data URLs, without an operator."""
         return cls(
             lambda: AsyncRolloutPool.from_urls(
-                urls, control_urls=control_urls, direct=direct, **options
+                urls, control_urls=control_urls, direct=direct, name=name, **options
             )
         )
 
@@ -77,11 +83,14 @@ class RolloutPool:
         *,
         port: int = DATA_PORT,
         ttl_seconds: float = TTL_SECONDS,
-        **options: Any,
+        name: str | None = None,
+        **options: Unpack[PoolOptions],
     ) -> Self:
         """Return a pool of all addresses behind a name, such as `math-heads.train.svc`."""
         return cls(
-            lambda: AsyncRolloutPool.from_dns(host, port=port, ttl_seconds=ttl_seconds, **options)
+            lambda: AsyncRolloutPool.from_dns(
+                host, port=port, ttl_seconds=ttl_seconds, name=name, **options
+            )
         )
 
     @classmethod
@@ -92,7 +101,7 @@ class RolloutPool:
         *,
         kubeconfig: str | Path | None = None,
         context: str | None = None,
-        **options: Any,
+        **options: Unpack[PoolOptions],
     ) -> Self:
         """Return the pool of a RolloutReplica."""
         return cls(
@@ -131,15 +140,15 @@ class RolloutPool:
     @property
     def members(self) -> list[Member]:
         """Members that discovery has found; `serving` says which of them get requests."""
-        return self._thread.call(_in_loop(lambda: self.asynchronous.members))
+        return self._thread.read(lambda: self.asynchronous.members)
 
     def serving(self) -> list[Member]:
         """Members that may get requests now."""
-        return self._thread.call(_in_loop(self.asynchronous.serving))
+        return self._thread.read(self.asynchronous.serving)
 
     def load(self) -> dict[str, int]:
         """Requests of this pool in flight, by member name."""
-        return self._thread.call(_in_loop(self.asynchronous.load))
+        return self._thread.read(self.asynchronous.load)
 
     def wait_serving(self, count: int = 1, *, seconds: float = 600) -> list[Member]:
         """Wait until so many members serve."""
@@ -151,20 +160,9 @@ class RolloutPool:
 
     # Generate.
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        group_id: str | None = None,
-        on_version_change: OnVersionChange = "continue",
-        **fields: Any,
-    ) -> GenerateResult:
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerateResult:
         """Sample from one prompt until every output has ended."""
-        return self._thread.call(
-            self.asynchronous.generate(
-                prompt, group_id=group_id, on_version_change=on_version_change, **fields
-            )
-        )
+        return self._thread.call(self.asynchronous.generate(prompt, **options))
 
     def generate_many(
         self,
@@ -173,7 +171,7 @@ class RolloutPool:
         concurrency: int = CONCURRENCY,
         progress: Progress | None = None,
         on_error: Literal["raise", "return"] = "raise",
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> list[Any]:
         """Sample from many prompts; `progress` is called in the pool's thread."""
         return self._thread.call(
@@ -187,32 +185,23 @@ class RolloutPool:
         )
 
     def as_completed(
-        self, prompts: Iterable[Prompt], *, concurrency: int = CONCURRENCY, **options: Any
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        concurrency: int = CONCURRENCY,
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[tuple[int, GenerateResult | RolloutError]]:
         """Yield (index, result or error) as requests end."""
         found = self.asynchronous.as_completed(prompts, concurrency=concurrency, **options)
         try:
-            while (following := self._thread.call(_next(found))) is not None:
-                yield following
+            while (each := self._thread.call(following(found))) is not None:
+                yield each
         finally:
             self._thread.call(found.aclose())
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        group_id: str | None = None,
-        on_version_change: OnVersionChange = "continue",
-        **fields: Any,
-    ) -> SyncStream:
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> SyncStream:
         """Return a stream of deltas, joined over all attempts; use it with `with`."""
-        stream = self._thread.call(
-            _in_loop(
-                lambda: self.asynchronous.stream(
-                    prompt, group_id=group_id, on_version_change=on_version_change, **fields
-                )
-            )
-        )
+        stream = self._thread.read(lambda: self.asynchronous.stream(prompt, **options))
         return SyncStream(self._thread, stream)
 
     # Steer.
@@ -239,6 +228,31 @@ class RolloutPool:
             self.asynchronous.publish_weights(version, path, seconds=seconds, progress=progress)
         )
 
+    def save_and_publish(
+        self,
+        weights: Tensors,
+        version: int,
+        folder: str | PurePath,
+        *,
+        mounted_at: str | PurePath | None = None,
+        keep: int = KEEP,
+        shard_bytes: int = SHARD_BYTES,
+        seconds: float = PUBLISH_SECONDS,
+        progress: OnProgress = lambda progress: None,
+    ) -> Published:
+        """Write a version to a shared volume, publish it, and delete versions that nobody needs.
+
+        Tensors are made in the caller's thread, which alone may have the right device.
+        """
+        pool, versions = self.asynchronous, Versions.at(folder, mounted_at, keep)
+        try:
+            identity = self._thread.call(pool._identity(version))
+        except BaseException:
+            drain_here(weights)
+            raise
+        spool_here(weights, versions.place(identity), shard_bytes)
+        return self._thread.call(pool._publish_saved(versions, identity, seconds, progress))
+
     def sleep(self, *, seconds: float = STATE_SECONDS) -> None:
         """Free the engines' memory."""
         self._thread.call(self.asynchronous.sleep(seconds=seconds))
@@ -260,39 +274,3 @@ class RolloutPool:
             yield self
         finally:
             self._thread.call(block.__aexit__(None, None, None))
-
-
-class SyncStream:
-    """A `GenerationStream` for programs without an event loop."""
-
-    def __init__(self, thread: LoopThread, stream: GenerationStream) -> None:
-        self._thread = thread
-        self._stream = stream
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.call(self._stream.close())
-
-    def __iter__(self) -> Iterator[StreamDelta]:
-        """Yield deltas; their spans count from the output's first token."""
-        deltas = self._stream.__aiter__()
-        try:
-            while (delta := self._thread.call(_next(deltas))) is not None:
-                yield delta
-        finally:
-            self._thread.call(deltas.aclose())
-
-    @property
-    def result(self) -> GenerateResult:
-        """The result: final once the iteration has ended, until then what there is so far."""
-        return self._thread.call(_in_loop(lambda: self._stream.result))
-
-
-async def _in_loop(function: Callable[[], T]) -> T:
-    return function()
-
-
-async def _next(iterator: Any) -> Any:
-    return await anext(iterator, None)

@@ -57,6 +57,7 @@ class Router:
         trouble: Returns what discovery has to complain about; empty if nothing.
         on_gone: Called with the URL of a member that had left, once the last request on it ended.
         look_seconds: How often a waiting request looks again by itself.
+        refused: Whether discovery is refused to know the members, so that waiting does not help.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class Router:
         on_gone: Callable[[str], None] = lambda url: None,
         *,
         look_seconds: float = LOOK_SECONDS,
+        refused: Callable[[], bool] = lambda: False,
     ) -> None:
         self.balancer = balancer
         self._trouble = trouble
+        self._refused = refused
         self._on_gone = on_gone
         self.leases: set[Lease] = set()
         self.closed = False
@@ -81,6 +84,11 @@ class Router:
         """Wake all who wait: one of them may get a member now who could not before."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether nobody is known and discovery may not find out who is there."""
+        return self._refused() and not self.balancer.members()
 
     @property
     def waiting_for(self) -> list[Bounds]:
@@ -122,7 +130,7 @@ class Router:
         """Return a member for one attempt, counted at once: enter `lease` with it next.
 
         Raises:
-            NoReplica: No member could take it by then.
+            NoReplica: No member could take it by then, or discovery may not know the members.
             RequestRefused: No member serves the exact weights asked for any more.
             PoolClosed: The pool was closed.
         """
@@ -138,7 +146,7 @@ class Router:
             if self.balancer.all_beyond(bounds):
                 why = f"all replicas are beyond the exact version {bounds.exact_version}"
                 raise RequestRefused(why, status=409, slug="version-not-met")
-            if now >= until:
+            if now >= until or self.hopeless:
                 why = self.reasons(bounds)
                 raise NoReplica(f"no replica could take the request in time ({why})")
             self.warn_since(began, bounds)

@@ -11,13 +11,14 @@ rise without another weights update.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from rollout_client.errors import ClusterError, EpochLost, PublishFailed, SteeringFailed
 from rollout_client.kube.access import Obj
-from rollout_client.kube.client import Kube
+from rollout_client.kube.client import Kube, Trouble, pause_before
 from rollout_worker.schemas import WeightsId, WeightsSource
 
 from .protocol import OnProgress, PoolState, Published, PublishProgress
@@ -32,8 +33,13 @@ from .replica_status import (
     wanted_state,
 )
 
-CONFLICT, INVALID = 409, 422
+logger = logging.getLogger(__name__)
+
+CONFLICT, OVERLOADED, INVALID = 409, 429, 422
 RETRY_SECONDS = 0.02
+QUICK_SECONDS = 10.0
+"""How long a mere look at the object is tried while the API server fails."""
+
 LOOK_SECONDS = 0.2
 STRAGGLER_SECONDS = 60.0
 """How long waking waits for the last replicas once one serves: broken ones are for the operator."""
@@ -63,7 +69,7 @@ class ClusterSteering:
 
     async def state(self) -> PoolState | None:
         """Return what `spec.state` asks for."""
-        return wanted_state(await self._kube.get(self._path))
+        return wanted_state(await self._kube.get(self._path, seconds=QUICK_SECONDS))
 
     # Epoch.
 
@@ -74,28 +80,35 @@ class ClusterSteering:
             EpochLost: Another trainer took it at the same time.
             ClusterError: Not allowed, or no answer.
         """
-        first = highest_epoch(await self._kube.get(self._path))
+        first: int | None = None
 
-        def change(pool: Obj) -> Obj:
-            if (held := highest_epoch(pool)) != first:
+        def change(pool: Obj, unsure: bool) -> Obj:
+            nonlocal first
+            held = highest_epoch(pool)
+            # An epoch that may be of a write of ours without an answer: the next one shuts out both.
+            if first is not None and held != first and not unsure:
                 raise EpochLost(f"another trainer took epoch {held} at the same time")
-            return {"metadata": {"annotations": {ANNOTATION_EPOCH: str(first + 1)}}}
+            first = held
+            return {"metadata": {"annotations": {ANNOTATION_EPOCH: str(held + 1)}}}
 
-        await self._swap(change, seconds)
-        self._epoch = first + 1
+        self._epoch = highest_epoch(await self._swap(change, seconds))
         return self._epoch
 
-    async def _swap(self, change: Callable[[Obj], Obj | None], seconds: float) -> Obj:
+    async def _swap(self, change: Callable[[Obj, bool], Obj | None], seconds: float) -> Obj:
         """Change the object as it is now; try again if somebody else wrote meanwhile.
 
+        Passing failures of the API server are tried again, too.
+
         Args:
-            change: Returns what to merge, None for nothing, or raises.
+            change: Gets the object, and whether a write before this one may have taken effect
+                although it failed. Returns what to merge, None for nothing, or raises.
             seconds: Deadline.
         """
-        until = time.monotonic() + seconds
+        until, attempt, unsure = time.monotonic() + seconds, 0, False
         while True:
-            pool = await self._kube.get(self._path)
-            body = change(pool)
+            left = max(0.0, until - time.monotonic())
+            pool = await self._kube.get(self._path, seconds=left)
+            body = change(pool, unsure)
             if body is None:
                 return pool
             meta = {**body.get("metadata", {})}
@@ -103,9 +116,13 @@ class ClusterSteering:
             try:
                 return await self._kube.merge(self._path, {**body, "metadata": meta})
             except ClusterError as error:
-                if error.status != CONFLICT or time.monotonic() >= until:
+                pause = RETRY_SECONDS if error.status == CONFLICT else pause_before(attempt)
+                again = error.status == CONFLICT or error.passing
+                if not again or time.monotonic() + pause > until:
                     raise
-            await asyncio.sleep(RETRY_SECONDS)
+                unsure |= error.status not in (CONFLICT, OVERLOADED)
+            await asyncio.sleep(pause)
+            attempt += 1
 
     # Weights.
 
@@ -124,7 +141,7 @@ class ClusterSteering:
         # A merge patch keeps what it does not name: the other kind of source must go.
         where: Obj = {"path": source.path, "checkpoint": None if source.path else {}}
 
-        def change(pool: Obj) -> Obj | None:
+        def change(pool: Obj, unsure: bool) -> Obj | None:
             check_epoch(pool, identity.epoch)
             if has_target(pool, identity, source):
                 return None
@@ -150,9 +167,16 @@ class ClusterSteering:
         tell: OnProgress,
         identity: WeightsId,
     ) -> Published:
-        message = "nothing was seen of the pool"
+        message, trouble = "nothing was seen of the pool", ""
+
+        def heed(error: ClusterError | None) -> None:
+            nonlocal trouble
+            if error is not None and not error.passing:
+                raise error
+            trouble = "" if error is None else f"; the API server: {error}"
+
         try:
-            async with asyncio.timeout(seconds), aclosing(self._objects()) as objects:
+            async with asyncio.timeout(seconds), aclosing(self._objects(heed)) as objects:
                 async for pool in objects:
                     found = judge(pool)
                     total = pool["spec"].get("replicas", 1)
@@ -165,19 +189,17 @@ class ClusterSteering:
                     tell(PublishProgress(found.phase, staged, total, message))
         except TimeoutError:
             why = f"weights {identity} were not committed within {seconds:.0f} s: {message}"
-            raise PublishFailed(f"{why}; the operator goes on trying") from None
+            raise PublishFailed(f"{why}{trouble}; the operator goes on trying") from None
         raise PublishFailed(message)  # pragma: no cover - the objects come for ever
 
-    async def _objects(self) -> AsyncGenerator[Obj]:
+    async def _objects(self, trouble: Trouble) -> AsyncGenerator[Obj]:
         """Yield the object now and after each change.
 
         Raises:
             SteeringFailed: It was deleted.
         """
         params = {"fieldSelector": f"metadata.name={self._name}"}
-        async with aclosing(
-            self._kube.follow(self._collection, params, lambda trouble: None)
-        ) as found:
+        async with aclosing(self._kube.follow(self._collection, params, trouble)) as found:
             async for objects in found:
                 if self._name not in objects:
                     raise SteeringFailed(f"the RolloutReplica {self._name} does not exist any more")
@@ -185,8 +207,8 @@ class ClusterSteering:
 
     # State.
 
-    async def change_state(self, state: PoolState, seconds: float) -> None:
-        """Ask for a state in spec, then wait for what the workers say.
+    async def change_state(self, state: PoolState, seconds: float) -> int:
+        """Ask for a state in spec, then wait for what the workers say; return how many serve.
 
         Raises:
             SteeringFailed: Somebody else changed the state meanwhile, or it took too long.
@@ -194,22 +216,37 @@ class ClusterSteering:
         """
         began = time.monotonic()
 
-        def change(pool: Obj) -> Obj | None:
+        def change(pool: Obj, unsure: bool) -> Obj | None:
             if self._epoch:
                 check_epoch(pool, self._epoch)
             return None if wanted_state(pool) == state else {"spec": {"state": state}}
 
         pool = await self._swap(change, seconds)
-        generation, served_since, message = pool["metadata"]["generation"], None, ""
+        generation, message = pool["metadata"]["generation"], ""
+        first_at: float | None = None
         try:
             async with asyncio.timeout(seconds - (time.monotonic() - began)):
-                while not reached(pool := await self._kube.get(self._path), state, generation):
-                    status = pool.get("status") or {}
-                    message = str(status.get("message", ""))
-                    if state == "Active" and status.get("readyReplicas", 0) > 0:
-                        served_since = served_since or time.monotonic()
-                        if time.monotonic() - served_since > STRAGGLER_SECONDS:
-                            return
+                while True:
+                    seen = await self._seen()
+                    status = {} if isinstance(seen, str) else seen.get("status") or {}
+                    message = seen if isinstance(seen, str) else str(status.get("message", ""))
+                    ready = int(status.get("readyReplicas", 0))
+                    if not isinstance(seen, str) and reached(seen, state, generation):
+                        return ready
+                    if state == "Active" and ready:
+                        first_at = first_at or time.monotonic()
+                        if time.monotonic() - first_at > STRAGGLER_SECONDS:
+                            logger.warning("not waiting for the last replicas to wake: %s", message)
+                            return ready
                     await asyncio.sleep(LOOK_SECONDS)
         except TimeoutError:
             raise SteeringFailed(f"not {state} within {seconds:g} s: {message}") from None
+
+    async def _seen(self) -> Obj | str:
+        """Return the object, or why the API server does not show it at the moment."""
+        try:
+            return await self._kube.get(self._path)
+        except ClusterError as error:
+            if not error.passing:
+                raise
+            return f"the API server: {error}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import httpx
@@ -23,12 +25,22 @@ class ControlPorts:
     Args:
         members: Returns who is there now.
         token: Bearer token, or a function that returns it.
+        ca: File with the certificates that those of https ports are checked against.
     """
 
-    def __init__(self, members: Callable[[], Sequence[Member]], token: Token) -> None:
+    def __init__(
+        self,
+        members: Callable[[], Sequence[Member]],
+        token: Token,
+        ca: str | Path | None = None,
+    ) -> None:
         self._members = members
         self._bearer = token
-        self._http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False)
+        self._http = httpx.AsyncClient(
+            verify=True if ca is None else _checked_against(ca),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
+        )
 
     @property
     def closed(self) -> bool:
@@ -90,3 +102,10 @@ class ControlPorts:
 
     async def _token(self) -> str | None:
         return self._bearer() if callable(self._bearer) else self._bearer
+
+
+def _checked_against(ca: str | Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=str(ca))
+    except OSError as error:
+        raise ValueError(f"control_ca {str(ca)!r} can't be used: {error}") from error

@@ -51,7 +51,7 @@ class DirectSteering:
         self._members = members
         self._options = options
         self._on_weights = on_weights
-        self._ports = ControlPorts(members, options.token)
+        self._ports = ControlPorts(members, options.token, options.control_ca)
         self._keeper = Keeper(self._ports, options, self._note_serving)
 
     async def close(self) -> None:
@@ -179,8 +179,8 @@ class DirectSteering:
 
     # State.
 
-    async def change_state(self, state: PoolState, seconds: float) -> None:
-        """Move all replicas that answer to a state.
+    async def change_state(self, state: PoolState, seconds: float) -> int:
+        """Move all replicas that answer to a state; return how many serve then.
 
         Raises:
             SteeringFailed: A replica refused, or others hold it, or time ran out.
@@ -200,6 +200,8 @@ class DirectSteering:
                 raise SteeringFailed(answer.detail, replica=name) from answer
             if isinstance(answer, ControlUnreachable):
                 logger.warning("%s does not answer and was left as it is: %s", name, answer)
+        moved = [name for name, answer in answers.items() if answer is None]
+        return len(moved) if state == "Active" else 0
 
 
 def _highest_epoch(state: WorkerState) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rollout_worker.schemas import (
     CommitRequest,
@@ -21,6 +22,8 @@ class DirectOptions:
 
     Attributes:
         token: Bearer token of the control ports, or a function that returns it.
+        control_ca: File with the certificates that the control ports' own are checked against, where
+            their URLs are https; default: the public ones.
         in_flight: What a commit does to running requests.
         drain_seconds: How long running requests may go on before a commit, a sleep or a pause.
         on_deadline: What happens to those that still run then.
@@ -28,6 +31,7 @@ class DirectOptions:
     """
 
     token: Token = None
+    control_ca: str | Path | None = None
     in_flight: InFlightPolicy = "Drain"
     drain_seconds: float = 30.0
     on_deadline: OnDeadline = "Abort"

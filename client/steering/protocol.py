@@ -75,8 +75,8 @@ class Steering(Protocol):
     ) -> Published:
         """Publish weights to all replicas."""
 
-    async def change_state(self, state: PoolState, seconds: float) -> None:
-        """Move all replicas to a state."""
+    async def change_state(self, state: PoolState, seconds: float) -> int:
+        """Move all replicas to a state; return how many of them serve then."""
 
     async def state(self) -> PoolState | None:
         """Return the state that was asked for last; None: not known."""

@@ -13,6 +13,10 @@ from .protocol import PoolState, Published
 
 ANNOTATION_EPOCH = "rollout.dev/trainer-epoch"
 
+STUBBORN_ATTEMPTS = 7
+"""Attempts to stage, half a minute of them with the operator's back-off, after which the trainer is
+told: bytes at a path never change, and what a network volume shows late is there by then."""
+
 
 @dataclass(frozen=True, slots=True)
 class Underway:
@@ -39,7 +43,7 @@ def published(
         seconds: Since the update was asked for.
 
     Raises:
-        PublishFailed: The operator says so.
+        PublishFailed: The operator says so, or a worker refused the bytes again and again.
         Superseded: Other weights were committed, or are on their way.
     """
     status = pool.get("status") or {}
@@ -65,6 +69,11 @@ def published(
         raise Superseded(message or f"weights {identity} were given up")
     if ours and phase == "Failed":
         raise PublishFailed(message or f"weights {identity} failed")
+    if ours and phase == "Staging" and int(last.get("attempts") or 0) >= STUBBORN_ATTEMPTS:
+        raise PublishFailed(
+            f"{message}; tried {last['attempts']} times. Publish sound weights as a higher version; "
+            "until then the operator goes on trying"
+        )
     if not ours:
         return Underway("Staging", f"waiting for the update before it: {message}")
     return Underway(phase, message or str(status.get("message", "")))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import PurePath
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rollout_client.errors import RolloutError, SteeringFailed
 from rollout_client.hooks import Hook
@@ -23,6 +24,11 @@ from .protocol import (
     Steering,
     source_of,
 )
+from .spool import SHARD_BYTES, drain, spool
+from .versions import KEEP, Versions
+
+if TYPE_CHECKING:
+    from .spool import Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +99,7 @@ class SteeringVerbs:
         began, outcome = time.monotonic(), "cancelled"
         steering = await self._steer()
         try:
-            if self.epoch is None:
-                await self.acquire()
-            assert self.epoch is not None
-            identity = WeightsId(epoch=self.epoch, version=version)
+            identity = await self._identity(version)
             done = await steering.publish(identity, source_of(path), seconds, progress)
             outcome = "ok"
         except RolloutError as error:
@@ -107,7 +110,69 @@ class SteeringVerbs:
         logger.info("%s", done.message, extra={"weights_version": version})
         if self._max_staleness is not None:
             oldest = max(0, version - self._max_staleness)
-            self.floor = WeightsId(epoch=self.epoch, version=oldest)
+            self.floor = WeightsId(epoch=identity.epoch, version=oldest)
+        return done
+
+    async def save_and_publish(
+        self,
+        weights: Tensors,
+        version: int,
+        folder: str | PurePath,
+        *,
+        mounted_at: str | PurePath | None = None,
+        keep: int = KEEP,
+        shard_bytes: int = SHARD_BYTES,
+        seconds: float = PUBLISH_SECONDS,
+        progress: OnProgress = lambda progress: None,
+    ) -> Published:
+        """Write a version to a shared volume, publish it, and delete versions that nobody needs.
+
+        The version becomes a folder `epoch-E-version-V` with a manifest; it is there whole or not at
+        all, also after a crash. Needs torch, safetensors and xxhash. A stream of tensors is always
+        taken to its end, also if this fails: other ranks wait in it.
+
+        Args:
+            weights: A model, its state dict, or a plain or asynchronous generator of (name, tensor),
+                with the names, shapes and dtypes of the model's checkpoint.
+            version: As of `publish_weights`.
+            folder: Where this process writes versions.
+            mounted_at: The same folder as the workers see it: absolute, or relative to the weights'
+                claim; None: as here.
+            keep: How many committed versions stay, at least the one that serves.
+            shard_bytes: Size of the files, and of what is held in memory.
+            seconds: Deadline for publishing; writing takes as long as it takes.
+            progress: Called with how far publishing is.
+
+        Raises:
+            OSError: It can't be written; FileExistsError: it was written before.
+            ValueError: A name came twice, or there was no tensor.
+            PublishError, EpochLost: See `publish_weights`.
+        """
+        versions = Versions.at(folder, mounted_at, keep)
+        try:
+            identity = await self._identity(version)
+        except BaseException:
+            await drain(weights)
+            raise
+        await spool(weights, versions.place(identity), shard_bytes)
+        return await self._publish_saved(versions, identity, seconds, progress)
+
+    async def _identity(self, version: int) -> WeightsId:
+        """Return the identity of a version of this trainer, which takes an epoch if it has none."""
+        if self.epoch is None:
+            await self.acquire()
+        assert self.epoch is not None
+        return WeightsId(epoch=self.epoch, version=version)
+
+    async def _publish_saved(
+        self, versions: Versions, identity: WeightsId, seconds: float, progress: OnProgress
+    ) -> Published:
+        """Publish what was written, then delete what nobody needs any more."""
+        path = versions.seen(identity)
+        done = await self.publish_weights(
+            identity.version, path, seconds=seconds, progress=progress
+        )
+        await asyncio.to_thread(versions.prune, done.identity)
         return done
 
     async def sleep(self, *, seconds: float = STATE_SECONDS) -> None:
@@ -120,16 +185,27 @@ class SteeringVerbs:
         await self._change_state("Asleep", seconds)
 
     async def wake(self, *, seconds: float = STATE_SECONDS) -> None:
-        """Undo `sleep` or `pause` and return once the replicas serve. Raises what `sleep` raises."""
-        await self._change_state("Active", seconds)
+        """Undo `sleep` or `pause` and return once the replicas serve requests of this pool.
+
+        A replica that comes back more than a minute after the first one is left to the operator.
+        Raises what `sleep` raises.
+        """
+        began = time.monotonic()
+        count = await self._change_state("Active", seconds)
+        await self._expect_serving(count, max(0.0, seconds - (time.monotonic() - began)))
 
     async def pause(self, *, seconds: float = STATE_SECONDS) -> None:
         """Stop generating but keep the memory. Raises what `sleep` raises."""
         await self._change_state("Paused", seconds)
 
-    async def _change_state(self, state: PoolState, seconds: float) -> None:
-        await (await self._steer()).change_state(state, seconds)
+    async def _change_state(self, state: PoolState, seconds: float) -> int:
+        count = await (await self._steer()).change_state(state, seconds)
         logger.info("the pool is %s", state)
+        return count
+
+    async def _expect_serving(self, count: int, seconds: float) -> None:
+        """Return once so many replicas, which woke, get requests of this pool."""
+        raise NotImplementedError
 
     @asynccontextmanager
     async def generating(self, *, seconds: float = STATE_SECONDS) -> AsyncIterator[Self]:

@@ -8,7 +8,7 @@ One step:
 3. two minibatches of the clipped policy gradient (PPO, arXiv:1707.06347); each token is weighted by
    min(pi_trainer / pi_rollout, 2), because the policy that learns is not quite the one that was
    sampled from (truncated importance sampling);
-4. safetensors to the shared volume, `publish_weights`, next step.
+4. `save_and_publish` to the shared volume, next step.
 
 Every token says which weights sampled it. The trainer recomputes its logprob with those weights: the
 two must agree to 1e-3 unless KV of older weights was reused. *Raw* logprobs must differ, or the
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,14 +27,12 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollout_client import RolloutPool
-from rollout_worker.sources.files import write_manifest
 
-GROUP, TEMPERATURE, KEPT_VERSIONS, DEADLINE = 8, 0.8, 4, 300.0
+GROUP, TEMPERATURE, KEPT_VERSIONS, KEPT_FOLDERS, DEADLINE = 8, 0.8, 4, 3, 300.0
 CLIP_LOW, CLIP_HIGH, TRUNCATE, TOLERANCE = 0.2, 0.28, 2.0, 1e-3
 Identity = tuple[int, int]
 
@@ -152,16 +149,6 @@ class Policy:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
 
-    def save(self, folder: Path) -> None:
-        """Write a version where the workers read it, the manifest last."""
-        folder.mkdir(parents=True)
-        state = {name: value.contiguous() for name, value in self.model.state_dict().items()}
-        if self.model.config.tie_word_embeddings:
-            state.pop("lm_head.weight", None)
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "model.safetensors").chmod(0o644)
-        write_manifest(folder)
-
 
 class Publisher:
     """Publishes one version after another to the pool, in an epoch of its own.
@@ -177,8 +164,7 @@ class Publisher:
         self.pool, self.policy = pool, policy
         self.epoch, self.version = pool.acquire(), 0
         self.committed: Identity = (0, 0)
-        self.folder, self.mount = (where / f"epoch-{self.epoch}" for where in (weights, mount))
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder, self.mount = weights, mount
 
     @property
     def identity(self) -> Identity:
@@ -188,14 +174,12 @@ class Publisher:
     def publish(self) -> None:
         """Publish the current policy; return once it is committed."""
         self.version += 1
-        self.policy.save(self.folder / str(self.version))
         self.policy.remember(self.identity)
-        self.pool.publish_weights(self.version, str(self.mount / str(self.version)))
+        # A few more than serve: for workers that restart meanwhile.
+        self.pool.save_and_publish(
+            self.policy.model, self.version, self.folder, mounted_at=self.mount, keep=KEPT_FOLDERS
+        )
         self.committed = self.identity
-        # Keep bytes until a later version is committed, and a while longer for workers that restart.
-        for folder in self.folder.iterdir():
-            if int(folder.name) < self.version - 2:
-                shutil.rmtree(folder)
 
 
 def advantages(rewards: Tensor) -> Tensor:

@@ -49,7 +49,8 @@ def crd_template() -> str:
         raise SystemExit("the CRD contains '{{', which Helm would take for a template")
     name = next(line for line in text.splitlines(keepends=True) if line.startswith("  name: "))
     body = text.replace(name, name + KEEP, 1)
-    return "{{- if .Values.crds.install }}\n" + body + "{{- end }}\n"
+    condition = "and .Values.crds.install (not .Values.rbac.namespaced)"
+    return f"{{{{- if {condition} }}}}\n" + body + "{{- end }}\n"
 
 
 def outputs() -> dict[Path, str]:

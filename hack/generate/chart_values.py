@@ -47,8 +47,16 @@ def items(meaning: str, item: Schema) -> Schema:
 
 
 def group(meaning: str = "", /, **properties: Schema) -> Schema:
-    """Return a closed object: an unknown key is refused by name."""
-    out: Schema = {"type": "object", "additionalProperties": False, "properties": properties}
+    """Return a closed object: an unknown key is refused by name.
+
+    All its keys are required: values.yaml has them, and who sets one to null would remove it.
+    """
+    out: Schema = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        "required": list(properties),
+    }
     return out | {"description": meaning} if meaning else out
 
 
@@ -78,9 +86,16 @@ def _engine(title: str, image: str) -> Schema:
             "own take precedence."
         },
         env=items(
-            "Environment of the worker container, as in a pod spec.", plain(structural(EnvVar))
+            "Environment of the worker container, as in a pod spec; `ROLLOUT_*` is the operator's.",
+            _environment(),
         ),
     )
+
+
+def _environment() -> Schema:
+    schema = plain(structural(EnvVar))
+    schema["properties"]["name"]["not"] = {"pattern": "^ROLLOUT_"}
+    return schema
 
 
 def _pull_policy() -> Schema:
@@ -102,6 +117,10 @@ def _metrics() -> Schema:
                 "Create a PrometheusRule with the alerts; needs the Prometheus Operator."
             ),
             labels=labels,
+            runbookUrl=text(
+                "Where docs/runbook.md is published; each alert's runbook_url leads to a section of it.",
+                minLength=1,
+            ),
         ),
         dashboards=group(
             enabled=switch("Create a ConfigMap with the Grafana dashboards."),
@@ -115,6 +134,7 @@ def _image() -> dict[str, Schema]:
         "image": group(
             repository=text("Operator image.", minLength=1),
             tag=text("Image tag; if empty, the chart's appVersion."),
+            digest=text("Image digest, instead of the tag.", pattern="^(sha256:[0-9a-f]{64})?$"),
             pullPolicy=_pull_policy(),
         ),
         "imagePullSecrets": items(
@@ -142,9 +162,16 @@ def _scope() -> dict[str, Schema]:
     namespaces = {"type": "string", "pattern": LABEL}
     return {
         "watchNamespaces": items(
-            "Namespaces whose RolloutReplicas the operator runs; if empty, all. Listed namespaces "
-            "get a Role each instead of one ClusterRole.",
+            "Namespaces whose RolloutReplicas the operator runs; if empty, all, or with rbac.namespaced "
+            "the release's own. Listed namespaces get a Role each instead of one ClusterRole.",
             namespaces,
+        ),
+        "rbac": group(
+            namespaced=switch(
+                "Create nothing cluster-wide: no CRD, admission policy, ClusterRole or "
+                "ClusterRoleBinding, and Roles instead of the ClusterRoles for people. What a cluster "
+                "admin does first is said above."
+            )
         ),
         "workers": group(
             namespaces=items(
@@ -176,9 +203,20 @@ def _rights() -> dict[str, Schema]:
         ),
         "admissionPolicy": group(
             enabled=switch(
-                "Require a separate permission to change spec.weights, spec.state and the rest of "
-                "spec; if false, anyone who may update an object may change all of it."
+                "Require a separate permission to change spec.weights.target, spec.state and the rest of "
+                "the object; if false, anyone who may update an object may change all of it."
             )
+        ),
+        "networkPolicy": group(
+            enabled=switch(
+                "Create a NetworkPolicy in each namespace with workers: everybody reaches their data "
+                "port, only the operator and networkPolicy.controlFrom their control port."
+            ),
+            controlFrom=items(
+                "Peers of a NetworkPolicy that may reach control ports too, such as trainers that stage "
+                "weights themselves.",
+                {"type": "object"},
+            ),
         ),
         "serviceAccount": group(
             create=switch("Create the operator's service account."),
@@ -198,13 +236,32 @@ def _operator() -> dict[str, Schema]:
         "extraArgs": items(
             "Additional operator flags, see `rollout-operator run --help`.", {"type": "string"}
         ),
+        "extraEnv": items(
+            "Additional environment of the operator's container, as in a pod spec.",
+            {"type": "object"},
+        ),
+        "podDisruptionBudget": group(
+            enabled=switch("Create a PodDisruptionBudget for the operator's pods."),
+            maxUnavailable={
+                "type": ["integer", "string"],
+                "description": "How many of them may be evicted at a time, or which part of them.",
+                "minimum": 0,
+                "pattern": "^[0-9]+%$",
+            },
+        ),
+        "service": group(annotations=strings("Annotations of the metrics Service.")),
         "resources": open_object("Compute resources of the operator's container."),
         "podSecurityContext": open_object("Security context of the operator's pods."),
         "securityContext": open_object("Security context of the operator's container."),
         "podAnnotations": strings("Additional annotations for the operator's pods."),
+        "podLabels": strings("Additional labels for the operator's pods."),
         "nodeSelector": strings("Labels that the operator's node must have."),
         "tolerations": items("Tolerations of the operator's pods.", {"type": "object"}),
         "affinity": open_object("Affinity of the operator's pods."),
+        "topologySpreadConstraints": items(
+            "How the operator's pods are spread; if empty, over the nodes if possible.",
+            {"type": "object"},
+        ),
         "priorityClassName": text("PriorityClass of the operator's pods."),
     }
 
@@ -256,14 +313,19 @@ if you want them, PodMonitors, alerts and dashboards. Needs Helm 3.17 or 4, Kube
 
 - `helm uninstall` keeps the CRD, its objects, running workers and the service account they run as
   (to remove everything, set `crds.keep=false` first). A later install under the same release name and
-  namespace takes them over; to install under another name, set `crds.install=false`.
+  namespace takes them over. One under another name leaves them as they are and uses them: set `crds.install=false`
+  then, or let helm hand them over with `--take-ownership`.
+- With `rbac.namespaced=true` nothing cluster-wide is created. A cluster admin has applied `operator/crd.yaml` and, for each
+  namespace with workers, run `kubectl create clusterrolebinding rollout-worker-NAMESPACE
+  --clusterrole=system:auth-delegator --serviceaccount=NAMESPACE:rollout-worker`, since workers review the tokens of their
+  callers. Who installs must hold the rights that the Roles hand out, or may `escalate` and `bind` roles.
 - An upgrade also upgrades the CRD. CRD changes only add fields.
 - A change to `engines.*` replaces no running pod; it applies to pods created afterwards
   (docs/decisions/002 says why, and how to roll a pool at once).
-- With the admission policy, permission to `update` a RolloutReplica is not enough: each part of the
-  spec also needs `update` on `rolloutreplicas/weights`, `rolloutreplicas/state` or
-  `rolloutreplicas/spec`. `rollout-trainer` has the first two: a trainer changes weights and state and
-  nothing else. `kubectl scale` needs `rolloutreplicas/scale`, which `rollout-editor` has.
+- With the admission policy, permission to `update` a RolloutReplica is not enough: `spec.weights.target` and the
+  annotation `rollout.dev/trainer-epoch` also need `update` on `rolloutreplicas/weights`, `spec.state` on
+  `rolloutreplicas/state`, and anything else, all other metadata with it, on `rolloutreplicas/spec`. `rollout-trainer` has
+  the first two. `kubectl scale` needs `rolloutreplicas/scale`, which `rollout-editor` has.
 
 ## Values
 

@@ -54,9 +54,10 @@ def version_of(which: str) -> tuple[str, str]:
 POOLS = (
     Panel(
         "Replicas",
-        "Replicas that exist, that serve and that are asleep.",
+        "Replicas that are desired, that exist, that serve and that are asleep.",
         "short",
         (
+            (f"rollout_pool_replicas_desired{{{POOL}}}", "{{pool}} desired"),
             (f"rollout_pool_replicas{{{POOL}}}", "{{pool}} total"),
             (f"rollout_pool_replicas_ready{{{POOL}}}", "{{pool}} serving"),
             (f"rollout_pool_replicas_asleep{{{POOL}}}", "{{pool}} asleep"),
@@ -84,6 +85,23 @@ POOLS = (
         "Increases when another trainer takes over.",
         "short",
         ((f'rollout_pool_weights_epoch{{{POOL},which="committed"}}', "{{pool}}"),),
+    ),
+    Panel(
+        "Weights updates",
+        "From the start of an update to its outcome, over the whole pool.",
+        "s",
+        quantiles("rollout_pool_weights_update_seconds", POOL, "pool, outcome"),
+    ),
+    Panel(
+        "Updates by outcome",
+        "In the last hour.",
+        "short",
+        (
+            (
+                f"sum by (pool, outcome) (increase(rollout_pool_weights_update_seconds_count{{{POOL}}}[1h]))",
+                "{{pool}} {{outcome}}",
+            ),
+        ),
     ),
     Panel(
         "Replica restarts",
@@ -121,6 +139,12 @@ POOLS = (
         (summed("rollout_worker_requests_total", "pool, stop_reason"),),
     ),
     Panel(
+        "Refused requests",
+        "Per second, by reason: 409, 429 and 503, which callers try again, and what is wrong with them.",
+        "reqps",
+        (summed("rollout_worker_refused_total", "pool, reason"),),
+    ),
+    Panel(
         "Requests",
         "Running and queued.",
         "short",
@@ -142,8 +166,14 @@ POOLS = (
         quantiles("rollout_worker_time_to_first_token_seconds", POOL, "pool"),
     ),
     Panel(
-        "Weights update",
-        "Duration of each phase on a worker.",
+        "Time between tokens",
+        "Of one output; the mean where several tokens arrive together.",
+        "s",
+        quantiles("rollout_worker_inter_token_seconds", POOL, "pool"),
+    ),
+    Panel(
+        "Weights update of a worker",
+        "Duration of each phase.",
         "s",
         quantiles("rollout_worker_weights_update_seconds", POOL, "phase"),
     ),

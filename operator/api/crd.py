@@ -120,6 +120,8 @@ def _set_default(out: Schema, merged: Schema) -> None:
     """Keep a default only if the API server should fill it in; else describe it."""
     default = out.pop("default", None)
     if merged.get(API_DEFAULT):
+        if isinstance(default, Mapping):  # of an object, only what its fields would be filled with
+            default = {k: v for k, v in default.items() if "default" in out["properties"][k]}
         out["default"] = default
     elif isinstance(default, str | int) and default != "" and not isinstance(default, bool):
         out["description"] = f"{out['description']} Default: {default}."

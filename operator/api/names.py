@@ -38,10 +38,15 @@ ANNOTATION_RESTARTS = f"{GROUP}/restarts"
 GATE_SERVING = f"{GROUP}/serving"
 """Readiness gate of head pods: the engine is awake and at or above the committed weights."""
 
+PROVEN = f"{GROUP}/proven"
+"""Condition of head pods: the worker has once done what its pool asks for, and since when. A replica
+that fails long after it counts its failures from zero."""
+
 WORKER_CONTAINER = "worker"
 
 MODEL_MOUNT = "/rollout/model"
 WEIGHTS_MOUNT = "/rollout/weights"
+SPILL_MOUNT = "/rollout/spill"
 
 MAX_NAME = 50
 """Longest name of a RolloutReplica: `<name>-<replica ≤ 9998>-<rank ≤ 998>` stays ≤ 63 and the
@@ -91,6 +96,16 @@ def pool_labels(pool: str) -> dict[str, str]:
         LABEL_MANAGED_BY: MANAGER,
         LABEL_INSTANCE: pool,
         LABEL_POOL: pool,
+    }
+
+
+def worker_labels(pool: str, replica: int, rank: int) -> dict[str, str]:
+    """Labels by which a pod of a pool is found; its revision is another matter."""
+    return {
+        **pool_labels(pool),
+        LABEL_REPLICA: str(replica),
+        LABEL_RANK: str(rank),
+        LABEL_ROLE: ROLE_HEAD if rank == 0 else ROLE_MEMBER,
     }
 
 

@@ -29,9 +29,13 @@ def _v1(spec: RolloutReplicaSpec) -> dict[str, Any]:
             "resources",
             "serviceAccountName",
             "podTemplate",
+            "worker",
         )
         if name in body
     }
+    spill = body.get("sleep", {}).get("spill")
+    if spill:
+        picked["sleep"] = {"spill": spill}
     volume = body.get("weights", {}).get("volume")
     if volume:
         picked["weights"] = {"volume": volume}

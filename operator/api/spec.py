@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -34,6 +34,7 @@ from .spec_weights import (
     Weights,
     WeightsTarget,
 )
+from .spec_worker import Sleep, Spill, WorkerProcess
 
 __all__ = [
     "Claim",
@@ -50,11 +51,14 @@ __all__ = [
     "Resources",
     "RestartPolicy",
     "RolloutReplicaSpec",
+    "Sleep",
+    "Spill",
     "State",
     "Strategy",
     "UpdateStrategy",
     "Weights",
     "WeightsTarget",
+    "WorkerProcess",
     "parse_spec",
 ]
 
@@ -75,16 +79,6 @@ class State(StrEnum):
     ACTIVE = "Active"
     PAUSED = "Paused"
     ASLEEP = "Asleep"
-
-
-class Sleep(ApiModel):
-    """How an engine sleeps."""
-
-    level: Literal[1, 2] = Field(
-        default=1,
-        description="1: a copy of the weights is kept and restored on wake. 2: the weights are dropped "
-        "and reloaded from their source on wake.",
-    )
 
 
 _WORLD = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.data)"
@@ -137,6 +131,14 @@ class RolloutReplicaSpec(ApiModel):
             "spec.accelerator and spec.parallelism; remove it",
             path=".resources",
         ),
+        cel(
+            "!has(self.resources) || !has(self.resources.claims) || self.resources.claims.all(c, "
+            "has(self.podTemplate) && has(self.podTemplate.resourceClaims) && "
+            "self.podTemplate.resourceClaims.exists(p, p.name == c.name))",
+            "every entry of spec.resources.claims needs a claim of the same name: add it to "
+            "spec.podTemplate.resourceClaims",
+            path=".resources.claims",
+        ),
     )
 
     replicas: int = Field(
@@ -179,8 +181,12 @@ class RolloutReplicaSpec(ApiModel):
         default=Resources(),
         description="Compute resources of the worker container, excluding the accelerator.",
     )
+    # A default of the API server: a trainer's first target must not seem to bring the strategy too,
+    # which the admission policy would refuse.
     weights: Weights = Field(
-        default=Weights(), description="Which weights the pool serves, and how it updates them."
+        default=Weights(),
+        description="Which weights the pool serves, and how it updates them.",
+        json_schema_extra=api_default(),
     )
     update_strategy: UpdateStrategy = Field(
         default=UpdateStrategy(), description="Rolling update of pods."
@@ -194,6 +200,10 @@ class RolloutReplicaSpec(ApiModel):
         le=86400,
         description="Time that running requests get to finish before sleep, update or deletion. The "
         "pod's termination grace period is 15 seconds longer.",
+    )
+    worker: WorkerProcess = Field(
+        default=WorkerProcess(),
+        description="Settings of the worker processes; changing them replaces the pods.",
     )
     service_account_name: Dns1123 = Field(
         default="rollout-worker", description="Service account of the pods."

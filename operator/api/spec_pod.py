@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -11,13 +11,11 @@ from .names import GROUP, LABEL_INSTANCE, LABEL_MANAGED_BY, LABEL_NAME
 from .schema import (
     ATOMIC_LIST,
     ATOMIC_MAP,
-    INT32_MAX,
     OPEN_OBJECT,
     SUB_PATH_MEANING,
     ApiModel,
     Dns1123,
     Dns1123Label,
-    Key,
     Quantity,
     SubPath,
     cel,
@@ -25,15 +23,21 @@ from .schema import (
     map_list,
     rules,
 )
-
-LabelValue = Annotated[
-    str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
-]
-OpenObject = Mapping[str, Any]
+from .spec_containers import InitContainer, OpenObject, PodClaim, Sidecar, WorkerContainer
+from .spec_scheduling import LabelValue, Toleration, TopologySpread
 
 OPERATOR_LABELS = (LABEL_NAME, LABEL_INSTANCE, LABEL_MANAGED_BY)
 RESERVED_VOLUMES = "rollout-"
 """Prefix of the operator's own volumes."""
+
+
+class ClaimUse(ApiModel):
+    """A ResourceClaim that the worker container uses."""
+
+    name: Dns1123Label = Field(description="Name of an entry in spec.podTemplate.resourceClaims.")
+    request: Dns1123Label | None = Field(
+        default=None, description="One request of that claim; if unset, all of them."
+    )
 
 
 class Resources(ApiModel):
@@ -56,58 +60,11 @@ class Resources(ApiModel):
         max_length=32,
         description="Maximum amounts that the container may use.",
     )
-
-
-class Toleration(ApiModel):
-    """A taint that the pods tolerate."""
-
-    key: Annotated[str, Field(max_length=316)] | None = Field(
-        default=None, description="Taint key; if unset, every key (with operator Exists)."
-    )
-    operator: Literal["Exists", "Equal"] | None = Field(
-        default=None, description="How the value is compared; defaults to Equal."
-    )
-    value: LabelValue | None = Field(default=None, description="Taint value, for Equal.")
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
-        default=None, description="Taint effect; if unset, every effect."
-    )
-    toleration_seconds: int | None = Field(
-        default=None,
-        ge=0,
-        le=INT32_MAX,
-        description="How long a NoExecute taint is tolerated; if unset, forever.",
-    )
-
-
-class TopologySpread(ApiModel):
-    """How pods are spread across a topology."""
-
-    max_skew: int = Field(
-        ge=1, le=INT32_MAX, description="Maximum difference in pod count between domains."
-    )
-    topology_key: Annotated[str, Field(min_length=1, max_length=316)] = Field(
-        description="Node label that defines the domains."
-    )
-    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"] = Field(
-        description="What the scheduler does when it can't meet the skew."
-    )
-    label_selector: OpenObject | None = Field(
-        default=None, description="Pods that are counted.", json_schema_extra=OPEN_OBJECT
-    )
-    match_label_keys: tuple[Key, ...] = Field(
+    claims: tuple[ClaimUse, ...] = Field(
         default=(),
         max_length=16,
-        description="Pod labels whose values must also match.",
-        json_schema_extra=ATOMIC_LIST,
-    )
-    min_domains: int | None = Field(
-        default=None, ge=1, le=INT32_MAX, description="Minimum number of domains."
-    )
-    node_affinity_policy: Literal["Honor", "Ignore"] | None = Field(
-        default=None, description="Whether node affinity decides which nodes count."
-    )
-    node_taints_policy: Literal["Honor", "Ignore"] | None = Field(
-        default=None, description="Whether taints decide which nodes count."
+        description="ResourceClaims (DRA) whose devices the container uses.",
+        json_schema_extra=map_list("name"),
     )
 
 
@@ -186,7 +143,13 @@ class PodTemplate(ApiModel):
             "every entry of volumeMounts needs a volume of the same name: add it to "
             "spec.podTemplate.volumes",
             path=".volumeMounts",
-        )
+        ),
+        cel(
+            "!has(self.sidecars) || !has(self.initContainers) || self.sidecars.all(s, "
+            "!self.initContainers.exists(i, i.name == s.name))",
+            "spec.podTemplate.sidecars and initContainers share their names: rename one container",
+            path=".sidecars",
+        ),
     )
 
     labels: Mapping[str, LabelValue] = Field(
@@ -258,4 +221,39 @@ class PodTemplate(ApiModel):
         default=None,
         description="Security context of the pods, as in a pod spec; if unset, the operator's.",
         json_schema_extra=OPEN_OBJECT,
+    )
+    init_containers: tuple[InitContainer, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Containers that end before the worker starts, as in a pod spec. They may mount the "
+        "operator's volumes: rollout-tmp, rollout-spill, rollout-model, rollout-weights.",
+        json_schema_extra=map_list("name"),
+    )
+    sidecars: tuple[Sidecar, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Containers that run beside the worker, as in a pod spec; they end after it.",
+        json_schema_extra=map_list("name"),
+    )
+    container: WorkerContainer = Field(
+        default=WorkerContainer(), description="The worker's own container."
+    )
+    resource_claims: tuple[PodClaim, ...] = Field(
+        default=(),
+        max_length=16,
+        description="ResourceClaims (DRA) of the pods; spec.resources.claims says which the worker uses.",
+        json_schema_extra=map_list("name"),
+    )
+    host_network: bool | None = Field(
+        default=None,
+        description="If true, the pods use the node's network: one pod a node, as ports 8000 and 8001 "
+        "are the node's.",
+    )
+    host_ipc: bool | None = Field(
+        default=None,
+        alias="hostIPC",
+        description="If true, the pods use the node's IPC namespace.",
+    )
+    share_process_namespace: bool | None = Field(
+        default=None, description="If true, the containers of a pod see each other's processes."
     )

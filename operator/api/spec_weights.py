@@ -165,7 +165,8 @@ class Weights(ApiModel):
         default=600,
         ge=1,
         le=86400,
-        description="Time limit for one update; past it, status says so and retries continue.",
+        description="Time limit for staging, and anew for committing; past it, status says so and "
+        "retries continue.",
     )
 
 

@@ -22,6 +22,7 @@ from .schema import (
     ShortMessage,
     Timestamp,
     TimestampSeconds,
+    field_path,
     map_list,
     without,
 )
@@ -102,8 +103,19 @@ class LastUpdate(StatusId):
     )
     phase: UpdatePhase = Field(description="Phase of the update.")
     attempts: Count = Field(default=0, description="Number of attempts.")
-    started_at: Timestamp | None = Field(default=None, description="When staging began.")
+    started_at: Timestamp | None = Field(
+        default=None, description="When staging began; its deadline counts from here."
+    )
     completed_at: Timestamp | None = Field(default=None, description="When it ended.")
+    commit_started_at: Timestamp | None = Field(
+        default=None,
+        description="When committing began: from then on workers may have the new weights. Its "
+        "deadline counts from here.",
+    )
+    root_hash: Annotated[str, Field(max_length=128)] | None = Field(
+        default=None,
+        description="Hash of the content that is committed; no worker commits any other.",
+    )
     message: Message = Field(default="", description="One sentence on its progress.")
 
 
@@ -157,6 +169,13 @@ class LastError(ApiModel):
 
     time: Timestamp = Field(description="When it was observed.")
     message: Message = Field(description="What went wrong and where.")
+
+
+class Replacement(ApiModel):
+    """A replica whose failed pods are deleted and whose new pods are not all there yet."""
+
+    replica: Count = Field(description="Index of the replica.")
+    restarts: Count = Field(description="Failures in a row, to be noted on the new pods.")
 
 
 class PoolCondition(ApiModel):
@@ -214,6 +233,12 @@ class RolloutReplicaStatus(ApiModel):
     restarts: Count = Field(
         default=0, description="Restarts of replicas since the pool was created."
     )
+    replacing: tuple[Replacement, ...] = Field(
+        default=(),
+        max_length=9999,
+        description="Failed replicas between their old pods and their new ones.",
+        json_schema_extra=ATOMIC_LIST,
+    )
     last_errors: tuple[LastError, ...] = Field(
         default=(),
         max_length=MAX_ERRORS,
@@ -236,17 +261,27 @@ class RolloutReplicaStatus(ApiModel):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def parse_status(obj: Mapping[str, Any]) -> RolloutReplicaStatus:
+def parse_status(obj: Mapping[str, Any]) -> tuple[RolloutReplicaStatus, str | None]:
     """Read the status of a stored RolloutReplica (the whole object).
 
     Never fails: a field that another version of the operator wrote and this one does not
     understand is left out, the rest is kept.
+
+    Returns:
+        The status, and a sentence on what could not be read; None: all was.
     """
     document = dict(obj.get("status") or {})
+    why: str | None = None
     while True:
         try:
-            return RolloutReplicaStatus.model_validate(document)
+            return RolloutReplicaStatus.model_validate(document), why
         except ValidationError as error:
+            first = error.errors()[0]
+            why = why or (
+                f"{field_path(('status', *first['loc']))} was written by another version of the "
+                f"operator and can't be read ({first['msg']}): upgrade this one; until then it "
+                "leaves the pool as it is"
+            )
             faults = {e["loc"][:-1] if e["type"] == "missing" else e["loc"] for e in error.errors()}
             # From the back, so that indices of list items stay right.
             for location in sorted(faults, key=lambda loc: [str(p).zfill(4) for p in loc])[::-1]:

@@ -57,6 +57,10 @@ class Expectations:
         """Expect the watch to show the object terminating or gone."""
         self._add("delete", key, resource, name, uid)
 
+    def forget_delete(self, uid: str) -> None:
+        """Expect the delete no more: it failed, or there was nothing to delete."""
+        self._remove(("delete", uid))
+
     def observe(self, resource: ResourceName, event: str | None, obj: Obj) -> Key | None:
         """Take a watch event: it fulfils what was expected of this object.
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 from rollout_operator.api.spec import RolloutReplicaSpec, State
 from rollout_operator.api.status import RolloutReplicaStatus
 
-from .findings import View
 from .gangs import gangs_of, plan_pods
 from .heads import Head
 from .members import MemberPlanner
-from .plan import CallWorker, Plan, SetGate, Wait
+from .plan import CallWorker, Plan, SetGate, Verb, Wait
 from .report import build_status
 from .updates.decide import plan_weights
-from .updates.weights_plan import target_of
+from .updates.weights_plan import WeightsPlan, target_of
+from .view import View
 from .world import Observed
+
+KUBELET_SECONDS = 30.0
+"""How long a pod whose gate is on may take to be Ready before something is wrong with it."""
+
+CONTROL_VERBS = (Verb.REQUIRE, Verb.PAUSE, Verb.RESUME, Verb.SLEEP, Verb.WAKE)
 
 
 def decide(
@@ -30,7 +35,8 @@ def decide(
     wait = Wait()
     heads = _heads(spec, seen)
     weights = plan_weights(spec, seen, stored.weights, heads, now, wait)
-    pods = plan_pods(spec, seen, now, _healthy(spec, heads), wait)
+    settling = _settling(heads, weights, now, wait)
+    pods = plan_pods(spec, seen, now, _healthy(spec, heads), wait, settling)
     leaving = {d.uid for d in pods.delete}
     planner = MemberPlanner(spec, seen, weights, now, wait)
     calls: list[CallWorker] = []
@@ -41,7 +47,16 @@ def decide(
         if head.pod.uid not in leaving:
             calls += planner.calls(head)
     gates += _gates_of_leavers(seen, heads, leaving)
-    view = View(spec, seen, gangs_of(spec, seen), heads, pods, weights, target_of(spec).identity)
+    view = View(
+        spec,
+        seen,
+        gangs_of(spec, seen),
+        heads,
+        pods,
+        weights,
+        target_of(spec).identity,
+        was_at_rest=_was_at_rest(spec, stored),
+    )
     status = build_status(view, stored, now)
     return Plan(
         status=status,
@@ -66,24 +81,54 @@ def _heads(spec: RolloutReplicaSpec, seen: Observed) -> dict[str, Head]:
     return {pod.uid: Head(pod, seen.worker(pod)) for pod in wanted}
 
 
+def _was_at_rest(spec: RolloutReplicaSpec, stored: RolloutReplicaStatus) -> bool:
+    last = stored.last_transition
+    return last is not None and last.to == spec.state.value and last.completed_at is not None
+
+
 def _healthy(spec: RolloutReplicaSpec, heads: dict[str, Head]) -> frozenset[int]:
-    """Replicas whose head does what spec asks for."""
-    wanted = spec.state
-    return frozenset(
-        h.pod.replica
-        for h in heads.values()
-        if (
-            h.pod.ready
-            if wanted is State.ACTIVE
-            else h.worker.state is not None and h.worker.state.lifecycle == wanted.value
-        )
-    )
+    """Replicas whose head does what spec asks for, or would if nobody else held it."""
+
+    def works(head: Head) -> bool:
+        state = head.worker.state
+        if spec.state is State.ACTIVE and head.pod.ready:
+            return True
+        if state is None:
+            return False
+        reached = spec.state is not State.ACTIVE and state.lifecycle == spec.state.value
+        return reached or (head.worker.loaded and state.held_by_others)
+
+    return frozenset(h.pod.replica for h in heads.values() if works(h))
+
+
+def _settling(
+    heads: dict[str, Head], weights: WeightsPlan, now: float, wait: Wait
+) -> frozenset[int]:
+    """Replicas on their way from state to state: nothing is wrong with them."""
+
+    def settles(head: Head) -> bool:
+        state, since = head.worker.state, head.pod.gate_since
+        if state is None or not head.worker.loaded or not head.at_least(weights.committed.identity):
+            return False
+        if any(head.worker.failures.get(verb) for verb in CONTROL_VERBS):
+            return False
+        if not (state.serving and head.pod.gate):
+            return True
+        # All that is left to do is the kubelet's.
+        left = 0.0 if since is None else since + KUBELET_SECONDS - now
+        if left > KUBELET_SECONDS + 1:  # the clock was set back: an hour may be meant by it
+            left = 0.0
+        if left > 0 and not head.pod.ready:
+            wait.at_most(left)
+        return left > 0
+
+    return frozenset(h.pod.replica for h in heads.values() if settles(h))
 
 
 def _gates_of_leavers(seen: Observed, heads: dict[str, Head], leaving: set[str]) -> list[SetGate]:
     """Take surplus heads out of the Service before they are deleted."""
     return [
-        SetGate(p.name, p.uid, False, p.gate_boot or "", "it is being deleted")
+        SetGate(p.name, p.uid, False, p.gate_boot or "", "it is being deleted", p.proven_since)
         for p in seen.pods
         if p.uid in leaving and p.uid not in heads and p.gate and not p.deleting
     ]

@@ -6,19 +6,17 @@ condition, the status message, the log and the event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rollout_operator.api.spec import RolloutReplicaSpec, State
+from rollout_operator.api.spec import State
 from rollout_operator.api.status import UpdatePhase
-from rollout_worker.schemas import Lifecycle, WeightsId
+from rollout_worker.schemas import Lifecycle
 
-from .gangs import Gang, PodPlan
 from .heads import Head
 from .plan import Verb
-from .updates.weights_plan import WeightsPlan
-from .world import Observed
+from .view import View
 
 
 class Kind(StrEnum):
@@ -37,46 +35,6 @@ class Finding:
     kind: Kind
     reason: str
     message: str
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """All that the checks may look at."""
-
-    spec: RolloutReplicaSpec
-    seen: Observed
-    gangs: Mapping[int, Gang]
-    heads: Mapping[str, Head]
-    pods: PodPlan
-    weights: WeightsPlan
-    target: WeightsId
-
-    @property
-    def wanted(self) -> int:
-        """Replicas that should run."""
-        return 0 if self.spec.suspend else self.spec.replicas
-
-    @property
-    def ready(self) -> int:
-        """Replicas whose head is Ready: it serves."""
-        return sum(h.pod.ready and h.pod.gate for h in self.heads.values())
-
-    def count(self, lifecycle: Lifecycle) -> int:
-        """Replicas whose worker says that it is in this state."""
-        return sum(
-            h.worker.state is not None and h.worker.state.lifecycle is lifecycle
-            for h in self.heads.values()
-        )
-
-    @property
-    def reached(self) -> bool:
-        """Every replica is where spec wants it."""
-        if self.spec.suspend:
-            return not self.seen.pods
-        if self.spec.state is State.ACTIVE:
-            return self.ready >= self.wanted
-        lifecycle = Lifecycle.PAUSED if self.spec.state is State.PAUSED else Lifecycle.ASLEEP
-        return self.count(lifecycle) >= self.wanted
 
 
 Check = Callable[[View], Finding | None]
@@ -103,6 +61,20 @@ def _exhausted(view: View) -> Finding | None:
 def _backing_off(view: View) -> Finding | None:
     for text in view.pods.backing_off.values():
         return Finding(Kind.DEGRADED, "BackOff", text)
+    return None
+
+
+def _unsupported(view: View) -> Finding | None:
+    if not view.weights.unsupported:
+        return None
+    return Finding(Kind.DEGRADED, "Unsupported", view.weights.failures[0])
+
+
+def _content_mismatch(view: View) -> Finding | None:
+    for uid, version in view.weights.version_for.items():
+        text = view.heads[uid].mismatch(version)
+        if text:
+            return Finding(Kind.DEGRADED, "ContentMismatch", text)
     return None
 
 
@@ -165,6 +137,8 @@ def _stalled(view: View) -> Finding | None:
     update = view.weights.update
     if view.pods.exhausted:
         return Finding(Kind.STALLED, "RestartsExhausted", next(iter(view.pods.exhausted.values())))
+    if view.weights.unsupported:
+        return Finding(Kind.STALLED, "Unsupported", view.weights.failures[0])
     if view.weights.overdue and update is not None:
         return Finding(
             Kind.STALLED,
@@ -172,6 +146,9 @@ def _stalled(view: View) -> Finding | None:
             f"weights {update.identity} did not reach every replica within "
             f"{view.spec.weights.deadline_seconds} s, retrying: {update.message}",
         )
+    if update is not None and update.phase is UpdatePhase.FAILED:
+        text = f"every replica refuses weights {update.identity}, retrying: {update.message}"
+        return Finding(Kind.STALLED, "WeightsFailed", text)
     return None
 
 
@@ -204,11 +181,10 @@ def _changing_state(view: View) -> Finding | None:
     if view.spec.suspend or view.spec.state is State.ACTIVE:
         return None
     asleep = view.spec.state is State.ASLEEP
-    there = view.count(Lifecycle.ASLEEP if asleep else Lifecycle.PAUSED)
-    if there >= view.wanted:
+    if view.reached:
         return None
     verb = "fall asleep" if asleep else "pause"
-    text = f"waiting for {view.wanted - there} of {view.wanted} workers to {verb}"
+    text = f"waiting for {view.wanted - view.at_rest} of {view.wanted} workers to {verb}"
     return Finding(Kind.PROGRESSING, "FallingAsleep" if asleep else "Pausing", text)
 
 
@@ -228,6 +204,9 @@ def _first_wait(view: View) -> str:
     for index in range(view.wanted):
         head = by_replica.get(index)
         if head is None:
+            waited = next((p.name for p in view.seen.predecessors if p.replica == index), None)
+            if waited is not None:
+                return f"pod {waited!r} of a deleted RolloutReplica of this name has yet to go"
             return f"replica {index} has no pod yet"
         if not head.pod.ready:
             between = ":" if head.pod.trouble else ""
@@ -263,6 +242,8 @@ CHECKS: tuple[Check, ...] = (
     _conflict,
     _rejected,
     _exhausted,
+    _unsupported,
+    _content_mismatch,
     _update_failed,
     _load_failed,
     _late_commit,

@@ -18,10 +18,11 @@ from .plan import CreatePod, DeletePod, Wait
 from .world import Observed, Pod
 
 HEALTHY_SECONDS = 600.0
-"""A replica that served this long before it failed counts from zero again."""
+"""A replica that failed this long after it had proven itself counts from zero again."""
 
 STUCK_SECONDS = 30.0
-"""A pod still there this long after its grace period (a dead node) is deleted with grace 0."""
+"""A pod still there this long after its grace period (a dead node, a finalizer) is deleted with grace
+0, and again each time this long after."""
 
 UNSETTLED_SECONDS = 1.0
 """How soon to look again while the watch has not shown all our writes."""
@@ -38,6 +39,8 @@ class PodPlan:
     backing_off: dict[int, str] = field(default_factory=dict)
     restarts: dict[int, int] = field(default_factory=dict)
     """Failures to note on the pods that replace these replicas."""
+    replacing: dict[int, int] = field(default_factory=dict)
+    """The same, of all replicas whose new pods are not all there yet; for status."""
     outdated: int = 0
     """Gangs at an old revision that still wait for their turn."""
 
@@ -80,6 +83,7 @@ def plan_pods(
     now: float,
     healthy: frozenset[int],
     wait: Wait,
+    settling: frozenset[int] = frozenset(),
 ) -> PodPlan:
     """Decide creations and deletions.
 
@@ -89,36 +93,66 @@ def plan_pods(
         now: wall clock, seconds.
         healthy: replicas that do what the spec asks for; the others use up `maxUnavailable`.
         wait: told when to look again.
+        settling: replicas on their way to it; not available, and no reason to replace them all.
     """
     plan = PodPlan()
     gangs = gangs_of(spec, seen)
-    for pod in seen.pods:
+    for pod in (*seen.pods, *seen.predecessors):
         if pod.owned:
             _free_the_stuck(pod, now, plan, wait)
     for gang in gangs.values():
         if spec.suspend or gang.index >= spec.replicas:
             reason = "the pool is suspended" if spec.suspend else "scaled down"
             _delete_all(gang.living, plan, reason)
+    harmless = list(plan.delete)
+    if not spec.suspend:
+        for gang in gangs.values():
+            if gang.index < spec.replicas:
+                _keep_whole(spec, seen, gang, now, plan, wait)
+        _roll(spec, gangs, healthy, settling, plan)
     if seen.unsettled:
+        # What is wrong is told all the same: it has not gone because the view is old.
         wait.at_most(UNSETTLED_SECONDS)
-    if spec.suspend or seen.unsettled:
-        return plan
-    for gang in gangs.values():
-        if gang.index < spec.replicas:
-            _keep_whole(spec, seen, gang, now, plan, wait)
-    _roll(spec, gangs, healthy, plan)
+        plan.delete, plan.create, plan.restarts = harmless, [], {}
+    plan.replacing = _replacing(spec, seen, gangs, plan)
     return plan
+
+
+def _replacing(
+    spec: RolloutReplicaSpec, seen: Observed, gangs: dict[int, Gang], plan: PodPlan
+) -> dict[int, int]:
+    """Failures of replicas between their old pods and their new ones."""
+    wanted = 0 if spec.suspend else spec.replicas
+    kept = {
+        index: count
+        for index, count in seen.restarts_of.items()
+        if index < wanted and (seen.unsettled or not gangs[index].complete)
+    }
+    return kept | plan.restarts
 
 
 def _free_the_stuck(pod: Pod, now: float, plan: PodPlan, wait: Wait) -> None:
     if pod.deletion_at is None:
         return
-    due = pod.deletion_at + STUCK_SECONDS
-    if now >= due:
-        plan.delete.append(DeletePod(pod.name, pod.uid, 0, "it outlived its grace period"))
-        wait.at_most(STUCK_SECONDS)
-    else:
-        wait.at_most(due - now)
+    left = until_forced(pod, now)
+    if left <= 0:
+        plan.delete.append(force(pod))
+    wait.at_most(left if left > 0 else STUCK_SECONDS)
+
+
+def until_forced(pod: Pod, now: float) -> float:
+    """Seconds until a terminating pod is deleted by force: first, or once more."""
+    if pod.forced_ago is not None:
+        return STUCK_SECONDS - pod.forced_ago
+    left = (pod.deletion_at or now) - now
+    if pod.grace is not None:
+        left = min(left, pod.grace - pod.witnessed)
+    return STUCK_SECONDS + left
+
+
+def force(pod: Pod) -> DeletePod:
+    """Delete a pod that terminates, without grace."""
+    return DeletePod(pod.name, pod.uid, 0, "it outlived its grace period", forced=True)
 
 
 def _delete_all(pods: Sequence[Pod], plan: PodPlan, reason: str, grace: int | None = None) -> None:
@@ -143,7 +177,7 @@ def _keep_whole(
             plan.create += [CreatePod(gang.index, r, restarts) for r in sorted(missing)]
         else:
             _delete_all(gang.living, plan, "its replica lost a pod and restarts as a whole")
-    elif not gang.pods:
+    elif not gang.pods and not any(p.replica == gang.index for p in seen.predecessors):
         restarts = seen.restarts_of.get(gang.index, 0)
         plan.create += [CreatePod(gang.index, r, restarts) for r in range(gang.size)]
 
@@ -158,7 +192,7 @@ def _replace_failed(
     wait: Wait,
 ) -> None:
     pod = failed[0]
-    count = failures(spec, seen, pod) + 1
+    count = failures(spec, seen, gang, pod) + 1
     policy = spec.restart_policy
     why = pod.trouble or f"pod {pod.name!r} ended with phase {pod.phase}"
     if policy.max_restarts is not None and count > policy.max_restarts:
@@ -167,20 +201,23 @@ def _replace_failed(
             "fix the cause, then change the spec or set a new value for rollout.dev/retry"
         )
         return
-    due = (pod.finished_at or now) + backoff(spec, count)
-    if now < due:
-        at = datetime.fromtimestamp(due, UTC).strftime("%H:%M:%S")
+    left = backoff(spec, count) - max(now - pod.ended_at, pod.witnessed)
+    if left > 0:
+        at = datetime.fromtimestamp(now + left, UTC).strftime("%H:%M:%S")
         plan.backing_off[gang.index] = f"replica {gang.index} restarts at {at} UTC: {why}"
-        wait.at_most(due - now)
+        wait.at_most(left)
         return
     plan.restarts[gang.index] = count
     _delete_all(gang.living, plan, f"its replica failed ({why})")
 
 
-def failures(spec: RolloutReplicaSpec, seen: Observed, pod: Pod) -> int:
-    """Failures of a replica before the one of `pod`; 0 after a reset."""
-    served = pod.gate and pod.gate_since is not None and pod.finished_at is not None
-    if served and (pod.finished_at or 0) - (pod.gate_since or 0) >= HEALTHY_SECONDS:
+def failures(spec: RolloutReplicaSpec, seen: Observed, gang: Gang, pod: Pod) -> int:
+    """Failures of a replica before that of its `pod`; 0 after a reset.
+
+    What the head has proven counts for all its ranks.
+    """
+    proven = [p.proven_since for p in gang.pods if p.proven_since is not None]
+    if proven and pod.ended_at - min(proven) >= HEALTHY_SECONDS:
         return 0
     if not is_current(pod.revision, spec) or pod.retry != seen.retry:
         return 0
@@ -197,7 +234,11 @@ def backoff(spec: RolloutReplicaSpec, count: int) -> float:
 
 
 def _roll(
-    spec: RolloutReplicaSpec, gangs: dict[int, Gang], healthy: frozenset[int], plan: PodPlan
+    spec: RolloutReplicaSpec,
+    gangs: dict[int, Gang],
+    healthy: frozenset[int],
+    settling: frozenset[int],
+    plan: PodPlan,
 ) -> None:
     """Delete gangs at an old revision, broken ones first, within `maxUnavailable`."""
     going = {d.name for d in plan.delete}
@@ -216,4 +257,6 @@ def _roll(
             if budget <= 0:
                 continue
             budget -= 1
+        elif gang.index in settling and budget < 0:
+            continue  # with those that are down already it would be one too many
         _delete_all(gang.living, plan, "its pod template is outdated")

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rollout_worker.schemas import Lifecycle, StagedWeights, WeightsId, WeightsSource
+from rollout_worker.schemas import Lifecycle, StagedWeights, WeightsId, WeightsSource, WorkerState
 
-from .world import Pod, Worker
+from .world import Pod, Worker, is_loaded
 
 IN_SERVICE = (Lifecycle.ACTIVE, Lifecycle.PAUSING, Lifecycle.PAUSED, Lifecycle.DRAINING)
+
+MISMATCH = "content-mismatch"
+"""The problem of a worker that finds other bytes under an identity than it was told to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """An identity and where its bytes are."""
+    """An identity, where its bytes are, and their root hash once the pool is bound to one."""
 
     identity: WeightsId
     source: WeightsSource
@@ -30,9 +33,19 @@ class Head:
 
     @property
     def boot(self) -> str | None:
-        """Id of the worker process, from its own answer or from the gate it was given."""
-        state = self.worker.state
-        return state.boot_id if state else self.pod.gate_boot
+        """Id of the worker process, from its last answer or from the gate it was given."""
+        return self.worker.last.boot_id if self.worker.last else self.pod.gate_boot
+
+    @property
+    def has(self) -> WeightsId | None:
+        """Identity of its weights as its last answer says."""
+        active = self.worker.last.weights.active if self.worker.last else None
+        return None if active is None or self.pod.finished else active.identity
+
+    @property
+    def silent(self) -> bool:
+        """Its process may live, and does not answer: nothing is known of it."""
+        return self.worker.state is None and not self.pod.finished
 
     @property
     def staged(self) -> StagedWeights | None:
@@ -43,29 +56,30 @@ class Head:
         """It serves, or would serve, with this identity or a later one."""
         return self.worker.active is not None and self.worker.active >= identity
 
+    def staged_hash(self, version: Version) -> str | None:
+        """Root hash of what it has staged from the version's source, whole; None for nothing."""
+        slot = self.staged
+        if slot is None or slot.phase != "Staged" or slot.source != version.source:
+            return None
+        return slot.root_hash if (slot.epoch, slot.version) == version.identity.as_tuple() else None
+
     def has_staged(self, version: Version) -> bool:
         """It could commit this version now, or has it already."""
-        if self.at_least(version.identity):
-            return True
-        slot = self.staged
-        return (
-            slot is not None
-            and slot.phase == "Staged"
-            and (slot.epoch, slot.version) == version.identity.as_tuple()
-            and slot.source == version.source
-        )
+        found = self.staged_hash(version)
+        there = found is not None and version.root_hash in (None, found)
+        return there or self.at_least(version.identity)
 
     def in_service(self, committed: WeightsId) -> bool:
-        """It serves, or would if the pool were not paused."""
-        state = self.worker.state
-        if state is None:
-            return self.pod.gate and self.pod.ready
-        return (
-            self.worker.loaded
-            and state.lifecycle in IN_SERVICE
-            and state.weights.required is not None
-            and self.at_least(committed)
-        )
+        """It serves, or would if the pool were not paused.
+
+        Silence proves nothing: of who is silent the last answer counts, and if this process has
+        heard none, whether it ever was in the Service.
+        """
+        if self.pod.finished:
+            return False
+        if self.worker.last is not None:
+            return _serves(self.worker.last, committed)
+        return self.pod.gate_boot is not None
 
     def failure(self, identity: WeightsId | None, *verbs: str) -> str | None:
         """What the last of these calls said if it failed; `identity`: the weights it was about."""
@@ -80,8 +94,38 @@ class Head:
             return None
         return f"{self.pod.name}: {slot.error or 'staging failed'}"
 
+    def mismatch(self, version: Version) -> str | None:
+        """How its bytes differ from those that the pool has under this identity."""
+        found, wanted = self.staged_hash(version), version.root_hash
+        if found is not None and wanted not in (None, found):
+            return (
+                f"{self.pod.name}: {MISMATCH}: it staged {version.identity} with root_hash {found}, "
+                f"the pool's is {wanted}: publish the right bytes under a higher version"
+            )
+        for verb in ("stage", "commit"):
+            failed = self.worker.failures.get(verb)
+            if failed is None or failed.about != version.identity:
+                continue
+            if failed.slug == MISMATCH or failed.message.startswith(MISMATCH):
+                return f"{self.pod.name}: {failed.message}"
+        told = self.failure(version.identity, "stage")
+        return told if told and told.startswith(f"{self.pod.name}: {MISMATCH}") else None
 
-def stage_failures(heads: Iterable[Head], identity: WeightsId) -> list[str]:
-    """Return why these heads could not stage this identity, sorted."""
-    found = (head.failure(identity, "stage") for head in heads)
-    return sorted(text for text in found if text)
+
+def _serves(state: WorkerState, committed: WeightsId) -> bool:
+    active = state.weights.active
+    return (
+        is_loaded(state)
+        and state.lifecycle in IN_SERVICE
+        and state.weights.required is not None
+        and active is not None
+        and active.identity >= committed
+    )
+
+
+def stage_failures(heads: Iterable[Head], version: Version) -> list[str]:
+    """Return why these heads could not stage this version, other bytes first."""
+    heads = list(heads)
+    odd = {h.pod.uid: text for h in heads if (text := h.mismatch(version))}
+    rest = (h.failure(version.identity, "stage") for h in heads if h.pod.uid not in odd)
+    return [*sorted(odd.values()), *sorted(text for text in rest if text)]

@@ -25,6 +25,7 @@ from rollout_worker.schemas import (
 
 from .heads import Head, Version
 from .plan import Body, CallWorker, SetGate, Verb, Wait
+from .updates.content import unsupported_by
 from .updates.weights_plan import WeightsPlan
 from .world import Observed
 
@@ -58,8 +59,8 @@ class MemberPlanner:
             self._require,
             self._sleep_or_pause,
             self._unpause,
-            self._drop_staged,
             self._fence,
+            self._drop_staged,
             self._commit,
             self._stage,
         )
@@ -77,8 +78,8 @@ class MemberPlanner:
         failure = head.worker.failures.get(verb)
         if failure is None or failure.about != call.about:
             return True
-        if failure.retry_at > self.now:
-            self.wait.at_most(failure.retry_at - self.now)
+        if failure.retry_in > 0:
+            self.wait.at_most(failure.retry_in)
             return False
         return True
 
@@ -174,10 +175,22 @@ class MemberPlanner:
         held, wanted = (staged.epoch, staged.version), version.identity.as_tuple()
         foreign = held == wanted and staged.source != version.source
         late = held < wanted and staged.phase == "Staging"
-        return self._discard(head, state) if held > wanted or foreign or late else None
+        odd = self._is_odd(head, version)
+        return self._discard(head, state) if held > wanted or foreign or late or odd else None
+
+    def _is_odd(self, head: Head, version: Version) -> bool:
+        """It has staged other bytes and refused the right hash: the next attempt reads them anew."""
+        failure = head.worker.failures.get(Verb.STAGE)
+        told = failure is not None and failure.about == version.identity
+        due = failure is not None and failure.retry_in <= 0
+        other = head.staged_hash(version) is not None and not head.has_staged(version)
+        return other and told and due
 
     def _fence(self, head: Head, state: WorkerState) -> CallWorker | None:
-        """Shut the old trainer out by the new one's epoch, before staging anything of the new."""
+        """Shut the old trainer out by the new one's epoch, before its staged weights are dropped.
+
+        Until then it may stage again what was dropped.
+        """
         epoch = self.weights.fence_epoch
         version = self._wanted(head)
         if version is None or version.identity.epoch < epoch or state.weights.fence_epoch >= epoch:
@@ -192,13 +205,15 @@ class MemberPlanner:
             return None
         policy = self.spec.weights.in_flight
         deadline = self.spec.in_flight_deadline_seconds
+        # Nothing may run below the committed weights: a policy that the engine lacks is not needed.
+        able = head.in_service(self.floor) or unsupported_by(head, policy) is None
         body = CommitRequest(
             epoch=version.identity.epoch,
             version=version.identity.version,
             root_hash=staged.root_hash,
-            in_flight=policy.policy,
+            in_flight=policy.policy if able else "Abort",
             deadline_seconds=deadline,
-            on_deadline=policy.on_deadline,
+            on_deadline=policy.on_deadline if able else "Abort",
         )
         return self._call(head, Verb.COMMIT, body, deadline + LOAD_SECONDS)
 
@@ -221,11 +236,11 @@ class MemberPlanner:
     def gate(self, head: Head, leaving: bool) -> SetGate | None:
         """Return the change of the readiness gate, if one is due."""
         pod, state = head.pod, head.worker.state
-        active = self.spec.state is State.ACTIVE and not self.spec.suspend and not leaving
+        active = self.spec.state is State.ACTIVE and not self.spec.suspend
+        if leaving:
+            return self._off(head, "it is being deleted")
         if not active:
-            return self._off(
-                head, "the pool is not active" if not leaving else "it is being deleted"
-            )
+            return self._off(head, "the pool is not active") or self._prove(head)
         if pod.uid in self.weights.out_of_service:
             return self._off(head, "it failed to commit the weights that the others serve")
         if state is None or Verb.COMMIT in head.worker.running:
@@ -234,10 +249,21 @@ class MemberPlanner:
             return self._off(head, f"the worker is {state.lifecycle} and not serving")
         if pod.gate and pod.gate_boot == state.boot_id:
             return None
-        return SetGate(pod.name, pod.uid, True, state.boot_id, "Serving")
+        proven = self.now if pod.proven_since is None else pod.proven_since
+        return SetGate(pod.name, pod.uid, True, state.boot_id, "Serving", proven)
+
+    def _prove(self, head: Head) -> SetGate | None:
+        """Note that a worker has come to rest that has never served."""
+        pod, state = head.pod, head.worker.state
+        if self.spec.suspend or pod.proven_since is not None:
+            return None
+        if state is None or state.lifecycle != self.spec.state.value:
+            return None
+        reason = f"the pool is {state.lifecycle}"
+        return SetGate(pod.name, pod.uid, False, state.boot_id, reason, self.now)
 
     def _off(self, head: Head, reason: str) -> SetGate | None:
-        if not head.pod.gate:
+        pod = head.pod
+        if not pod.gate:
             return None
-        boot = head.boot or ""
-        return SetGate(head.pod.name, head.pod.uid, False, boot, reason)
+        return SetGate(pod.name, pod.uid, False, head.boot or "", reason, pod.proven_since)

@@ -38,6 +38,8 @@ class DeletePod:
     uid: str
     grace: int | None
     reason: str
+    forced: bool = False
+    """It terminates already: nothing more of it need be seen, and a finalizer may hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class SetGate:
     serving: bool
     boot: str
     reason: str
+    proven_since: float | None = None
+    """When the worker first did what its pool asks for; None: it has not yet."""
 
 
 class Verb(StrEnum):

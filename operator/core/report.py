@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Any
 
 from rollout_operator.api import names
 from rollout_operator.api.names import Condition
@@ -17,15 +16,17 @@ from rollout_operator.api.status import (
     Member,
     Phase,
     PoolCondition,
+    Replacement,
     RolloutReplicaStatus,
     Transition,
     UpdatePhase,
 )
 from rollout_worker.schemas import Lifecycle, WeightsId
 
-from .findings import Finding, Kind, View, find, waits_for
+from .findings import Finding, Kind, find, waits_for
 from .heads import Head
 from .updates.status import weights_status
+from .view import View
 
 Verdict = tuple[bool, str, str]
 """Status, reason and message of a condition."""
@@ -51,10 +52,20 @@ def build_status(view: View, stored: RolloutReplicaStatus, now: float) -> Rollou
         weights=weights_status(view.weights, view.heads),
         last_transition=_transition(view, stored, now),
         members=_members(view),
-        restarts=stored.restarts + len(view.pods.restarts),
+        restarts=stored.restarts + _new_restarts(view),
+        replacing=tuple(
+            Replacement(replica=index, restarts=count)
+            for index, count in sorted(view.pods.replacing.items())
+        ),
         last_errors=_last_errors(found.get(Kind.DEGRADED), stored, now),
         conditions=conditions,
     )
+
+
+def _new_restarts(view: View) -> int:
+    """Replicas that this pass restarts; one whose deletion failed has been counted."""
+    known = view.seen.restarts_of
+    return sum(known.get(index) != count for index, count in view.pods.restarts.items())
 
 
 def _sentence(view: View, found: dict[Kind, Finding]) -> str:
@@ -101,7 +112,7 @@ def _conditions(
         Condition.READY: _ready(view),
         Condition.PROGRESSING: _progressing(view, found),
         Condition.DEGRADED: _degraded(found),
-        Condition.WEIGHTS_SYNCED: _synced(view),
+        Condition.WEIGHTS_SYNCED: _synced(view, stored),
         Condition.ASLEEP: _asleep(view),
         Condition.SUSPENDED: _suspended(view),
     }
@@ -147,7 +158,7 @@ def _degraded(found: dict[Kind, Finding]) -> Verdict:
     return False, "AsExpected", "nothing is wrong"
 
 
-def _synced(view: View) -> Verdict:
+def _synced(view: View, stored: RolloutReplicaStatus) -> Verdict:
     update, target = view.weights.update, view.target
     actives = [h.worker.active for h in view.heads.values()]
     ahead = [a for a in actives if a is not None and a > max(target, _running_id(view) or target)]
@@ -158,7 +169,9 @@ def _synced(view: View) -> Verdict:
         )
         return False, "AheadOfTarget", text
     if update is not None and update.phase is UpdatePhase.FAILED:
-        return False, "DeadlineExceeded", update.message
+        late = "DeadlineExceeded" if view.weights.overdue else "WeightsFailed"
+        reason = "Unsupported" if view.weights.unsupported else late
+        return False, reason, update.message
     if _running_id(view) is not None and update is not None:
         return False, update.phase.value, update.message
     if view.spec.suspend:
@@ -167,6 +180,16 @@ def _synced(view: View) -> Verdict:
     text = f"{there} of {view.wanted} replicas have weights {target}"
     if there >= view.wanted:
         return True, "Synced", text
+    before = stored.condition(Condition.WEIGHTS_SYNCED)
+    known = stored.weights.committed
+    if (
+        before is not None
+        and before.status == "True"
+        and known is not None
+        and known.identity == target
+        and there + view.unknown >= view.wanted
+    ):
+        return True, "Synced", before.message  # unknown is not out of date
     return False, "Asleep" if view.spec.state is State.ASLEEP else "Loading", text
 
 
@@ -178,7 +201,7 @@ def _running_id(view: View) -> WeightsId | None:
 
 
 def _asleep(view: View) -> Verdict:
-    count = view.count(Lifecycle.ASLEEP)
+    count = view.at_rest if view.spec.state is State.ASLEEP else view.count(Lifecycle.ASLEEP)
     whole = 0 < view.wanted <= count
     reason = "Asleep" if whole else "PartlyAsleep" if count else "Awake"
     return whole, reason, f"{count} of {view.wanted} replicas are asleep"
@@ -242,30 +265,3 @@ def _last_errors(
     if any(each.message == fresh.message for each in stored.last_errors):
         return stored.last_errors
     return (fresh, *stored.last_errors)[:MAX_ERRORS]
-
-
-def conditions_for_invalid(
-    stored: RolloutReplicaStatus, pool: Mapping[str, Any], why: str, now: float
-) -> RolloutReplicaStatus:
-    """Return the stored status, Degraded: this operator can't read the spec and touches nothing."""
-    generation = pool["metadata"].get("generation", 0)
-    before = stored.condition(Condition.DEGRADED)
-    moment = datetime.fromtimestamp(now, UTC)
-    same = before is not None and before.status == "True"
-    degraded = PoolCondition(
-        type=Condition.DEGRADED,
-        status="True",
-        reason="InvalidSpec",
-        message=why,
-        last_transition_time=before.last_transition_time if same and before else moment,
-        observed_generation=generation,
-    )
-    others = tuple(c for c in stored.conditions if c.type != Condition.DEGRADED)
-    return stored.model_copy(
-        update={
-            "observed_generation": generation,
-            "phase": Phase.DEGRADED,
-            "message": why[:1024],
-            "conditions": (*others, degraded),
-        }
-    )

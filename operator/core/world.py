@@ -1,26 +1,11 @@
-"""What a pass sees: raw objects and workers' answers, parsed once into plain values.
-
-`observe` is the only place that knows the shape of pods; everything after it is pure.
-"""
+"""What a pass sees, in plain values: pods (read by `podreader`), workers' answers, what was written."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any
 
-from rollout_operator.api import names
-from rollout_operator.api.objects import Obj
 from rollout_worker.schemas import Lifecycle, WeightsId, WorkerState
-
-
-def timestamp(text: str | None) -> float | None:
-    """Seconds since the epoch of a Kubernetes time, None for none."""
-    if not text:
-        return None
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +20,12 @@ class Pod:
     phase: str
     owned: bool
     """Our object is its controller."""
+    mislabelled: bool = False
+    """Somebody changed one of the labels by which Services and monitors find it."""
     deletion_at: float | None = None
     """When its grace period ends or ended; None: it is not being deleted."""
+    grace: float | None = None
+    """Seconds that its deletion grants it, if it is being deleted."""
     started: bool = False
     """Some container has run."""
     ready: bool = False
@@ -45,6 +34,8 @@ class Pod:
     gate_boot: str | None = None
     """The worker process that the gate was set for."""
     gate_since: float | None = None
+    proven_since: float | None = None
+    """When it first did what its pool asks for: served, paused or slept."""
     ip: str | None = None
     node: str | None = None
     restarts: int = 0
@@ -52,8 +43,21 @@ class Pod:
     retry: str = ""
     """Value of the retry annotation of the object when the pod was made."""
     finished_at: float | None = None
+    """When its last container ended, if it ran any."""
+    last_known_at: float = 0.0
+    """Latest time that is known of it: of a condition, its start, its creation."""
     trouble: str = ""
     """What the kubelet or the scheduler reports as wrong, for a person."""
+    witnessed: float = 0.0
+    """Seconds for which this process has seen it terminating, or else finished. Such an interval
+    holds when a clock is set; the API server's times and our wall clock are the rest."""
+    forced_ago: float | None = None
+    """Seconds since this process tried to remove it by force."""
+
+    @property
+    def ended_at(self) -> float:
+        """When it ended, as well as that is known: no container says so if none ever ran."""
+        return self.last_known_at if self.finished_at is None else self.finished_at
 
     @property
     def deleting(self) -> bool:
@@ -66,20 +70,22 @@ class Pod:
         return self.phase in ("Failed", "Succeeded")
 
 
-LAST_WORDS = 300
-"""Maximum characters of a container's log in one of our sentences."""
-
-
 @dataclass(frozen=True, slots=True)
 class CallError:
-    """A call to a worker that failed, and when it may be tried again."""
+    """A call to a worker that failed, and in how many seconds it may be tried again."""
 
     message: str
     count: int
-    retry_at: float
+    retry_in: float
     slug: str | None = None
     about: WeightsId | None = None
     """The weights that the call was about, if it was about any."""
+
+
+def is_loaded(state: WorkerState) -> bool:
+    """Whether a worker that says this has a model."""
+    without = (Lifecycle.STARTING, Lifecycle.LOADING, Lifecycle.FAILED)
+    return state.weights.active is not None and state.lifecycle not in without
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +97,23 @@ class Worker:
     running: frozenset[str] = frozenset()
     """Names of calls in flight."""
     failures: Mapping[str, CallError] = field(default_factory=dict)
+    last: WorkerState | None = None
+    """Its last answer to this process, however old; `state`, as long as that is believed."""
     active: WeightsId | None = field(init=False, default=None)
     """Identity of the weights it would serve with."""
 
     def __post_init__(self) -> None:
         """Take the identity once: a pass compares it many times."""
-        if self.state is not None and self.state.weights.active is not None:
+        if self.state is None:
+            return
+        object.__setattr__(self, "last", self.state)
+        if self.state.weights.active is not None:
             object.__setattr__(self, "active", self.state.weights.active.identity)
 
     @property
     def loaded(self) -> bool:
         """It has a model and can be told what to do."""
-        return (
-            self.state is not None
-            and self.state.weights.active is not None
-            and self.state.lifecycle
-            not in (Lifecycle.STARTING, Lifecycle.LOADING, Lifecycle.FAILED)
-        )
+        return self.state is not None and is_loaded(self.state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +134,13 @@ class Observed:
     unsettled: int
     """Own writes that the watch has not shown yet."""
     restarts_of: Mapping[int, int]
-    """Failures of replicas whose failed pods are deleted and not yet replaced."""
+    """Failures of replicas whose failed pods are deleted and not yet replaced, as status has them."""
     barrier: frozenset[str] | None
     """Boot ids of the barrier of the update under way; None: this process has not formed one."""
     paused: bool
     retry: str
+    predecessors: tuple[Pod, ...] = ()
+    """Pods of a deleted RolloutReplica of this name, which have yet to go."""
 
     def worker(self, pod: Pod) -> Worker:
         """What is known of a head's worker."""
@@ -140,134 +148,3 @@ class Observed:
 
 
 UNKNOWN = Worker()
-
-
-def parse_pod(obj: Obj, owner_uid: str) -> Pod | None:
-    """Parse a labelled pod; None if its labels are not ours."""
-    meta = obj["metadata"]
-    labels: Mapping[str, str] = meta.get("labels") or {}
-    notes: Mapping[str, str] = meta.get("annotations") or {}
-    status: Obj = obj.get("status") or {}
-    try:
-        replica, rank = int(labels[names.LABEL_REPLICA]), int(labels[names.LABEL_RANK])
-        restarts = int(notes.get(names.ANNOTATION_RESTARTS, "0"))
-    except (KeyError, ValueError):
-        return None
-    conditions = {c["type"]: c for c in status.get("conditions") or ()}
-    gate = conditions.get(names.GATE_SERVING, {})
-    ends, started = _run_times(status)
-    return Pod(
-        name=meta["name"],
-        uid=meta["uid"],
-        replica=replica,
-        rank=rank,
-        revision=labels.get(names.LABEL_REVISION, ""),
-        phase=status.get("phase", "Pending"),
-        owned=_controller(meta) == owner_uid,
-        deletion_at=timestamp(meta.get("deletionTimestamp")),
-        started=started,
-        ready=conditions.get("Ready", {}).get("status") == "True",
-        gate=gate.get("status") == "True",
-        gate_boot=boot_of(gate.get("message", "")),
-        gate_since=timestamp(gate.get("lastTransitionTime")),
-        ip=status.get("podIP"),
-        node=(obj.get("spec") or {}).get("nodeName"),
-        restarts=restarts,
-        retry=notes.get(names.ANNOTATION_RETRY, ""),
-        finished_at=max(ends, default=None),
-        trouble=_trouble(status, conditions),
-    )
-
-
-BOOT_PREFIX = "boot "
-
-
-def boot_of(message: str) -> str | None:
-    """The boot id that a gate's message names."""
-    head, found, rest = message.partition(BOOT_PREFIX)
-    return rest.split(":")[0].strip() if found and not head else None
-
-
-def _controller(meta: Obj) -> str | None:
-    for ref in meta.get("ownerReferences") or ():
-        if ref.get("controller"):
-            uid: str = ref["uid"]
-            return uid
-    return None
-
-
-def _run_times(status: Obj) -> tuple[list[float], bool]:
-    """When containers ended, and whether any has run."""
-    ends: list[float] = []
-    started = False
-    for container in status.get("containerStatuses") or ():
-        for state in (container.get("state") or {}, container.get("lastState") or {}):
-            terminated = state.get("terminated") or {}
-            ended = timestamp(terminated.get("finishedAt"))
-            ends += [ended] if ended else []
-            run = terminated or state.get("running") or {}
-            started = started or bool(run.get("startedAt"))
-    return ends, started
-
-
-def _last_words(log: str) -> str:
-    """Return why a container ended, as the end of its log says: one line, often none.
-
-    Our workers log JSON: the last line of level error counts. Of anything else, such as a
-    traceback, the last line does; the other lines are in the log.
-    """
-    plain, told = "", ""
-    for line in log.splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            plain = line.strip() or plain
-            continue
-        if isinstance(entry, dict) and entry.get("level") in ("error", "critical"):
-            told = str(entry.get("message", ""))
-    # The kubelet cuts the log at its beginning, which leaves a piece of a line of ours.
-    return (told or ("" if plain.endswith("}") else plain))[:LAST_WORDS]
-
-
-def _trouble(status: Obj, conditions: Mapping[str, Any]) -> str:
-    """One sentence on what is wrong with the pod, empty if nothing is."""
-    for container in _containers(status):
-        state = container.get("state") or {}
-        ended = state.get("terminated")
-        if ended and (ended.get("exitCode") or status.get("phase") == "Failed"):
-            text = f"{ended.get('reason', 'Error')}, exit code {ended.get('exitCode')}"
-            why = _last_words(ended.get("message") or "")
-            return f"container {container['name']!r} ended: {text}{why and ': '}{why}"
-        waiting = state.get("waiting") or {}
-        if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-            return (
-                f"container {container['name']!r}: {waiting['reason']} {waiting.get('message', '')}"
-            )
-    if status.get("reason"):
-        return f"{status['reason']}: {status.get('message', '')}".rstrip(": ")
-    scheduled = conditions.get("PodScheduled", {})
-    if scheduled.get("status") == "False":
-        return f"{scheduled.get('reason', 'not scheduled')}: {scheduled.get('message', '')}"
-    return ""
-
-
-def _containers(status: Obj) -> Iterable[Obj]:
-    yield from status.get("initContainerStatuses") or ()
-    yield from status.get("containerStatuses") or ()
-
-
-class PodReader:
-    """Parses the pods of a pool, each object once: the store replaces objects and changes none."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Obj, Pod | None]] = {}
-        self._owner = ""
-
-    def read(self, objs: Iterable[Obj], owner_uid: str) -> tuple[Pod, ...]:
-        """Return the pods that our object controls; others' show when a name is taken."""
-        before = self._known if owner_uid == self._owner else {}
-        self._known, self._owner = {}, owner_uid
-        for obj in objs:
-            # The object is kept beside its pod, so its id is nobody else's.
-            self._known[id(obj)] = before.get(id(obj)) or (obj, parse_pod(obj, owner_uid))
-        return tuple(pod for _, pod in self._known.values() if pod is not None and pod.owned)

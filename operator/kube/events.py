@@ -1,7 +1,8 @@
 """Events for people: `kubectl describe rr`, `kubectl get events`.
 
-They are posted in the background, in bounded number, and a failure to post is never an error. The
-same event is not repeated for ten minutes.
+They are posted in the background, several at once, and a failure to post is never an error. What
+waits is bounded by the pools and the reasons: of two events of a pool for one reason the newer takes
+the place of the older one. The same event is not repeated for ten minutes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from rollout_operator.api.names import MANAGER
@@ -23,12 +25,27 @@ from .errors import KubeError
 logger = logging.getLogger(__name__)
 
 REPEAT_SECONDS = 600.0
-MAX_WAITING = 1000
+MANY_SEEN = 1000
+"""From this many known events on, and whenever they have doubled, old ones are forgotten."""
+
+AT_ONCE = 8
 MAX_NOTE = 1024
 """Bytes of the longest `note` that the API takes (it says characters)."""
 
 FLUSH_SECONDS = 2.0
-_STOP = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    pool: Obj
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+    moment: str
+
+    @property
+    def ident(self) -> tuple[str, str, str]:
+        return _uid(self.pool), self.reason, self.message
 
 
 class Recorder:
@@ -46,8 +63,12 @@ class Recorder:
         self._kube = kube
         self._instance = instance[:128]
         self._clock = clock
-        self._waiting: asyncio.Queue[object] = asyncio.Queue(MAX_WAITING)
+        self._waiting: dict[tuple[str, str], _Waiting] = {}
+        """By uid of the pool and reason, oldest first."""
+        self._wanted = asyncio.Event()
+        self._ending = False
         self._seen: dict[tuple[str, str, str], float] = {}
+        self._many = MANY_SEEN
 
     def event(
         self,
@@ -64,42 +85,54 @@ class Recorder:
             reason: CamelCase, for machines.
             message: One sentence, for people.
         """
-        ident = (str(pool["metadata"].get("uid")), reason, message)
+        moment = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        found = _Waiting(pool, type, reason, message, moment)
         now = self._clock()
-        if now - self._seen.get(ident, -REPEAT_SECONDS) < REPEAT_SECONDS:
+        if now - self._seen.get(found.ident, -REPEAT_SECONDS) < REPEAT_SECONDS:
             return
-        self._seen[ident] = now
-        body = self._build(pool, type, reason, message)
-        try:
-            self._waiting.put_nowait(body)
-        except asyncio.QueueFull:
-            logger.warning("dropped an event because too many are queued: %s", message)
+        self._forget_old()
+        self._seen[found.ident] = now
+        older = self._waiting.pop((_uid(pool), reason), None)
+        if older is not None:
+            self._seen.pop(older.ident, None)  # it was never posted
+        self._waiting[_uid(pool), reason] = found
+        self._wanted.set()
+
+    def waiting(self) -> int:
+        """Return how many events are to be posted yet."""
+        return len(self._waiting)
 
     async def run(self) -> None:
         """Post what comes, until `flush`."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(AT_ONCE):
+                group.create_task(self._post_all(), name=f"events {number}")
+
+    async def _post_all(self) -> None:
         while True:
-            body = await self._waiting.get()
-            if body is _STOP:
+            while self._waiting:
+                found = self._waiting.pop(next(iter(self._waiting)))
+                try:
+                    await self._kube.create("events", self._build(found))
+                except KubeError as error:
+                    logger.warning("can't post an event: %s", error)
+            if self._ending:
                 return
-            assert isinstance(body, dict)
-            try:
-                await self._kube.create("events", body)
-            except KubeError as error:
-                logger.warning("can't post an event: %s", error)
-            self._forget_old()
+            self._wanted.clear()
+            await self._wanted.wait()
 
     async def flush(self, task: asyncio.Task[None]) -> None:
-        """Post what is queued, for two seconds at most, and end `run`, whose task is given."""
+        """Post what waits, for two seconds at most, and end `run`, whose task is given."""
+        self._ending = True
+        self._wanted.set()
         try:
-            self._waiting.put_nowait(_STOP)
             async with asyncio.timeout(FLUSH_SECONDS):
                 await task
-        except (asyncio.QueueFull, TimeoutError):
+        except TimeoutError:
             task.cancel()
 
-    def _build(self, pool: Obj, kind: str, reason: str, message: str) -> Obj:
-        meta = pool["metadata"]
-        moment = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    def _build(self, found: _Waiting) -> Obj:
+        meta = found.pool["metadata"]
         return {
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",
@@ -107,21 +140,26 @@ class Recorder:
                 "namespace": meta["namespace"],
                 "name": f"{meta['name']}.{uuid.uuid4().hex[:16]}",
             },
-            "eventTime": moment,
-            "type": kind,
-            "reason": reason,
-            "note": _shortened(message),
-            "action": reason,
+            "eventTime": found.moment,
+            "type": found.type,
+            "reason": found.reason,
+            "note": _shortened(found.message),
+            "action": found.reason,
             "reportingController": MANAGER,
             "reportingInstance": self._instance,
-            "regarding": _reference(pool),
+            "regarding": _reference(found.pool),
         }
 
     def _forget_old(self) -> None:
-        if len(self._seen) <= MAX_WAITING:
+        if len(self._seen) < self._many:
             return
         limit = self._clock() - REPEAT_SECONDS
         self._seen = {ident: at for ident, at in self._seen.items() if at > limit}
+        self._many = max(MANY_SEEN, 2 * len(self._seen))
+
+
+def _uid(pool: Obj) -> str:
+    return str(pool["metadata"].get("uid"))
 
 
 def _shortened(message: str) -> str:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
+from rollout_operator.api import names
 from rollout_operator.api.objects import Key, Obj
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.plan import Plan
 from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.status_changes import owned_fields, without_progress
+from rollout_operator.core.unreadable import status_kept_as_is
 from rollout_operator.kube.errors import NotFound
 
 from .context import Context
 from .memory import Memory
 from .observe import Look, phase_of, poll
-from .tell import post_events, show_figures
-from .writes import Obstacles, Writer
+from .tell import count_update, post_events, show_figures
+from .writes import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +34,21 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
 
     Status goes first: it holds the decisions that everything else relies on.
     """
-    later = await write_status(ctx, look.key, look.pool, plan.status, memory)
+    try:
+        later = await write_status(ctx, look.key, look.pool, plan.status, memory)
+    except NotFound:
+        return None  # the object is gone: nothing is made for it, and the watch will say so
     memory.barrier = plan.barrier
-    memory.restarts_of.update(plan.restarts)
     post_events(ctx, look, plan, memory)
+    count_update(ctx, look, plan)
     poll(ctx, look.key, look.seen, plan.status, memory)
     if not look.seen.paused:
-        found = await _write_children(ctx, look, plan, memory)
+        writer = await _write_children(ctx, look, plan, memory)
+        found = writer.obstacles
+        if look.seen.unsettled:
+            found = found.added_to(memory.obstacles)  # nothing was tried that could show them gone
         _start_calls(ctx, look, plan)
-        if found != memory.obstacles:
+        if found != memory.obstacles or writer.relabelled:
             memory.obstacles = found
             return 0.0
         if found.conflicts or found.rejections:
@@ -57,35 +66,56 @@ async def write_status(
 
     Returns:
         Seconds until progress may be written, if that is what waits.
+
+    Raises:
+        NotFound: the object is gone; the watch will say so.
     """
     show_figures(ctx, key, pool, status)
     before, after = memory.stored_fields, owned_fields(status)
     if before == after and pool.get("status"):
         return None
-    now = ctx.clock()
-    wait = memory.written_at + PROGRESS_SECONDS - now
+    now = ctx.monotonic()
+    wait = 0.0 if memory.written_at is None else memory.written_at + PROGRESS_SECONDS - now
     if wait > 0 and without_progress(before) == without_progress(after):
         return wait
     writer = Writer(ctx, key, pool["metadata"]["uid"])
-    try:
-        await writer.status(pool["metadata"]["resourceVersion"], status)
-    except NotFound:
-        return None  # the object is gone; the watch will say so
+    await writer.status(pool["metadata"]["resourceVersion"], status.document())
     memory.written_at = now
     return None
 
 
-async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) -> Obstacles:
+async def keep_status(
+    ctx: Context, key: Key, pool: Obj, why: str, stored: RolloutReplicaStatus
+) -> None:
+    """Say that the status can't be read, and write back all that it holds."""
+    show_figures(ctx, key, pool, stored)
+    document = status_kept_as_is(stored, pool, why, ctx.clock())
+    if document is None:
+        return
+    logger.warning("%s", why, extra={"pool": str(key)})
+    ctx.recorder.event(pool, "Warning", "UnreadableStatus", why)
+    writer = Writer(ctx, key, pool["metadata"]["uid"])
+    with suppress(NotFound):
+        await writer.status(pool["metadata"]["resourceVersion"], document)
+
+
+async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) -> Writer:
     key, spec, seen = look.key, look.spec, look.seen
     writer = Writer(ctx, key, seen.uid)
     defaults = ctx.config.engine(spec.engine.type)
     builder = PodBuilder(key.name, key.namespace, seen.uid, seen.retry, spec, defaults)
     await writer.services()
+    await writer.all(
+        writer.relabel(p.name, p.uid, names.worker_labels(key.name, p.replica, p.rank))
+        for p in seen.pods
+        if p.mislabelled
+    )
     # Out of the Service first, then away.
     await writer.all(writer.gate(g) for g in plan.gates if not g.serving)
+    for deletion in plan.delete:
+        if deletion.forced:
+            memory.witness.forced(deletion.uid, ctx.monotonic())
     await writer.all(writer.delete(p) for p in plan.delete)
-    for creation in plan.create:
-        memory.restarts_of.pop(creation.replica, None)
     if builder.image:
         bodies = [builder.build(c.replica, c.rank, c.restarts) for c in plan.create]
         await writer.all(writer.create("pods", body) for body in bodies)
@@ -96,7 +126,7 @@ async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) 
             "in the operator's chart"
         )
     await writer.all(writer.gate(g) for g in plan.gates if g.serving)
-    return writer.obstacles
+    return writer
 
 
 def _start_calls(ctx: Context, look: Look, plan: Plan) -> None:

@@ -20,7 +20,8 @@ class Context:
     """Everything around a pass.
 
     Attributes:
-        clock: Wall-clock seconds.
+        clock: Wall-clock seconds, to compare with the API server's times.
+        monotonic: Monotonic seconds, for every interval that begins in this process.
     """
 
     config: Config
@@ -31,6 +32,7 @@ class Context:
     recorder: Recorder
     telemetry: Telemetry
     clock: Callable[[], float]
+    monotonic: Callable[[], float]
 
 
 Reconcile = Callable[[Key], Awaitable[float | None]]

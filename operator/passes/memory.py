@@ -8,9 +8,10 @@ from typing import Any
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
+from rollout_operator.core.podreader import PodReader
 from rollout_operator.core.status_changes import owned_fields
-from rollout_operator.core.world import PodReader
 
+from .witness import Witness
 from .writes import Obstacles
 
 
@@ -19,19 +20,22 @@ class Memory:
     """What a process remembers of a pool between passes; losing it costs time, not truth."""
 
     barrier: frozenset[str] | None = None
-    restarts_of: dict[int, int] = field(default_factory=dict)
     obstacles: Obstacles = field(default_factory=Obstacles)
     polled: frozenset[str] = frozenset()
     pods: PodReader = field(default_factory=PodReader)
+    witness: Witness = field(default_factory=Witness)
     first_look: float | None = None
-    """When this process first looked at the pool."""
+    """When this process first looked at the pool, monotonic."""
     first_polls_done: bool = False
     """Each head was polled once, or had its time: what is decided now is not a guess."""
-    written_at: float = 0.0
+    written_at: float | None = None
+    """When status was last written, monotonic."""
     sentence: str = ""
     pool: Obj | None = None
     """The object that `stored` and `spec` were read from; the store never changes one."""
     stored: RolloutReplicaStatus = field(default_factory=RolloutReplicaStatus)
+    unreadable: str | None = None
+    """What of the object's status could not be read: none of it may be written then."""
     stored_fields: dict[str, Any] = field(default_factory=dict)
     """What of `stored` the operator owns, as a document."""
     spec: RolloutReplicaSpec | None = None
@@ -39,7 +43,7 @@ class Memory:
     def read_status(self, pool: Obj) -> RolloutReplicaStatus:
         """Return the object's status, parsed once."""
         if self.pool is not pool:
-            self.stored = parse_status(pool)
+            self.stored, self.unreadable = parse_status(pool)
             self.stored_fields = owned_fields(self.stored)
         return self.stored
 

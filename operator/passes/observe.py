@@ -33,7 +33,9 @@ def observe(ctx: Context, key: Key, pool: Obj, memory: Memory) -> Observed:
     """Turn what the store and the polls hold about a pool into plain values."""
     meta = pool["metadata"]
     notes = meta.get("annotations") or {}
-    pods = memory.pods.read(ctx.store.pods(key), meta["uid"])
+    ours, predecessors = memory.pods.read(ctx.store.pods(key), key.name, meta["uid"])
+    told = memory.witness.testify((*ours, *predecessors), ctx.monotonic())
+    pods = told[: len(ours)]
     heads = [p for p in pods if p.rank == 0]
     return Observed(
         name=key.name,
@@ -45,10 +47,11 @@ def observe(ctx: Context, key: Key, pool: Obj, memory: Memory) -> Observed:
         conflicts=memory.obstacles.conflicts,
         rejections=memory.obstacles.rejections,
         unsettled=ctx.expectations.pending(key),
-        restarts_of=memory.restarts_of,
+        restarts_of={r.replica: r.restarts for r in memory.stored.replacing},
         barrier=memory.barrier,
         paused=notes.get(names.ANNOTATION_PAUSED) == "true",
         retry=notes.get(names.ANNOTATION_RETRY, ""),
+        predecessors=told[len(ours) :],
     )
 
 
@@ -58,7 +61,7 @@ def wait_for_first_polls(ctx: Context, key: Key, seen: Observed, memory: Memory)
     A process that has just started knows no worker's answer. To decide without would flip the
     conditions of a pool that serves, and take an update for one without workers.
     """
-    now = ctx.clock()
+    now = ctx.monotonic()
     memory.first_look = now if memory.first_look is None else memory.first_look
     left = memory.first_look + FIRST_POLLS_SECONDS - now
     heads = [p for p in seen.pods if p.rank == 0]

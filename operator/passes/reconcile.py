@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 
 from rollout_operator.api import names
@@ -10,13 +11,12 @@ from rollout_operator.api.objects import Key, Obj
 from rollout_operator.api.spec import InvalidSpec
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.decide import decide
-from rollout_operator.core.gangs import STUCK_SECONDS
-from rollout_operator.core.plan import DeletePod, Plan
-from rollout_operator.core.report import conditions_for_invalid
-from rollout_operator.core.world import Pod, parse_pod
-from rollout_operator.kube.errors import Conflict
+from rollout_operator.core.gangs import STUCK_SECONDS, force, until_forced
+from rollout_operator.core.plan import Plan
+from rollout_operator.core.unreadable import conditions_for_invalid
+from rollout_operator.kube.errors import Conflict, NotFound
 
-from .act import act, soonest, write_status
+from .act import act, keep_status, soonest, write_status
 from .context import Context
 from .memory import Memory
 from .observe import Look, observe, wait_for_first_polls
@@ -46,11 +46,15 @@ class Reconciler:
             return await self._let_go(key, pool)
         memory = self._memory.setdefault(key, Memory())
         stored = memory.read_status(pool)
+        if memory.unreadable is not None:
+            await keep_status(self.ctx, key, pool, memory.unreadable, stored)
+            return None
         try:
             spec = memory.read_spec(pool)
         except InvalidSpec as error:
             status = conditions_for_invalid(stored, pool, str(error), self.ctx.clock())
-            await write_status(self.ctx, key, pool, status, memory)
+            with suppress(NotFound):
+                await write_status(self.ctx, key, pool, status, memory)
             return None
         look = Look(key, pool, spec, stored, observe(self.ctx, key, pool, memory))
         if not memory.first_polls_done:
@@ -69,38 +73,34 @@ class Reconciler:
 
     async def _let_go(self, key: Key, pool: Obj | None) -> float | None:
         """Let go of a deleted object: the garbage collector does the rest, except for stuck pods."""
-        memory = self._memory.get(key, Memory())
+        memory = self._memory.setdefault(key, Memory())
         for uid in memory.polled:
             self.ctx.workers.forget(uid)
         memory.polled = frozenset()
         self.ctx.telemetry.forget(key)
         if pool is None:
-            self._memory.pop(key, None)
             self.ctx.expectations.forget(key)
-        return await self._free_stuck_orphans(key)
+        again = await self._free_stuck_orphans(key, memory)
+        if pool is None:
+            # An object of that name that comes later is another one; what pods did is no other.
+            self._memory[key] = Memory(witness=memory.witness)
+            if not self.ctx.store.pods(key):
+                del self._memory[key]
+        return again
 
-    async def _free_stuck_orphans(self, key: Key) -> float | None:
-        next_due: float | None = None
-        now = self.ctx.clock()
-        for obj in self.ctx.store.pods(key):
-            pod = _orphan(obj)
-            if pod is None or pod.deletion_at is None:
+    async def _free_stuck_orphans(self, key: Key, memory: Memory) -> float | None:
+        ctx, next_due = self.ctx, None
+        _, orphans = memory.pods.read(ctx.store.pods(key), key.name, "")
+        for pod in memory.witness.testify(orphans, ctx.monotonic()):
+            if pod.deletion_at is None:
                 continue
-            left = pod.deletion_at + STUCK_SECONDS - now
+            left = until_forced(pod, ctx.clock())
             if left <= 0:
-                stuck = DeletePod(pod.name, pod.uid, 0, "it outlived its grace period")
-                await Writer(self.ctx, key, "").delete(stuck)
+                memory.witness.forced(pod.uid, ctx.monotonic())
+                await Writer(ctx, key, "").delete(force(pod))
                 left = STUCK_SECONDS
             next_due = soonest(next_due, left)
         return next_due
-
-
-def _orphan(obj: Obj) -> Pod | None:
-    """One of our pods whose RolloutReplica is gone, parsed under whatever owner it names."""
-    for ref in obj["metadata"].get("ownerReferences") or ():
-        if ref.get("controller") and ref.get("kind") == names.KIND:
-            return parse_pod(obj, ref["uid"])
-    return None
 
 
 def _paused(plan: Plan, stored: RolloutReplicaStatus) -> Plan:
@@ -116,6 +116,7 @@ def _paused(plan: Plan, stored: RolloutReplicaStatus) -> Plan:
                 }
             ),
             "restarts": stored.restarts,
+            "replacing": stored.replacing,
         }
     )
     return replace(

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Literal
 
 from rollout_operator.api.names import Condition
 from rollout_operator.api.objects import Key, Obj
-from rollout_operator.api.status import PoolCondition, RolloutReplicaStatus
+from rollout_operator.api.status import (
+    LastUpdate,
+    PoolCondition,
+    RolloutReplicaStatus,
+    UpdatePhase,
+    WeightsStatus,
+)
 from rollout_operator.core.plan import Plan
 from rollout_operator.telemetry import PoolFigures
 
@@ -35,6 +42,35 @@ def post_events(ctx: Context, look: Look, plan: Plan, memory: Memory) -> None:
         logger.info("%s", plan.sentence, extra={"pool": str(look.key)})
 
 
+FINAL = (UpdatePhase.COMPLETE, UpdatePhase.SUPERSEDED)
+
+
+def count_update(ctx: Context, look: Look, plan: Plan) -> None:
+    """Count what became of a weights update in this pass, if anything did."""
+    for update, outcome in outcomes(look.stored.weights, plan.status.weights):
+        if update.started_at is not None:
+            seconds = max(0.0, ctx.clock() - update.started_at.timestamp())
+            ctx.telemetry.update_ended(look.key, outcome.value, seconds)
+
+
+def outcomes(stored: WeightsStatus, new: WeightsStatus) -> Iterator[tuple[LastUpdate, UpdatePhase]]:
+    """Yield the updates that reached an outcome between two statuses, and which one."""
+    before, after = stored.last_update, new.last_update
+    same = before is not None and after is not None and _same(before, after)
+    if before is not None and not same and before.phase not in FINAL:
+        # Within one pass it ended and another one began.
+        there = new.committed is not None and new.committed.identity >= before.identity
+        yield before, UpdatePhase.COMPLETE if there else UpdatePhase.SUPERSEDED
+    if after is None or after.phase not in (*FINAL, UpdatePhase.FAILED):
+        return
+    if not (same and before is not None and before.phase is after.phase):
+        yield after, after.phase
+
+
+def _same(one: LastUpdate, other: LastUpdate) -> bool:
+    return one.identity == other.identity and one.started_at == other.started_at
+
+
 def show_figures(ctx: Context, key: Key, pool: Obj, status: RolloutReplicaStatus) -> None:
     """Show the pool's figures on the page of metrics."""
     target = (pool["spec"].get("weights") or {}).get("target") or {"epoch": 0, "version": 0}
@@ -45,6 +81,7 @@ def show_figures(ctx: Context, key: Key, pool: Obj, status: RolloutReplicaStatus
         weights["active_min"] = status.weights.active.min.identity.as_tuple()
         weights["active_max"] = status.weights.active.max.identity.as_tuple()
     figures = PoolFigures(
+        desired=int(pool["spec"].get("replicas", 1)),
         replicas=status.replicas,
         ready=status.ready_replicas,
         asleep=status.asleep_replicas,

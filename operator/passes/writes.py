@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Key, Obj
-from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.plan import DeletePod, SetGate
+from rollout_operator.core.podreader import BOOT_PREFIX, is_leftover
 from rollout_operator.core.services import differs, pool_services, repair
-from rollout_operator.core.world import BOOT_PREFIX
 from rollout_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, NotFound
 
 from .context import Context
@@ -41,6 +40,10 @@ class Obstacles:
     conflicts: dict[str, str] = field(default_factory=dict)
     rejections: dict[str, str] = field(default_factory=dict)
 
+    def added_to(self, before: Obstacles) -> Obstacles:
+        """Return these and the ones before, where these don't know better."""
+        return Obstacles(before.conflicts | self.conflicts, before.rejections | self.rejections)
+
 
 class Writer:
     """The writes of one pass over one pool."""
@@ -50,6 +53,8 @@ class Writer:
         self.key = key
         self.uid = uid
         self.obstacles = Obstacles()
+        self.relabelled = 0
+        """Pods that are found again: what to do with them is for the next pass."""
         self._limit = asyncio.Semaphore(AT_ONCE)
 
     async def all(self, writes: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -71,11 +76,15 @@ class Writer:
             for o in self.ctx.store.services(self.key)
             if self._is_ours(o) and not o["metadata"].get("deletionTimestamp")
         }
+        waited_for = {
+            o["metadata"]["name"] for o in self.ctx.store.services(self.key) if self._will_go(o)
+        }
         for want in pool_services(self.key.name, self.key.namespace, self.uid):
             name = want["metadata"]["name"]
             have = stored.get(name)
             if have is None:
-                await self.create("services", want)
+                if name not in waited_for:
+                    await self.create("services", want)
             elif reason := differs(want, have):
                 text = "repairing Service %s: somebody changed %s"
                 logger.info(text, name, reason, extra=self._extra())
@@ -91,7 +100,7 @@ class Writer:
         try:
             made = await self.ctx.kube.create(resource, body)
         except AlreadyExists:
-            await self._look_at_namesake(resource, name, label)
+            await self._look_at_namesake(resource, body, label)
             return
         except (Invalid, Forbidden) as error:
             self.obstacles.rejections[label] = f"{label} was rejected: {error.message}" + (
@@ -104,17 +113,47 @@ class Writer:
         self.ctx.store.upsert(resource, made)  # type: ignore[arg-type]
         logger.info("created %s", label, extra=self._extra())
 
-    async def _look_at_namesake(self, resource: str, name: str, label: str) -> None:
+    async def _look_at_namesake(self, resource: str, body: Obj, label: str) -> None:
+        name = body["metadata"]["name"]
         try:
             found = await self.ctx.kube.get(resource, self.key.namespace, name)
         except NotFound:
             return  # gone in between: the next pass creates it
-        if self._is_ours(found):
-            self.ctx.store.upsert(resource, found)  # type: ignore[arg-type]
-        elif not found["metadata"].get("deletionTimestamp"):
+        self.ctx.store.upsert(resource, found)  # type: ignore[arg-type]
+        if self._will_go(found):
+            return
+        if not self._is_ours(found):
             self.obstacles.conflicts[label] = (
                 f"{label} exists but is not ours: delete it, or give the RolloutReplica another name"
             )
+        elif resource == "pods":
+            # Not its revision, nor what the user adds: this may be a pod of an older template.
+            ours = body["metadata"]["labels"].keys() & names.worker_labels("", 0, 0).keys()
+            labels = {label: body["metadata"]["labels"][label] for label in ours}
+            await self.relabel(name, found["metadata"]["uid"], labels)
+
+    async def relabel(self, name: str, uid: str, labels: Mapping[str, str]) -> None:
+        """Give a pod of ours these labels again: without them neither we nor Services find it.
+
+        Through its status, which the API server lets carry labels: the operator may write no more
+        of a pod than that.
+        """
+        body = {"metadata": {"uid": uid, "labels": dict(labels)}}
+        try:
+            answer = await self.ctx.kube.patch(
+                "pods", self.key.namespace, name, body, subresource="status"
+            )
+        except (NotFound, Conflict):
+            return  # the pod is gone or another one
+        self.ctx.store.upsert("pods", answer)
+        self.relabelled += 1
+        text = "repairing pod %s: somebody changed the labels by which it is found"
+        logger.info(text, name, extra=self._extra())
+
+    def _will_go(self, obj: Obj) -> bool:
+        """It terminates, or the garbage collector will delete it: its name gets free."""
+        going = obj["metadata"].get("deletionTimestamp") is not None
+        return going or is_leftover(obj, self.key.name, self.uid)
 
     def _is_known(self, uid: str) -> bool:
         stored = (*self.ctx.store.pods(self.key), *self.ctx.store.services(self.key))
@@ -126,31 +165,29 @@ class Writer:
 
     async def delete(self, pod: DeletePod) -> None:
         """Delete exactly this pod; gone or replaced is success."""
-        self.ctx.expectations.expect_delete(self.key, "pods", pod.name, pod.uid)
+        # Before the call, since the watch may be faster than the answer.
+        if not pod.forced:
+            self.ctx.expectations.expect_delete(self.key, "pods", pod.name, pod.uid)
         try:
             await self.ctx.kube.delete(
                 "pods", self.key.namespace, pod.name, uid=pod.uid, grace=pod.grace
             )
         except (NotFound, Conflict):
-            gone = {"metadata": {"uid": pod.uid, "name": pod.name}}
-            self.ctx.expectations.observe("pods", "DELETED", gone)
+            self.ctx.expectations.forget_delete(pod.uid)
             return
+        except BaseException:
+            # Perhaps it was carried out all the same; then the watch shows a pod that terminates.
+            self.ctx.expectations.forget_delete(pod.uid)
+            raise
         logger.info("deleted pod %s: %s", pod.name, pod.reason, extra=self._extra())
 
     async def gate(self, gate: SetGate) -> None:
         """Set the readiness gate, bound to the process that earned it."""
-        condition = {
-            "type": names.GATE_SERVING,
-            "status": "True" if gate.serving else "False",
-            "reason": "Serving" if gate.serving else "NotServing",
-            "message": f"{BOOT_PREFIX}{gate.boot}: {gate.reason}",
-            "lastTransitionTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        }
         body = {
             "apiVersion": "v1",
             "kind": "Pod",
             "metadata": {"name": gate.name, "namespace": self.key.namespace, "uid": gate.uid},
-            "status": {"conditions": [condition]},
+            "status": {"conditions": _gate_conditions(gate, self.ctx.clock())},
         }
         try:
             answer = await self.ctx.kube.patch(
@@ -158,11 +195,15 @@ class Writer:
             )
         except (NotFound, Conflict):
             return  # the pod is gone or another one
+        except Invalid as error:
+            if "metadata.uid" in error.message:
+                return  # another one: the API server takes the uid for a change of it
+            raise
         self.ctx.store.upsert("pods", answer)
         logger.info("gate of %s: %s", gate.name, gate.reason, extra=self._extra())
 
-    async def status(self, resource_version: str, status: RolloutReplicaStatus) -> Obj:
-        """Apply the whole status; refused (`Conflict`) if somebody else wrote in between."""
+    async def status(self, resource_version: str, status: Mapping[str, Any]) -> Obj:
+        """Apply the whole status, as a document; refused (`Conflict`) if somebody else wrote in between."""
         body = {
             "apiVersion": names.API_VERSION,
             "kind": names.KIND,
@@ -172,7 +213,7 @@ class Writer:
                 "uid": self.uid,
                 "resourceVersion": resource_version,
             },
-            "status": status.document(),
+            "status": status,
         }
         answer = await self.ctx.kube.patch(
             "rolloutreplicas",
@@ -187,3 +228,28 @@ class Writer:
 
     def _extra(self) -> dict[str, str]:
         return {"pool": str(self.key)}
+
+
+def _gate_conditions(gate: SetGate, now: float) -> list[Obj]:
+    """The readiness gate; and, once it is so, since when the worker has proven itself."""
+    serving = {
+        "type": names.GATE_SERVING,
+        "status": "True" if gate.serving else "False",
+        "reason": "Serving" if gate.serving else "NotServing",
+        "message": f"{BOOT_PREFIX}{gate.boot}: {gate.reason}",
+        "lastTransitionTime": _moment(now),
+    }
+    if gate.proven_since is None:
+        return [serving]
+    proven = {
+        "type": names.PROVEN,
+        "status": "True",
+        "reason": "AsExpected",
+        "message": "the worker has done what its pool asks for",
+        "lastTransitionTime": _moment(gate.proven_since),
+    }
+    return [serving, proven]
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

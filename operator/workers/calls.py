@@ -27,7 +27,7 @@ CANCEL_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class CallFailure:
-    """How a call has failed, times in wall-clock seconds.
+    """How a call has failed, times in monotonic seconds.
 
     Attributes:
         count: Failures in a row.
@@ -53,7 +53,7 @@ class Calls:
         wake: Called with the key after each end.
         after: Awaited with the lane before that, to look at the worker again (bounded by the
             callee); the lane stays taken meanwhile, so that the next pass sees what the call did.
-        clock: Wall-clock seconds.
+        clock: Monotonic seconds.
         may_start: Asked before each start; False refuses it (fenced).
     """
 
@@ -62,7 +62,7 @@ class Calls:
         wake: Callable[[Key], None],
         *,
         after: Callable[[str], Awaitable[None]] | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         may_start: Callable[[], bool] = lambda: True,
     ) -> None:
         self._wake = wake
@@ -112,6 +112,10 @@ class Calls:
     def failures(self, lane: str) -> Mapping[str, CallFailure]:
         """Return all failures of a lane, by the call's name."""
         return self._failures.get(lane, {})
+
+    def until(self, moment: float) -> float:
+        """Return the seconds until a failure's `retry_at`; negative once it is over."""
+        return moment - self._clock()
 
     def forget(self, lane: str) -> None:
         """Drop everything about a lane and cancel its call, because the pod is gone."""

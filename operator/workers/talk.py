@@ -43,7 +43,7 @@ class Workers:
             verb: CallError(
                 failed.message,
                 failed.count,
-                failed.retry_at,
+                self.calls.until(failed.retry_at),
                 failed.problem,
                 failed.about if isinstance(failed.about, WeightsId) else None,
             )
@@ -55,6 +55,7 @@ class Workers:
             error=seen.error if seen is not None else None,
             running=running,
             failures=failures,
+            last=seen.state if seen is not None else None,
         )
 
     def watch(self, key: Key, heads: Iterable[Pod], fast: Collection[str]) -> frozenset[str]:

@@ -5,116 +5,37 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from localkube import Cluster, ClusterError
+from localkube import Cluster
 from manifests import pool, text
+from people import Person, policed
 
-CHART = Path(__file__).parents[2] / "charts" / "rollout-operator"
 NAMESPACE = "admission"
-SYSTEM = "rollout-system"
 TRAINER, VIEWER, EDITOR, WORKER = "trainer", "viewer", "editor", "rollout-worker"
-INSTALLED = {
-    "ServiceAccount",
-    "ClusterRole",
-    "ClusterRoleBinding",
-    "Role",
-    "RoleBinding",
-    "ValidatingAdmissionPolicy",
-    "ValidatingAdmissionPolicyBinding",
-}
-
-
-class Person:
-    """Someone with a kubeconfig of a service account."""
-
-    def __init__(self, cluster: Cluster, account: str) -> None:
-        self.cluster = cluster
-        self.kubeconfig = cluster.service_account_kubeconfig(NAMESPACE, account)
-
-    def kubectl(self, *arguments: str, manifest: dict[str, Any] | None = None) -> str:
-        return self.cluster.kubectl(
-            *("--kubeconfig", str(self.kubeconfig), "-n", NAMESPACE),
-            *arguments,
-            input=None if manifest is None else text(manifest),
-        )
-
-    def patch(self, name: str, spec: dict[str, Any]) -> str:
-        return self.kubectl("patch", "rr", name, "--type=merge", "-p", json.dumps({"spec": spec}))
-
-    def refused(self, *arguments: str) -> str:
-        with pytest.raises(ClusterError) as error:
-            self.kubectl(*arguments)
-        return str(error.value)
-
-    def refused_patch(self, name: str, spec: dict[str, Any]) -> str:
-        return self.refused("patch", "rr", name, "--type=merge", "-p", json.dumps({"spec": spec}))
-
-    def may(self, verb: str, resource: str, subresource: str) -> bool:
-        answer = self.cluster.kubectl(
-            *("--kubeconfig", str(self.kubeconfig), "-n", NAMESPACE, "auth", "can-i", verb),
-            *(f"{resource}/demo", f"--subresource={subresource}"),
-            check=False,
-        )
-        return answer.strip() == "yes"
 
 
 @pytest.fixture(scope="module")
 def cluster(crd: Cluster) -> Iterator[Cluster]:
-    for namespace in (NAMESPACE, SYSTEM):
-        crd.kubectl("create", "namespace", namespace)
-    rendered = crd.helm(
-        *("template", "rollout", CHART, "--namespace", SYSTEM),
-        *("--set", f"workers.namespaces={{{NAMESPACE}}}"),
-    )
-    wanted = [d for d in yaml.safe_load_all(rendered) if d and d["kind"] in INSTALLED]
-    manifest = yaml.safe_dump_all(wanted)
-    crd.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=manifest)
-    for account in (TRAINER, VIEWER, EDITOR):
-        crd.kubectl("-n", NAMESPACE, "create", "serviceaccount", account)
-        crd.kubectl(
-            *("-n", NAMESPACE, "create", "rolebinding", account),
-            *(f"--clusterrole=rollout-{account}", f"--serviceaccount={NAMESPACE}:{account}"),
-        )
-    _wait_until_enforced(crd)
-    yield crd
-    crd.kubectl("delete", "--wait=false", "-f", "-", input=manifest)
-    for namespace in (NAMESPACE, SYSTEM):
-        crd.kubectl("delete", "namespace", namespace, "--wait=false")
-
-
-def _wait_until_enforced(cluster: Cluster) -> None:
-    """A policy acts a moment after it was made; wait for its first refusal, at most 30 s."""
-    trainer = Person(cluster, TRAINER)
-    cluster.kubectl("-n", NAMESPACE, "create", "-f", "-", input=text(pool("probe")))
-    deadline = time.monotonic() + 30
-    for replicas in range(1, 1000):
-        try:
-            trainer.patch("probe", {"replicas": replicas})
-        except ClusterError as error:
-            if "rolloutreplicas/spec" in str(error):
-                return
-        assert time.monotonic() < deadline, "the admission policy is not enforced"
-        time.sleep(0.2)
+    with policed(crd, NAMESPACE, TRAINER, VIEWER, EDITOR):
+        yield crd
 
 
 @pytest.fixture(scope="module")
 def trainer(cluster: Cluster) -> Person:
-    return Person(cluster, TRAINER)
+    return Person(cluster, NAMESPACE, TRAINER)
 
 
 @pytest.fixture(scope="module")
 def viewer(cluster: Cluster) -> Person:
-    return Person(cluster, VIEWER)
+    return Person(cluster, NAMESPACE, VIEWER)
 
 
 @pytest.fixture(scope="module")
 def editor(cluster: Cluster) -> Person:
-    return Person(cluster, EDITOR)
+    return Person(cluster, NAMESPACE, EDITOR)
 
 
 @pytest.fixture
@@ -125,14 +46,15 @@ def name(cluster: Cluster, request: pytest.FixtureRequest) -> str:
 
 
 TARGET = {"target": {"epoch": 1, "version": 1, "source": {"path": "steps/1"}}}
+NEXT = {"target": {"epoch": 1, "version": 2, "source": {"path": "steps/2"}}}
 
 
 def test_trainer_moves_weights_and_state(trainer: Person, name: str) -> None:
     trainer.patch(name, {"weights": TARGET})
     trainer.patch(name, {"state": "Asleep"})
-    trainer.patch(name, {"state": "Active", "weights": {"inFlight": {"policy": "Keep"}}})
+    trainer.patch(name, {"state": "Active", "weights": NEXT})
     stored = json.loads(trainer.kubectl("get", "rr", name, "-o", "json"))["spec"]
-    assert stored["weights"]["target"]["source"] == {"path": "steps/1"}
+    assert stored["weights"]["target"]["source"] == {"path": "steps/2"}
     assert stored["state"] == "Active"
 
 
@@ -150,17 +72,53 @@ def test_trainer_applies_its_target(trainer: Person, name: str) -> None:
         {"suspend": True},
         {"drainSeconds": 1},
         {"podTemplate": {"labels": {"a": "b"}}},
+        {"weights": {"volume": {"claim": {"name": "theirs"}}}},
+        {"weights": {"inFlight": {"policy": "Keep"}, **TARGET}},
         {"engine": {"env": [{"name": "A", "value": "b"}]}, "state": "Asleep"},
     ],
-    ids=["image", "replicas", "suspend", "added", "podTemplate", "with-state"],
+    ids=["image", "replicas", "suspend", "added", "podTemplate", "claim", "policy", "with-state"],
 )
 def test_trainer_changes_nothing_else(trainer: Person, spec: dict[str, Any]) -> None:
     said = trainer.refused_patch("probe", spec)
     assert (
-        "changing spec beyond weights and state needs permission to update rolloutreplicas/spec in "
+        "changing anything but spec.weights.target, spec.state and the annotation "
+        "rollout.dev/trainer-epoch needs permission to update rolloutreplicas/spec in "
         "namespace admission: ask for a role that has it (rollout-editor); check with kubectl auth can-i "
         "update rolloutreplicas.rollout.dev/probe --subresource=spec"
     ) in said
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {
+            "ownerReferences": [
+                {"apiVersion": "v1", "kind": "ConfigMap", "name": "none", "uid": "0-0"}
+            ]
+        },
+        {"finalizers": ["example.com/for-ever"]},
+        {"labels": {"team": "mine"}},
+        {"annotations": {"rollout.dev/reconcile-paused": "true"}},
+        {"annotations": {"rollout.dev/trainer-epoch": "9", "rollout.dev/retry": "1"}},
+    ],
+    ids=["owner", "finalizer", "label", "paused", "beside-the-epoch"],
+)
+def test_trainer_can_neither_delete_nor_stop_a_pool_by_its_metadata(
+    trainer: Person, metadata: dict[str, Any]
+) -> None:
+    said = trainer.refused(
+        *("patch", "rr", "probe", "--type=merge", "-p", json.dumps({"metadata": metadata}))
+    )
+    assert "needs permission to update rolloutreplicas/spec in namespace admission" in said
+
+
+def test_garbage_collector_still_orphans_and_deletes_in_the_foreground(cluster: Cluster) -> None:
+    collector = "system:serviceaccount:kube-system:generic-garbage-collector"
+    patch = {"metadata": {"ownerReferences": None, "finalizers": ["foregroundDeletion"]}}
+    cluster.kubectl(
+        *("-n", NAMESPACE, "patch", "rr", "probe", "--type=merge", "-p", json.dumps(patch)),
+        *(f"--as={collector}", "--dry-run=server"),
+    )
 
 
 def test_trainer_removes_no_field(trainer: Person, editor: Person, name: str) -> None:
@@ -194,13 +152,14 @@ def test_rights_are_asked_for_in_the_pool_that_changes(cluster: Cluster, name: s
             *("-n", NAMESPACE, "create", "rolebinding", role, f"--role={role}"),
             f"--serviceaccount={NAMESPACE}:narrow",
         )
-    narrow = Person(cluster, "narrow")
+    narrow = Person(cluster, NAMESPACE, "narrow")
     narrow.patch(name, {"weights": TARGET})
     assert "rolloutreplicas/weights" in narrow.refused_patch("probe", {"weights": TARGET})
     assert (
         "changing spec.state needs permission to update rolloutreplicas/state in namespace admission"
     ) in narrow.refused_patch(name, {"state": "Asleep"})
-    narrow.kubectl("annotate", "rr", name, "rollout.dev/retry=1")
+    narrow.kubectl("annotate", "rr", name, "rollout.dev/trainer-epoch=2")
+    assert "rolloutreplicas/spec" in narrow.refused("annotate", "rr", name, "rollout.dev/retry=1")
 
 
 def test_viewer_reads_only(viewer: Person, name: str) -> None:
@@ -245,12 +204,14 @@ def test_editors_of_a_namespace_edit_pools(cluster: Cluster, name: str) -> None:
             *("-n", NAMESPACE, "create", "rolebinding", f"k8s-{role}", f"--clusterrole={role}"),
             f"--serviceaccount={NAMESPACE}:k8s-{role}",
         )
-    assert "cannot patch" in Person(cluster, "k8s-view").refused_patch(name, {"replicas": 2})
-    Person(cluster, "k8s-edit").patch(name, {"replicas": 2, "state": "Asleep"})
+    assert "cannot patch" in Person(cluster, NAMESPACE, "k8s-view").refused_patch(
+        name, {"replicas": 2}
+    )
+    Person(cluster, NAMESPACE, "k8s-edit").patch(name, {"replicas": 2, "state": "Asleep"})
 
 
 def test_worker_may_review_and_nothing_else(cluster: Cluster) -> None:
-    worker = Person(cluster, WORKER)
+    worker = Person(cluster, NAMESPACE, WORKER)
     rights = worker.kubectl("auth", "can-i", "--list", "--no-headers").splitlines()
     # What every account may do: ask about itself, and read versions and health.
     own = [

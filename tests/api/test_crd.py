@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from localkube import Cluster
-from manifests import GPU, pool, source, target
+from manifests import FULL, GPU, pool, source, target
 from namespaced import Namespace
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_worker.schemas import WeightsId
@@ -20,83 +20,6 @@ def space(crd: Cluster) -> Iterator[Namespace]:
     crd.kubectl("create", "namespace", "crd")
     yield Namespace(crd, "crd")
     crd.kubectl("delete", "namespace", "crd", "--wait=false")
-
-
-FULL: dict[str, Any] = {
-    "replicas": 4,
-    "mode": "Standalone",
-    "state": "Paused",
-    "sleep": {"level": 2},
-    "suspend": True,
-    "engine": {
-        "type": "vllm",
-        "logprobs": "Raw",
-        "image": "registry.example/vllm:1@sha256:" + "a" * 64,
-        "imagePullPolicy": "IfNotPresent",
-        "args": ["--max-num-seqs", "64"],
-        "env": [
-            {"name": "A", "value": ""},
-            {"name": "B", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
-            {"name": "C", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}},
-            {"name": "D", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        ],
-    },
-    "model": {
-        "source": {
-            "path": None,
-            "hub": {
-                "repo": "Qwen/Qwen3-0.6B",
-                "revision": "main",
-                "tokenSecret": {"name": "hub", "key": "token"},
-            },
-        },
-        "servedName": "policy",
-        "dtype": "bfloat16",
-        "maxLength": 4096,
-    },
-    "parallelism": {"tensor": 8, "pipeline": 2, "data": 1, "nodes": 2},
-    "accelerator": GPU,
-    "resources": {
-        "requests": {"cpu": 2, "memory": "16Gi"},
-        "limits": {"cpu": "2500m", "rdma/hca": "1"},
-    },
-    "weights": {
-        "target": {"epoch": 1, "version": 7, "source": {"path": "steps/7"}},
-        "volume": {"claim": {"name": "weights", "subPath": "run-1"}},
-        "strategy": "Rolling",
-        "maxUnavailable": 2,
-        "inFlight": {"policy": "Keep", "deadlineSeconds": 5, "onDeadline": "Keep"},
-        "deadlineSeconds": 60,
-    },
-    "updateStrategy": {"maxUnavailable": 2},
-    "restartPolicy": {"baseDelaySeconds": 1, "maxDelaySeconds": 60, "maxRestarts": 5},
-    "drainSeconds": 5,
-    "serviceAccountName": "workers",
-    "podTemplate": {
-        "labels": {"team": "rl"},
-        "annotations": {"example.com/note": "x"},
-        "nodeSelector": {"gpu": "h200"},
-        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
-        "affinity": {"nodeAffinity": {}},
-        "topologySpreadConstraints": [
-            {
-                "maxSkew": 1,
-                "topologyKey": "kubernetes.io/hostname",
-                "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": {"matchLabels": {"team": "rl"}},
-            }
-        ],
-        "volumes": [
-            {"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}}
-        ],
-        "volumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
-        "imagePullSecrets": [{"name": "pull"}],
-        "priorityClassName": "high",
-        "runtimeClassName": "nvidia",
-        "schedulerName": "default-scheduler",
-        "securityContext": {"runAsUser": 1000, "fsGroup": 1000},
-    },
-}
 
 
 def test_takes_every_field(space: Namespace) -> None:

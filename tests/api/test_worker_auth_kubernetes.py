@@ -14,7 +14,8 @@ import yaml
 
 from localkube import Cluster
 from rollout_worker.ports.access import CONTROL, SEE, STAGE, Right
-from rollout_worker.ports.kubeauth import DENIED_SECONDS, KubernetesReview
+from rollout_worker.ports.kubeauth import KubernetesReview
+from rollout_worker.ports.reviews import DENIED_SECONDS
 from rollout_worker.settings import BadSettings, Settings, add_flags, parse
 from rollout_worker.wire.problems import ProblemError
 

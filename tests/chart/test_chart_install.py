@@ -18,11 +18,14 @@ NOT_THERE = ("PodMonitor", "PrometheusRule")
 """Kinds of the Prometheus Operator, which this API server does not have."""
 
 
+OTHER, TENANT = "rollout-other", "tenant"
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A control plane of its own: the chart's cluster-wide objects meet nobody else's."""
     with control_plane("chart") as cluster:
-        for namespace in (NAMESPACE, "rl", "rl-2", "team-a", "team-b"):
+        for namespace in (NAMESPACE, OTHER, TENANT, "rl", "rl-2", "team-a", "team-b"):
             cluster.kubectl("create", "namespace", namespace)
         cluster.kubectl(
             "label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted"
@@ -56,7 +59,7 @@ def installed(cluster: Cluster) -> set[str]:
     kinds = (
         "crd,clusterroles,clusterrolebindings,validatingadmissionpolicies,"
         "validatingadmissionpolicybindings,serviceaccounts,roles,rolebindings,configmaps,services,"
-        "deployments"
+        "deployments,poddisruptionbudgets,networkpolicies"
     )
     out = cluster.kubectl(
         *("get", kinds, "--all-namespaces", "-o", "name"),
@@ -94,3 +97,62 @@ def test_install_upgrade_uninstall(cluster: Cluster) -> None:
     assert "demo" in cluster.kubectl("-n", NAMESPACE, "get", "rr", "-o", "name")
     cluster.helm("uninstall", RELEASE, *where)
     until_sync(lambda: not installed(cluster), 30, what="nothing to be left")
+
+
+def test_another_release_works_beside_what_a_former_one_left(cluster: Cluster) -> None:
+    where = ("--namespace", NAMESPACE, "--set", "workers.namespaces={rl}")
+    cluster.helm("install", RELEASE, CHART, *where)
+    cluster.helm("uninstall", RELEASE, "--namespace", NAMESPACE)
+    account = ("-n", "rl", "get", "serviceaccount", "rollout-worker", "-o", "json")
+    left = json.loads(cluster.kubectl(*account))
+    other = (
+        "--namespace",
+        OTHER,
+        "--set",
+        "workers.namespaces={rl}",
+        "--set",
+        "crds.install=false",
+    )
+    cluster.helm("install", "another", CHART, *other)
+    cluster.helm("upgrade", "another", CHART, *other, "--set", "replicaCount=1")
+    binding = cluster.kubectl(
+        *("-n", "rl", "get", "rolebinding", "another-rollout-operator-worker", "-o", "json")
+    )
+    assert json.loads(binding)["subjects"][0]["name"] == "rollout-worker"
+    cluster.helm("uninstall", "another", "--namespace", OTHER)
+    now = json.loads(cluster.kubectl(*account))
+    assert now["metadata"]["uid"] == left["metadata"]["uid"]
+    assert now["metadata"]["annotations"] == left["metadata"]["annotations"]
+
+    # Its own release takes it over again, and removes it if it is told to.
+    cluster.helm("install", RELEASE, CHART, *where, "--set", "crds.keep=false")
+    cluster.helm("uninstall", RELEASE, "--namespace", NAMESPACE)
+    leave = "serviceaccount/rollout-worker"
+    until_sync(lambda: leave not in installed(cluster), 30, what="the account to be gone")
+
+
+def test_a_tenant_installs_in_a_namespace_of_its_own(cluster: Cluster) -> None:
+    """Somebody with the rights of a namespace's admin, who may hand out the operator's."""
+    where = ("-n", TENANT)
+    cluster.kubectl(*where, "create", "serviceaccount", "owner")
+    subject = f"--serviceaccount={TENANT}:owner"
+    cluster.kubectl(*where, "create", "rolebinding", "owner", "--clusterrole=admin", subject)
+    cluster.kubectl(
+        *(*where, "create", "role", "hand-out", "--verb=escalate,bind"),
+        "--resource=roles.rbac.authorization.k8s.io",
+    )
+    cluster.kubectl(*where, "create", "rolebinding", "hand-out", "--role=hand-out", subject)
+    before = {name for name in installed(cluster) if name.startswith("cluster")}
+
+    owner = str(cluster.service_account_kubeconfig(TENANT, "owner"))
+    values = ("--set", "rbac.namespaced=true", "--set", "networkPolicy.enabled=true")
+    mine = ("--namespace", TENANT, "--kubeconfig", owner)
+    cluster.helm("install", "mine", CHART, *mine, *values)
+    found = installed(cluster)
+    assert {"deployment/mine-rollout-operator", "role/rollout-trainer"} <= found
+    assert "networkpolicy/mine-rollout-operator-workers" in found
+    assert {name for name in found if name.startswith("cluster")} == before
+    cluster.helm("upgrade", "mine", CHART, *mine, *values, "--set", "replicaCount=1")
+    cluster.helm("uninstall", "mine", *mine)
+    gone = "deployment/mine-rollout-operator"
+    until_sync(lambda: gone not in installed(cluster), 30, what="the operator to be gone")

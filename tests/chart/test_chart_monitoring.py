@@ -92,35 +92,62 @@ def test_every_query_of_the_dashboards_is_valid(tmp_path: Path) -> None:
     promtool("check", "rules", file)
 
 
+def pool_of(desired: int, exist: int, ready: int, *, asleep: int = 0) -> dict[str, str]:
+    """Series of the pool a/p, for two hours."""
+    counts = {"_desired": desired, "": exist, "_ready": ready, "_asleep": asleep}
+    return {
+        f'rollout_pool_replicas{which}{{namespace="a",pool="p"}}': f"{count}x130"
+        for which, count in counts.items()
+    }
+
+
+def condition(kind: str, status: str = "True") -> dict[str, str]:
+    """A condition of the pool a/p, for two hours."""
+    labels = f'namespace="a",pool="p",type="{kind}",status="{status}"'
+    return {f"rollout_pool_condition{{{labels}}}": "1x130"}
+
+
 @pytest.mark.parametrize(
     ("series", "minutes", "alert", "labels"),
     [
         (
             {
-                'rollout_pool_condition{namespace="a",pool="p",type="Degraded",status="True"}': "1x30"
+                'rollout_pool_condition{namespace="a",pool="p",type="Degraded",status="True"}': "1x130"
             },
             10,
             "RolloutPoolDegraded",
             {"namespace": "a", "pool": "p", "type": "Degraded", "status": "True"},
         ),
         (
-            {
-                'rollout_pool_replicas{namespace="a",pool="p"}': "2x30",
-                'rollout_pool_replicas_ready{namespace="a",pool="p"}': "0x30",
-                'rollout_pool_condition{namespace="a",pool="p",type="Progressing",status="True"}': (
-                    "1x30"
-                ),
-            },
+            pool_of(8, 8, 0) | condition("Progressing"),
             15,
             "RolloutPoolNotServing",
             {"namespace": "a", "pool": "p"},
         ),
         (
+            pool_of(8, 0, 0) | condition("Degraded"),
+            15,
+            "RolloutPoolNotServing",
+            {"namespace": "a", "pool": "p"},
+        ),
+        (
+            pool_of(8, 7, 7) | condition("Degraded"),
+            120,
+            "RolloutPoolReplicasMissing",
+            {"namespace": "a", "pool": "p"},
+        ),
+        (
+            pool_of(8, 8, 5, asleep=2) | condition("Progressing"),
+            120,
+            "RolloutPoolReplicasMissing",
+            {"namespace": "a", "pool": "p"},
+        ),
+        (
             {
-                'rollout_pool_weights_epoch{namespace="a",pool="p",which="target"}': "1x30",
-                'rollout_pool_weights_epoch{namespace="a",pool="p",which="committed"}': "1x30",
-                'rollout_pool_weights_version{namespace="a",pool="p",which="target"}': "8x30",
-                'rollout_pool_weights_version{namespace="a",pool="p",which="committed"}': "7x30",
+                'rollout_pool_weights_epoch{namespace="a",pool="p",which="target"}': "1x130",
+                'rollout_pool_weights_epoch{namespace="a",pool="p",which="committed"}': "1x130",
+                'rollout_pool_weights_version{namespace="a",pool="p",which="target"}': "8x130",
+                'rollout_pool_weights_version{namespace="a",pool="p",which="committed"}': "7x130",
             },
             20,
             "RolloutPoolWeightsBehind",
@@ -128,18 +155,21 @@ def test_every_query_of_the_dashboards_is_valid(tmp_path: Path) -> None:
         ),
         (
             {
-                'rollout_pool_weights_epoch{namespace="a",pool="p",which="target"}': "2x30",
-                'rollout_pool_weights_epoch{namespace="a",pool="p",which="committed"}': "1x30",
-                'rollout_pool_weights_version{namespace="a",pool="p",which="target"}': "0x30",
-                'rollout_pool_weights_version{namespace="a",pool="p",which="committed"}': "7x30",
+                'rollout_pool_weights_epoch{namespace="a",pool="p",which="target"}': "2x130",
+                'rollout_pool_weights_epoch{namespace="a",pool="p",which="committed"}': "1x130",
+                'rollout_pool_weights_version{namespace="a",pool="p",which="target"}': "0x130",
+                'rollout_pool_weights_version{namespace="a",pool="p",which="committed"}': "7x130",
             },
             20,
             "RolloutPoolWeightsBehind",
             {"namespace": "a", "pool": "p"},
         ),
-        ({"rollout_operator_leader": "0x30"}, 5, "RolloutOperatorNoLeader", {}),
+        ({"rollout_operator_leader": "0x130"}, 5, "RolloutOperatorNoLeader", {}),
     ],
-    ids=["degraded", "not serving", "version behind", "epoch behind", "no leader"],
+    ids=[
+        *("degraded", "not serving", "pods refused", "one of eight missing", "one lost asleep"),
+        *("version behind", "epoch behind", "no leader"),
+    ],
 )
 def test_alert_fires(
     series: dict[str, str], minutes: int, alert: str, labels: dict[str, str], tmp_path: Path
@@ -150,43 +180,35 @@ def test_alert_fires(
 @pytest.mark.parametrize(
     ("series", "alert"),
     [
+        (pool_of(2, 2, 0, asleep=2) | condition("Asleep"), "RolloutPoolNotServing"),
+        (pool_of(2, 2, 0) | condition("Ready", "False"), "RolloutPoolNotServing"),
+        (pool_of(2, 0, 0) | condition("Suspended"), "RolloutPoolNotServing"),
+        (pool_of(2, 2, 0) | condition("Ready", "False"), "RolloutPoolReplicasMissing"),
+        (pool_of(2, 2, 2) | condition("Progressing"), "RolloutPoolReplicasMissing"),
         (
             {
-                'rollout_pool_replicas{namespace="a",pool="p"}': "2x30",
-                'rollout_pool_replicas_ready{namespace="a",pool="p"}': "0x30",
-                'rollout_pool_condition{namespace="a",pool="p",type="Asleep",status="True"}': "1x30",
-            },
-            "RolloutPoolNotServing",
-        ),
-        (
-            {
-                'rollout_pool_replicas{namespace="a",pool="p"}': "2x30",
-                'rollout_pool_replicas_ready{namespace="a",pool="p"}': "0x30",
-                'rollout_pool_condition{namespace="a",pool="p",type="Ready",status="False"}': "1x30",
-            },
-            "RolloutPoolNotServing",
-        ),
-        (
-            {
-                'rollout_pool_weights_epoch{namespace="a",pool="p",which="target"}': "1x30",
-                'rollout_pool_weights_epoch{namespace="a",pool="p",which="committed"}': "2x30",
-                'rollout_pool_weights_version{namespace="a",pool="p",which="target"}': "9x30",
-                'rollout_pool_weights_version{namespace="a",pool="p",which="committed"}': "7x30",
+                'rollout_pool_weights_epoch{namespace="a",pool="p",which="target"}': "1x130",
+                'rollout_pool_weights_epoch{namespace="a",pool="p",which="committed"}': "2x130",
+                'rollout_pool_weights_version{namespace="a",pool="p",which="target"}': "9x130",
+                'rollout_pool_weights_version{namespace="a",pool="p",which="committed"}': "7x130",
             },
             "RolloutPoolWeightsBehind",
         ),
         (
             {
-                'rollout_operator_leader{pod="a"}': "0x30",
-                'rollout_operator_leader{pod="b"}': "1x30",
+                'rollout_operator_leader{pod="a"}': "0x130",
+                'rollout_operator_leader{pod="b"}': "1x130",
             },
             "RolloutOperatorNoLeader",
         ),
     ],
-    ids=["asleep", "paused", "ahead of the target", "a standby"],
+    ids=[
+        *("asleep", "paused", "suspended", "paused as a whole", "updating"),
+        *("ahead of the target", "a standby"),
+    ],
 )
 def test_alert_does_not_fire(series: dict[str, str], alert: str, tmp_path: Path) -> None:
-    firing(series, 20, alert, None, tmp_path)
+    firing(series, 120, alert, None, tmp_path)
 
 
 def firing(

@@ -9,6 +9,7 @@ import pytest
 
 from contracts import Served, made_by, sound
 from judging import greedy as is_greedy
+from processes import unnamed_files
 from reference import Reference
 from waiting import until_sync
 from workers import PROMPT, slug
@@ -132,6 +133,41 @@ def test_what_sleep_keeps_goes_on_after_waking(
 
 
 @pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("tags", [["weights"], ["weights", "kv_cache"]], ids="+".join)
+def test_what_was_pinned_wakes_on_the_active_weights(
+    worker: Served, tags: list[str], level: int
+) -> None:
+    """Sleep keeps the active weights only; a prefix whose KV is lost is prefilled with them."""
+    if "Pin" not in worker.able["in_flight"]:
+        pytest.skip(f"{worker.kind} declares no Pin")
+    level = level_of(worker, level)
+    old = worker.state()["weights"]["active"]["version"]
+    identity = worker.stage_next(2)
+    running = worker.long("r", sampling={**LONG, "max_tokens": 900})
+    worker.makes(20)
+    worker.commit(*identity, in_flight="Pin")
+    worker.post("sleep", level=level, tags=tags, mode="keep", deadline_seconds=1)
+    assert worker.post("wake").json()["lifecycle"] == "Active"
+    [output] = running.result(60).json()["outputs"]
+    sound(output)
+    assert made_by(output) == [(old, False), (identity[1], "kv_cache" not in tags)]
+
+
+def test_a_deeper_sleep_drops_what_the_lighter_one_kept(worker: Served) -> None:
+    for level in (1, 2):
+        level_of(worker, level)
+    before = greedy(worker)
+    for level in (1, 2):
+        state = worker.post("sleep", level=level).json()
+        assert state["resident"] == {"weights": False, "kv_cache": False}
+    family = [worker.process.pid, *(each.pid for each in worker.children())]
+    kept = [file for pid in family for file in unnamed_files(pid, worker.temporary)]
+    assert not kept, "level 1 keeps weights in files without a name, level 2 keeps none"
+    assert worker.post("wake").json()["lifecycle"] == "Active"
+    assert greedy(worker) == before
+
+
+@pytest.mark.parametrize("level", [1, 2])
 def test_staged_waking(worker: Served, reference: dict[int, Reference], level: int) -> None:
     """Weights, update, KV: each step refuses what would need the next one."""
     level = level_of(worker, level)
@@ -156,15 +192,17 @@ def test_staged_waking(worker: Served, reference: dict[int, Reference], level: i
     assert is_greedy(reference[2], PROMPT, output["token_ids"])
 
 
-def test_staged_weights_wait_for_the_waking(
+def test_sleep_gives_staged_weights_back_too(
     worker: Served, reference: dict[int, Reference]
 ) -> None:
-    identity = worker.stage_next(3)
-    worker.post("sleep")
-    answer = worker.post("weights/commit", epoch=identity[0], version=identity[1])
+    epoch, version = worker.stage_next(3)
+    assert worker.post("sleep").json()["weights"]["staged"] is None
+    answer = worker.post("weights/commit", epoch=epoch, version=version)
     assert (answer.status_code, slug(answer)) == (409, "asleep")
     worker.post("wake")
-    worker.commit(*identity)
+    answer = worker.post("weights/commit", epoch=epoch, version=version)
+    assert (answer.status_code, slug(answer)) == (409, "not-staged")
+    worker.load(3)
     assert is_greedy(reference[3], PROMPT, greedy(worker))
 
 

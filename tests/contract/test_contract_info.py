@@ -16,6 +16,7 @@ from rollout_worker.schemas import (
     InFlightPolicy,
     SamplingParams,
     WorkerInfo,
+    WorkerState,
 )
 from workers import PROMPT, slug
 
@@ -52,6 +53,8 @@ def test_the_page_is_complete(worker: Served) -> None:
     assert info.capabilities.logprobs
     assert "Drain" in info.capabilities.in_flight
     assert "Abort" in info.capabilities.in_flight
+    state = WorkerState.model_validate(worker.control.get("/v1/state").json())
+    assert state.in_flight_policies == info.capabilities.in_flight, "as the operator reads it"
 
 
 @pytest.mark.parametrize("field", SAMPLING_FIELDS)

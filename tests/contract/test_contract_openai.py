@@ -141,6 +141,19 @@ def test_tools_reach_the_template(client: Any, worker: Served, tokenizer: Any) -
     assert refused.value.param == "tool_choice"
 
 
+def test_special_tokens_are_added_and_shown_as_asked(client: Any, tokenizer: Any) -> None:
+    eos = tokenizer.eos_token_id
+    sampling = {"allowed_token_ids": [eos], "ignore_eos": True, "return_token_ids": True}
+    asked: Any = {"model": "tiny", "prompt": "light water", "max_tokens": 2}
+    for shown, added in ((True, True), (False, False)):
+        text = {"skip_special_tokens": not shown, "add_special_tokens": added}
+        answer: Any = client.completions.create(**asked, extra_body={**sampling, **text})
+        [choice] = answer.choices
+        assert choice.text == (tokenizer.eos_token * 2 if shown else "")
+        ids = tokenizer("light water", add_special_tokens=added)["input_ids"]
+        assert choice.prompt_token_ids == ids
+
+
 def test_stop_strings_are_cut_off_the_text(
     client: Any, worker: Served, tokenizer: Any, reference: dict[int, Reference]
 ) -> None:
@@ -191,6 +204,8 @@ def test_errors_have_openais_shape(client: Any, worker: Served) -> None:
         ({"logprobs": 5}, openai.UnprocessableEntityError, "logprobs"),
         ({"extra_body": {"echo": True}}, openai.UnprocessableEntityError, "echo"),
         ({"extra_body": {"guided_regex": "a+"}}, openai.UnprocessableEntityError, "guided_regex"),
+        ({"extra_body": {"whatever": 1}}, openai.UnprocessableEntityError, "whatever"),
+        ({"extra_body": {"temperature": "1"}}, openai.UnprocessableEntityError, "temperature"),
         ({"max_tokens": 5000}, openai.APIStatusError, None),
     ]
     for fields, kind, param in cases:
@@ -209,9 +224,9 @@ def test_errors_have_openais_shape(client: Any, worker: Served) -> None:
     worker.post("resume")
 
 
-def test_unknown_fields_that_change_nothing_are_ignored(client: Any) -> None:
+def test_fields_that_change_nothing_are_ignored(client: Any) -> None:
     extra: Any = {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"}
-    body = {"whatever": 1, "echo": False, "best_of": 1}
+    body = {"whatever": None, "echo": False, "best_of": 1}
     answer = client.chat.completions.create(
         model="tiny", messages=CHAT, max_tokens=2, extra_body=body, **extra
     )

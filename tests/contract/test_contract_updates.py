@@ -56,6 +56,7 @@ def test_an_update_below_32_running_requests(
         return
     judges = {old: reference[1], new: reference[2]}
     running = worker.busy(LOAD, TOKENS)
+    worker.makes(2 * LOAD)  # accepted is not begun: let a slow engine come to all of them
     done = worker.commit(epoch, new, in_flight=policy, deadline_seconds=60)
     [after] = worker.outputs(GREEDY)
     assert made_by(after) == [(new, False)]
@@ -70,7 +71,9 @@ def test_an_update_below_32_running_requests(
     begun = [o for o in outputs if o["token_ids"] or o["stop_reason"] != "aborted"]
     kinds = [made_by(output) for output in begun]
     spanning = {"Keep": [(old, False), (new, True)], "Recompute": [(old, False), (new, False)]}
-    allowed = [[(old, False)], *([spanning[policy]] if policy in spanning else [])]
+    # Nor had one that went back to the queue: it is the new weights' from its first token on.
+    allowed = [[(old, False)], [(new, False)]]
+    allowed += [spanning[policy]] if policy in spanning else []
     assert all(kind in allowed for kind in kinds), kinds
     hit = {
         "Drain": done["finished"],
@@ -80,7 +83,29 @@ def test_an_update_below_32_running_requests(
     assert hit >= LOAD // 2, f"only {hit} requests met the commit: {done}"
     counted = {"Drain": "finished", "Abort": "aborted"}.get(policy, "kept")
     assert done[counted] >= hit
+    assert kinds.count([(new, False)]) <= LOAD - hit
     assert done["pause_seconds"] < 5
+
+
+def test_a_drain_may_keep_what_still_runs_at_its_deadline(
+    worker: Served, reference: dict[int, Reference]
+) -> None:
+    """So `Drain` needs more of an engine than `abort`, and is refused where `Keep` is."""
+    old = worker.state()["weights"]["active"]["version"]
+    epoch, new = worker.stage_next(2)
+    drain = {"in_flight": "Drain", "deadline_seconds": 0.1, "on_deadline": "Keep"}
+    if "Keep" not in worker.able["in_flight"]:
+        answer = worker.post("weights/commit", epoch=epoch, version=new, **drain)
+        assert (answer.status_code, slug(answer)) == (422, "unsupported")
+        assert answer.json()["errors"][0]["field"] == "on_deadline"
+        worker.post("weights/discard", epoch=epoch, version=new)
+        return
+    running = worker.long("r", sampling={"max_tokens": 900, "ignore_eos": True})
+    worker.makes(20)
+    assert worker.commit(epoch, new, **drain)["kept"] == 1
+    [output] = answers([running.result(60)])
+    assert made_by(output) == [(old, False), (new, True)]
+    true_to(output, {old: reference[1]})
 
 
 @pytest.mark.parametrize("policy", ["Keep", "Recompute", "Pin"])
@@ -101,6 +126,44 @@ def test_an_exact_version_never_spans(
     if policy != "Pin":
         assert (pinned["stop_reason"], pinned["abort_reason"]) == ("aborted", "weights")
         assert len(made_by(spanning)) == 2
+
+
+@pytest.mark.parametrize("policy", ["Keep", "Recompute", "Pin"])
+def test_an_exact_version_never_spans_a_sleep(
+    worker: Served, reference: dict[int, Reference], policy: str
+) -> None:
+    """Whether another version is committed before the memory goes or between the two wakes."""
+    if policy not in worker.able["in_flight"] or not worker.able["sleep_levels"]:
+        pytest.skip(f"{worker.kind} declares no {policy}, or no sleep")
+    sampling = {"max_tokens": 1800, "ignore_eos": True}
+    versions: list[tuple[int, int]] = []
+    exact: list[Any] = []
+
+    def begin(seed: int) -> None:
+        active = worker.state()["weights"]["active"]
+        versions.append((active["version"], seed))
+        bounds = {"epoch": active["epoch"], "exact_version": active["version"]}
+        name = f"exact{len(exact)}"
+        exact.append(worker.long(name, sampling=sampling, **bounds))
+
+    second = worker.stage_next(2)
+    begin(1)
+    worker.makes(5)
+    worker.commit(*second, in_flight=policy)
+    begin(2)
+    worker.makes(5)
+    slept = worker.post("sleep", mode="keep")
+    assert slept.status_code == 200, slept.text
+    worker.post("wake", tags=["weights"])
+    worker.load(3, in_flight=policy)
+    worker.post("wake")
+    outputs = answers([answer.result(60) for answer in exact])
+    for (version, seed), output in zip(versions, outputs, strict=True):
+        assert made_by(output) == [(version, False)]
+        true_to(output, {version: reference[seed]})
+    # Pinned weights outlive a commit between the wakes, which is no sleep of theirs.
+    ends = ["weights", None if policy == "Pin" else "weights"]
+    assert [output["abort_reason"] for output in outputs] == ends
 
 
 def test_bounds_that_are_not_met_are_409(worker: Served) -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rollout_client import (
     AsyncRolloutPool,
     DirectOptions,
     EpochLost,
+    PoolClosed,
     PublishFailed,
     PublishProgress,
     RolloutPool,
@@ -274,3 +279,66 @@ def test_the_synchronous_pool_steers_too(workers: list[InProcess], tiny_models: 
         assert result.output.weights[0].version == version
         pool.wake()
         assert all(w.ready() for w in workers)
+
+
+# Versions that are written, published and pruned in one call.
+
+
+def saved(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+async def test_one_call_writes_publishes_and_prunes(
+    workers: list[InProcess], tiny_models: TinyModels
+) -> None:
+    folder = tiny_models.weights(2).parent / "saved"
+    tensors = load_file(tiny_models.weights(2) / "model.safetensors")
+    async with new_pool(workers) as pool:
+        epoch = await pool.acquire()
+        for version in (1, 2, 3):
+            done = await pool.save_and_publish(tensors, version, folder, keep=2)
+            assert done.identity.as_tuple() == (epoch, version)
+            manifest = json.loads(
+                (folder / f"epoch-{epoch}-version-{version}/manifest.json").read_text()
+            )
+            assert done.root_hash == manifest["root_hash"]
+        kept = {f"epoch-{epoch}-version-{version}" for version in (2, 3)}
+        assert saved(folder) == kept
+        # What no worker can use is not committed, and costs no version that serves.
+        wrong = {**tensors, "model.norm.weight": torch.zeros(7)}
+        with pytest.raises(PublishFailed, match=r"model\.norm\.weight"):
+            await pool.save_and_publish(wrong, 4, folder)
+        assert saved(folder) == kept | {f"epoch-{epoch}-version-4"}
+        with pytest.raises(FileExistsError):
+            await pool.save_and_publish(tensors, 4, folder)
+        result = await pool.generate(PROMPT, sampling={"max_tokens": 2})
+        assert result.output.weights[0].version == 3
+        await pool.save_and_publish(tensors, 5, folder, keep=1)
+        assert saved(folder) == {f"epoch-{epoch}-version-5"}
+
+
+def test_the_synchronous_pool_makes_tensors_in_the_callers_thread(
+    workers: list[InProcess], tiny_models: TinyModels
+) -> None:
+    """Which device is the current one is a property of a thread."""
+    folder = tiny_models.weights(2).parent / "saved-here"
+    tensors = load_file(tiny_models.weights(3) / "model.safetensors")
+    threads: set[str] = set()
+
+    def generator() -> Iterator[tuple[str, torch.Tensor]]:
+        for item in tensors.items():
+            threads.add(threading.current_thread().name)
+            yield item
+
+    data, control = urls(workers)
+    direct = DirectOptions(token=TOKEN)
+    with RolloutPool.from_urls(data, control_urls=control, direct=direct) as pool:
+        done = pool.save_and_publish(generator(), 1, folder)
+        assert done.replicas == len(workers)
+        assert threads == {threading.current_thread().name}
+        # One that may not publish still takes the whole stream: other ranks wait in it.
+        pool.close()
+        stream = generator()
+        with pytest.raises(PoolClosed):
+            pool.save_and_publish(stream, 2, folder)
+        assert list(stream) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
@@ -14,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rollout_client
 from rollout_client import AsyncRolloutPool, PrometheusHook, RolloutPool
-from rollout_client.integrations.verl import VerlRollout
 from tinymodels import TinyModels
-from workers import PROMPT, InProcess, in_process
+from workers import InProcess, in_process
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -84,7 +81,7 @@ class Sample:
 
 
 @pytest.mark.parametrize(
-    "page", ["generate.md", "publish-weights.md", "from-verl.md", "from-slime-and-prime-rl.md"]
+    "page", ["generate.md", "publish-weights.md", "from-slime-and-prime-rl.md"]
 )
 def test_the_code_of_a_page_runs(
     page: str,
@@ -104,6 +101,7 @@ def test_the_code_of_a_page_runs(
         "SAMPLE": Sample("roll out the policy"),
         "TOKENIZER": PreTrainedTokenizerFast.from_pretrained(tiny_models.model(1)),
         "MOUNTED_AT": "",
+        "MODEL": AutoModelForCausalLM.from_pretrained(tiny_models.model(1)),
         "TENSORS": load_file(tiny_models.weights(3) / "model.safetensors"),
     }
     try:
@@ -117,6 +115,12 @@ def test_the_code_of_a_page_runs(
     finally:
         if "pool" in names:
             names["pool"].close()
+
+
+@pytest.fixture
+async def pool(urls: dict[str, Any]) -> AsyncIterator[AsyncRolloutPool]:
+    async with AsyncRolloutPool.from_urls(**urls) as pool:
+        yield pool
 
 
 async def test_a_temperature_of_0_is_greedy_in_slimes_function(
@@ -153,82 +157,3 @@ def test_every_error_of_a_generation_is_described() -> None:
         and issubclass(kind, rollout_client.RequestError)
     }
     assert described == errors - {"RequestError"}
-
-
-# verl's interfaces.
-
-
-@pytest.fixture
-async def pool(urls: dict[str, Any]) -> AsyncIterator[AsyncRolloutPool]:
-    async with AsyncRolloutPool.from_urls(**urls) as pool:
-        yield pool
-
-
-@pytest.fixture
-def rollout(pool: AsyncRolloutPool, volume: Path) -> VerlRollout:
-    return VerlRollout(pool, folder=volume, mounted_at="", response_length=5, shard_bytes=2**20)
-
-
-async def test_weights_come_in_shards_from_any_generator(
-    rollout: VerlRollout, workers: list[InProcess], tiny_models: TinyModels, volume: Path
-) -> None:
-    tensors = load_file(tiny_models.weights(2) / "model.safetensors")
-
-    async def generator() -> AsyncIterator[tuple[str, torch.Tensor]]:
-        reused = torch.empty(max(t.numel() for t in tensors.values()))
-        for name, tensor in tensors.items():
-            # As trainers do: one buffer for all, overwritten with the next tensor.
-            view = reused[: tensor.numel()].view(tensor.shape)
-            view.copy_(tensor)
-            yield name, view
-
-    await rollout.update_weights(generator(), global_steps=None)
-    active = workers[0].state()["weights"]["active"]
-    folder = volume / f"epoch-{active['epoch']}-version-{active['version']}"
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    with in_process(tiny_models.model(2)) as other:
-        assert workers[1].sample(8)["token_ids"] == other.sample(8)["token_ids"]
-
-
-async def test_only_the_leader_writes_and_every_rank_takes_all(
-    pool: AsyncRolloutPool, rollout: VerlRollout, tmp_path: Path
-) -> None:
-    taken: list[str] = []
-
-    def generator() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in ("a", "b", "a"):
-            taken.append(name)
-            yield name, torch.zeros(2)
-
-    follower = VerlRollout(pool, folder=tmp_path, mounted_at="", is_leader=False)
-    await follower.update_weights(generator())
-    assert taken == ["a", "b", "a"]
-    assert os.listdir(tmp_path) == []
-    # Whatever goes wrong, nobody is left waiting in a collective.
-    for error, extra in (
-        (NotImplementedError, {"wire_format": "delta_flush"}),
-        (NotImplementedError, {"peft_config": object()}),
-        (ValueError, {}),  # a name came twice
-    ):
-        taken.clear()
-        with pytest.raises(error):
-            await rollout.update_weights(generator(), **extra)
-        assert taken == ["a", "b", "a"]
-
-
-async def test_sampling_parameters_are_translated_or_refused(rollout: VerlRollout) -> None:
-    given = {"temperature": 0, "top_k": -1, "max_new_tokens": 4, "ignore_eos": True}
-    answer = await rollout.generate("c", prompt_ids=PROMPT, sampling_params=given)
-    assert len(answer.token_ids) == 4
-    assert (answer.log_probs, answer.stop_reason) == (None, "length")
-    assert given == {"temperature": 0, "top_k": -1, "max_new_tokens": 4, "ignore_eos": True}
-    more = {"ignore_eos": True, "logprobs": 0}
-    answer = await rollout.generate("c", prompt_ids=PROMPT, sampling_params=more)
-    assert len(answer.token_ids) == len(answer.log_probs or ()) == 5, "response_length"
-    for params, said in (({"best_of": 2}, "best_of"), ({"n": 2}, "n must"), ({"logprobs": 5}, "5")):
-        with pytest.raises(ValueError, match=said):
-            await rollout.generate("c", prompt_ids=PROMPT, sampling_params=params)
-    with pytest.raises(NotImplementedError, match="image_data"):
-        await rollout.generate("c", prompt_ids=PROMPT, sampling_params={}, image_data=[1])
-    with pytest.raises(ValueError, match="unknown tags"):
-        await rollout.resume(["optimizer"])

@@ -172,6 +172,20 @@ def test_a_pinned_request_ends_on_its_own_version(
     assert (output["stop_reason"], spans(output)) == ("length", [(0, False)])
 
 
+def test_a_pinned_request_that_may_not_span_ends_before_its_weights_sleep(
+    worker: InProcess, tiny_models: TinyModels
+) -> None:
+    worker.stage(1, 1, tiny_models.weights(2))
+    exact = worker.long("exact", exact_version=0)
+    free = worker.long("free")
+    worker.commit(1, 1, in_flight="Pin")
+    worker.post("sleep", mode="keep")
+    output = exact.result(60).json()["outputs"][0]
+    assert (output["abort_reason"], spans(output)) == ("weights", [(0, False)])
+    worker.post("wake")
+    assert spans(free.result(60).json()["outputs"][0]) == [(0, False), (1, False)]
+
+
 @pytest.mark.parametrize(
     ("past", "ends", "made"),
     [

@@ -25,7 +25,7 @@ from engines import (
     update,
 )
 from reference import Reference
-from rollout_worker.engine import WeightsRejected
+from rollout_worker.engine import EngineError, Entry, TensorSpec, WeightsRejected
 from rollout_worker.sources.files import open_source
 from rollout_worker.updates.slot import fill
 from tinymodels import TinyModels
@@ -89,6 +89,15 @@ async def test_only_a_sealed_sink_can_serve(
         output = await run(engine, request())
     assert output.token_ids == reference.greedy(PROMPT, 8)
     assert set(output.versions) == {(0, False)}
+
+
+async def test_a_version_without_room_is_refused_before_it_is_read(tiny_models: TinyModels) -> None:
+    """Else the kernel ends the worker half-way."""
+    async with serving(tiny_models.model(1)) as (engine, info):
+        name, spec = next(iter(info.layout.required.items()))
+        huge = TensorSpec(spec.dtype, (1 << 60,))
+        with pytest.raises(EngineError, match=r"no room for \d+ bytes of weights in memory"):
+            await engine.open_slot([Entry(name, huge)])
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])

@@ -39,7 +39,9 @@ def test_an_id_named_twice_is_answered_once(worker: InProcess) -> None:
 
 
 def test_an_id_that_is_no_text(worker: InProcess) -> None:
-    answer = worker.control.post("/v1/abort", content=json.dumps({"request_ids": ["a", HALF]}))
+    body = json.dumps({"request_ids": ["a", HALF]})
+    said = {"Content-Type": "application/json"}
+    answer = worker.control.post("/v1/abort", content=body, headers=said)
     assert (answer.status_code, slug(answer)) == (422, "invalid-request")
     assert answer.json()["errors"][0]["field"] == "request_ids.1"
 

@@ -130,7 +130,7 @@ def test_bad_requests_name_the_field(
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"null", b"[]", b'"\xff"', b"[" * 10**5, b'{"token_ids": [' + b"9" * 5000 + b"]}"],
+    [b"", b"{", b"null", b"[]", b'"\xff"', b"[" * 10**4, b'{"token_ids": [' + b"9" * 5000 + b"]}"],
     ids=["empty", "half", "null", "list", "no utf-8", "too deep", "too many digits"],
 )
 def test_a_body_that_is_no_request(worker: InProcess, body: bytes) -> None:
@@ -205,7 +205,10 @@ def test_what_an_engine_raises_ends_that_request_only(
     answer = worker.generate()
     events = worker.stream()
     asked = {"model": "tiny", "prompt": [5, 6]}
-    openai = [worker.data.post("/v1/completions", json={**asked, "stream": s}) for s in (0, 1)]
+    openai = [
+        worker.data.post("/v1/completions", json={**asked, "stream": streamed})
+        for streamed in (False, True)
+    ]
     monkeypatch.setattr(engine, "generate", generate)
     assert [each.status_code for each in (answer, *openai)] == [status] * 3
     if status == 422:
@@ -263,11 +266,14 @@ def test_a_reader_that_goes_away_aborts(worker: InProcess) -> None:
     until_sync(lambda: worker.state()["in_flight"] == 0, 2, what="the abort")
 
 
-def test_a_full_queue(worker: InProcess) -> None:
+def test_more_than_the_queue_is_no_matter_of_waiting(worker: InProcess) -> None:
     sampling = {"max_tokens": 1, "n": 5}
     answer = worker.generate(sampling=sampling)
-    assert (answer.status_code, slug(answer)) == (429, "queue-full")
-    assert answer.headers["retry-after"] == "1"
+    assert (answer.status_code, slug(answer)) == (422, "unsupported")
+    assert answer.json()["errors"][0]["field"] == "sampling.n"
+    assert "retry-after" not in answer.headers
+    several = {"model": "tiny", "prompt": [[5]] * 3, "n": 2}
+    assert worker.data.post("/v1/completions", json=several).status_code == 422
     assert worker.generate(sampling={**sampling, "n": 4}).status_code == 200
 
 
@@ -307,12 +313,14 @@ METRICS = [
     "weights_version",
     "weights_epoch",
     "requests_total",
+    "refused_total",
     "requests_in_flight",
     "requests_queued",
     "generated_tokens_total",
     "prompt_tokens_total",
     "request_duration_seconds",
     "time_to_first_token_seconds",
+    "inter_token_seconds",
     "weights_update_seconds",
     "engine_pause_seconds",
     "engine_restarts_total",

@@ -106,7 +106,8 @@ def test_a_misspelt_field_changes_nothing(worker: Shared, verb: str) -> None:
     answer = worker.post(verb, deadline=5)
     assert (answer.status_code, slug(answer)) == (422, "invalid-request")
     assert answer.json()["errors"][0]["field"] == "deadline"
-    assert worker.control.post(f"/v1/{verb}", content=b"{").status_code == 422
+    said = {"Content-Type": "application/json"}
+    assert worker.control.post(f"/v1/{verb}", content=b"{", headers=said).status_code == 422
     assert lifecycle(worker) == "Active"
 
 
@@ -218,7 +219,7 @@ def test_what_was_staged_is_refused_while_the_weights_sleep(
     answer = worker.post("weights/commit", epoch=worker.epoch, version=1)
     assert (answer.status_code, slug(answer)) == (409, "asleep")
     worker.post("wake")
-    worker.commit(worker.epoch, 1)
+    worker.update(worker.epoch, 1, tiny_models.weights(2))
     assert worker.commits == 1
 
 

@@ -53,3 +53,104 @@ def target(epoch: int, version: int, path: str | None = "a") -> Document:
 def source(**fields: Any) -> Document:
     """Return a change of spec that sets another model source."""
     return {"model": {"source": {"path": None, **fields}}}
+
+
+PROBE = {"initialDelaySeconds": 2, "periodSeconds": 3, "timeoutSeconds": 4, "failureThreshold": 5}
+
+FULL: Document = {
+    "replicas": 4,
+    "mode": "Standalone",
+    "state": "Paused",
+    "sleep": {"level": 2, "spill": {"medium": "Memory", "sizeLimit": "40Gi"}},
+    "suspend": True,
+    "engine": {
+        "type": "vllm",
+        "logprobs": "Raw",
+        "image": "registry.example/vllm:1@sha256:" + "a" * 64,
+        "imagePullPolicy": "IfNotPresent",
+        "args": ["--max-num-seqs", "64"],
+        "env": [
+            {"name": "A", "value": ""},
+            {"name": "B", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+            {"name": "C", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}},
+            {"name": "D", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        ],
+    },
+    "model": {
+        "source": {
+            "path": None,
+            "hub": {
+                "repo": "Qwen/Qwen3-0.6B",
+                "revision": "main",
+                "tokenSecret": {"name": "hub", "key": "token"},
+            },
+        },
+        "servedName": "policy",
+        "dtype": "bfloat16",
+        "maxLength": 4096,
+    },
+    "parallelism": {"tensor": 8, "pipeline": 2, "data": 1, "nodes": 2},
+    "accelerator": GPU,
+    "resources": {
+        "requests": {"cpu": 2, "memory": "16Gi"},
+        "limits": {"cpu": "2500m", "rdma/hca": "1"},
+        "claims": [{"name": "fabric", "request": "nic"}],
+    },
+    "weights": {
+        "target": {"epoch": 1, "version": 7, "source": {"path": "steps/7"}},
+        "volume": {"claim": {"name": "weights", "subPath": "run-1"}},
+        "strategy": "Rolling",
+        "maxUnavailable": 2,
+        "inFlight": {"policy": "Keep", "deadlineSeconds": 5, "onDeadline": "Keep"},
+        "deadlineSeconds": 60,
+    },
+    "updateStrategy": {"maxUnavailable": 2},
+    "restartPolicy": {"baseDelaySeconds": 1, "maxDelaySeconds": 60, "maxRestarts": 5},
+    "drainSeconds": 5,
+    "worker": {"startTimeoutSeconds": 7200, "maxQueue": 64, "logLevel": "debug"},
+    "serviceAccountName": "workers",
+    "podTemplate": {
+        "labels": {"team": "rl"},
+        "annotations": {"example.com/note": "x"},
+        "nodeSelector": {"gpu": "h200"},
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "affinity": {"nodeAffinity": {}},
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {"team": "rl"}},
+            }
+        ],
+        "volumes": [
+            {"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}}
+        ],
+        "volumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
+        "imagePullSecrets": [{"name": "pull"}],
+        "priorityClassName": "high",
+        "runtimeClassName": "nvidia",
+        "schedulerName": "default-scheduler",
+        "securityContext": {"runAsUser": 1000, "fsGroup": 1000},
+        "initContainers": [
+            {"name": "fill", "image": "busybox:1", "command": ["true"]},
+            {"name": "mesh", "image": "mesh:1", "restartPolicy": "Always"},
+        ],
+        "sidecars": [{"name": "logs", "image": "logs:1", "env": [{"name": "A", "value": "b"}]}],
+        "container": {
+            "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+            "lifecycle": {"preStop": {"sleep": {"seconds": 2}}},
+            "startupProbe": PROBE,
+            "livenessProbe": PROBE,
+            "readinessProbe": PROBE,
+        },
+        "resourceClaims": [
+            {"name": "fabric", "resourceClaimTemplateName": "nics"},
+            {"name": "shared", "resourceClaimName": "switch"},
+        ],
+        "hostNetwork": True,
+        "hostIPC": True,
+        "shareProcessNamespace": True,
+    },
+}
+"""A change of spec that sets every field; of alternatives, one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -78,6 +79,16 @@ def traces(processes: Iterable[Process]) -> set[str]:
         found |= {name for name in open_ if name.startswith("/dev/shm/")}
         found |= {path for inode, path in _bound() if f"socket:[{inode}]" in open_}
     return {name for name in found if not name.endswith("(deleted)")}
+
+
+def unnamed_files(pid: int, folder: Path) -> list[str]:
+    """Files without a name, or with none any more, that a process has open below a folder."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for entry in (PROC / str(pid) / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(entry))
+    return [file for file in found if file.startswith(f"{folder}/") and file.endswith("(deleted)")]
 
 
 def _bound() -> list[tuple[str, str]]:

@@ -337,7 +337,7 @@ async def test_the_first_token_is_timed_from_the_call(
 
 @pytest.mark.parametrize("kind", ["sampling", "none"])
 async def test_what_was_received_has_logprobs_if_they_were_asked_for(
-    pool: AsyncRolloutPool, worker: ScriptedWorker, kind: str
+    pool: AsyncRolloutPool, worker: ScriptedWorker, kind: Literal["sampling", "none"]
 ) -> None:
     async def nothing(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

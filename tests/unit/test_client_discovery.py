@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from loopback import Loopback, kubeconfig, loopback
-from rollout_client import AsyncRolloutPool, ClusterError
+from rollout_client import AsyncRolloutPool, ClusterError, Hook, NoReplica
 from rollout_client.discovery.dns import DnsDiscovery
 from rollout_client.discovery.endpoints import EndpointDiscovery, members_of
 from rollout_client.discovery.members import Discovery, Member, Publish
@@ -21,6 +21,7 @@ from rollout_client.kube.access import access
 from rollout_client.kube.client import Kube
 from waiting import until
 
+EXEC = {"apiVersion": "client.authentication.k8s.io/v1", "command": "./login"}
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/train/endpointslices"
 
 
@@ -122,6 +123,90 @@ async def test_trouble_is_told_and_what_was_known_stays(tmp_path: Path) -> None:
         await kube.close()
 
 
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("<html>please sign in</html>", "no JSON"),
+        (["not", "an", "object"], "no JSON object"),
+        ({"items": [{}], "metadata": {}}, "no list of objects"),
+        ({"items": [of("a") | {"endpoints": [7]}], "metadata": {"resourceVersion": "5"}}, "failed"),
+    ],
+)
+async def test_no_answer_ends_discovery(tmp_path: Path, broken: Any, said: str) -> None:
+    """Whatever comes: it is told, what was known stays, and the next good answer counts."""
+    async with loopback() as server:
+        server.answer("GET", SLICES, broken)
+        path = kubeconfig(tmp_path, server.url)
+        async with AsyncRolloutPool.from_cluster("math", "train", kubeconfig=path) as pool:
+            with pytest.raises(NoReplica, match=said):
+                await pool.wait_serving(seconds=1.5)
+            api(server, [of("a", endpoint("10.0.0.1", "p0"))])
+            await until(lambda: pool.members, what="the members after it")
+            assert said not in pool._trouble()
+
+
+async def test_an_unreadable_token_is_told_and_read_again(tmp_path: Path) -> None:
+    async with loopback() as server:
+        api(server, [of("a", endpoint("10.0.0.1", "p0"))])
+        path = kubeconfig(tmp_path, server.url)
+        document = json.loads(path.read_text())
+        document["users"][0]["user"] = {"tokenFile": "token"}
+        path.write_text(json.dumps(document))
+        kube = Kube(access(path))
+        discovery, seen = EndpointDiscovery(kube, "math", "train"), Recorder()
+        async with running(discovery, seen):
+            await until(lambda: "token" in discovery.trouble, what="trouble")
+            for bad in (b"\xff\xfe", b"two\nlines", "schl\u00fcssel".encode()):
+                (tmp_path / "token").write_bytes(bad)
+                await until(lambda: "token" in discovery.trouble, what="trouble")
+            (tmp_path / "token").write_text("one")
+            await until(lambda: seen.sets, what="the members")
+        await kube.close()
+
+
+async def test_watches_that_end_at_once_are_not_followed_without_a_pause(tmp_path: Path) -> None:
+    async with loopback() as server:
+        api(server, [of("a", endpoint("10.0.0.1", "p0"))])
+        kube = Kube(access(kubeconfig(tmp_path, server.url)))
+        async with running(EndpointDiscovery(kube, "math", "train"), Recorder()):
+            began = asyncio.get_running_loop().time()
+            await until(lambda: len(server.requests) >= 8, what="the fourth list")
+            # Pauses of 0.2, 0.4 and 0.8 s, each at least half as long.
+            assert asyncio.get_running_loop().time() - began >= 0.7
+        await kube.close()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_who_may_not_know_the_members_is_told_at_once(tmp_path: Path, status: int) -> None:
+    async with loopback() as server:
+        server.answer("GET", SLICES, {"message": "you cannot list endpointslices"}, status)
+        path = kubeconfig(tmp_path, server.url)
+        async with AsyncRolloutPool.from_cluster("math", "train", kubeconfig=path) as pool:
+            for ask in (pool.generate([1]), pool.wait_serving()):
+                with pytest.raises(NoReplica, match="cannot list endpointslices"):
+                    await asyncio.wait_for(ask, 10)
+
+
+async def test_a_hook_that_raises_does_not_end_discovery() -> None:
+    class Odd(Hook):
+        calls = 0
+
+        def members(self, present: int, serving: int) -> None:
+            self.calls += 1
+            if self.calls == 1:
+                raise RuntimeError("no room for another series")
+
+    async with AsyncRolloutPool.from_urls(["http://127.0.0.1:9"], hook=Odd()) as pool:
+        await until(lambda: "no room for another series" in pool._trouble(), what="trouble")
+        await until(lambda: pool._trouble() == "", what="the second try")
+
+
+async def test_a_name_that_no_name_can_be_is_said() -> None:
+    discovery = DnsDiscovery("a..b", ttl_seconds=0.05)
+    async with running(discovery, Recorder()):
+        await until(lambda: discovery.trouble, what="trouble")
+
+
 async def test_addresses_of_a_name_must_prove_themselves() -> None:
     async with loopback() as server:
         port = int(server.url.rpartition(":")[2])
@@ -143,7 +228,7 @@ async def test_a_name_that_is_nobodys_is_said() -> None:
 
 def of_this_package(tasks: set[asyncio.Task[Any]]) -> list[str]:
     names = [getattr(task.get_coro(), "__qualname__", "") for task in tasks]
-    return [name for name in names if name.startswith(("AsyncRolloutPool.", "Health."))]
+    return [name for name in names if name.startswith(("Background.", "Health."))]
 
 
 async def test_a_closed_pool_leaves_nothing_running() -> None:
@@ -161,7 +246,12 @@ async def test_a_closed_pool_leaves_nothing_running() -> None:
     ("change", "said"),
     [
         ({"current-context": "other"}, "other"),
-        ({"users": [{"name": "u", "user": {"exec": {}}}]}, "give the user a token"),
+        ({"users": [{"name": "u", "user": {"auth-provider": {}}}]}, "use exec, or a token"),
+        ({"users": [{"name": "u", "user": {"exec": {}}}]}, "must name a command"),
+        (
+            {"users": [{"name": "u", "user": {"exec": {**EXEC, "interactiveMode": "Always"}}}]},
+            "needs a terminal",
+        ),
         ({"contexts": []}, "contexts: c"),
     ],
 )

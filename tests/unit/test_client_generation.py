@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from functools import partial
@@ -19,6 +20,7 @@ from rollout_client import (
     AsyncRolloutPool,
     AttemptReport,
     DeadlineExceeded,
+    GenerateRequest,
     GenerateResult,
     Hook,
     ManyFailed,
@@ -28,6 +30,7 @@ from rollout_client import (
     RequestRefused,
     WeightsId,
 )
+from rollout_client.generating.prompts import Prompt
 from rollout_client.routing.connections import SHARE, Connections
 from scripted import END, PROMPT, ScriptedWorker, Step, event, problem, tokens
 from waiting import until
@@ -346,8 +349,14 @@ async def test_the_pools_floor_is_sent_unless_the_request_has_bounds(
 async def test_bad_arguments_never_leave(pool: AsyncRolloutPool, worker: ScriptedWorker) -> None:
     with pytest.raises(ValueError, match="top_p"):
         await pool.generate(PROMPT, sampling={"top_p": 2})
-    with pytest.raises(ValueError, match="no_such"):
-        await pool.generate(PROMPT, no_such=1)
+    with pytest.raises(TypeError, match="no argument 'samplng': do you mean 'sampling'"):
+        await pool.generate(PROMPT, samplng={"n": 2})  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="max_tokns does not exist: do you mean 'max_tokens'"):
+        await pool.generate(PROMPT, sampling={"max_tokns": 2})
+    with pytest.raises(TypeError, match="stream"):
+        await pool.generate(PROMPT, stream=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="do you mean"):
+        await pool.generate_many([PROMPT], group="g")  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="request_id"):
         await pool.generate(PROMPT, request_id="x" * 201)
     with pytest.raises(ValueError, match="continue, restart, fail"):
@@ -356,8 +365,13 @@ async def test_bad_arguments_never_leave(pool: AsyncRolloutPool, worker: Scripte
         await pool.generate_many([PROMPT], on_error="log")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="tokenize it first"):
         await pool.generate("one two three")  # type: ignore[arg-type]
+    for prompt in ({5, 6}, {5: 6}, (each for each in PROMPT), 5, np.array(5), None):
+        with pytest.raises(TypeError, match="a list, an array or a tensor"):
+            await pool.generate(prompt)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="generate_many"):
+        await pool.generate(np.array([PROMPT, PROMPT]))
     assert worker.bodies == []
-    for wrong in ("max_failures", "max_staleness", "silent_seconds"):
+    for wrong in ("max_failures", "max_staleness", "silent_seconds", "deadline_seconds"):
         options: dict[str, Any] = {wrong: -1}
         with pytest.raises(ValueError, match=wrong):
             AsyncRolloutPool.from_urls([worker.url], **options)
@@ -367,23 +381,73 @@ async def test_bad_arguments_never_leave(pool: AsyncRolloutPool, worker: Scripte
             AsyncRolloutPool.from_urls(urls)
 
 
-async def test_a_prompt_may_be_an_array(pool: AsyncRolloutPool, worker: ScriptedWorker) -> None:
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        np.array(PROMPT),
+        list(np.array(PROMPT)),
+        [1, np.int32(2), 3],
+        range(1, 4),
+        array("i", PROMPT),
+    ],
+    ids=lambda prompt: type(prompt).__name__,
+)
+async def test_numbers_may_be_of_any_kind(
+    pool: AsyncRolloutPool, worker: ScriptedWorker, prompt: Prompt
+) -> None:
     worker.steps = [tokens([1], "stop")]
-    await pool.generate(np.array(PROMPT))  # type: ignore[arg-type]
-    assert worker.bodies[0]["token_ids"] == PROMPT
+    numbers = {"max_tokens": np.int64(4), "temperature": np.float32(0.5), "seed": np.uint8(3)}
+    listed = {"stop_token_ids": [np.int64(9)], "logit_bias": {np.int64(7): np.float64(1.5)}}
+    plain: dict[str, Any] = {"priority": np.int64(2), "deadline_seconds": np.float32(9)}
+    await pool.generate(prompt, sampling={**numbers, **listed}, **plain)
+    sent = worker.bodies[0]
+    assert sent["token_ids"] == PROMPT
+    assert sent["priority"] == 2
+    assert sent["sampling"] == {
+        "max_tokens": 4,
+        "temperature": 0.5,
+        "seed": 3,
+        "stop_token_ids": [9],
+        "logit_bias": {"7": 1.5},
+    }
+
+
+async def test_a_request_without_a_deadline_has_time_for_32k_tokens(worker: ScriptedWorker) -> None:
+    worker.steps = [tokens([1], "stop")]
+    asked = GenerateRequest(token_ids=(1,), deadline_seconds=60)
+    async with AsyncRolloutPool.from_urls([worker.url]) as pool:
+        await pool.generate(PROMPT)
+        await pool.generate(GenerateRequest(token_ids=(1,)))
+        await pool.generate(asked)
+    async with AsyncRolloutPool.from_urls([worker.url], deadline_seconds=90) as pool:
+        await pool.generate(PROMPT)
+    sent = [round(body["deadline_seconds"]) for body in worker.bodies]
+    assert sent == [7200, 7200, 60, 90]
+    assert sent[0] >= 32768 / 5
 
 
 async def test_a_prompt_that_can_not_be_sent_costs_no_other(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     worker.steps = [tokens([1], "stop")]
-    with pytest.raises(ManyFailed, match=r"1 of 3.*token_ids") as error:
-        await pool.generate_many([PROMPT, [], PROMPT])
-    good, bad, other = error.value.results
-    assert isinstance(bad, RequestRefused)
-    assert (bad.status, bad.slug) == (422, "invalid-request")
+    unusable: list[Any] = [[], "one two three", {1, 2}, [[1], [2]], [1.5], None]
+    with pytest.raises(ManyFailed, match=r"6 of 8.*token_ids") as error:
+        await pool.generate_many([PROMPT, *unusable, PROMPT])
+    good, *bad, other = error.value.results
+    for each in bad:
+        assert isinstance(each, RequestRefused)
+        assert (each.status, each.slug) == (422, "invalid-request")
     assert isinstance(good, GenerateResult)
     assert isinstance(other, GenerateResult)
+    assert len(worker.bodies) == 2
+
+
+async def test_what_is_wrong_for_all_prompts_is_told_before_any_is_sent(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    with pytest.raises(ValueError, match=r"sampling\.n"):
+        await pool.generate_many([PROMPT] * 3, sampling={"n": 0})
+    assert worker.bodies == []
 
 
 async def test_an_attempt_without_tokens_says_nothing_of_the_weights(

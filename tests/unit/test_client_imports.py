@@ -23,6 +23,7 @@ HEAVY = {
         "rollout_client.control",
         "rollout_client.integrations.ray",
         "rollout_client.integrations.verl",
+        "rollout_client.integrations.verl_rollout",
     ],
 )
 def test_importing_the_client_imports_nothing_heavy(module: str) -> None:

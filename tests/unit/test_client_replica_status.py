@@ -83,6 +83,16 @@ def test_our_update_is_told_in_the_operators_words() -> None:
     assert told == Underway("Staging", "the pool is serving")
 
 
+def test_bytes_that_workers_refuse_again_and_again_are_told_long_before_the_deadline() -> None:
+    why = "0 of 2 replicas have staged (2, 5); math-0-0: tensor 'lm_head.weight' is missing"
+    last = identity(2, 5, phase="Staging", message=why, attempts=6)
+    assert published(weights(lastUpdate=last), OURS, 7, 0) == Underway("Staging", why)
+    with pytest.raises(PublishFailed, match=r"lm_head.weight.*tried 7 times.*higher version"):
+        published(weights(lastUpdate={**last, "attempts": 7}), OURS, 7, 0)
+    before = {**last, "version": 4, "attempts": 99}
+    assert isinstance(published(weights(lastUpdate=before), OURS, 7, 0), Underway)
+
+
 def test_an_update_before_ours_is_waited_for() -> None:
     last = identity(2, 4, phase="Committing", message="1 of 3 have")
     told = published(weights(committed=identity(2, 3), lastUpdate=last), OURS, 7, 0)

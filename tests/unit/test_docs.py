@@ -24,20 +24,25 @@ from rollout_operator import config
 from rollout_operator.api.names import Condition
 from rollout_operator.api.objects import Key
 from rollout_operator.api.spec import parse_spec
+from rollout_operator.api.status import Phase
+from rollout_operator.core import report
 from rollout_operator.telemetry import PoolFigures
 from rollout_operator.telemetry import Telemetry as OperatorTelemetry
 from rollout_worker import schemas
 from rollout_worker.conversation.record import Counter
 from rollout_worker.core.states import MOVES
 from rollout_worker.engine import Engine, Entry, Sink, TensorSpec
-from rollout_worker.engines import checkpoint, fitting, folder, mapped, stopping
+from rollout_worker.engines import checkpoint, fitting, folder, mapped, room, stopping
+from rollout_worker.lifecycle import governor, supervisor
 from rollout_worker.observe.telemetry import Telemetry as WorkerTelemetry
 from rollout_worker.ports.auth import Anyone
 from rollout_worker.ports.control import control_app
 from rollout_worker.ports.data import data_app
+from rollout_worker.requests import flights
 from rollout_worker.service import Worker
 from rollout_worker.settings import FLAGS, add_flags, parse
 from rollout_worker.sources import files as checkpoints
+from rollout_worker.updates import commits
 from rollout_worker.updates.slot import fill
 from rollout_worker.wire.problems import KINDS
 
@@ -167,10 +172,23 @@ def test_operator_flags_are_described(capsys: pytest.CaptureFixture[str]) -> Non
     assert named(section(page("docs/runbook.md"), "Install, upgrade, uninstall"), 0) == flags
 
 
+def test_phases_are_described_in_the_order_in_which_they_win() -> None:
+    table = section(page("docs/runbook.md"), "Phases")
+    shown = [CODE.findall(cell)[0] for cell in cells(table, 0) if CODE.search(cell)]
+    ladder = inspect.getsource(report._phase)
+    assert shown == [Phase[name].value for name in re.findall(r"Phase\.([A-Z]+)[,)]", ladder)]
+    assert set(shown) == set(Phase)
+
+
 def test_alerts_are_described() -> None:
     rules = yaml.safe_load(page("charts/rollout-operator/rules.yaml"))
-    alerts = {rule["alert"] for group in rules["groups"] for rule in group["rules"]}
-    assert named(section(page("docs/runbook.md"), "Alerts"), 0) == alerts
+    alerts = {rule["alert"]: rule for group in rules["groups"] for rule in group["rules"]}
+    assert named(section(page("docs/runbook.md"), "Alerts"), 0) == set(alerts)
+    known = anchors(page("docs/runbook.md"))
+    for name, rule in alerts.items():
+        document, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert document == "docs/runbook.md", name
+        assert anchor in known, f"{name}: #{anchor}"
 
 
 # Metrics.
@@ -199,6 +217,12 @@ def families(text: str) -> set[str]:
 # Examples, links, commands.
 
 
+def anchors(text: str) -> set[str]:
+    """What a link to a section of this page may name."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", path.read_text()):
@@ -210,9 +234,9 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_anchors_exist(path: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", path.read_text()):
         page_ = path.parent / target if target else path
-        headings = re.findall(r"^#+ (.+)$", page_.read_text(), re.MULTILINE)
-        known = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
-        assert anchor in known, f"{path.name} links to #{anchor} of {page_.name}"
+        assert anchor in anchors(page_.read_text()), (
+            f"{path.name} links to #{anchor} of {page_.name}"
+        )
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -306,7 +330,7 @@ async def test_the_code_about_sinks_can_be_filled(tmp_path: Path) -> None:
 
 
 def test_what_engines_share_is_described_as_it_is() -> None:
-    modules = (checkpoint, fitting, folder, mapped, stopping)
+    modules = (checkpoint, fitting, folder, mapped, room, stopping)
     known = {module.__name__.rpartition(".")[2]: module for module in modules}
     seen = set()
     table = section(page("docs/engines.md"), "Parts that every engine shares")
@@ -330,6 +354,22 @@ def test_what_engines_share_is_described_as_it_is() -> None:
         and not name.startswith("_")
     }
     assert seen == public - {"`mapped.unnamed`", "`stopping.TextTail`"}
+
+
+def test_the_time_of_each_call_to_an_engine_is_told() -> None:
+    life = section(page("docs/engines.md"), "Life")
+    [told] = re.findall(r"^A call that takes too long .*\n.*\n.*$", life, re.MULTILINE)
+    seconds = {
+        verb: float(after)
+        for verbs, after in re.findall(r"((?:`\w+`(?:, | and )?)+) (?:after )?(\d+) s", told)
+        for verb in CODE.findall(verbs)
+    }
+    pause = {governor.PAUSE_SECONDS, commits.PAUSE_SECONDS}
+    memory = {governor.MEMORY_SECONDS, commits.FLIP_SECONDS}
+    assert {seconds[verb] for verb in ("hold_admission", "pause", "resume")} == pause
+    assert {seconds[verb] for verb in ("commit", "sleep", "wake")} == memory
+    assert seconds["abort"] == flights.ABORT_SECONDS
+    assert f"waits {supervisor.STOP_SECONDS:g} s" in told
 
 
 def test_every_file_of_the_contract_suite_is_described() -> None:
@@ -381,3 +421,25 @@ def test_decisions_have_one_form(path: Path) -> None:
         "Consequences",
     ]
     assert len(text.splitlines()) <= 60, "a decision fits one page"
+
+
+def test_decision_006_says_who_has_the_one_torch() -> None:
+    text = page("docs/decisions/006-one-torch-for-all-engines.md").partition("**Decision.**")[2]
+    together, _, alone = text.partition("The GPU images'")
+    wanted = _pins("constraints.txt")
+    assert set(wanted) == {"torch", "transformers"}
+    locked = {path.name for path in (ROOT / "requirements").glob("*.txt")} - {"constraints.txt"}
+    locked = {name for name in locked if not name.endswith("-overrides.txt")}
+    assert {name for name in locked if f"`{name}`" in text} == locked
+    for name in locked:
+        pins = _pins(name)
+        if f"`{name}`" in together:
+            assert pins == wanted, name
+        else:
+            assert f"`{name}`" in alone
+            assert ("torch" in pins) == (name in ("vllm.txt", "sglang.txt")), name
+
+
+def _pins(name: str) -> dict[str, str]:
+    found = re.findall(r"^(torch|transformers)==(\S+)", page(f"requirements/{name}"), re.MULTILINE)
+    return dict(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import httpx
 import pytest
@@ -175,3 +176,18 @@ async def test_a_real_worker_that_hangs_up_is_a_failure_to_retry() -> None:
         bench.calls.start(KEY, "u1", "wake", control.wake, 5)
         await bench.end()
         assert bench.calls.failures("u1").get("wake") is None
+
+
+async def test_a_clock_that_is_set_keeps_no_call_waiting() -> None:
+    """The wall clock of a node may be set back by an hour."""
+    calls = Calls(lambda key: None)
+
+    async def refused() -> None:
+        raise ControlError(409, "asleep", "wake it first")
+
+    began = time.monotonic()
+    assert calls.start(KEY, "u1", "commit", refused, 1)
+    await until(lambda: calls.running("u1") is None, 3, what="the end of the call")
+    failure = calls.failures("u1")["commit"]
+    assert began <= failure.at <= time.monotonic()
+    assert 0 < calls.until(failure.retry_at) <= 1

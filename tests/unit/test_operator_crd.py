@@ -83,8 +83,10 @@ def test_only_what_people_must_see_has_a_default() -> None:
         ".spec.parallelism.pipeline",
         ".spec.parallelism.data",
         ".spec.parallelism.nodes",
+        ".spec.weights",
         ".spec.weights.strategy",
     }
+    assert ALL[".spec.weights"]["default"] == {"strategy": "AllAtOnce"}
 
 
 def test_other_defaults_are_told() -> None:
@@ -103,6 +105,10 @@ def test_list_and_map_types() -> None:
         ".spec.engine.env": ["name"],
         ".spec.podTemplate.volumes": ["name"],
         ".spec.podTemplate.volumeMounts": ["mountPath"],
+        ".spec.podTemplate.initContainers": ["name"],
+        ".spec.podTemplate.sidecars": ["name"],
+        ".spec.podTemplate.resourceClaims": ["name"],
+        ".spec.resources.claims": ["name"],
     }
     assert {kind for kind, _ in kinds.values()} == {"map", "atomic"}
     assert ALL[".spec.weights.target"]["x-kubernetes-map-type"] == "atomic"
@@ -155,6 +161,7 @@ def test_status_has_the_fields_of_the_contract() -> None:
         "lastTransition",
         "members",
         "restarts",
+        "replacing",
         "lastErrors",
         "conditions",
     }

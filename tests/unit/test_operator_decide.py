@@ -10,8 +10,8 @@ import pytest
 from poolspecs import NOW, a_pod, spec_of, target
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.decide import decide
-from rollout_operator.core.plan import Plan
-from rollout_operator.core.world import Pod, Worker
+from rollout_operator.core.plan import Plan, Verb
+from rollout_operator.core.world import CallError, Pod, Worker
 from rollout_worker.schemas import StageRequest, WeightsId
 from world import World
 
@@ -210,6 +210,69 @@ def test_staging_other_bytes_of_the_same_identity_are_discarded(world: World) ->
     assert committed(world) == (1, 1)
 
 
+def test_staging_different_bytes_is_told_and_nobody_commits(world: World) -> None:
+    world.worker(1).other_bytes = " of a stale cache"
+    world.set(weights=target(1, 1))
+    reasons = set()
+    for _ in range(12):
+        world.step()
+        assert not any(w.commits for w in world.workers.values())
+        reasons.add(condition(world.status, "Degraded"))
+    assert reasons == {("False", "AsExpected"), ("True", "ContentMismatch")}
+    assert condition(world.status, "Degraded") == ("True", "ContentMismatch"), "and it stays"
+    assert "pool-1-0" in world.status.message
+    assert phase(world) is UpdatePhase.STAGING
+    assert ready(world)
+    world.worker(1).other_bytes = ""
+    world.run()
+    assert committed(world) == (1, 1)
+    assert {w.active_hash for w in world.workers.values()} == {"hash(1, 1)"}
+    assert condition(world.status, "Degraded")[0] == "False"
+
+
+def test_what_an_engine_can_not_do_fails_before_staging(world: World) -> None:
+    world.worker(0).policies = ("Drain", "Abort", "Recompute")
+    world.set(weights={**target(1, 1), "inFlight": {"policy": "Keep"}})
+    since = len(world.log)
+    world.run()
+    assert world.log[since:] == [], "nothing is staged"
+    assert phase(world) is UpdatePhase.FAILED
+    for kind in ("Progressing", "WeightsSynced"):
+        assert condition(world.status, kind) == ("False", "Unsupported")
+    assert condition(world.status, "Degraded") == ("True", "Unsupported")
+    assert world.status.message == (
+        "spec.weights.inFlight.policy: engine hf can't do Keep in pool-0-0: use one of Drain, "
+        "Abort, Recompute"
+    )
+    assert ready(world)
+    world.set(weights={"inFlight": {"policy": "Recompute"}})
+    world.run()
+    assert committed(world) == (1, 1)
+    assert condition(world.status, "Degraded")[0] == "False"
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["known", "after a restart"])
+def test_staging_silence_in_a_paused_pool_commits_nothing(world: World, answered: bool) -> None:
+    world.set(state="Paused")
+    world.run()
+    world.set(weights=target(1, 1))
+    world.frozen.add("stage")
+    world.step()
+    for worker in world.workers.values():
+        worker.silent = True
+    if not answered:
+        world.forget()
+    for _ in range(5):
+        world.step()
+        assert phase(world) is UpdatePhase.STAGING
+    assert "pool-0-0 does not answer" in world.status.message
+    world.frozen.clear()
+    world.kill("pool-0-0")
+    world.kill("pool-1-0")
+    world.step()
+    assert committed(world) == (1, 1), "nobody is left who could have other weights"
+
+
 def test_staging_an_earlier_transfer_under_way_is_discarded(world: World) -> None:
     world.set(weights=target(1, 1))
     while world.worker(1).staged is None:
@@ -284,6 +347,57 @@ def test_committing_member_fails_and_leaves(world: World) -> None:
     world.worker(1).broken_commit = False
     world.run()
     assert ready(world)
+
+
+def test_committing_what_everybody_refuses_fails_and_expels_nobody(world: World) -> None:
+    world.set(weights=target(1, 1))
+    for worker in world.workers.values():
+        worker.broken_commit = True
+    until(world, UpdatePhase.FAILED)
+    for _ in range(8):
+        world.step()
+        assert phase(world) is UpdatePhase.FAILED
+        assert all(pod.gate for pod in world.pods.values())
+        assert all(w.serving and w.active.version == 0 for w in world.workers.values())
+    assert ready(world)
+    assert condition(world.status, "Degraded") == ("True", "WeightsFailed")
+    for kind in ("Progressing", "WeightsSynced"):
+        assert condition(world.status, kind) == ("False", "WeightsFailed")
+    update = world.status.weights.last_update
+    assert update is not None
+    assert update.attempts > 2, "it goes on trying"
+    for worker in world.workers.values():
+        worker.broken_commit = False
+    world.run()
+    assert committed(world) == (1, 1)
+    assert condition(world.status, "WeightsSynced")[0] == "True"
+
+
+@pytest.mark.parametrize("newer", [(1, 2), (2, 0)])
+def test_committing_what_everybody_refuses_gives_way(world: World, newer: tuple[int, int]) -> None:
+    world.set(weights=target(1, 1))
+    for worker in world.workers.values():
+        worker.broken_commit = True
+    until(world, UpdatePhase.FAILED)
+    world.set(weights=target(*newer))
+    world.step()
+    for worker in world.workers.values():
+        worker.broken_commit = False
+    world.run()
+    assert committed(world) == newer
+    assert [c.as_tuple() for c in world.worker(0).commits] == [newer]
+
+
+def test_committing_after_a_late_staging_has_a_deadline_of_its_own(world: World) -> None:
+    world.seconds_of = {Verb.STAGE: 20.0, Verb.COMMIT: 3.0}
+    world.set(weights={**target(1, 1), "deadlineSeconds": 5})
+    until(world, UpdatePhase.FAILED)
+    until(world, UpdatePhase.COMMITTING)
+    while committed(world) != (1, 1):
+        world.step()
+        assert all(pod.gate for pod in world.pods.values()), "nobody is late"
+        assert condition(world.status, "Degraded")[0] == "False"
+        assert condition(world.status, "Progressing") != ("False", "DeadlineExceeded")
 
 
 def test_committing_deadline_goes_on_without_the_late(world: World) -> None:
@@ -414,6 +528,36 @@ def test_eager_goes_on_past_a_failing_member() -> None:
     assert [w.active.version for w in world.workers.values()] == [1, 0, 1]
     assert committed(world) == (0, 0)
     assert all(w.serving for w in world.workers.values())
+
+
+@pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
+def test_quick_publishes_leave_no_replica_behind(strategy: str) -> None:
+    world = World(spec_of(replicas=3, weights={"strategy": strategy}))
+    world.run()
+    world.seconds_of = {Verb.STAGE: 3.0, Verb.COMMIT: 2.0}
+    for version in range(1, 101):
+        world.set(weights=target(1, version))
+        world.step()
+    assert all(len(w.commits) >= 5 for w in world.workers.values())
+    behind = 100 - min(w.active.version for w in world.workers.values())
+    assert behind < 40, "each turns to the newest once it has finished"
+    world.run()
+    assert committed(world) == (1, 100)
+
+
+def test_a_worker_ahead_does_not_open_the_barrier_for_the_others(world: World) -> None:
+    world.set(replicas=3)
+    world.run()
+    world.worker(0).jump(WeightsId(epoch=1, version=9))
+    world.worker(1).broken_stage = True
+    world.set(weights=target(1, 1))
+    for _ in range(8):
+        world.step()
+        assert phase(world) is UpdatePhase.STAGING
+    assert not world.worker(2).commits
+    world.worker(1).broken_stage = False
+    world.run()
+    assert committed(world) == (1, 1)
 
 
 @pytest.mark.parametrize("at", [UpdatePhase.STAGING, UpdatePhase.COMMITTING])
@@ -560,6 +704,44 @@ def test_a_pool_at_rest_is_rolled_one_by_one_too(world: World, state: str) -> No
     assert [d.name for d in plan_of(world).delete] == ["pool-1-0"]
     world.worker(0).hold = None
     assert [d.name for d in plan_of(world).delete] == ["pool-0-0"], "the one that is not at rest"
+
+
+@pytest.mark.parametrize("held", ["Paused", "Asleep"])
+@pytest.mark.parametrize("state", ["Active", "Paused"])
+def test_a_pool_that_a_trainer_holds_is_rolled_one_by_one_too(state: str, held: str) -> None:
+    world = World(spec_of(replicas=4, state=state))
+    world.run()
+    for worker in world.workers.values():
+        worker.foreign_hold = held
+    world.run()
+    world.set(podTemplate={"labels": {"a": "b"}})
+    assert [d.name for d in plan_of(world).delete] == ["pool-3-0"]
+
+
+@pytest.mark.parametrize(("before", "after"), [("Active", "Paused"), ("Asleep", "Active")])
+def test_a_pool_on_its_way_is_not_replaced_at_once(before: str, after: str) -> None:
+    world = World(spec_of(replicas=4, state=before))
+    world.run()
+    least = 4
+    world.set(state=after, podTemplate={"labels": {"a": "b"}})
+    for _ in range(80):
+        world.step()
+        least = min(least, sum(w.required is not None for w in world.workers.values()))
+    assert least == 3
+    assert world.status.updated_replicas == 4
+
+
+def test_a_head_that_the_kubelet_never_calls_ready_is_broken(world: World) -> None:
+    world.set(podTemplate={"labels": {"a": "b"}})
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, ready=False, gate_since=world.now)
+    plan = plan_of(world)
+    assert not plan.delete, "the kubelet takes a moment"
+    assert plan.requeue == 30
+    world.failures[world.pods["pool-0-0"].uid, "wake"] = CallError("no memory", 1, world.tick)
+    assert [d.name for d in plan_of(world).delete] == ["pool-0-0"], "something is wrong with it"
+    world.tick += 30
+    assert [d.name for d in plan_of(world).delete] == ["pool-1-0", "pool-0-0"]
 
 
 def test_a_pass_says_when_to_look_again(world: World) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from poolspecs import spec_of, target
-from rollout_operator.api.status import RolloutReplicaStatus
+from rollout_operator.api.status import RolloutReplicaStatus, parse_status
 from rollout_operator.core.decide import decide
-from rollout_operator.core.report import conditions_for_invalid
+from rollout_operator.core.unreadable import conditions_for_invalid, status_kept_as_is
 from rollout_operator.core.world import CallError
 from rollout_worker.schemas import Progress, StagedWeights, WeightsId, WeightsSource
 from world import World
@@ -253,7 +253,7 @@ def test_a_failed_engine_is_told(world: World) -> None:
 def test_a_failed_call_is_told_until_the_pool_is_where_it_should_be(
     world: World, verb: str
 ) -> None:
-    world.failures[world.pods["pool-1-0"].uid, verb] = CallError("no", 1, world.now + 99)
+    world.failures[world.pods["pool-1-0"].uid, verb] = CallError("no", 1, world.tick + 99)
     world.step()
     assert conditions(world)["Degraded"][0] == "False"
     world.worker(1).foreign_hold = "Paused"
@@ -372,6 +372,32 @@ def test_a_spec_that_can_not_be_read_changes_nothing_else(world: World) -> None:
     fresh = conditions_for_invalid(RolloutReplicaStatus(), {"metadata": {}}, "no", world.now)
     assert fresh.observed_generation == 0
     assert [c.type for c in fresh.conditions] == ["Degraded"]
+
+
+def test_a_status_that_can_not_be_read_is_kept(world: World) -> None:
+    held = {"weights": {"committed": {"epoch": 1, "source": {"tape": "7"}}}, "novelty": [1]}
+    foreign = {"type": "Mine", "status": "Unknown"}
+    raw = {**held, "conditions": [foreign, {"type": "Degraded", "status": "False"}]}
+    pool = {"metadata": {"generation": 7}, "status": raw}
+    kept = status_kept_as_is(world.status, pool, "status.x: no", world.now)
+    assert kept is not None
+    conditions = kept.pop("conditions")
+    assert kept == held
+    assert conditions[0] == foreign
+    assert len(conditions) == 2
+    told = conditions[1]
+    assert (told["type"], told["status"]) == ("Degraded", "True")
+    assert (told["reason"], told["message"]) == ("UnreadableStatus", "status.x: no")
+    assert told["observedGeneration"] == 7
+    later = parse_status({"status": {"conditions": [told]}})[0]
+    assert status_kept_as_is(later, pool, "status.x: no", world.now + 60) is None, "said already"
+    again = status_kept_as_is(later, pool, "status.y: no", world.now + 60)
+    assert again is not None
+    assert again["conditions"][1]["lastTransitionTime"] == told["lastTransitionTime"]
+    broken = {"metadata": {}, "status": {"conditions": "none"}}
+    found = status_kept_as_is(RolloutReplicaStatus(), broken, "no", world.now)
+    assert found is not None
+    assert [c["type"] for c in found["conditions"]] == ["Degraded"]
 
 
 @pytest.mark.parametrize(

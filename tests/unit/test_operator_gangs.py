@@ -10,7 +10,14 @@ import pytest
 from poolspecs import NOW, spec_of
 from poolspecs import a_pod as pod
 from rollout_operator.api.spec import RolloutReplicaSpec
-from rollout_operator.core.gangs import HEALTHY_SECONDS, PodPlan, backoff, failures, plan_pods
+from rollout_operator.core.gangs import (
+    HEALTHY_SECONDS,
+    PodPlan,
+    backoff,
+    failures,
+    gangs_of,
+    plan_pods,
+)
 from rollout_operator.core.plan import CreatePod, DeletePod, Wait
 from rollout_operator.core.world import Observed, Pod
 
@@ -73,9 +80,56 @@ def test_a_pod_that_goes_already_is_not_deleted_again() -> None:
 def test_a_stuck_pod_is_freed_after_its_grace(ends: float, freed: bool, again: float) -> None:
     spec = spec_of(replicas=1)
     found, seconds = plan(spec, pod(spec, deletion_at=NOW + ends))
-    wanted = [DeletePod("pool-0-0", "uid of pool-0-0", 0, "it outlived its grace period")]
+    wanted = [DeletePod("pool-0-0", "uid of pool-0-0", 0, "it outlived its grace period", True)]
     assert found.delete == (wanted if freed else [])
     assert seconds == again
+
+
+@pytest.mark.parametrize(("ago", "again"), [(0.0, 30.0), (29.0, 1.0), (30.0, None)])
+def test_a_stuck_pod_is_freed_again_after_a_while(ago: float, again: float | None) -> None:
+    spec = spec_of(replicas=2)
+    stuck = pod(spec, deletion_at=NOW - 500, forced_ago=ago)
+    dead = pod(spec, 1, phase="Failed", finished_at=NOW)
+    found, seconds = plan(spec, stuck, dead)
+    assert deleted(found) == [("pool-0-0", 0)] * (again is None) + [("pool-1-0", 0)]
+    assert seconds == (again or 30)
+
+
+def test_a_clock_that_is_set_back_holds_nobody() -> None:
+    """What this process saw pass has passed, whatever the wall clock says of it."""
+    spec = spec_of(replicas=1)
+    hour = 3600.0
+    stuck = pod(spec, deletion_at=NOW + hour, grace=45, witnessed=75)
+    assert deleted(plan(spec, stuck)[0]) == [("pool-0-0", 0)]
+    assert plan(spec, replace(stuck, witnessed=74.0))[1] == 1
+    dead = pod(spec, phase="Failed", finished_at=NOW + hour, restarts=1, witnessed=10)
+    assert deleted(plan(spec, dead)[0]) == [("pool-0-0", 0)]
+    found, seconds = plan(spec, replace(dead, witnessed=4.0))
+    assert (deleted(found), seconds) == ([], 6)
+
+
+def test_a_pod_whose_end_nobody_tells_is_replaced_in_its_turn() -> None:
+    """The kubelet refused it, or an init container failed: no container says when it ended."""
+    spec = spec_of(replicas=1)
+    dead = pod(spec, phase="Failed", last_known_at=NOW - 4, restarts=1)
+    found, seconds = plan(spec, dead)
+    assert (deleted(found), seconds) == ([], 6)
+    found, _ = plan(spec, replace(dead, last_known_at=NOW - 10))
+    assert deleted(found) == [("pool-0-0", 0)]
+
+
+def test_what_a_deleted_pool_of_that_name_left_is_waited_for_and_freed() -> None:
+    spec = spec_of(replicas=2)
+    going = pod(spec, 0, uid="old", deletion_at=NOW + 5)
+    found, seconds = plan(spec, predecessors=(going,))
+    assert [c.replica for c in found.create] == [1]
+    assert not found.delete
+    assert seconds == 35
+    found, _ = plan(spec, predecessors=(replace(going, deletion_at=NOW - 30),))
+    assert [(d.uid, d.forced) for d in found.delete] == [("old", True)]
+    gang = spec_of(replicas=1, **GANG)
+    found, _ = plan(gang, predecessors=(pod(gang, rank=2, uid="old"),))
+    assert not found.create, "a gang is made whole"
 
 
 def test_while_writes_are_unsettled_nothing_is_made_or_rolled() -> None:
@@ -84,11 +138,48 @@ def test_while_writes_are_unsettled_nothing_is_made_or_rolled() -> None:
     found, seconds = plan(spec, old, dead, pod(spec, 3), healthy=frozenset({0}), unsettled=1)
     assert deleted(found) == [("pool-3-0", None)], "what is surplus stays surplus"
     assert not found.create
+    assert not found.restarts
+    assert found.outdated == 1
     assert seconds == 1.0
     found, seconds = plan(spec, old, dead, healthy=frozenset({0}))
     assert deleted(found) == [("pool-1-0", 0), ("pool-0-0", None)]
     assert found.create == [CreatePod(2, 0, 0)]
     assert seconds is None
+
+
+def test_while_writes_are_unsettled_what_is_wrong_is_told() -> None:
+    spec = spec_of(replicas=2, restartPolicy={"maxRestarts": 2})
+    exhausted = pod(spec, 0, phase="Failed", finished_at=NOW - 900, restarts=2)
+    waiting = pod(spec, 1, phase="Failed", finished_at=NOW - 4, restarts=1)
+    found, _ = plan(spec, exhausted, waiting, unsettled=1)
+    assert list(found.exhausted) == [0]
+    assert list(found.backing_off) == [1]
+
+
+@pytest.mark.parametrize(
+    ("pods", "seen", "kept"),
+    [
+        ([], {}, {0: 3}),
+        (["failed"], {}, {0: 4}),
+        (["new"], {}, {}),
+        (["new"], {"unsettled": 1}, {0: 3}),
+        (["going"], {}, {0: 3}),
+    ],
+)
+def test_failures_are_kept_until_the_new_pod_has_them(
+    pods: list[str], seen: dict[str, Any], kept: dict[int, int]
+) -> None:
+    spec = spec_of(replicas=1)
+    states: dict[str, dict[str, Any]] = {
+        "failed": {"phase": "Failed", "finished_at": NOW - 900, "restarts": 3},
+        "new": {},
+        "going": {"deletion_at": NOW + 5},
+    }
+    found, _ = plan(spec, *(pod(spec, **states[p]) for p in pods), restarts_of={0: 3}, **seen)
+    assert found.replacing == kept
+    for change in ({"suspend": True}, {"replicas": 0}):
+        gone, _ = plan(spec_of(**{"replicas": 1, **change}), restarts_of={0: 3})
+        assert gone.replacing == {}
 
 
 def test_a_new_pod_carries_the_failures_before_it() -> None:
@@ -170,23 +261,33 @@ def test_too_many_failures_are_left_for_a_person() -> None:
     ("fields", "count"),
     [
         ({}, 4),
-        ({"gate": True, "gate_since": NOW - HEALTHY_SECONDS}, 0),
-        ({"gate": True, "gate_since": NOW - HEALTHY_SECONDS + 1}, 4),
-        ({"gate": False, "gate_since": NOW - HEALTHY_SECONDS}, 4),
-        ({"gate": True, "gate_since": None}, 4),
-        ({"gate": True, "gate_since": NOW - HEALTHY_SECONDS, "finished_at": None}, 4),
+        ({"proven_since": NOW - HEALTHY_SECONDS}, 0),
+        ({"proven_since": NOW - HEALTHY_SECONDS + 1}, 4),
+        ({"proven_since": NOW - HEALTHY_SECONDS, "gate": False}, 0),
+        ({"proven_since": NOW - HEALTHY_SECONDS, "finished_at": None, "last_known_at": NOW}, 0),
+        ({"proven_since": NOW - HEALTHY_SECONDS, "finished_at": None}, 4),
         ({"revision": "old"}, 0),
         ({"retry": "another"}, 0),
     ],
 )
-def test_failures_count_until_it_served_for_ten_minutes(fields: dict[str, Any], count: int) -> None:
+def test_failures_count_until_ten_minutes_after_it_proved_itself(
+    fields: dict[str, Any], count: int
+) -> None:
     spec = spec_of()
     dead = pod(spec, **{"phase": "Failed", "finished_at": NOW, "restarts": 4, **fields})
-    found, _ = plan(spec)
-    assert isinstance(found, PodPlan)
     seen = Observed("pool", "ns", "u", 1, (dead,), {}, {}, {}, 0, {}, None, False, "")
-    assert failures(spec, seen, dead) == count
+    assert failures(spec, seen, gangs_of(spec, seen)[0], dead) == count
     assert HEALTHY_SECONDS == 600
+
+
+def test_what_the_head_has_proven_counts_for_its_members() -> None:
+    spec = spec_of(replicas=1, **GANG)
+    head = pod(spec, rank=0, restarts=4, proven_since=NOW - HEALTHY_SECONDS)
+    dead = pod(spec, rank=1, restarts=4, phase="Failed", finished_at=NOW)
+    found, _ = plan(spec, head, dead, pod(spec, rank=2, restarts=4))
+    assert found.restarts == {0: 1}
+    found, _ = plan(spec, replace(head, proven_since=NOW - 1), dead, pod(spec, rank=2, restarts=4))
+    assert list(found.backing_off) == [0]
 
 
 def test_a_rolling_update_takes_the_broken_first_then_from_the_top() -> None:

@@ -17,14 +17,6 @@ from rollout_worker.schemas import WeightsId
 from simworker import SimWorker, root_hash
 from world import World
 
-# Worlds in which defects are known that have yet to be mended; each is turned on with its cure.
-STAGE_DIFFERENT_BYTES = False  # 12.1.1: different bytes under one identity are committed
-QUICK_PUBLISHES = False  # 12.1.2: Rolling and Eager starve
-COMMITS_REFUSED_BY_ALL = False  # 12.1.3: has no exit; with safety.REFUSED_BY_ALL_STAYS_IN_SERVICE
-SILENT_AT_REST = False  # 12.1.4: silence empties a barrier; with safety.SILENCE_KEEPS_THE_BARRIER
-AHEAD_OF_TARGET = False  # 12.1.5: a worker ahead switches the barrier off
-SHORT_DEADLINES = False  # 12.1.7: late stagings empty the Service; with that switch, too
-
 USER: dict[str, dict[str, object]] = {
     "pause": {"state": "Paused"},
     "sleep": {"state": "Asleep"},
@@ -36,11 +28,10 @@ USER: dict[str, dict[str, object]] = {
 ACTIONS = (
     *("raise", "raise", "epoch", "template", "up", "down", "pause", "sleep",
       "wake", "wake", "suspend", "kill", "fail", "reboot", "break", "mend", "forget", "intrude",
-      "leave", "silence", "unask", "speak", "hold", "let go", "slow", "quick", "lag", "no lag"),
-    *(["publishes"] if QUICK_PUBLISHES else []),
-    *(["ahead"] if AHEAD_OF_TARGET else []),
-    *(["refuse", "raise"] * 3 if COMMITS_REFUSED_BY_ALL else []),
-    *(["pause, raise and hush"] * 3 if SILENT_AT_REST else []),
+      "leave", "silence", "unask", "speak", "hold", "let go", "slow", "quick", "lag", "no lag",
+      "publishes", "ahead", "ask too much", "ask less"),
+    *("finalize", "free", "set clock", "refuse writes", "take writes", "unlabel", "make again"),
+    *["refuse", "raise", "pause, raise and hush"] * 3,
 )  # fmt: skip
 
 
@@ -49,9 +40,7 @@ class History:
 
     def __init__(self, strategy: str, random: Random) -> None:
         self.random = random
-        weights: dict[str, object] = {"strategy": strategy}
-        if SHORT_DEADLINES:
-            weights["deadlineSeconds"] = 4
+        weights = {"strategy": strategy, "deadlineSeconds": random.choice([4, 600])}
         self.world = World(spec_of(replicas=2, weights=weights))
 
     def happen(self, action: str) -> None:
@@ -88,7 +77,7 @@ class History:
 
     def fail(self) -> None:
         if running := self._running():
-            self.world.fail(self.random.choice(running))
+            self.world.fail(self.random.choice(running), told=self.random.random() < 0.5)
 
     def reboot(self) -> None:
         if running := self._running():
@@ -98,8 +87,7 @@ class History:
         for worker in self._some():
             worker.broken_stage = self.random.random() < 0.5
             worker.broken_commit = not worker.broken_stage
-            if STAGE_DIFFERENT_BYTES:
-                worker.other_bytes = f" as {worker.boot} reads it"
+            worker.other_bytes = f" as {worker.boot} reads it"
         if self._workers:
             self._workers[0].broken_commit = False
 
@@ -168,12 +156,52 @@ class History:
     def no_lag(self) -> None:
         self.world.lag = self.world.grace = 0.0
 
+    def finalize(self) -> None:
+        """Somebody else's controller wants to see some pods off."""
+        pods = [p for p in self.world.pods.values() if not p.deleting]
+        self.world.held |= {p.uid for p in pods if self.random.random() < 0.5}
+
+    def free(self) -> None:
+        self.world.held.clear()
+
+    def set_clock(self) -> None:
+        self.world.skew += self.random.choice([-3600.0, 3600.0])
+
+    def refuse_writes(self) -> None:
+        kinds = self.random.sample(["status", "gate", "delete", "create"], 2)
+        self.world.refuses = lambda kind: kind in kinds and self.random.random() < 0.7
+
+    def take_writes(self) -> None:
+        self.world.refuses = lambda kind: False
+
+    def unlabel(self) -> None:
+        if running := self._running():
+            self.world.unlabelled.add(self.world.pods[self.random.choice(running)].uid)
+
+    def make_again(self) -> None:
+        self.world.recreate()
+
     def publishes(self) -> None:
-        for _ in range(30):
+        """Quicker than they can be staged; nobody may be left behind for it."""
+        for action in ("mend", "ask less", "quick"):
+            self.happen(action)
+        self.world.seconds_of = {Verb.STAGE: 2.0}
+        before = {worker.boot: len(worker.commits) for worker in self._workers if worker.serving}
+        for _ in range(60):
             self.raise_()
             self.world.step()
         for worker in self._workers:
-            assert not worker.serving or worker.commits, "it never came to commit anything"
+            serves = worker.serving and not worker.silent and not worker.unasked
+            assert not serves or len(worker.commits) > before.get(worker.boot, 0), "left behind"
+
+    def ask_too_much(self) -> None:
+        """Some engines can't do what the spec asks of a commit."""
+        self.world.set(weights={"inFlight": {"policy": "Keep"}})
+        for worker in self._some():
+            worker.policies = ("Drain", "Abort")
+
+    def ask_less(self) -> None:
+        self.world.set(weights={"inFlight": {"policy": "Drain"}})
 
     def ahead(self) -> None:
         for worker in self._some():
@@ -182,9 +210,11 @@ class History:
 
     def end_well(self) -> None:
         """Everything that disturbs ends, and all comes to be as asked."""
-        for action in ("mend", "leave", "speak", "let go", "quick", "no lag", "wake"):
+        for action in ("mend", "ask less", "leave", "speak", "let go", "quick", "no lag", "wake",
+                       "free", "take writes"):  # fmt: skip
             self.happen(action)
         world = self.world
+        self.raise_()  # the last version may be bound to bytes that nobody finds any more
         while any(w.active > target_of(world.spec).identity for w in self._workers):
             self.raise_()  # who is ahead is not rolled back
         for _ in range(700):

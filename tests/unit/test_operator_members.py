@@ -74,7 +74,7 @@ class Bench:
     def stage(self, version: int = 1, phase: str = "Staged", path: str | None = None) -> None:
         source = WeightsSource(path=path) if path else SOURCE
         self.sim.staged = StagedWeights(
-            epoch=1, version=version, source=source, phase=phase, root_hash="bytes"
+            epoch=1, version=version, source=source, phase=phase, root_hash="known"
         )
 
     def call(self) -> CallWorker | None:
@@ -199,12 +199,86 @@ def test_commit_names_the_staged_bytes() -> None:
     bench.bring()
     bench.stage()
     body = CommitRequest(
-        epoch=1, version=1, root_hash="bytes", in_flight="Abort", deadline_seconds=5,
+        epoch=1, version=1, root_hash="known", in_flight="Abort", deadline_seconds=5,
         on_deadline="Keep",
     )  # fmt: skip
     assert bench.told() == (body, 605)
     bench.lifecycle = Lifecycle.ASLEEP
     assert bench.told() is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked", "below"),
+    [
+        ({"policy": "Drain", "onDeadline": "Keep"}, ("Drain", "Keep"), ("Abort", "Abort")),
+        ({"policy": "Pin"}, ("Pin", "Abort"), ("Abort", "Abort")),
+        ({"policy": "Abort", "onDeadline": "Keep"}, ("Abort", "Keep"), ("Abort", "Keep")),
+        ({"policy": "Drain"}, ("Drain", "Abort"), ("Drain", "Abort")),
+    ],
+)
+def test_who_is_below_the_floor_needs_no_policy_that_its_engine_lacks(
+    policy: dict[str, str], asked: tuple[str, str], below: tuple[str, str]
+) -> None:
+    bench = Bench(weights={"inFlight": policy})
+    bench.sim.policies = ("Drain", "Abort")
+    bench.bring()
+    bench.stage()
+
+    def commit() -> tuple[str, str]:
+        told = bench.told()
+        assert told is not None
+        assert isinstance(told[0], CommitRequest)
+        return told[0].in_flight, told[0].on_deadline
+
+    assert commit() == asked, "it serves: what the spec asks for, or nothing"
+    bench.weights.committed = bench.weights.committed.model_copy(update={"version": 1})
+    bench.sim.required = ONE
+    assert commit() == below
+
+
+def test_other_bytes_are_told_and_then_read_anew() -> None:
+    bench = Bench()
+    bench.bring()
+    bench.stage()
+    assert bench.sim.staged is not None
+    bench.sim.staged = bench.sim.staged.model_copy(update={"root_hash": "other"})
+    assert not bench.head.has_staged(NEW)
+    told = bench.told()
+    assert told is not None
+    assert isinstance(told[0], StageRequest), "the worker compares, and refuses"
+    assert told[0].root_hash == "known"
+    bench.failures = {"stage": CallError("content-mismatch: no", 1, 5, about=ONE)}
+    assert bench.told() is None
+    bench.failures = {"stage": CallError("content-mismatch: no", 1, 0, about=ONE)}
+    assert bench.told() == (DiscardRequest(epoch=1, version=1), 10)
+    bench.failures = {"stage": CallError("of earlier weights", 1, 0, about=ZERO)}
+    told = bench.told()
+    assert told is not None
+    assert isinstance(told[0], StageRequest)
+
+
+@pytest.mark.parametrize(
+    ("failure", "slot", "odd"),
+    [
+        (None, None, False),
+        (CallError("bound to other content", 1, 0, "content-mismatch", ONE), None, True),
+        (CallError("content-mismatch: (1, 1) should", 1, 0, "stage-failed", ONE), None, True),
+        (CallError("content-mismatch: (1, 2) should", 1, 0, about=TWO), None, False),
+        (CallError("tensor 'a' is missing", 1, 0, about=ONE), None, False),
+        (None, "content-mismatch: (1, 1) should", True),
+        (None, "tensor 'a' is missing", False),
+    ],
+)
+def test_a_mismatch_is_told_from_other_failures(
+    failure: CallError | None, slot: str | None, odd: bool
+) -> None:
+    bench = Bench()
+    bench.failures = {"stage": failure} if failure else {}
+    if slot:
+        bench.stage(phase="Failed")
+        assert bench.sim.staged is not None
+        bench.sim.staged = bench.sim.staged.model_copy(update={"error": slot})
+    assert bool(bench.head.mismatch(NEW)) == odd
 
 
 def test_who_may_not_commit_yet_waits() -> None:
@@ -256,6 +330,47 @@ def test_a_new_epoch_is_fenced_before_it_is_staged() -> None:
     assert isinstance((bench.told() or ("",))[0], StageRequest), "an update of the old epoch ends"
 
 
+@pytest.mark.parametrize(("version", "phase"), [(1, "Staging"), (3, "Staged")])
+def test_a_new_epoch_is_fenced_before_what_the_old_one_staged_is_dropped(
+    version: int, phase: str
+) -> None:
+    """Else the old trainer could stage it again in between."""
+    bench = Bench()
+    bench.weights.fence_epoch = 2
+    bench.stage(version, phase)
+    bench.bring(Version(WeightsId(epoch=2, version=0), SOURCE))
+    assert bench.told() == (RequireRequest(epoch=2), 10)
+
+
+@pytest.mark.parametrize("state", ["Paused", "Asleep"])
+def test_a_worker_that_came_to_rest_has_proven_itself_once(state: str) -> None:
+    bench = Bench(state=state)
+    bench.pod = replace(bench.pod, gate=False)
+    assert bench.gate() is None, "it serves still"
+    bench.sim.hold = state
+    change = bench.planner.gate(bench.head, False)
+    assert change is not None
+    assert (change.serving, change.proven_since) == (False, NOW)
+    bench.pod = replace(bench.pod, proven_since=NOW)
+    assert bench.gate() is None
+
+
+def test_what_a_worker_has_proven_stays_with_its_gate() -> None:
+    bench = Bench()
+    bench.pod = replace(bench.pod, gate=False)
+    change = bench.planner.gate(bench.head, False)
+    assert change is not None
+    assert (change.serving, change.proven_since) == (True, NOW)
+    bench.pod = replace(bench.pod, proven_since=NOW - 50)
+    change = bench.planner.gate(bench.head, False)
+    assert change is not None
+    assert change.proven_since == NOW - 50
+    bench.pod = replace(bench.pod, gate=True)
+    change = bench.planner.gate(bench.head, True)
+    assert change is not None
+    assert (change.serving, change.proven_since) == (False, NOW - 50)
+
+
 def test_one_control_call_at_a_time_and_staging_beside_it() -> None:
     bench = Bench()
     bench.bring(commit=False)
@@ -274,15 +389,14 @@ def test_one_control_call_at_a_time_and_staging_beside_it() -> None:
 def test_a_failed_call_waits_for_its_turn_unless_it_was_about_something_else() -> None:
     bench = Bench()
     bench.bring(commit=False)
-    bench.failures = {"stage": CallError("no", 1, NOW + 6, about=ONE)}
+    bench.failures = {"stage": CallError("no", 1, 6, about=ONE)}
     assert bench.told() is None
     assert bench.wait.seconds == 6
-    bench.now = NOW + 6
+    bench.failures = {"stage": CallError("no", 1, 0, about=ONE)}
     assert bench.told() is not None
-    bench.now = NOW
-    bench.failures = {"stage": CallError("no", 1, NOW + 6, about=ZERO)}
+    bench.failures = {"stage": CallError("no", 1, 6, about=ZERO)}
     assert bench.told() is not None
-    bench.failures = {"require": CallError("no", 1, NOW + 6)}
+    bench.failures = {"require": CallError("no", 1, 6)}
     bench.sim.required = None
     assert bench.told() is None
     assert bench.wait.seconds == 6
@@ -358,15 +472,32 @@ def test_who_is_in_service() -> None:
 
 
 @pytest.mark.parametrize("gate", [True, False])
-@pytest.mark.parametrize("ready", [True, False])
-def test_a_silent_head_is_in_service_if_it_was_and_the_kubelet_says_so(
-    gate: bool, ready: bool
-) -> None:
+def test_a_silent_head_that_this_process_never_heard_is_judged_by_its_gate(gate: bool) -> None:
     bench = Bench()
     bench.sim.silent = True
-    bench.pod = replace(bench.pod, gate=gate, ready=ready)
-    assert bench.head.in_service(ZERO) == (gate and ready)
+    bench.pod = replace(bench.pod, gate=gate, ready=gate)
+    assert bench.head.in_service(ZERO), "it was once, and is perhaps paused since"
     assert bench.head.boot == "b1", "known by its gate"
+    bench.pod = replace(bench.pod, gate=False, gate_boot=None)
+    assert not bench.head.in_service(ZERO), "it never was"
+    bench.pod = replace(bench.pod, gate_boot="b1", phase="Failed")
+    assert not bench.head.in_service(ZERO), "its process has ended"
+
+
+def test_a_silent_head_is_judged_by_its_last_answer() -> None:
+    bench = Bench()
+    last = bench.sim.state()
+    for hold, required, serves in (
+        ("Paused", ZERO, True),
+        ("Asleep", ZERO, False),
+        (None, None, False),
+    ):
+        bench.sim.foreign_hold, bench.sim.required = hold, required
+        worker = Worker(None, "no answer", last=bench.sim.state())
+        head = Head(replace(bench.pod, gate=False, gate_boot=None), worker)
+        assert head.in_service(ZERO) == serves
+        assert (head.boot, head.has, head.silent) == (last.boot_id, ZERO, True)
+        assert worker.active is None, "what it serves now is not known"
 
 
 def test_what_counts_as_staged() -> None:
@@ -392,8 +523,8 @@ def test_why_a_head_has_failed() -> None:
     assert bench.sim.staged is not None
     bench.sim.staged = bench.sim.staged.model_copy(update={"error": "a bad shape"})
     assert bench.head.failure(ONE, "stage") == "pool-0-0: a bad shape"
-    bench.failures = {"stage": CallError("refused", 1, NOW, about=ONE)}
+    bench.failures = {"stage": CallError("refused", 1, 0, about=ONE)}
     assert bench.head.failure(ONE, "commit", "stage") == "pool-0-0: refused"
     assert bench.head.failure(TWO, "stage") is None
-    bench.failures = {"wake": CallError("no memory", 1, NOW)}
+    bench.failures = {"wake": CallError("no memory", 1, 0)}
     assert bench.head.failure(None, "wake") == "pool-0-0: no memory"

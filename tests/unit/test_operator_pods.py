@@ -15,6 +15,7 @@ from rollout_operator.api.revision import is_current, revision
 from rollout_operator.config import EngineDefaults
 from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.services import differs, pool_services, repair
+from rollout_worker.settings import FLAGS
 
 GPU: dict[str, Any] = {
     "replicas": 1,
@@ -199,6 +200,7 @@ def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
         {"replicas": 9},
         {"state": "Asleep"},
         {"suspend": True},
+        {"sleep": {"level": 2}},
         {"weights": {"strategy": "Eager"}},
         {"updateStrategy": {"maxUnavailable": 3}},
         {"restartPolicy": {"maxRestarts": 3}},
@@ -206,6 +208,9 @@ def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
     other: list[dict[str, Any]] = [
         {"engine": {"type": "hf", "image": "x"}},
         {"podTemplate": {"labels": {"a": "b"}}},
+        {"podTemplate": {"sidecars": [{"name": "logs", "image": "logs:1"}]}},
+        {"worker": {"logLevel": "debug"}},
+        {"sleep": {"spill": {"sizeLimit": "40Gi"}}},
         {"resources": {"limits": {"memory": "1Gi"}}},
         {"weights": {"volume": {"claim": {"name": "w"}}}},
     ]
@@ -290,6 +295,101 @@ def test_pods_are_restricted() -> None:
     assert container["readOnlyRootFilesystem"]
     assert container["capabilities"] == {"drop": ["ALL"]}
     assert not container["allowPrivilegeEscalation"]
+
+
+def test_a_template_may_bring_containers_claims_and_the_nodes_namespaces() -> None:
+    defaults: dict[str, Any] = {
+        "podTemplate": {
+            "initContainers": [
+                {"name": "fill", "image": "old:1"},
+                {"name": "warm", "image": "w:1"},
+            ],
+            "container": {"readinessProbe": {"failureThreshold": 9}, "lifecycle": {"preStop": {}}},
+            "hostIPC": True,
+        }
+    }
+    template: dict[str, Any] = {
+        "initContainers": [{"name": "fill", "image": "new:1"}],
+        "sidecars": [{"name": "logs", "image": "logs:1"}],
+        "resourceClaims": [{"name": "nics", "resourceClaimTemplateName": "nics"}],
+        "hostNetwork": True,
+        "hostIPC": False,
+        "shareProcessNamespace": True,
+        "container": {
+            "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+            "livenessProbe": {"failureThreshold": 60},
+        },
+    }
+    pod = build(
+        defaults=defaults,
+        podTemplate=template,
+        resources={"claims": [{"name": "nics", "request": "rdma"}]},
+    )["spec"]
+    assert pod["initContainers"] == [
+        {"name": "fill", "image": "new:1"},
+        {"name": "warm", "image": "w:1"},
+        {"name": "logs", "image": "logs:1", "restartPolicy": "Always"},
+    ]
+    assert pod["resourceClaims"] == template["resourceClaims"]
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    assert (pod["hostIPC"], pod["shareProcessNamespace"]) == (False, True)
+    [worker] = pod["containers"]
+    assert worker["resources"]["claims"] == [{"name": "nics", "request": "rdma"}]
+    assert worker["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"add": ["IPC_LOCK"]},
+    }
+    assert worker["livenessProbe"]["failureThreshold"] == 60
+    assert worker["livenessProbe"]["periodSeconds"] == 10
+    assert worker["livenessProbe"]["httpGet"] == {"path": "/health", "port": "data"}
+    assert worker["lifecycle"] == {"preStop": {}}
+
+
+def test_only_a_template_that_says_so_touches_the_nodes_namespaces() -> None:
+    pod = build()["spec"]
+    assert not {"hostNetwork", "hostIPC", "shareProcessNamespace", "dnsPolicy"} & pod.keys()
+    assert not {"initContainers", "resourceClaims"} & pod.keys()
+
+
+def test_the_worker_is_told_how_the_pool_wants_it() -> None:
+    told = env(build(worker={"startTimeoutSeconds": 60, "maxQueue": 8, "logLevel": "debug"}))
+    assert told["ROLLOUT_START_TIMEOUT"] == "60"
+    assert told["ROLLOUT_MAX_QUEUE"] == "8"
+    assert told["ROLLOUT_LOG_LEVEL"] == "debug"
+
+
+@pytest.mark.parametrize(
+    ("spill", "volume", "folder"),
+    [
+        ({}, {}, "/rollout/spill"),
+        ({"sizeLimit": "40Gi"}, {"sizeLimit": "40Gi"}, "/rollout/spill"),
+        (
+            {"medium": "Memory", "sizeLimit": "40Gi"},
+            {"medium": "Memory", "sizeLimit": "40Gi"},
+            "/rollout/spill",
+        ),
+        ({"path": "/scratch"}, None, "/scratch"),
+    ],
+    ids=["nodes-disk", "sized", "memory", "own-folder"],
+)
+def test_sleep_has_room_of_its_own(
+    spill: dict[str, Any], volume: dict[str, Any] | None, folder: str
+) -> None:
+    pod = build(sleep={"spill": spill})
+    assert env(pod)["ROLLOUT_SPILL_DIR"] == folder
+    volumes = {v["name"]: v.get("emptyDir") for v in pod["spec"]["volumes"]}
+    assert volumes.get("rollout-spill") == volume
+    mounts = {m["mountPath"]: m["name"] for m in pod["spec"]["containers"][0]["volumeMounts"]}
+    assert mounts.get("/rollout/spill") == (None if volume is None else "rollout-spill")
+
+
+def test_what_the_operator_tells_the_worker_is_what_it_assumes_by_itself() -> None:
+    """A field that nobody sets has one default, in the schema as in `rollout-worker serve --help`."""
+    told = env(build())
+    for flag in FLAGS:
+        if flag.env in ("ROLLOUT_START_TIMEOUT", "ROLLOUT_MAX_QUEUE", "ROLLOUT_LOG_LEVEL"):
+            assert told[flag.env] == flag.shown
 
 
 def test_services() -> None:

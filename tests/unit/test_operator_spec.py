@@ -174,7 +174,7 @@ def full_status() -> RolloutReplicaStatus:
 
 def test_status_survives_the_way_through_the_api() -> None:
     status = full_status()
-    assert parse_status({"status": status.document()}) == status
+    assert parse_status({"status": status.document()}) == (status, None)
 
 
 def test_times_are_utc_in_the_precision_of_their_kind() -> None:
@@ -225,11 +225,31 @@ def test_status_of_another_version_keeps_what_is_understood() -> None:
         {"name": 3},
         {"name": "c", "state": "Active", "ready": False},
     ]
-    status = parse_status({"status": document})
+    status, why = parse_status({"status": document})
+    assert why == (
+        "status.phase was written by another version of the operator and can't be read (Input "
+        "should be 'Pending', 'Loading', 'Ready', 'Updating', 'Paused', 'Asleep', 'Suspended', "
+        "'Degraded' or 'Failed'): upgrade this one; until then it leaves the pool as it is"
+    )
     assert status.phase is None
     assert [m.name for m in status.members] == ["a", "c"]
     assert status.weights == full_status().weights
-    assert parse_status({}) == RolloutReplicaStatus()
+    assert parse_status({}) == (RolloutReplicaStatus(), None)
+
+
+@pytest.mark.parametrize(
+    ("committed", "said"),
+    [
+        ({"source": {"tape": "7"}}, "status.weights.committed.source"),
+        ({"source": {"path": "/x"}, "shards": 3}, "status.weights.committed.shards"),
+        ({"source": {}}, "status.weights.committed.source"),
+    ],
+)
+def test_what_can_not_be_read_is_named(committed: dict[str, Any], said: str) -> None:
+    weights = {"committed": {"epoch": 1, "version": 2, **committed}}
+    why = parse_status({"status": {"weights": weights}})[1]
+    assert why is not None
+    assert why.startswith(said)
 
 
 JSON = st.recursive(

@@ -21,7 +21,7 @@ from rollout_operator.core.updates.decide import plan_weights
 from rollout_operator.core.updates.status import weights_status
 from rollout_operator.core.updates.weights_plan import WeightsPlan
 from rollout_operator.core.world import CallError, Observed, Worker
-from rollout_worker.schemas import Checkpoint, StagedWeights, WeightsId, WeightsSource
+from rollout_worker.schemas import Checkpoint, StagedWeights, WeightsId, WeightsSource, WorkerState
 from simworker import SimWorker, root_hash
 
 OLD, NEW, NEWER = (WeightsId(epoch=1, version=v) for v in (1, 2, 3))
@@ -45,12 +45,15 @@ class Pool:
         self.barrier: frozenset[str] | None = None
         self.running: dict[int, str] = {}
         self.failed: dict[tuple[int, str], CallError] = {}
+        self.last: dict[int, WorkerState] = {}
         self.wait = Wait()
 
     def under_way(self, phase: UpdatePhase, seconds: float = 10, **fields: Any) -> None:
         """An update to (1, 2) stands in status, begun so long ago."""
         began = datetime.fromtimestamp(NOW - seconds, UTC)
         known: dict[str, Any] = {"epoch": 1, "version": 2, "source": SOURCES[NEW], "attempts": 1}
+        if phase is UpdatePhase.COMMITTING:
+            known["commit_started_at"] = began
         self.update = LastUpdate(**{**known, "phase": phase, "started_at": began, **fields})
 
     def stage(self, *which: int, identity: WeightsId = NEW, phase: str = "Staged") -> None:
@@ -61,7 +64,7 @@ class Pool:
             )  # fmt: skip
 
     def fail(self, index: int, verb: str, about: WeightsId = NEW, count: int = 1) -> None:
-        self.failed[index, verb] = CallError("no", count, NOW, about=about)
+        self.failed[index, verb] = CallError("no", count, 0, about=about)
 
     def heads(self) -> dict[str, Head]:
         found = {}
@@ -70,7 +73,9 @@ class Pool:
             state = None if sim.silent or sim.unasked else sim.state()
             error = "no answer" if sim.silent else None
             running = frozenset({self.running[index]} if index in self.running else ())
-            found[pod.uid] = Head(pod, Worker(state, error, running, failures))
+            found[pod.uid] = Head(
+                pod, Worker(state, error, running, failures, self.last.get(index))
+            )
         return found
 
     def plan(self) -> WeightsPlan:
@@ -380,7 +385,9 @@ def test_committing_is_not_over_while_one_was_never_asked_or_nobody_is_there() -
     pool.pods[2] = replace(pool.pods[2], gate=False, ready=False)
     assert phase_of(pool.plan()) == ((1, 2), "Committing")
     pool.sims[2].unasked, pool.sims[2].silent = False, True
-    assert phase_of(pool.plan()) == ((1, 2), "Complete")
+    assert phase_of(pool.plan()) == ((1, 2), "Committing"), "it was in service, and may be still"
+    pool.under_way(UpdatePhase.COMMITTING, seconds=60)
+    assert phase_of(pool.plan()) == ((1, 2), "Complete"), "not for ever"
 
 
 def test_with_nobody_left_in_service_what_commits_is_committed() -> None:
@@ -458,14 +465,73 @@ def test_eager_lets_each_commit_when_it_can() -> None:
     assert not plan.out_of_service
 
 
-@pytest.mark.parametrize("phase", [UpdatePhase.STAGING, UpdatePhase.COMMITTING])
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
-def test_without_a_barrier_the_newest_is_taken_at_once(strategy: str, phase: UpdatePhase) -> None:
+@pytest.mark.parametrize("phase", [UpdatePhase.STAGING, UpdatePhase.COMMITTING])
+def test_without_a_barrier_too_what_has_begun_is_finished_first(
+    strategy: str, phase: UpdatePhase
+) -> None:
     pool = Pool(weights={"strategy": strategy, "deadlineSeconds": 60, **target(1, 3)})
     pool.under_way(phase)
+    pool.stage(0)
+    assert phase_of(pool.plan()) == ((1, 2), "Committing")
+    pool.under_way(phase, seconds=60)
+    assert phase_of(pool.plan()) == ((1, 3), "Staging"), "not for ever"
+    pool.under_way(UpdatePhase.COMMITTING, seconds=60)
+    pool.running = {1: Verb.COMMIT}
+    assert phase_of(pool.plan()) == ((1, 2), "Committing"), "it is about to end"
+
+
+@pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
+@pytest.mark.parametrize("seconds", [10, 60])
+def test_what_all_have_is_complete_before_the_newest_begins(strategy: str, seconds: int) -> None:
+    pool = Pool(weights={"strategy": strategy, "deadlineSeconds": 60, **target(1, 3)})
+    pool.under_way(UpdatePhase.COMMITTING, seconds)
+    for sim in pool.sims:
+        sim.jump(NEW)
     plan = pool.plan()
-    assert phase_of(plan) == ((1, 3), "Staging")
-    assert reasons(plan)[0] == ("Normal", "WeightsSuperseded")
+    assert phase_of(plan) == ((1, 2), "Complete")
+    assert plan.committed.identity == NEW
+
+
+@pytest.mark.parametrize(
+    ("phase", "verb"),
+    [
+        (UpdatePhase.STAGING, "stage"),
+        (UpdatePhase.COMMITTING, "stage"),
+        (UpdatePhase.COMMITTING, "commit"),
+    ],
+)
+def test_rolling_turns_to_the_newest_at_a_failure_and_eager_when_all_have_failed(
+    phase: UpdatePhase, verb: str
+) -> None:
+    for strategy, turn in (("Rolling", 1), ("Eager", 3)):
+        pool = Pool(weights={"strategy": strategy, "deadlineSeconds": 60, **target(1, 3)})
+        pool.under_way(phase)
+        for failed in range(1, 4):
+            pool.fail(failed - 1, verb)
+            plan = pool.plan()
+            assert (phase_of(plan) == ((1, 3), "Staging")) == (failed >= turn), failed
+        assert reasons(plan)[0] == ("Normal", "WeightsSuperseded")
+
+
+def test_rolling_turns_first_to_who_is_furthest_behind() -> None:
+    pool = Pool("Rolling", weights={"strategy": "Rolling", "deadlineSeconds": 60, **target(1, 3)})
+    pool.under_way(UpdatePhase.COMMITTING, version=3, source=SOURCES[NEWER])
+    pool.sims[0].jump(NEW)
+    assert pool.names(pool.plan().may_commit) == [1]
+    pool.sims[1].jump(NEW)
+    assert pool.names(pool.plan().may_commit) == [2]
+    pool.sims[2].silent = True
+    assert pool.names(pool.plan().may_commit) == [0], "who is silent can't take a turn"
+
+
+def test_a_joiner_finishes_what_the_others_move_to() -> None:
+    pool = Pool(weights={"strategy": "Eager", "deadlineSeconds": 60, **target(1, 3)})
+    pool.under_way(UpdatePhase.COMMITTING)
+    pool.sims[2] = SimWorker("b9", loading=False)
+    plan = pool.plan()
+    assert plan.version_for[pool.pods[2].uid].identity == NEW, "not the newest, which may not last"
+    assert 2 in pool.names(plan.may_commit)
 
 
 @pytest.mark.parametrize(
@@ -533,3 +599,299 @@ def test_what_status_says_of_weights() -> None:
     status = weights_status(pool.plan(), pool.heads())
     assert status.active is None
     assert status.staged_replicas == 0
+
+
+# One content for one identity.
+
+
+def other_bytes(pool: Pool, *which: int) -> None:
+    for index in which:
+        slot = pool.sims[index].staged
+        assert slot is not None
+        pool.sims[index].staged = slot.model_copy(update={"root_hash": "other"})
+
+
+@pytest.mark.parametrize(("odd", "wanted"), [((1,), "right"), ((0, 1), "other"), ((0,), "right")])
+def test_nobody_commits_while_members_have_staged_different_bytes(
+    odd: tuple[int, ...], wanted: str
+) -> None:
+    pool = Pool()
+    pool.under_way(UpdatePhase.STAGING)
+    pool.stage(0, 1, 2)
+    other_bytes(pool, *odd)
+    plan = pool.plan()
+    right = root_hash(NEW) if wanted == "right" else "other"
+    assert phase_of(plan) == ((1, 2), "Staging")
+    assert {v.root_hash for v in plan.version_for.values()} == {right}, "what most have"
+    assert len(plan.failures) == len(plan.version_for) == 1
+    assert "content-mismatch" in plan.failures[0]
+    assert plan.failures[0] in (plan.update.message if plan.update else "")
+    pool.spec = spec_of(replicas=3, weights=target(1, 3))
+    assert phase_of(pool.plan()) == ((1, 3), "Staging"), "a newer target is the way out"
+
+
+def test_between_two_contents_the_lowest_replica_decides() -> None:
+    pool = Pool()
+    pool.under_way(UpdatePhase.STAGING)
+    pool.stage(0, 1)
+    other_bytes(pool, 0)
+    plan = pool.plan()
+    assert pool.names(plan.version_for) == [1, 2]
+    assert {v.root_hash for v in plan.version_for.values()} == {"other"}, "late ones are told"
+
+
+def test_the_decision_names_the_bytes() -> None:
+    pool = Pool()
+    pool.under_way(UpdatePhase.STAGING)
+    pool.stage(0, 1, 2)
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Committing")
+    assert plan.update is not None
+    assert plan.update.root_hash == root_hash(NEW)
+    assert plan.update.commit_started_at == datetime.fromtimestamp(NOW, UTC)
+    pool.update = plan.update
+    other_bytes(pool, 0, 1, 2)
+    plan = pool.plan()
+    assert {v.root_hash for v in plan.version_for.values()} == {root_hash(NEW)}, "it is bound"
+    assert len(plan.failures) == 3
+    for sim in pool.sims:
+        sim.jump(NEW)
+        sim.active_hash = "said otherwise"
+    assert pool.plan().committed.root_hash == root_hash(NEW), "as it was decided"
+
+
+def test_without_a_barrier_who_serves_it_decides_over_who_has_staged_it() -> None:
+    pool = Pool("Eager")
+    pool.under_way(UpdatePhase.COMMITTING)
+    pool.stage(0, 1, 2)
+    other_bytes(pool, 0, 1)
+    pool.sims[2].jump(NEW)
+    plan = pool.plan()
+    assert {v.root_hash for v in plan.version_for.values()} == {root_hash(NEW)}
+    assert len(plan.failures) == 2
+    assert plan.update is not None
+    assert plan.update.root_hash == root_hash(NEW)
+
+
+def test_joiners_are_bound_to_the_bytes_of_the_first() -> None:
+    pool = Pool(weights=target(1, 1))
+    pool.committed = pool.committed.model_copy(update={"root_hash": None})
+    for index, sim in enumerate(pool.sims):
+        pool.sims[index] = SimWorker(sim.boot, loading=False)
+    pool.stage(1, 2, identity=OLD)
+    other_bytes(pool, 2)
+    plan = pool.plan()
+    assert plan.committed.root_hash == root_hash(OLD)
+    assert {v.root_hash for v in plan.version_for.values()} == {root_hash(OLD)}
+
+
+# A commit that everybody refuses.
+
+
+@pytest.mark.parametrize("verb", ["stage", "commit", "nothing"])
+def test_while_nobody_has_it_nobody_is_expelled_and_it_has_failed(verb: str) -> None:
+    pool = Pool()
+    pool.under_way(UpdatePhase.COMMITTING, 60 if verb == "nothing" else 10)
+    pool.stage(0, 1, 2)
+    for index in range(3):
+        if verb != "nothing":
+            pool.fail(index, verb, count=2)
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Failed")
+    assert not plan.out_of_service
+    assert plan.committed.identity == OLD
+    assert pool.names(plan.may_commit) == [0, 1, 2], "they go on trying"
+    assert plan.update is not None
+    assert plan.update.attempts == (3 if verb == "commit" else 1)
+    assert plan.update.message.startswith("0 of 3 replicas have committed (1, 2); pool-0-0: ")
+    assert reasons(plan) == ([("Warning", "WeightsDeadlineExceeded")] if verb == "nothing" else [])
+    pool.update = plan.update
+    again = pool.plan()
+    assert phase_of(again) == ((1, 2), "Failed")
+    assert not again.notes, "told once"
+    pool.failed = {}
+    assert phase_of(pool.plan()) == ((1, 2), "Failed"), "a new leader knows of no refusals"
+
+
+def test_it_has_not_failed_while_one_has_yet_to_answer() -> None:
+    pool = Pool()
+    pool.under_way(UpdatePhase.COMMITTING)
+    pool.fail(0, "commit")
+    pool.fail(1, "commit")
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Committing")
+    assert not plan.out_of_service, "nobody has it"
+    pool.running = {2: Verb.COMMIT}
+    pool.under_way(UpdatePhase.COMMITTING, seconds=60)
+    assert phase_of(pool.plan()) == ((1, 2), "Committing"), "its commit may end well"
+
+
+def failed_commit() -> Pool:
+    pool = Pool()
+    pool.under_way(UpdatePhase.FAILED, commit_started_at=datetime.fromtimestamp(NOW - 5, UTC))
+    for index in range(3):
+        pool.fail(index, "commit")
+    return pool
+
+
+@pytest.mark.parametrize("wanted", [(1, 3), (2, 0)])
+def test_a_newer_target_or_epoch_supersedes_a_refused_commit(wanted: tuple[int, int]) -> None:
+    pool = failed_commit()
+    pool.spec = spec_of(replicas=3, weights=target(*wanted))
+    plan = pool.plan()
+    assert phase_of(plan) == (wanted, "Staging")
+    assert reasons(plan)[0] == ("Normal", "WeightsSuperseded")
+    assert plan.update is not None
+    assert plan.update.commit_started_at is None
+
+
+def test_a_pool_that_goes_to_sleep_over_a_refused_commit_keeps_what_it_is_bound_to() -> None:
+    pool = failed_commit()
+    assert pool.update is not None
+    pool.update = pool.update.model_copy(update={"root_hash": "bound"})
+    pool.spec = spec_of(replicas=3, state="Asleep", weights=target(1, 2))
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Superseded")
+    assert (plan.committed.identity, plan.committed.root_hash) == (NEW, "bound")
+
+
+def test_a_refused_commit_that_one_takes_goes_on() -> None:
+    pool = failed_commit()
+    pool.sims[1].jump(NEW)
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Committing")
+    assert plan.update is not None
+    assert plan.update.commit_started_at == datetime.fromtimestamp(NOW, UTC), "a deadline anew"
+    assert plan.update.root_hash == root_hash(NEW)
+    assert pool.names(plan.out_of_service) == [0, 2]
+
+
+def test_who_joins_gets_no_weights_that_all_refuse() -> None:
+    pool = failed_commit()
+    pool.sims[2] = SimWorker("b9", loading=False)
+    plan = pool.plan()
+    assert plan.version_for[pool.pods[2].uid].identity == OLD
+    assert phase_of(plan) == ((1, 2), "Failed")
+
+
+def test_one_that_has_it_and_falls_silent_has_it_still() -> None:
+    pool = Pool()
+    pool.under_way(UpdatePhase.COMMITTING)
+    pool.sims[0].jump(NEW)
+    pool.last[0] = pool.sims[0].state()
+    pool.sims[0].silent = True
+    pool.fail(1, "commit")
+    pool.fail(2, "commit")
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Committing")
+    assert pool.names(plan.out_of_service) == [1, 2]
+
+
+# What the engine can't do.
+
+
+@pytest.mark.parametrize("strategy", ["AllAtOnce", "Rolling"])
+@pytest.mark.parametrize("phase", [None, UpdatePhase.STAGING])
+def test_what_an_engine_can_not_do_is_seen_before_staging(
+    strategy: str, phase: UpdatePhase | None
+) -> None:
+    weights = {"strategy": strategy, "deadlineSeconds": 60, "inFlight": {"policy": "Keep"}}
+    pool = Pool(weights={**weights, **target(1, 2)})
+    if phase:
+        pool.under_way(phase, 60)
+    pool.sims[1].policies = ("Drain", "Abort")
+    plan = pool.plan()
+    said = (
+        "spec.weights.inFlight.policy: engine hf can't do Keep in pool-1-0: use one of Drain, Abort"
+    )
+    assert phase_of(plan) == ((1, 2), "Failed")
+    assert plan.update is not None
+    assert plan.update.message == said
+    assert plan.failures == [said]
+    assert (plan.unsupported, plan.overdue) == (True, False)
+    assert not plan.version_for
+    assert not plan.notes
+    pool.update = plan.update
+    pool.sims[1].policies = ()
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Staging"), "it is not known, so it is tried"
+    assert plan.update is not None
+    assert plan.update.started_at == datetime.fromtimestamp(NOW, UTC), "the deadline begins here"
+    pool.sims[1].jump(NEWER)
+    pool.sims[1].policies = ("Drain",)
+    assert phase_of(pool.plan()) == ((1, 2), "Staging"), "it needs no commit"
+
+
+def test_the_deadlines_of_staging_and_committing_are_separate() -> None:
+    pool = Pool()
+    pool.under_way(UpdatePhase.FAILED, seconds=500)
+    pool.stage(0, 1, 2)
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Committing")
+    pool.update = plan.update
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Committing")
+    assert not plan.overdue
+    assert not plan.failures
+    assert not plan.out_of_service
+    assert pool.wait.seconds == 60
+
+
+def test_a_status_without_the_time_gets_one() -> None:
+    pool = Pool()
+    pool.under_way(UpdatePhase.COMMITTING, commit_started_at=None)
+    plan = pool.plan()
+    assert plan.update is not None
+    assert plan.update.commit_started_at == datetime.fromtimestamp(NOW, UTC)
+
+
+# Silence, and workers ahead.
+
+
+@pytest.mark.parametrize("state", ["Active", "Paused"])
+def test_who_is_silent_stays_in_the_barrier(state: str) -> None:
+    pool = Pool(state=state)
+    pool.under_way(UpdatePhase.STAGING)
+    pool.barrier = frozenset({"b0", "b1", "b2"})
+    pool.stage(0, 1)
+    pool.pods = [replace(p, gate=False, ready=False, gate_boot=None) for p in pool.pods]
+    pool.last = {i: sim.state() for i, sim in enumerate(pool.sims)}
+    for sim in pool.sims:
+        sim.silent = True
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Staging")
+    assert plan.barrier == pool.barrier
+    assert plan.update is not None
+    assert plan.update.message == ("0 of 3 replicas have staged (1, 2); pool-0-0 does not answer")
+    pool.sims[0].silent = pool.sims[1].silent = False
+    assert phase_of(pool.plan()) == ((1, 2), "Staging"), "what it has staged was not seen"
+    pool.pods[2] = replace(pool.pods[2], phase="Failed")
+    assert phase_of(pool.plan()) == ((1, 2), "Committing"), "its pod is dead"
+    pool.pods[2] = replace(pool.pods[2], phase="Running")
+    pool.sims[2] = SimWorker("b9", required=OLD, loading=False)
+    pool.sims[2].jump(OLD)
+    assert phase_of(pool.plan()) == ((1, 2), "Committing"), "another process answers"
+
+
+def test_a_new_leader_counts_who_is_silent_and_once_served() -> None:
+    pool = Pool(state="Paused")
+    pool.pods = [replace(p, gate=False, ready=False) for p in pool.pods]
+    for sim in pool.sims:
+        sim.silent = True
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Staging")
+    assert plan.barrier == frozenset({"b0", "b1", "b2"})
+
+
+@pytest.mark.parametrize("phase", [None, UpdatePhase.STAGING])
+def test_a_worker_ahead_opens_no_barrier(phase: UpdatePhase | None) -> None:
+    pool = Pool()
+    if phase:
+        pool.under_way(phase)
+    pool.sims[0].jump(NEWER)
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Staging")
+    assert pool.names(plan.version_for) == [1, 2]
+    pool.update = plan.update
+    pool.stage(1, 2)
+    assert phase_of(pool.plan()) == ((1, 2), "Committing")

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollout_operator.core.world import Pod, PodReader, Worker, boot_of, parse_pod
+from rollout_operator.api.names import worker_labels
+from rollout_operator.core.podreader import PodReader, boot_of, parse_pod
+from rollout_operator.core.world import Pod, Worker
 from rollout_worker.schemas import Lifecycle
 from simworker import SimWorker
 
@@ -19,7 +21,7 @@ def trouble(log: str, code: int = 1) -> str:
             "name": "p-0-0",
             "uid": "u",
             "creationTimestamp": "2026-01-01T00:00:00Z",
-            "labels": {"rollout.dev/replica": "0", "rollout.dev/rank": "0"},
+            "labels": worker_labels("p", 0, 0),
         },
         "status": {
             "phase": "Failed",
@@ -57,18 +59,20 @@ def test_a_long_end_is_cut() -> None:
     assert len(trouble("x" * 5000)) < 400
 
 
-OWNER: dict[str, Any] = {"controller": True, "kind": "RolloutReplica", "uid": "owner"}
+OWNER: dict[str, Any] = {
+    "controller": True,
+    "kind": "RolloutReplica",
+    "name": "p",
+    "uid": "owner",
+}
 RAW: dict[str, Any] = {
     "metadata": {
         "name": "p-3-1",
         "uid": "u",
         "creationTimestamp": "2026-01-01T00:00:10Z",
         "deletionTimestamp": "2026-01-01T00:01:00Z",
-        "labels": {
-            "rollout.dev/replica": "3",
-            "rollout.dev/rank": "1",
-            "rollout.dev/revision": "abc",
-        },
+        "deletionGracePeriodSeconds": 45,
+        "labels": {**worker_labels("p", 3, 1), "rollout.dev/revision": "abc"},
         "annotations": {"rollout.dev/restarts": "2", "rollout.dev/retry": "again"},
         "ownerReferences": [{"kind": "Other", "uid": "stranger"}, OWNER],
     },
@@ -82,6 +86,11 @@ RAW: dict[str, Any] = {
                 "type": "rollout.dev/serving",
                 "status": "True",
                 "message": "boot b7: Serving",
+                "lastTransitionTime": "2026-01-01T00:00:50Z",
+            },
+            {
+                "type": "rollout.dev/proven",
+                "status": "True",
                 "lastTransitionTime": "2026-01-01T00:00:30Z",
             },
         ],
@@ -112,24 +121,27 @@ def test_a_pod_is_read_whole() -> None:
         phase="Running",
         owned=True,
         deletion_at=MIDNIGHT + 60,
+        grace=45,
         started=True,
         ready=True,
         gate=True,
         gate_boot="b7",
-        gate_since=MIDNIGHT + 30,
+        gate_since=MIDNIGHT + 50,
+        proven_since=MIDNIGHT + 30,
         ip="10.0.0.7",
         node="n1",
         restarts=2,
         retry="again",
         finished_at=MIDNIGHT + 20,
+        last_known_at=MIDNIGHT + 10,
         trouble="",
     )
 
 
 def test_a_bare_pod_is_read_too() -> None:
     labels = {"rollout.dev/replica": "0", "rollout.dev/rank": "0"}
-    found = parse_pod({"metadata": {"name": "p", "uid": "u", "labels": labels}}, "owner")
-    assert found == Pod("p", "u", 0, 0, "", "Pending", owned=False)
+    found = parse_pod({"metadata": {"name": "p-0-0", "uid": "u", "labels": labels}}, "owner")
+    assert found == Pod("p-0-0", "u", 0, 0, "", "Pending", owned=False, mislabelled=True)
     assert not found.deleting
     assert not found.finished
 
@@ -137,10 +149,48 @@ def test_a_bare_pod_is_read_too() -> None:
 @pytest.mark.parametrize(
     "labels",
     [{}, {"rollout.dev/replica": "0"}, {"rollout.dev/rank": "0"},
-     {"rollout.dev/replica": "x", "rollout.dev/rank": "0"}],
+     {"rollout.dev/replica": "x", "rollout.dev/rank": "0"},
+     {"rollout.dev/replica": "1", "rollout.dev/rank": "0"}],
 )  # fmt: skip
 def test_a_pod_without_our_labels_is_not_ours(labels: dict[str, str]) -> None:
-    assert parse_pod({"metadata": {"name": "p", "uid": "u", "labels": labels}}, "o") is None
+    assert parse_pod({"metadata": {"name": "p-0-0", "uid": "u", "labels": labels}}, "o") is None
+
+
+@pytest.mark.parametrize("label", sorted(worker_labels("p", 3, 1)))
+def test_a_pod_that_lost_a_label_is_told(label: str) -> None:
+    meta = {**RAW["metadata"], "labels": {**RAW["metadata"]["labels"], label: "odd"}}
+    found = parse_pod({**RAW, "metadata": meta}, "owner")
+    assert found is None or found.mislabelled
+
+
+POD_TIMES: dict[str, Any] = {
+    "startTime": "2026-01-01T00:00:12Z",
+    "conditions": [
+        {"type": "PodScheduled", "lastTransitionTime": "2026-01-01T00:00:11Z"},
+        {"type": "rollout.dev/serving", "lastTransitionTime": "2026-01-01T00:00:50Z"},
+        {"type": "rollout.dev/proven", "lastTransitionTime": "2026-01-01T00:00:50Z"},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("status", "after"),
+    [
+        ({}, 10),
+        (POD_TIMES, 12),
+        ({"conditions": [{"type": "Ready", "lastTransitionTime": "2026-01-01T00:00:40Z"}]}, 40),
+        ({**POD_TIMES, "initContainerStatuses": [
+            {"name": "i", "state": {"terminated": {"finishedAt": "2026-01-01T00:00:20Z"}}}]}, 20),
+    ],
+    ids=["refused unseen", "refused by the kubelet", "lost node", "init container"],
+)  # fmt: skip
+def test_a_pod_without_a_container_that_says_so_ended_when_it_was_last_known(
+    status: dict[str, Any], after: float
+) -> None:
+    found = parse_pod({**RAW, "status": {"phase": "Failed", **status}}, "owner")
+    assert found is not None
+    assert found.ended_at == MIDNIGHT + after
+    assert not found.started, "nothing of it can be asked"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +207,27 @@ def test_only_its_controller_owns_a_pod(refs: list[dict[str, Any]], owned: bool)
     found = parse_pod(raw, "owner")
     assert found is not None
     assert found.owned == owned
-    assert PodReader().read([raw], "owner") == ((found,) if owned else ())
+    [ours, _] = PodReader().read([raw], "p", "owner")
+    assert ours == ((found,) if owned else ())
+
+
+@pytest.mark.parametrize(
+    ("change", "left_over"),
+    [
+        ({"uid": "another"}, True),
+        ({"uid": "another", "name": "q"}, False),
+        ({"uid": "another", "kind": "ReplicaSet"}, False),
+        ({"uid": "another", "controller": False}, False),
+        ({}, False),
+    ],
+)
+def test_pods_of_a_deleted_pool_of_that_name_are_known(
+    change: dict[str, Any], left_over: bool
+) -> None:
+    raw = {**RAW, "metadata": {**RAW["metadata"], "ownerReferences": [{**OWNER, **change}]}}
+    [_, predecessors] = PodReader().read([raw], "p", "owner")
+    assert [p.name for p in predecessors] == (["p-3-1"] if left_over else [])
+    assert all(p.owned for p in predecessors), "somebody may be freed of them"
 
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
@@ -219,16 +289,14 @@ def test_what_stands_in_a_pods_way(status: dict[str, Any], said: str) -> None:
     assert found.trouble == said
 
 
-def test_an_object_is_parsed_once_and_anew_for_another_owner() -> None:
+def test_an_object_is_parsed_once() -> None:
     reader = PodReader()
-    [first] = reader.read([RAW], "owner")
-    [second] = reader.read([RAW], "owner")
+    [[first], _] = reader.read([RAW], "p", "owner")
+    [[second], _] = reader.read([RAW], "p", "owner")
     assert first is second
-    assert reader.read([RAW], "another") == ()
-    [third] = reader.read([RAW], "owner")
-    assert third is not first
-    [fourth] = reader.read([{**RAW}], "owner")
-    assert fourth is not third, "another object, another look"
+    assert reader.read([RAW], "p", "another")[0] == ()
+    [[third], _] = reader.read([{**RAW}], "p", "owner")
+    assert third is not first, "another object, another look"
 
 
 def test_weights_count_as_loaded_only_where_an_engine_lives() -> None:

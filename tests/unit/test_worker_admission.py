@@ -6,7 +6,7 @@ import pytest
 
 from rollout_worker.core.runtime import Runtime
 from rollout_worker.engine import Engine
-from rollout_worker.requests.admission import check_version, not_serving
+from rollout_worker.requests.admission import check_room, check_version, not_serving
 from rollout_worker.schemas import GenerateRequest, Lifecycle, WeightsId
 from rollout_worker.wire.problems import KINDS, ProblemError, conflict
 from tiny_engine import TinyEngine
@@ -153,3 +153,13 @@ async def test_in_a_pool_nothing_is_served_below_a_floor_or_without_one(tmp_path
         assert (refusal is None) is serves
         if refusal is not None:
             assert (refusal.slug, refusal.retry_after) == ("fenced", 1)
+
+
+def test_what_never_fits_into_the_queue_is_no_matter_of_waiting() -> None:
+    runtime = Runtime(settings("--max-queue", "4"))
+    check_room(runtime, 0, 4)
+    for waiting, wanted, status in ((1, 4, 429), (0, 5, 422)):
+        with pytest.raises(ProblemError) as refused:
+            check_room(runtime, waiting, wanted)
+        assert refused.value.problem.status == status
+    assert (refused.value.problem.model_extra or {})["errors"][0]["field"] == "sampling.n"

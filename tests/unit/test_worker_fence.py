@@ -19,7 +19,7 @@ def test_floor_and_epoch_only_rise(requests: list[RequireRequest]) -> None:
     for request in requests:
         floor, epoch = fence.floor, fence.epoch
         try:
-            fence.raise_to(request)
+            fence.raise_to("me", request)
         except ProblemError as refusal:
             slug = refusal.slug
             assert (fence.floor, fence.epoch) == (floor, epoch), "a refusal changes nothing"
@@ -37,9 +37,9 @@ def test_floor_and_epoch_only_rise(requests: list[RequireRequest]) -> None:
 def test_repeating_is_fine_and_a_floor_below_the_fence_too() -> None:
     """A worker that joins while a new trainer takes over is fenced and seeded with old weights."""
     fence = Fence()
-    fence.raise_to(RequireRequest(epoch=2))
-    fence.raise_to(RequireRequest(epoch=1, min_version=7))
-    fence.raise_to(RequireRequest(epoch=1, min_version=7))
+    fence.raise_to("me", RequireRequest(epoch=2))
+    fence.raise_to("me", RequireRequest(epoch=1, min_version=7))
+    fence.raise_to("me", RequireRequest(epoch=1, min_version=7))
     assert fence.epoch == 2
     fence.check(2)
     with pytest.raises(ProblemError, match="fenced off"):
@@ -51,16 +51,16 @@ def test_repeating_is_fine_and_a_floor_below_the_fence_too() -> None:
 )
 def test_a_floor_that_would_go_down_says_which_way(epoch: int, version: int, slug: str) -> None:
     fence = Fence()
-    fence.raise_to(RequireRequest(epoch=2, min_version=7))
+    fence.raise_to("me", RequireRequest(epoch=2, min_version=7))
     with pytest.raises(ProblemError) as refused:
-        fence.raise_to(RequireRequest(epoch=epoch, min_version=version))
+        fence.raise_to("me", RequireRequest(epoch=epoch, min_version=version))
     assert refused.value.slug == slug
     assert refused.value.problem.model_dump()["required"] == {"epoch": 2, "version": 7}
 
 
 def test_a_fenced_epoch_is_told_with_the_facts() -> None:
     fence = Fence()
-    fence.raise_to(RequireRequest(epoch=2))
+    fence.raise_to("me", RequireRequest(epoch=2))
     with pytest.raises(ProblemError) as refused:
         fence.check(1, active=None)
     body = refused.value.problem.model_dump()
@@ -71,5 +71,5 @@ def test_only_a_change_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     fence = Fence()
     for _ in range(2):
-        fence.raise_to(RequireRequest(epoch=2, min_version=7))
+        fence.raise_to("me", RequireRequest(epoch=2, min_version=7))
     assert len(caplog.records) == 2, "the epoch and the floor, once each"

@@ -193,10 +193,22 @@ async def test_a_stream_says_the_same_in_pieces(worker: TinyWorker) -> None:
     assert done.usage.completion_tokens == 3
 
 
-async def test_who_reads_no_stream_collects_no_deltas(worker: TinyWorker) -> None:
-    flight = await worker.begin("r", 3)
+async def test_a_late_reader_reads_everything_in_few_pieces(worker: TinyWorker) -> None:
+    """Two weights, two outputs: each piece has its own spans, and together they are the output."""
+    await worker.stage(1, 7)
+    flight = await worker.runs("r", 3, stream=True, sampling={"n": 2}, tokens=6)
+    reading = flight.stream(10)
+    first = [await anext(reading) for _ in range(2)]
+    assert [(d.index, d.token_ids) for d in first] == [(0, (100,) * 3), (1, (100,) * 3)]
+    worker.engine.step(1)
+    await worker.commit(1, in_flight="Keep")
     await worker.ends(flight)
-    assert flight.deltas.qsize() == 1, "its end only"
+    rest = [delta async for delta in reading]
+    assert [(d.index, d.token_ids) for d in rest] == [(0, (100, 7, 7)), (1, (100, 7, 7))]
+    for delta in rest:
+        assert delta.logprobs == (-0.5,) * 3
+        spans = [(s.version, s.start, s.end, s.stale_kv) for s in delta.weights]
+        assert spans == [(0, 3, 4, False), (1, 4, 6, True)]
 
 
 async def test_the_metrics_count(worker: TinyWorker) -> None:
@@ -348,4 +360,6 @@ async def test_who_asked_for_exactly_other_weights(worker: TinyWorker) -> None:
     await worker.begin("free")
     zero, one = WeightsId(epoch=0, version=0), WeightsId(epoch=1, version=1)
     assert worker.flights.exact_elsewhere(zero) == []
-    assert worker.flights.exact_elsewhere(one) == [exact]
+    assert worker.flights.exact_elsewhere(one) == exact.outputs
+    await worker.ends(exact)
+    assert worker.flights.exact_elsewhere(one) == []

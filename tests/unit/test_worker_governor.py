@@ -122,15 +122,33 @@ async def test_a_pause_with_a_ttl_falls_by_itself(worker: TinyWorker) -> None:
     assert worker.worker.state().holds == ()
 
 
-async def test_a_drain_ends_when_its_pause_expires(worker: TinyWorker) -> None:
+async def test_a_pause_that_expires_in_its_drain_is_told_and_ends_nobody(
+    worker: TinyWorker,
+) -> None:
     running = await worker.runs("r")
-    pausing = asyncio.create_task(worker.pause(ttl_seconds=0.1, deadline_seconds=60))
-    await worker.reaches(Lifecycle.PAUSING)
+    with refused("changed-meanwhile"):
+        await worker.pause(ttl_seconds=0.1, deadline_seconds=60)
     await worker.reaches(Lifecycle.ACTIVE)
-    await asyncio.wait({pausing}, timeout=5)
-    assert pausing.done()
-    pausing.exception()
     assert len((await worker.ends(running)).token_ids) == LONG
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["it opens again", "another keeps it paused"])
+async def test_a_pause_that_expired_before_it_was_met_was_not_met(
+    worker: TinyWorker, other: bool
+) -> None:
+    """Whatever state the worker is in when the caller gets to look."""
+    gate = worker.engine.before["pause"] = Gate()
+    pausing = asyncio.create_task(worker.pause("short", ttl_seconds=0.05, mode="keep"))
+    await gate.reached.wait()
+    if other:
+        longer = asyncio.create_task(worker.pause("long", mode="keep"))
+    await asyncio.sleep(0.1)
+    gate.open()
+    with refused("changed-meanwhile"):
+        await pausing
+    if other:
+        await longer
+    await worker.reaches(Lifecycle.PAUSED if other else Lifecycle.ACTIVE)
 
 
 async def test_verbs_repeat(worker: TinyWorker) -> None:
@@ -317,11 +335,89 @@ async def test_waking_at_level_2_refuses_other_bytes(
     assert worker.engine.active.number == 7
 
 
-async def test_staged_weights_survive_a_nap(worker: TinyWorker) -> None:
+@pytest.mark.parametrize("level", [1, 2])
+async def test_sleep_gives_staged_weights_back_too(worker: TinyWorker, level: int) -> None:
     await worker.stage(1, 7)
-    await worker.sleep(level=2)
+    await worker.sleep(level=level)
+    assert (worker.engine.sinks, worker.updates.view().staged) == ([], None)
     await worker.wake()
-    assert (await worker.commit(1)).active.version == 1
+    with refused("not-staged"):
+        await worker.commit(1)
+    await worker.update(1, 7)
+    assert worker.engine.active.number == 7
+
+
+async def test_sleep_ends_a_stage_under_way(worker: TinyWorker) -> None:
+    gate = worker.engine.before["open_slot"] = Gate()
+    await worker.begin_stage(1, 7)
+    await gate.reached.wait()
+    await worker.sleep()
+    assert (worker.engine.sinks, worker.updates.slot) == ([], None)
+
+
+async def test_nothing_is_staged_while_the_weights_go(worker: TinyWorker) -> None:
+    """Also by who asked when they were still there."""
+    gate = worker.engine.before["sleep"] = Gate()
+    sleeping = asyncio.create_task(worker.sleep())
+    await gate.reached.wait()
+    staging = asyncio.create_task(worker.begin_stage(1, 7))
+    await asyncio.sleep(0)
+    gate.open()
+    await sleeping
+    with refused("asleep"):
+        await staging
+    assert worker.updates.slot is None
+
+
+async def test_a_nap_of_the_kv_cache_leaves_what_is_staged(worker: TinyWorker) -> None:
+    await worker.stage(1, 7)
+    await worker.sleep(tags=("kv_cache",))
+    await worker.commit(1)
+    await worker.wake()
+    assert worker.engine.active.number == 7
+
+
+# Who asked for exactly one version.
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("mode", ["keep", "drain"])
+async def test_who_may_not_span_versions_ends_before_its_weights_sleep(
+    worker: TinyWorker, mode: str, level: int
+) -> None:
+    """Pinned weights don't survive a sleep: who runs on them would go on with the active ones."""
+    exact, free = await worker.runs("exact", exact_version=0), await worker.runs("free")
+    await worker.update(1, 7, in_flight="Pin")
+    newer = await worker.runs("newer", exact_version=1)
+    await worker.sleep(mode=mode, level=level, deadline_seconds=0)
+    output = exact.outputs[0]
+    assert made_by(output) == [(100, 0, False)]
+    if mode == "drain":
+        assert output.abort_reason is AbortReason.SLEEP
+        return
+    assert (output.stop_reason, output.abort_reason) == (StopReason.ABORTED, AbortReason.WEIGHTS)
+    await worker.wake()
+    assert made_by(await worker.ends(newer)) == [(7, 1, False)]
+    assert made_by(free.outputs[0]) == [(100, 0, False), (7, 1, False)]
+
+
+async def test_who_may_not_span_versions_outlives_a_nap_of_the_kv_cache(worker: TinyWorker) -> None:
+    exact = await worker.runs("exact", exact_version=0)
+    await worker.update(1, 7, in_flight="Pin")
+    await worker.sleep(mode="keep", tags=("kv_cache",))
+    await worker.wake()
+    output = await worker.ends(exact)
+    assert (len(output.token_ids), made_by(output)) == (LONG, [(100, 0, False)])
+
+
+async def test_who_sleeps_through_a_commit_does_not_span_versions(worker: TinyWorker) -> None:
+    exact = await worker.runs("exact", exact_version=0)
+    await worker.sleep(mode="keep")
+    await worker.wake(tags=("weights",))
+    await worker.update(1, 7, in_flight="Pin")
+    await worker.wake(tags=("kv_cache",))
+    output = await worker.ends(exact)
+    assert set(made_by(output)) == {(100, 0, False)}
 
 
 # Faults.
@@ -346,9 +442,10 @@ async def test_a_transition_that_fails_is_told_and_tried_again(
     if verb == "wake":
         await worker.sleep()
     worker.engine.before[call] = raising(EngineError("not now"))
-    with refused("internal-error") as caught:
+    with refused("engine-refused") as caught:
         await getattr(worker, verb)()
-    assert "not now" in str(caught.value)
+    assert "not now; the worker keeps retrying" in str(caught.value)
+    assert (caught.value.problem.status, caught.value.retry_after) == (503, 5)
     assert worker.state is state
     del worker.engine.before[call]
     ends = {"pause": Lifecycle.PAUSED, "sleep": Lifecycle.ASLEEP, "wake": Lifecycle.ACTIVE}
@@ -425,21 +522,28 @@ async def test_a_pause_during_a_resume_is_not_answered_before_the_engine_rests(
 
 async def test_abort_names_whom_it_knew(worker: TinyWorker) -> None:
     one, two = await worker.runs("one"), await worker.begin("two", sampling={"n": 2})
-    answer = await worker.verbs.abort(AbortRequest(request_ids=("one", "no", "one", "no")))
+    answer = await worker.verbs.abort("me", AbortRequest(request_ids=("one", "no", "one", "no")))
     assert (answer.aborted, answer.unknown) == (("one",), ("no",))
     assert one.outputs[0].abort_reason is AbortReason.CONTROL
     assert not two.done.is_set()
-    answer = await worker.verbs.abort(AbortRequest(all=True))
+    answer = await worker.verbs.abort("me", AbortRequest(all=True))
     assert (answer.aborted, answer.unknown) == (("two",), ())
     assert [o.abort_reason for o in two.outputs] == [AbortReason.CONTROL] * 2
 
 
+async def test_a_cache_that_can_not_be_reset_now_is_no_defect(worker: TinyWorker) -> None:
+    worker.engine.before["reset_cache"] = raising(EngineError("not now"))
+    with refused("engine-refused") as caught:
+        await worker.verbs.reset_cache("me")
+    assert "not now" in str(caught.value)
+
+
 async def test_the_cache_is_reset_and_a_dead_engine_said_so(worker: TinyWorker) -> None:
-    await worker.verbs.reset_cache()
+    await worker.verbs.reset_cache("me")
     assert worker.engine.resets == 1
     worker.engine.before["reset_cache"] = raising(EngineCrashed("it died"))
     with refused("failed") as caught:
-        await worker.verbs.reset_cache()
+        await worker.verbs.reset_cache("me")
     assert caught.value.retry_after == 5
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import mmap
 import os
@@ -14,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from rollout_worker.engine import EngineError, Entry, TensorSpec, WeightsRejected
-from rollout_worker.engines.mapped import ALIGN, MappedSink, sealed
+from rollout_worker.engines.mapped import ALIGN, MappedSink, open_mapped, sealed
 
 ENTRIES = [
     Entry("a", TensorSpec("U8", (3,))),
@@ -94,6 +95,44 @@ def test_only_what_was_sealed_may_serve() -> None:
     sink.close()
     with pytest.raises(WeightsRejected, match="fill it first"):
         sealed(sink)
+
+
+def test_its_room_is_taken_before_anything_is_filled() -> None:
+    """A page that is not there later would end the process."""
+    sink = MappedSink([Entry("big", TensorSpec("U8", (1 << 20,)))])
+    assert os.stat(sink.path).st_blocks * 512 >= 1 << 20
+    sink.close()
+
+
+async def test_memory_without_room_is_told_before_it_is_taken() -> None:
+    before = open_files()
+    full = Entry("full", TensorSpec("U8", (1 << 60,)))
+    with pytest.raises(EngineError, match=rf"no room for {1 << 60} bytes .* bytes are left"):
+        await open_mapped([full])
+    assert open_files() == before
+
+
+async def test_a_caller_that_gives_up_leaves_no_memory_behind(tmp_path: Path) -> None:
+    before = open_files()
+    opening = asyncio.create_task(open_mapped(ENTRIES, tmp_path))
+    await asyncio.sleep(0)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert open_files() == before
+
+
+async def test_it_is_made_as_asked(tmp_path: Path) -> None:
+    sink = await open_mapped(ENTRIES, tmp_path, header=True, skip={"b"})
+    with_b = await open_mapped(ENTRIES, header=True)
+    assert sink.allocate(ENTRIES[2]) is None
+    assert with_b.allocate(ENTRIES[2]) is not None
+    assert [os.readlink(each.path).startswith("/memfd:") for each in (sink, with_b)] == [
+        False,
+        True,
+    ]
+    sink.close()
+    with_b.close()
 
 
 def test_a_folder_without_room_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from rollout_worker.openai.messages import plain
 from rollout_worker.openai.models import ChatRequest, CompletionRequest
@@ -158,6 +159,12 @@ def test_prompts_of_all_shapes(prompt: Any, prompts: list[Any]) -> None:
         ({"functions": [{}]}, "functions"),
         ({"structured_outputs": {"json": {}}}, "structured_outputs"),
         ({"model": "other"}, "model"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"enable_thinking": False}, "enable_thinking"),
+        ({"whatever": 0}, "whatever"),
+        ({"echo": 0}, "echo"),
     ],
     ids=str,
 )
@@ -167,3 +174,31 @@ def test_what_would_be_ignored_is_refused(fields: dict[str, Any], field: str) ->
         ChatRequest.model_validate(body).check("tiny")
     errors = (refused.value.problem.model_extra or {})["errors"]
     assert errors[0]["field"] == field
+
+
+def test_what_never_changes_an_answer_is_ignored() -> None:
+    fields = {"user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "whatever": None}
+    same = {"echo": False, "best_of": 1, "length_penalty": 1.0, "parallel_tool_calls": True}
+    CompletionRequest.model_validate({"prompt": "a", **fields, **same}).check("tiny")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": "5"},
+        {"temperature": "1"},
+        {"n": True},
+        {"stream": "yes"},
+        {"seed": 5.0},
+        {"stop_token_ids": ["5"]},
+        {"logit_bias": {"5": "1"}},
+        {"stream_options": {"include_usage": 1}},
+        {"stream_options": {"continuous_usage_stats": True}},
+        {"skip_special_tokens": "no"},
+    ],
+    ids=str,
+)
+def test_no_text_is_taken_for_a_number(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        CompletionRequest.model_validate({"prompt": "a", **fields})
+    assert refused.value.errors()[0]["loc"][0] == next(iter(fields))

@@ -51,6 +51,29 @@ def test_spans_merge_and_cover(steps: list[tuple[int, int, bool]]) -> None:
     assert len(result.logprobs) == len(result.token_ids)
 
 
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans(), st.booleans()), max_size=30
+    )
+)
+def test_what_is_read_in_pieces_adds_up(steps: list[tuple[int, int, bool, bool]]) -> None:
+    """Whenever its reader looks: each piece follows the former and has its own spans and logprobs."""
+    output, pieces = Output(2, REQUEST), Output(2, REQUEST)
+    for count, version, stale, looks in [*steps, (0, 1, False, True)]:
+        output.take(delta(len(output.token_ids), count, version, stale))
+        piece = output.since(len(pieces.token_ids)) if looks else None
+        if piece is None:
+            continue
+        assert piece.index == 2
+        assert piece.weights[0].start == len(pieces.token_ids)
+        assert piece.weights[-1].end == len(output.token_ids)
+        pieces.take(EngineDelta(piece.token_ids, piece.logprobs, piece.weights))
+    for each in (output, pieces):
+        each.end(AbortReason.CLIENT)
+    assert pieces.result() == output.result()
+    assert output.since(len(output.token_ids)) is None
+
+
 def test_the_first_end_counts() -> None:
     output = Output(0, REQUEST)
     last = EngineDelta(
@@ -88,3 +111,6 @@ def test_who_asked_for_no_logprobs_gets_none() -> None:
     output.take(EngineDelta((5,), None, (WeightsSpan(epoch=0, version=0, start=0, end=1),)))
     output.end(AbortReason.CLIENT)
     assert (output.result().logprobs, output.result().token_ids) == (None, (5,))
+    piece = output.since(0)
+    assert piece is not None
+    assert (piece.logprobs, piece.token_ids) == (None, (5,))

@@ -99,6 +99,15 @@ def test_what_does_not_fit_names_the_fix(
         settings(arguments, environ)
 
 
+def test_a_folder_for_sleep_must_be_there_at_the_start(tmp_path: Path) -> None:
+    assert settings([*ALONE, "--spill-dir", str(tmp_path)]).spill_dir == tmp_path
+    file = tmp_path / "file"
+    file.touch()
+    for wrong in (file, tmp_path / "gone"):
+        with pytest.raises(BadSettings, match=r"--spill-dir .* is not a folder .*spec.sleep.spill"):
+            settings([*ALONE, "--spill-dir", str(wrong)])
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.9.9.9"])
 def test_without_authentication_on_loopback_only(host: str) -> None:
     assert settings(["--model", "m", "--auth", "none", "--control-host", host]).auth == "none"

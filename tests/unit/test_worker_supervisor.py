@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,7 @@ async def test_a_start_tells_its_progress_and_what_it_loaded(tmp_path: Path) -> 
         assert worker.runtime.progress is None
         info = worker.worker.info(chat=True, tool_parser="x")
         assert (info.engine, info.max_length, info.capabilities.chat) == ("tiny", 64, True)
+        assert worker.worker.state().in_flight_policies == info.capabilities.in_flight != ()
         assert worker.updates.active is not None
         assert worker.updates.active.root_hash == worker.runtime.loaded()[1].root_hash
 
@@ -120,29 +122,48 @@ async def test_weights_that_are_lost_leave_the_worker_fenced(
 
 async def test_a_higher_floor_stays_when_weights_are_lost(worker: TinyWorker) -> None:
     await worker.update(1, 7)
-    worker.updates.require(RequireRequest(epoch=1, min_version=5))
+    worker.updates.require("me", RequireRequest(epoch=1, min_version=5))
     shutil.rmtree(worker.home / "w7")
     worker.engine.die()
     await restarted(worker)
     assert worker.updates.fence.floor == WeightsId(epoch=1, version=5)
 
 
-async def test_a_death_while_weights_come_back_never_serves_others_in_their_place(
-    worker: TinyWorker,
+@pytest.mark.parametrize("call", ["open_slot", "pause", "commit", "resume"])
+@pytest.mark.parametrize("error", [EngineCrashed("again"), RuntimeError("again")], ids=type)
+async def test_a_death_while_weights_come_back_loses_nothing(
+    worker: TinyWorker, call: str, error: Exception
 ) -> None:
+    """It says nothing of their source: the next engine gets the same weights, after a while."""
     await worker.update(1, 7)
+    deaths = 3
 
-    async def die_once() -> None:
-        worker.before_start.clear()
-        raise EngineCrashed("again")
+    async def die() -> None:
+        nonlocal deaths
+        deaths -= 1
+        if deaths == 0:
+            worker.before_start.clear()
+        raise error
 
-    worker.before_start["commit"] = die_once
+    worker.before_start[call] = die
     worker.engine.die()
-    await restarted(worker, 2)
+    await restarted(worker, 4)
     await worker.reaches(Lifecycle.ACTIVE)
-    assert worker.engine.active.identity == worker.active
-    if worker.active != WeightsId(epoch=1, version=1):
-        with refused("fenced"):
+    assert worker.active == worker.engine.active.identity == WeightsId(epoch=1, version=1)
+    assert made_by(await worker.ends(await worker.begin("r", 3))) == [(7, 1, False)]
+    assert "again" in (worker.runtime.last_error or "")
+    assert [sink for engine in worker.engines for sink in engine.sinks] == []
+
+
+async def test_a_death_while_weights_come_back_serves_nobody_meanwhile(tmp_path: Path) -> None:
+    async with tiny_worker(tmp_path, "--restart-delays", "0,0,30") as worker:
+        await worker.update(1, 7)
+        worker.before_start["commit"] = raising(EngineCrashed("again"))
+        worker.engine.die()
+        await until(lambda: worker.runtime.restarts == 2, what="the second death")
+        await worker.reaches(Lifecycle.FAILED)
+        assert worker.active == WeightsId(epoch=1, version=1)
+        with refused("failed"):
             worker.worker.check_serving()
 
 
@@ -225,13 +246,16 @@ async def test_the_wait_grows_until_an_engine_lived_long_enough(
         assert took == ([False] * 4 if healthy else [False, True, True, True])
 
 
-@pytest.mark.parametrize("how", ["hangs", "raises"])
+@pytest.mark.parametrize(
+    "stop",
+    [Gate, lambda: raising(EngineError("no")), lambda: raising(OSError("a defect"))],
+    ids=["hangs", "refuses", "a defect"],
+)
 async def test_an_engine_that_does_not_stop_is_left_behind(
-    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, how: str
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, stop: Any
 ) -> None:
     monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.05)
-    stop = Gate() if how == "hangs" else raising(EngineError("no"))
-    worker.engine.before["stop"] = stop
+    worker.engine.before["stop"] = stop()
     worker.runtime.crashed("gone")
     await restarted(worker)
     assert worker.state is Lifecycle.ACTIVE

@@ -31,7 +31,7 @@ async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
 
 async def discard(worker: TinyWorker, version: int, epoch: int = 1) -> str:
     request = DiscardRequest(epoch=epoch, version=version)
-    return (await worker.updates.discard(request)).outcome
+    return (await worker.updates.discard("me", request)).outcome
 
 
 async def test_staging_leaves_what_serves_alone_and_tells_its_progress(worker: TinyWorker) -> None:
@@ -164,7 +164,7 @@ async def test_a_higher_version_ends_the_reading_of_a_lower_one(worker: TinyWork
 
 
 async def test_a_fenced_epoch_stages_nothing(worker: TinyWorker) -> None:
-    worker.updates.require(RequireRequest(epoch=2))
+    worker.updates.require("me", RequireRequest(epoch=2))
     with refused("stale-epoch") as caught:
         await worker.begin_stage(1, 7)
     body = caught.value.problem.model_dump()
@@ -284,7 +284,7 @@ async def test_going_back_to_the_checkpoint(worker: TinyWorker) -> None:
     root = worker.updates.active
     await worker.update(1, 7)
     request = StageRequest.model_validate({"epoch": 2, "version": 0, "source": {"checkpoint": {}}})
-    await worker.updates.stage(request)
+    await worker.updates.stage("me", request)
     slot = worker.updates.slot
     assert slot is not None
     await until(lambda: slot.staged, what="the checkpoint")
@@ -318,7 +318,7 @@ async def test_paths_are_confined(tmp_path: Path, where: str) -> None:
 
 
 async def test_a_floor_fences_until_it_is_met(worker: TinyWorker) -> None:
-    worker.updates.require(RequireRequest(epoch=1, min_version=2))
+    worker.updates.require("me", RequireRequest(epoch=1, min_version=2))
     with refused("fenced") as caught:
         worker.worker.check_serving()
     body = caught.value.problem.model_dump()
@@ -387,13 +387,13 @@ async def test_both_phases_are_timed_and_told(
         assert f'weights_update_seconds_count{{phase="{phase}"}} {count}.0' in page
     assert re.search(r"^rollout_worker_weights_version\S* 1\.0$", page, re.MULTILINE)
     levels = [r.levelname for r in caplog.records if "(1, 1)" in r.getMessage()]
-    assert levels == ["INFO", "WARNING", "INFO", "INFO", "INFO"]
+    assert levels == ["INFO", "WARNING", "INFO", "INFO", "INFO", "INFO"]
 
 
 async def test_a_floor_wakes_who_waits(worker: TinyWorker) -> None:
     waiting = asyncio.create_task(worker.runtime.changed.wait(5))
     await asyncio.sleep(0)
-    state = worker.updates.require(RequireRequest(epoch=0, min_version=0))
+    state = worker.updates.require("me", RequireRequest(epoch=0, min_version=0))
     assert state.required == WeightsId(epoch=0, version=0)
     assert await waiting
 

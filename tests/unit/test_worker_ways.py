@@ -28,8 +28,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 MOST_FILES = 8
 EVERYWHERE = {"core", "observe", "wire", "schemas", "engine", "settings", "threads", "lifecycle"}
 """What every part asks, and the worker's own loops, which look up at every change: no steps."""
-AT_THE_DOOR = {"ports/app", "ports/access", "ports/auth"}
-"""What every call passes on its port: the body's limit, the caller's name and right."""
+AT_THE_DOOR = {"ports/app", "ports/access", "ports/auth", "ports/unguarded", "requests/bodies"}
+"""What every call passes on its port: the body's limits, the caller's name and right."""
 
 
 def told(title: str) -> list[str]:
@@ -83,7 +83,7 @@ async def ports(tiny: TinyWorker) -> AsyncIterator[tuple[httpx.AsyncClient, http
     """Clients of the data and the control port, without sockets."""
     apps = data_app(tiny.worker), control_app(tiny.worker, Anyone())
     data, control = (
-        httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://worker")
+        httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1")
         for app in apps
     )
     async with data, control:

@@ -21,7 +21,7 @@ class Fence:
         self.floor: WeightsId | None = None
         self.epoch = 0
 
-    def raise_to(self, request: RequireRequest) -> None:
+    def raise_to(self, caller: str, request: RequireRequest) -> None:
         """Raise the epoch and, with a version, the floor; what is there already is fine.
 
         Raises:
@@ -30,12 +30,12 @@ class Fence:
         if request.min_version is None:
             self.check(request.epoch)
         else:
-            self._raise_floor(WeightsId(epoch=request.epoch, version=request.min_version))
+            self._raise_floor(caller, WeightsId(epoch=request.epoch, version=request.min_version))
         if request.epoch > self.epoch:
-            logger.info("epochs below %d are refused", request.epoch)
+            logger.info("epochs below %d are refused, as %r requires", request.epoch, caller)
             self.epoch = request.epoch
 
-    def _raise_floor(self, floor: WeightsId) -> None:
+    def _raise_floor(self, caller: str, floor: WeightsId) -> None:
         if self.floor is not None and floor < self.floor:
             slug = "stale-epoch" if floor.epoch < self.floor.epoch else "version-regressed"
             raise conflict(
@@ -44,7 +44,7 @@ class Fence:
                 required=self.floor.model_dump(),
             )
         if floor != self.floor:
-            logger.info("weights below %s are not served", floor)
+            logger.info("weights below %s are not served, as %r requires", floor, caller)
         self.floor = floor
 
     def check(self, epoch: int, **facts: Any) -> None:

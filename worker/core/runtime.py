@@ -58,7 +58,7 @@ class Runtime:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.boot_id = uuid.uuid4().hex
-        self.telemetry = Telemetry()
+        self.telemetry = Telemetry(settings.pool, settings.namespace)
         self.lifecycle = Tracker(self._moved)
         self.holds = Holds()
         self.changed = Pulse()

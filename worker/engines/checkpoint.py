@@ -32,9 +32,14 @@ def layout_of(entries: Sequence[Entry], *, tied: bool = False) -> Layout:
 
 
 def dtype_of(entries: Sequence[Entry]) -> str | None:
-    """Return the dtype of most of its tensors, None if the model could run in none of theirs."""
-    dtypes = (entry.spec.dtype for entry in entries)
-    found = Counter(COMPUTE_DTYPES[dtype] for dtype in dtypes if dtype in COMPUTE_DTYPES)
+    """Return the dtype of most of its bytes, None if the model could run in none of theirs.
+
+    Bytes, not tensors: a quantised checkpoint has a small float32 scale for every weight.
+    """
+    found: Counter[str] = Counter()
+    for entry in entries:
+        if entry.spec.dtype in COMPUTE_DTYPES:
+            found[COMPUTE_DTYPES[entry.spec.dtype]] += entry.spec.nbytes
     return found.most_common(1)[0][0] if found else None
 
 

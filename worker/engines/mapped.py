@@ -2,7 +2,8 @@
 
 It has no name in any file system: it is a descriptor of this process, opened by the others through
 /proc, and gone when the last process that has it open is. So it is bounded by the pod's memory, not
-by the size of /dev/shm, and outlives nobody. `torch` is not needed here.
+by the size of /dev/shm, and outlives nobody. All of its room is taken at once: what is not there is told
+when it is asked for, not by a signal when it is filled. `torch` is not needed here.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from rollout_worker.engine import EngineError, Entry, Sink, WeightsRejected
+from rollout_worker.engines.room import check_room
+from rollout_worker.threads import in_thread
 
 ALIGN = 64
 """Every tensor begins at a multiple of this: what any dtype and vector load wants."""
@@ -23,6 +27,8 @@ ALIGN = 64
 
 class MappedSink:
     """The `Sink` of engines whose model is in another process.
+
+    Taking its room may take its time: see `open_mapped`.
 
     Args:
         entries: What it has room for.
@@ -51,6 +57,8 @@ class MappedSink:
         self._on_disk = folder is not None
         self._map: mmap.mmap | None = None
         self.sealed = False
+        if folder is None:
+            check_room(size)
         try:
             self._handle = _open(folder)
             try:
@@ -66,10 +74,8 @@ class MappedSink:
         self._map[: len(first)] = first
 
     def _mapped(self) -> mmap.mmap:
-        if self._on_disk:  # a hole that can't be filled later would end the process, not raise
-            os.posix_fallocate(self._handle, 0, self._size)
-        else:
-            os.ftruncate(self._handle, self._size)
+        # A hole that can't be filled later would end the process, not raise.
+        os.posix_fallocate(self._handle, 0, self._size)
         return mmap.mmap(self._handle, self._size)
 
     @property
@@ -116,6 +122,32 @@ class MappedSink:
             if flush:
                 mapped.flush()
             mapped.close()
+
+
+async def open_mapped(
+    entries: Sequence[Entry],
+    folder: Path | None = None,
+    *,
+    header: bool = False,
+    skip: Collection[str] = (),
+) -> MappedSink:
+    """Make a `MappedSink` in a thread; a cancelled caller gets none, and none stays.
+
+    Raises:
+        EngineError: there is no room.
+    """
+    made: list[MappedSink] = []
+
+    def make(_: Callable[[], bool]) -> None:
+        made.append(MappedSink(entries, folder, header=header, skip=skip))
+
+    try:
+        await in_thread(make, threading.Event())
+    except BaseException:
+        for sink in made:
+            sink.close()
+        raise
+    return made[0]
 
 
 def sealed(sink: Sink) -> MappedSink:

@@ -101,16 +101,21 @@ class Governor:
         """
         runtime, failures = self._runtime, self._failures
         until = time.monotonic() + seconds
-        while not reached():
+        while True:
+            # First: what is reached without the hold was not reached for it, nor stays so.
+            if not wanted():
+                raise conflict(
+                    "changed-meanwhile", "the hold expired or was released in the meantime"
+                )
+            if reached():
+                return
             if not runtime.lifecycle.has_engine or runtime.shutting_down:
                 raise runtime.wrong_state("try again once it is serving")
             if self._failures != failures:
                 rejected = isinstance(self._failure, WeightsRejected)
-                slug = "weights-rejected" if rejected else "internal-error"
-                raise ProblemError(slug, f"{self._failure}; the worker keeps retrying")
-            if not wanted():
-                raise conflict(
-                    "changed-meanwhile", "the hold expired or was released in the meantime"
+                slug = "weights-rejected" if rejected else "engine-refused"
+                raise ProblemError(
+                    slug, f"{self._failure}; the worker keeps retrying", retry_after=5
                 )
             left = until - time.monotonic()
             if left <= 0 or not await runtime.changed.wait(left):
@@ -231,6 +236,28 @@ class Governor:
         runtime.lifecycle.move(Lifecycle.ASLEEP)
 
     async def _release(self, target: Target) -> None:
+        """Give memory back; all weights that are there go together, not the active ones alone."""
+        if "weights" not in target.released:
+            await self._sleep(target)
+            return
+        async with self._updates.slot_lock:  # nobody stages until they are gone
+            staged = self._updates.slot
+            if staged is not None:
+                logger.info("falling asleep: weights %s are given up", staged.identity)
+            await self._updates.clear_slot()
+            await self._end_pinned()
+            await self._sleep(target)
+
+    async def _end_pinned(self) -> None:
+        """End who may not go on with the active weights once the former ones are gone."""
+        active = self._updates.identity
+        assert active is not None, "an engine has loaded weights"
+        await self._flights.abort_outputs(
+            self._flights.exact_elsewhere(active), AbortReason.WEIGHTS
+        )
+        self._runtime.check_alive()
+
+    async def _sleep(self, target: Target) -> None:
         runtime = self._runtime
         engine, _ = runtime.loaded()
         with runtime.telemetry.transition("sleep"):

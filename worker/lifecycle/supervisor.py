@@ -1,8 +1,9 @@
 """The engine's life inside this process: load, watch, restart with back-off, reload weights.
 
 When an engine dies, its requests end as aborted (`engine`). Its replacement loads the last active
-weights from their source before it serves anything. If that source is gone, the worker comes up
-with the checkpoint, fenced by a floor until someone commits the lost weights or later ones.
+weights from their source before it serves anything; if it dies of that, the next one does. If that
+source is gone, the worker comes up with the checkpoint, fenced by a floor until someone commits the
+lost weights or later ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 from rollout_worker.core.holds import Want
 from rollout_worker.core.runtime import Runtime
-from rollout_worker.engine import Engine, EngineError, EngineInfo
+from rollout_worker.engine import Engine, EngineCrashed, EngineError, EngineInfo
 from rollout_worker.requests.flights import Flights
 from rollout_worker.schemas import CHECKPOINT, Lifecycle, Progress, WeightsId
 from rollout_worker.updates.state import Updates
@@ -125,6 +126,8 @@ class Supervisor:
         self._report(Progress(message=f"reloading weights {identity}"))
         try:
             await self._commit(engine, identity)
+        except EngineCrashed:
+            raise  # says nothing of the source: the next engine is given the same weights
         except EngineError as error:
             self._runtime.last_error = f"weights {identity} could not be reloaded: {error}"
             logger.warning("%s: the worker is fenced", self._runtime.last_error)
@@ -182,6 +185,8 @@ class Supervisor:
             logger.warning("the engine did not stop within %g s", STOP_SECONDS)
         except EngineError as error:
             logger.warning("the engine failed to stop: %s", error)
+        except Exception:  # whatever the adapter raised, another engine is started
+            logger.exception("the engine failed to stop")
 
 
 _FIRST = {

@@ -12,7 +12,7 @@ from math import inf
 
 from rollout_worker.core.holds import Want
 from rollout_worker.core.runtime import Runtime
-from rollout_worker.engine import Engine, EngineCrashed
+from rollout_worker.engine import Engine, EngineCrashed, EngineError
 from rollout_worker.requests.flights import Flights
 from rollout_worker.schemas import (
     AbortReason,
@@ -46,7 +46,8 @@ class Verbs:
         """Hold the worker Paused for this caller, renewing or replacing the caller's earlier hold.
 
         Raises:
-            ProblemError: the worker can't be paused now.
+            ProblemError: the worker can't be paused now; 409 `changed-meanwhile`, the hold expired
+                or was released before the worker was paused.
         """
         self._ready_for_verbs(request.generation)
         ttl = request.ttl_seconds
@@ -138,8 +139,10 @@ class Verbs:
                 holders=others,
             )
 
-    async def abort(self, request: AbortRequest) -> AbortResponse:
+    async def abort(self, caller: str, request: AbortRequest) -> AbortResponse:
         """End requests with partial output; return once they have ended."""
+        count = "all" if request.all else len(request.request_ids or ())
+        logger.info("aborting %s requests for %r", count, caller)
         ids = self._flights.ids() if request.all else list(dict.fromkeys(request.request_ids or ()))
         aborted = await self._flights.abort_ids(ids, AbortReason.CONTROL)
         return AbortResponse(
@@ -147,14 +150,17 @@ class Verbs:
             unknown=tuple(i for i in ids if i not in aborted),
         )
 
-    async def reset_cache(self) -> None:
+    async def reset_cache(self, caller: str) -> None:
         """Clear the prefix cache.
 
         Raises:
-            ProblemError: 409, no engine is loaded.
+            ProblemError: 409, no engine is loaded; 503, it died or refused.
         """
         engine, _ = self._runtime.loaded()
+        logger.info("resetting the prefix cache for %r", caller)
         try:
             await self._runtime.call(engine.reset_cache(), 60, "reset_cache")
         except EngineCrashed as error:
             raise ProblemError("failed", f"the engine died: {error}", retry_after=5) from error
+        except EngineError as error:
+            raise ProblemError("engine-refused", str(error), retry_after=5) from error

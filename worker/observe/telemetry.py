@@ -1,18 +1,21 @@
 """The worker's metrics: names, help texts, and the page that Prometheus scrapes.
 
-Docs and dashboards rely on these names. The engine's own metrics follow on the same page.
+Docs and dashboards rely on these names. Each series says which pool it is of, so that dashboards don't
+depend on how the page is scraped. The engine's own metrics follow on the same page, under their own
+names and labels.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
 
 from rollout_worker.schemas import Lifecycle, StopReason, WeightsId
 
@@ -22,19 +25,49 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _PAUSE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 30)
 _UPDATE_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 PHASES = ("stage", "commit")
 TRANSITIONS = ("load", "quiesce", "resume", "sleep", "wake")
+REFUSALS = (
+    *("duplicate-request", "version-not-met", "queue-full", "fenced", "shutting-down"),
+    *("starting", "loading", "failed", "pausing", "paused", "draining", "asleep", "waking"),
+)
+"""Slugs of the problems that say "not now" or "not here": 409, 429 and 503."""
+
+
+class _OfOnePool(CollectorRegistry):
+    """A registry whose series all carry the same labels besides their own."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        super().__init__()
+        self._labels = labels
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the families, each sample with these labels."""
+        for family in super().collect():
+            family.samples = [
+                sample._replace(labels={**self._labels, **sample.labels})
+                for sample in family.samples
+            ]
+            yield family
 
 
 class Telemetry:
-    """All metrics of one worker, in a registry of its own."""
+    """All metrics of one worker, in a registry of its own.
 
-    def __init__(self) -> None:
+    Args:
+        pool: the RolloutReplica; None for a worker by itself, whose series name no pool.
+        namespace: the pool's.
+    """
+
+    def __init__(self, pool: str | None = None, namespace: str | None = None) -> None:
+        # They double the series of each counter, and no dashboard needs them.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = registry = CollectorRegistry()
+        labels = {"namespace": namespace or "", "pool": pool} if pool else {}
+        self.registry = registry = _OfOnePool(labels)
         self._info = Gauge(
             "rollout_worker_info",
             "What this worker serves; always 1.",
@@ -64,6 +97,8 @@ class Telemetry:
         # Exported from the start: a rate over a series that appears later misses its first event.
         for reason in StopReason:
             self.requests.labels(reason.value)
+        for slug in REFUSALS:
+            self.refused.labels(slug)
         for phase in PHASES:
             self.update_seconds.labels(phase)
         for transition in TRANSITIONS:
@@ -76,6 +111,12 @@ class Telemetry:
             "rollout_worker_requests_total",
             "Finished outputs; a request with n > 1 counts n times.",
             ["stop_reason"],
+            registry=registry,
+        )
+        self.refused = Counter(
+            "rollout_worker_refused_total",
+            "Requests that were refused, by the problem that was answered.",
+            ["reason"],
             registry=registry,
         )
         self._in_flight = Gauge(
@@ -106,6 +147,12 @@ class Telemetry:
             "rollout_worker_time_to_first_token_seconds",
             "Time from accepting a request to its first token.",
             buckets=_FIRST_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.inter_token_seconds = Histogram(
+            "rollout_worker_inter_token_seconds",
+            "Time between two tokens of an output; the mean of those that arrive together.",
+            buckets=_TOKEN_BUCKETS,
             registry=registry,
         )
 

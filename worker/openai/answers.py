@@ -40,6 +40,11 @@ class Exchange:
         """Whether this is the chat route."""
         return isinstance(self.request, ChatRequest)
 
+    def growing(self) -> Growing:
+        """For the text of one output."""
+        special = not self.request.skip_special_tokens
+        return Growing(self.decode, self.request.stops, special=special)
+
     def outputs(self) -> Iterator[tuple[int, Flight, Output]]:
         """Every output with the index of its choice, prompt by prompt."""
         index = 0
@@ -108,7 +113,7 @@ class Exchange:
 
     def _choice(self, index: int, flight: Flight, output: Output) -> Choice:
         asked = output.request.logprobs is not None
-        growing = Growing(self.decode, self.request.stops)
+        growing = self.growing()
         text = growing.push(_said(output.token_ids, output)) + growing.end()
         choice: Choice = {
             "index": index,
@@ -149,8 +154,7 @@ class Chunks:
         self._exchange = exchange
         self._kind = "chat.completion.chunk" if exchange.chat else "text_completion"
         self._outputs = {(id(f), o.index): (i, f, o) for i, f, o in exchange.outputs()}
-        stops = exchange.request.stops
-        self._growing = {key: Growing(exchange.decode, stops) for key in self._outputs}
+        self._growing = {key: exchange.growing() for key in self._outputs}
         self._gates = {key: Gate() for key in self._outputs}
         self._made = dict.fromkeys(self._outputs, 0)
         self._offset = dict.fromkeys(self._outputs, 0)

@@ -1,39 +1,32 @@
 """Request models of the OpenAI routes: the fields that have an effect here.
 
-Unknown fields that don't change what is sampled are ignored, as OpenAI clients expect. Those that
-would change it are refused by name: an answer that ignored them would be wrong.
+Fields that never change an answer are ignored, as OpenAI clients expect; all others are refused by
+name (`fields`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    ValidationError,
+    model_validator,
+)
 
-from rollout_worker.schemas import GenerateRequest, Problem
+from rollout_worker.schemas import Bool, Float, GenerateRequest, Int, Problem, TokenId
+from rollout_worker.wire.base import few_fields
+from rollout_worker.wire.bounds import bounded
+from rollout_worker.wire.generate import AllowedIds, Biases
 from rollout_worker.wire.problems import ProblemError
 from rollout_worker.wire.validation import invalid_request
 
-ALTERING = {
-    **dict.fromkeys(("echo", "suffix", "best_of", "use_beam_search"), "leave it out"),
-    **dict.fromkeys(("functions", "function_call"), "use tools"),
-    **dict.fromkeys(("prompt_logprobs", "bad_words", "length_penalty"), "leave it out"),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice"), "leave it out"),
-    **dict.fromkeys(("guided_grammar", "structured_outputs", "regex", "ebnf"), "leave it out"),
-    **dict.fromkeys(("json_schema", "logits_processors", "lora_path"), "leave it out"),
-    **dict.fromkeys(("audio", "modalities", "chat_template"), "leave it out"),
-    **dict.fromkeys(("typical_p", "top_a", "top_n_sigma", "xtc_probability"), "leave it out"),
-    **dict.fromkeys(("dry_multiplier", "num_beams", "stop_regex"), "leave it out"),
-    **dict.fromkeys(("custom_logit_processor", "vllm_xargs"), "leave it out"),
-    **dict.fromkeys(("prompt_embeds", "truncate_prompt_tokens"), "leave it out"),
-    **dict.fromkeys(("adapter", "multimodal", "structured", "engine_params"), "leave it out"),
-    "max_new_tokens": "use max_tokens",
-    "min_new_tokens": "use min_tokens",
-    "repeat_penalty": "use repetition_penalty",
-    "sampling_seed": "use seed",
-}
-"""Fields of other servers that would change the output, and what to do instead."""
+from .fields import check_unused, unable
 
 SAME = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
@@ -43,43 +36,70 @@ SAME = (
 """Fields that mean the same as their namesakes in `sampling`."""
 
 
-class StreamOptions(BaseModel):
-    """What a stream reports besides its chunks."""
-
-    include_usage: bool = False
-
-
-class OpenAIRequest(BaseModel):
-    """The fields of both routes; defaults are OpenAI's."""
+class OpenAIBody(BaseModel):
+    """What clients send; JSON's types are taken literally, as on the worker's own routes."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, given: Any) -> Any:
+        return few_fields(cls, given)
+
+
+class StreamOptions(OpenAIBody):
+    """What a stream reports besides its chunks."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: Bool = False
+    include_obfuscation: Bool | None = Field(default=None, description="Has no effect.")
+
+
+MAX_STOPS = 16
+MAX_VARIABLES = 64
+"""Of a chat template, a response format or a tool, at the top level."""
+
+Anything = Annotated[Mapping[str, Any], Field(max_length=MAX_VARIABLES), bounded(MAX_VARIABLES)]
+
+
+class OpenAIRequest(OpenAIBody):
+    """The fields of both routes; defaults are OpenAI's."""
+
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    stream: bool | None = None
+    max_tokens: Int | None = None
+    temperature: Float | None = None
+    top_p: Float | None = None
+    n: Int | None = None
+    stream: Bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
-    response_format: Mapping[str, Any] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    presence_penalty: Float | None = None
+    frequency_penalty: Float | None = None
+    logit_bias: Biases | None = None
+    seed: Int | None = None
+    response_format: Anything | None = None
     # Ours, and other servers'.
-    top_k: int | None = Field(default=None, description="0 or -1: all tokens.")
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    allowed_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    priority: int | None = None
+    top_k: Int | None = Field(default=None, description="0 or -1: all tokens.")
+    min_p: Float | None = None
+    repetition_penalty: Float | None = None
+    min_tokens: Int | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256, fail_fast=True)
+    allowed_token_ids: AllowedIds | None = None
+    ignore_eos: Bool | None = None
+    priority: Int | None = None
     cache_salt: str | None = None
     session_id: str | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    skip_special_tokens: Bool = Field(
+        default=True, description="false: the text shows special tokens, too."
+    )
+    add_special_tokens: Bool | None = Field(
+        default=None,
+        description="Whether the tokenizer adds its special tokens to a text; null: it does to a"
+        " prompt, not to what a chat template wrote.",
+    )
+    return_token_ids: Bool | None = None
+    return_tokens_as_token_ids: Bool | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -100,10 +120,7 @@ class OpenAIRequest(BaseModel):
             )
         if (self.response_format or {}).get("type", "text") != "text":
             raise unable("response_format", "leave it out")
-        for field, value in (self.model_extra or {}).items():
-            harmless = value in (None, False, "", [], {}, 0) or (field, value) == ("best_of", 1)
-            if field in ALTERING and not harmless:
-                raise unable(field, ALTERING[field])
+        check_unused(self.model_extra or {})
 
     def generate(
         self, request_id: str, token_ids: list[int], *, logprobs: bool, max_tokens: int | None
@@ -133,22 +150,25 @@ class OpenAIRequest(BaseModel):
             raise invalid_request(error.errors()) from error
 
 
+Prompt = str | list[int] | list[str] | list[list[int]]
+
+
+def _prompt(value: object) -> object:
+    one = isinstance(value, str) or _all(str, value) or _all(int, value)
+    lists = cast(list[object], value) if _all(list, value) else ()
+    if not one and not (lists and all(_all(int, ids) for ids in lists)):
+        raise ValueError("must be a string, a list of token ids, or a list of either")
+    return value
+
+
 class CompletionRequest(OpenAIRequest):
     """Body of `POST /v1/completions`: text or token ids, one prompt or several."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = Field(
+    # In Python, element by element: C would hold the lock for all of them, once for each kind.
+    prompt: Annotated[SkipValidation[Prompt], BeforeValidator(_prompt)]
+    logprobs: Int | None = Field(
         default=None, ge=0, description="0 or 1: logprobs of the sampled tokens."
     )
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _text_or_ids(cls, value: object) -> object:
-        one = isinstance(value, str) or _all(str, value) or _all(int, value)
-        lists = cast(list[object], value) if _all(list, value) else ()
-        if not one and not (lists and all(_all(int, ids) for ids in lists)):
-            raise ValueError("must be a string, a list of token ids, or a list of either")
-        return value
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -161,28 +181,33 @@ class CompletionRequest(OpenAIRequest):
         return [each for each in given if not isinstance(each, int)]
 
 
-class Tool(BaseModel):
+class Tool(OpenAIBody):
     """A function that the model may call."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
-
     type: Literal["function"] = "function"
-    function: Mapping[str, Any]
+    function: Anything
+
+
+MAX_MESSAGES = 2**14
+MAX_TOOLS = 1024
 
 
 class ChatRequest(OpenAIRequest):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[Tool] | None = None
-    tool_choice: str | Mapping[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: Mapping[str, Any] | None = None
+    messages: Annotated[
+        list[dict[str, Any]],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        bounded(MAX_MESSAGES),
+    ]
+    max_completion_tokens: Int | None = None
+    logprobs: Bool | None = None
+    top_logprobs: Int | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: str | Anything | None = None
+    add_generation_prompt: Bool = True
+    continue_final_message: Bool = False
+    chat_template_kwargs: Anything | None = None
 
     @property
     def limit(self) -> int | None:
@@ -224,9 +249,3 @@ def in_openais_words(problem: Problem, prompt: str) -> tuple[str, str | None]:
 def _all(kind: type, value: object) -> bool:
     """Whether it is a list of exactly this type: JSON's true does not count as a number."""
     return isinstance(value, list) and all(type(each) is kind for each in value)
-
-
-def unable(field: str, fix: str) -> ProblemError:
-    """The refusal of a field that would otherwise be ignored."""
-    detail = f"{field} is not supported here: {fix}"
-    return ProblemError("unsupported", detail, errors=[{"field": field, "message": detail}])

@@ -11,26 +11,28 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from fastapi.routing import APIRoute, APIRouter
-from starlette.exceptions import HTTPException
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRouter
 
-from rollout_worker.requests.disconnects import ClientGone, drop, finish, unless_gone
+from rollout_worker.requests.admission import check_prompt
+from rollout_worker.requests.bodies import BodyRoute
+from rollout_worker.requests.disconnects import ClientGone, EventStream, drop, finish, unless_gone
 from rollout_worker.requests.flights import Flight
 from rollout_worker.schemas import MAX_IDENTITY, StreamDelta
 from rollout_worker.service import Worker
-from rollout_worker.wire.problems import ProblemError, too_large
+from rollout_worker.wire.problems import ProblemError
 from rollout_worker.wire.validation import invalid_request
 
 from .answers import Chunks, Exchange
-from .messages import plain
-from .models import ChatRequest, CompletionRequest, in_openais_words, unable
+from .fields import unable
+from .models import ChatRequest, CompletionRequest, in_openais_words
 from .text import Texts
+from .tool_calls import parser_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ CHAT = "/v1/chat/completions"
 MinVersion = Annotated[int | None, Header(alias="X-Rollout-Min-Version", ge=0, le=MAX_IDENTITY)]
 
 
-class OpenAIRoute(APIRoute):
+class OpenAIRoute(BodyRoute):
     """A route with errors in OpenAI's format."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
@@ -58,10 +60,6 @@ class OpenAIRoute(APIRoute):
                 return error_response(error, chat=chat)
             except RequestValidationError as error:
                 return error_response(invalid_request(error.errors()), chat=chat)
-            except HTTPException as error:
-                if error.status_code != 413:
-                    raise
-                return error_response(too_large(), chat=chat)
             except ClientGone:
                 return Response(status_code=499)  # the client is gone: nobody will read this
 
@@ -101,7 +99,12 @@ def add_openai(app: FastAPI, worker: Worker, texts: Texts) -> None:
         if (body.logprobs or 0) > 1:
             raise unable("logprobs", "only sampled tokens have logprobs: use 0 or 1")
         worker.check_serving()
-        prompts = [p if isinstance(p, list) else await texts.encode(p) for p in body.prompts]
+        _check_batch(len(body.prompts), body.n or 1, worker.settings.max_queue)
+        special = body.add_special_tokens is not False
+        prompts = [
+            each if isinstance(each, list) else await texts.encode(each, special=special)
+            for each in body.prompts
+        ]
         limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         call = _Call(worker, texts, request, body, min_version)
         return await call.answer("cmpl", prompts, limit, logprobs=body.logprobs is not None)
@@ -112,14 +115,15 @@ def add_openai(app: FastAPI, worker: Worker, texts: Texts) -> None:
         body.check(worker.settings.served_name)
         worker.check_serving()
         ids = await texts.render(
-            plain(body.messages),
+            body.messages,
             body.offered,
             body.chat_template_kwargs or {},
+            special=bool(body.add_special_tokens),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
         call = _Call(worker, texts, request, body, min_version)
-        call.tools = bool(body.offered) and texts.tool_parser is not None
+        call.tools = bool(body.offered) and parser_of(await texts.template()) is not None
         return await call.answer("chatcmpl", [ids], body.limit, logprobs=bool(body.logprobs))
 
     app.include_router(router)
@@ -151,6 +155,22 @@ def _add_models(router: APIRouter, worker: Worker) -> None:
         return served()
 
 
+def _check_batch(prompts: int, n: int, max_queue: int) -> None:
+    """Refuse several prompts at once that never fit into the queue.
+
+    Raises:
+        ProblemError: 422 that names the field.
+    """
+    if not 0 < prompts <= MAX_PROMPTS:
+        raise unable("prompt", f"send between 1 and {MAX_PROMPTS} prompts")
+    if prompts > 1 and prompts * n > max_queue:
+        raise unable(
+            "prompt",
+            f"{prompts} prompts with n = {n} never fit into the queue (--max-queue {max_queue}):"
+            " send fewer",
+        )
+
+
 class _Call:
     """One request on its way through the worker."""
 
@@ -171,8 +191,8 @@ class _Call:
         self, kind: str, prompts: Sequence[list[int]], max_tokens: int | None, *, logprobs: bool
     ) -> Response:
         """Generate and answer, in one response or as a stream."""
-        if not 0 < len(prompts) <= MAX_PROMPTS:
-            raise unable("prompt", f"send between 1 and {MAX_PROMPTS} prompts")
+        for ids in prompts:
+            check_prompt(len(ids), self._worker.max_length)
         decode = await self._texts.decoder()
         name = f"{kind}-{uuid.uuid4().hex}"
         flights: list[Flight] = []
@@ -210,37 +230,31 @@ class _Call:
         except BaseException:
             await asyncio.shield(drop(self._worker.flights, exchange.flights))
             raise
-        return StreamingResponse(
-            _events(self._worker, exchange, first, pieces),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-store", **self._headers(exchange)},
-        )
+        events = _events(self._worker, exchange, first, pieces)
+        return EventStream(events, DEADLINE_SECONDS, self._headers(exchange))
 
 
 async def _merged(flights: Sequence[Flight]) -> AsyncIterator[tuple[Flight, StreamDelta]]:
-    """Yield the deltas of all flights as they arrive."""
-    ready: asyncio.Queue[tuple[Flight, StreamDelta] | None] = asyncio.Queue()
+    """Yield the deltas of all flights as they arrive, no faster than they are read."""
+    ready: asyncio.Queue[tuple[Flight, StreamDelta] | None] = asyncio.Queue(1)
 
     async def pump(flight: Flight) -> None:
-        try:
-            async for delta in flight.stream(DEADLINE_SECONDS):
-                ready.put_nowait((flight, delta))
-        finally:
-            ready.put_nowait(None)
+        async for delta in flight.stream(DEADLINE_SECONDS):
+            await ready.put((flight, delta))
 
-    pumps = [asyncio.create_task(pump(flight)) for flight in flights]
+    async def pump_all() -> None:
+        ends = await asyncio.gather(*map(pump, flights), return_exceptions=True)
+        await ready.put(None)
+        for error in filter(None, ends):
+            raise error
+
+    pumping = asyncio.create_task(pump_all())
     try:
-        left = len(pumps)
-        while left:
-            piece = await ready.get()
-            if piece is None:
-                left -= 1
-            else:
-                yield piece
-        await asyncio.gather(*pumps)
+        while (piece := await ready.get()) is not None:
+            yield piece
+        await pumping
     finally:
-        for each in pumps:
-            each.cancel()
+        pumping.cancel()
 
 
 async def _events(
@@ -248,7 +262,7 @@ async def _events(
     exchange: Exchange,
     first: tuple[Flight, StreamDelta] | None,
     pieces: AsyncIterator[tuple[Flight, StreamDelta]],
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     chunks = Chunks(exchange)
     try:
         for chunk in chunks.first():

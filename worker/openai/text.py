@@ -16,12 +16,21 @@ from typing import Any, TypeVar
 
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.folder import decode, load_tokenizer
+from rollout_worker.threads import Shared
 from rollout_worker.wire.problems import ProblemError
 
-from .messages import bad
-from .tool_calls import begun, parser_of
+from .messages import bad, plain
+from .tool_calls import begun
 
 T = TypeVar("T")
+
+FOLDER_SECONDS = 10.0
+"""What the model's folder may take to give the chat template."""
+TEXT_SECONDS = 300.0
+"""What a text may take to become ids, with those before it and the loading of the tokenizer."""
+
+_REJECTIONS = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
+"""What templates raise besides their own errors."""
 
 HALF = "\N{REPLACEMENT CHARACTER}"
 """What a decoder shows for a character whose last bytes have not arrived yet."""
@@ -47,70 +56,82 @@ def template_of(folder: Path) -> str:
 class Texts:
     """The served model's tokenizer and chat template."""
 
-    def __init__(self, folder: Callable[[], Path]) -> None:
+    def __init__(self, folder: Callable[[], Path], seconds: float = FOLDER_SECONDS) -> None:
+        """`folder` gives the loaded model's folder, or refuses while there is none."""
         self._folder = folder
+        self._seconds = seconds
         self._tokenizer: Any = None
         self._template: str | None = None
+        self._reading = Shared(lambda: template_of(folder()), "template")
         # One at a time: tokenizers are not thread-safe.
         self._thread = ThreadPoolExecutor(1, "texts")
 
-    @property
-    def template(self) -> str:
-        """The chat template, empty if the model has none."""
+    async def template(self) -> str:
+        """The chat template, empty if the model has none.
+
+        Raises:
+            ProblemError: the model's folder does not answer, or nothing is loaded yet.
+        """
         if self._template is None:
-            self._template = template_of(self._folder())
+            try:
+                self._template = await self._reading.get(self._seconds)
+            except TimeoutError:
+                raise _late(f"the model's folder did not answer in {self._seconds:g} s") from None
         return self._template
 
-    @property
-    def tool_parser(self) -> str | None:
-        """Name of the tool call format in this model's template; None if there is no known one."""
-        return parser_of(self.template)
-
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens that the tokenizer adds.
+    async def encode(self, text: str, *, special: bool) -> list[int]:
+        """Token ids of a plain prompt; `special`: with the special tokens that the tokenizer adds.
 
         Raises:
             ProblemError: 422, the string is not valid text.
         """
         _check_text("prompt", text)
-        return await self._run(lambda tokenizer: list(tokenizer(text)["input_ids"]))
+        return await self._run(
+            lambda tokenizer: list(tokenizer(text, add_special_tokens=special)["input_ids"])
+        )
 
     async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
+        *,
+        special: bool,
         **options: bool,
     ) -> list[int]:
         """Token ids of a conversation; `variables` are passed to the template.
+
+        `special`: the tokenizer adds its special tokens to what the template wrote.
 
         Raises:
             ProblemError: 422, there is no template, or it rejects these messages, tools or
                 variables.
         """
-        if not self.template:
+        template = await self.template()
+        if not template:
             raise _unable("messages", "the model has no chat template: use /v1/completions")
-        if tools and "tools" not in self.template:
+        if tools and "tools" not in template:
             raise _unable("tools", "the model's chat template supports no tools: leave them out")
 
         def render(tokenizer: Any) -> list[int]:
             from jinja2 import TemplateError
 
             _check_variables(variables, tokenizer.apply_chat_template)
+            said = plain(messages)
             try:
                 text = tokenizer.apply_chat_template(
-                    list(messages),
+                    said,
                     tools=list(tools) if tools else None,
                     tokenize=False,
                     **options,
                     **variables,
                 )
-            except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            except (TemplateError, *_REJECTIONS) as error:
                 raise _unable(
                     "messages", f"the model's chat template rejects them: {error}"
                 ) from error
             _check_text("messages", text)
-            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
         return await self._run(render)
 
@@ -126,7 +147,12 @@ class Texts:
                 self._tokenizer = _load(self._folder())
             return work(self._tokenizer)
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        call = asyncio.get_running_loop().run_in_executor(self._thread, run)
+        try:
+            async with asyncio.timeout(TEXT_SECONDS):
+                return await call
+        except TimeoutError:
+            raise _late(f"the tokenizer did not get to it in {TEXT_SECONDS:g} s") from None
 
 
 def _load(folder: Path) -> Any:
@@ -159,6 +185,10 @@ def _check_text(field: str, text: str) -> None:
         raise bad(field, half) from error
 
 
+def _late(detail: str) -> ProblemError:
+    return ProblemError("deadline-exceeded", f"{detail}: try again", retry_after=1)
+
+
 def _unable(field: str, detail: str) -> ProblemError:
     return ProblemError("unsupported", detail, errors=[{"field": field, "message": detail}])
 
@@ -166,13 +196,18 @@ def _unable(field: str, detail: str) -> ProblemError:
 class Growing:
     """An output's text as its ids arrive; holds back partial characters and partial stop strings.
 
-    The text ends before the first of `stops`.
+    The text ends before the first of `stops`; `special`: it shows special tokens, too.
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int], bool], str], stops: Sequence[str] = ()
+        self,
+        decode: Callable[[Sequence[int], bool], str],
+        stops: Sequence[str] = (),
+        *,
+        special: bool = False,
     ) -> None:
         self._decode = decode
+        self._special = special
         self._stops = stops
         self._ids: list[int] = []
         self._from = self._upto = 0  # the range of ids whose text is known
@@ -182,8 +217,8 @@ class Growing:
     def push(self, ids: Sequence[int]) -> str:
         """Add new ids and return the text that is now certain."""
         self._ids += ids
-        known = self._decode(self._ids[self._from : self._upto], False)
-        text = self._decode(self._ids[self._from :], False)
+        known = self._decode(self._ids[self._from : self._upto], self._special)
+        text = self._decode(self._ids[self._from :], self._special)
         if text.endswith(HALF):
             return ""
         self._from, self._upto = self._upto, len(self._ids)
@@ -191,8 +226,8 @@ class Growing:
 
     def end(self) -> str:
         """Return the rest of the text."""
-        known = self._decode(self._ids[self._from : self._upto], False)
-        self._held += self._decode(self._ids[self._from :], False)[len(known) :]
+        known = self._decode(self._ids[self._from : self._upto], self._special)
+        self._held += self._decode(self._ids[self._from :], self._special)[len(known) :]
         text, self._held = self._cut(self._held), ""
         return text
 

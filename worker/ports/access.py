@@ -32,8 +32,8 @@ STAGE = Right("weights", "create")
 class Authorizer(Protocol):
     """Decides who is calling and whether they may."""
 
-    async def check(self, authorization: str | None, right: Right) -> str:
-        """Return the caller's name.
+    async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
+        """Return the caller's name; `address` is where it calls from.
 
         Raises:
             ProblemError: 401 unknown caller, 403 not allowed, 503 can't be checked right now.

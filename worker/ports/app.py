@@ -1,23 +1,20 @@
-"""What both ports share: applications that answer every error as a problem, and bounded bodies."""
+"""What both ports share: applications with bounded bodies that answer every error as a problem."""
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollout_worker.requests.bodies import Bodies, BodyRoute
 from rollout_worker.schemas import Problem
-from rollout_worker.wire.problems import MEDIA_TYPE, ProblemError, too_large
+from rollout_worker.wire.bodies import Limits
+from rollout_worker.wire.problems import MEDIA_TYPE, ProblemError
 from rollout_worker.wire.validation import invalid_request
-
-logger = logging.getLogger(__name__)
-
-MIB = 2**20
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": Problem, "description": "A problem (RFC 9457); its detail says what to do."},
@@ -28,8 +25,11 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def new_app(title: str, description: str, *, max_body_bytes: int) -> FastAPI:
-    """A FastAPI application without docs pages, whose errors are problems."""
+def new_app(title: str, description: str, *, limits: Callable[[], Limits]) -> FastAPI:
+    """A FastAPI application without docs pages, whose errors are problems.
+
+    `limits` says what a body may hold now, or refuses to read any.
+    """
     app = FastAPI(
         title=title,
         description=description,
@@ -42,8 +42,8 @@ def new_app(title: str, description: str, *, max_body_bytes: int) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_defect)
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
-    app.add_middleware(JsonBody)
+    app.state.bodies = Bodies(limits)
+    app.router.route_class = BodyRoute
     return app
 
 
@@ -80,13 +80,6 @@ async def _on_http(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "another method")
         detail = f"{request.url.path} does not allow {request.method}: use {allowed}"
         found = ProblemError("method-not-allowed", detail)
-    elif error.status_code == 413:
-        found = too_large()
-    elif error.status_code == 400:
-        found = ProblemError(
-            "invalid-request",
-            "body: not valid UTF-8 JSON, or nested too deeply, or a number too long",
-        )
     else:
         found = ProblemError("http-error", str(error.detail), status=error.status_code)
     answer = problem_response(found)
@@ -100,47 +93,3 @@ async def _on_defect(request: Request, error: Exception) -> Response:
     return problem_response(
         ProblemError("internal-error", "internal error: the traceback is in the worker's log")
     )
-
-
-class JsonBody:
-    """Treats every body as JSON: `curl -d` and `kubectl create --raw` don't declare it as such."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on with a content type that FastAPI parses."""
-        if scope["type"] == "http" and scope["method"] == "POST":
-            kept = [(k, v) for k, v in scope["headers"] if k != b"content-type"]
-            scope = {**scope, "headers": [*kept, (b"content-type", b"application/json")]}
-        await self._app(scope, receive, send)
-
-
-class BodyLimit:
-    """Refuses bodies above `max_bytes`, whether or not they declare their length."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, counting its bytes."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._max_bytes:
-            await problem_response(too_large())(scope, receive, send)
-            return
-        seen = 0
-
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._max_bytes:
-                # The only exception that FastAPI lets through while it reads a body.
-                raise HTTPException(413)
-            return message
-
-        await self._app(scope, counted, send)

@@ -7,6 +7,7 @@ import hmac
 from pathlib import Path
 
 from rollout_worker.settings import BadSettings, Settings
+from rollout_worker.threads import Shared
 from rollout_worker.wire.problems import ProblemError
 
 from .access import Authorizer, Right, bearer, unauthenticated
@@ -15,7 +16,7 @@ from .access import Authorizer, Right, bearer, unauthenticated
 class Anyone:
     """`--auth none`: anyone who can reach the loopback port."""
 
-    async def check(self, authorization: str | None, right: Right) -> str:
+    async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
         """Let everyone in."""
         return "anonymous"
 
@@ -23,11 +24,17 @@ class Anyone:
         """Nothing to free."""
 
 
+FILE_SECONDS = 5.0
+"""What a file with a token may take to be read."""
+
+
 class BearerToken:
     """`--auth token`: one secret from a file, reread at every call so that it can be rotated."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, seconds: float = FILE_SECONDS) -> None:
         self._file = file
+        self._seconds = seconds
+        self._reading = Shared(self._secret, "token")
         if not self._secret():
             raise BadSettings(f"--auth-token-file {str(file)!r} is empty: write a secret into it")
 
@@ -39,13 +46,16 @@ class BearerToken:
                 f"--auth-token-file {str(self._file)!r} can't be read: {error.strerror}"
             ) from error
 
-    async def check(self, authorization: str | None, right: Right) -> str:
+    async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
         """Let anyone with the token do everything."""
         given = bearer(authorization)
         try:
-            secret = self._secret()
+            secret = await self._reading.get(self._seconds)
         except BadSettings as error:
             raise ProblemError("auth-unavailable", str(error), retry_after=5) from error
+        except TimeoutError:
+            late = f"--auth-token-file {str(self._file)!r} was not read in {self._seconds:g} s"
+            raise ProblemError("auth-unavailable", late, retry_after=5) from None
         # Digests have equal length, so the comparison does not reveal the secret's length.
         same = hmac.compare_digest(_digest(given.encode()), _digest(secret))
         if not secret or not same:

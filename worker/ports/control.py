@@ -29,10 +29,12 @@ from rollout_worker.schemas import (
     WorkerState,
 )
 from rollout_worker.service import Worker
+from rollout_worker.wire.bodies import CONTROL_LIMITS
 from rollout_worker.wire.problems import ProblemError
 
 from .access import CONTROL, SEE, STAGE, Authorizer, Right
-from .app import MIB, new_app, problem_response
+from .app import new_app, problem_response
+from .unguarded import Unguarded
 
 LESSER_RIGHTS: Final[Mapping[str, Right]] = {
     "/v1/state": SEE,
@@ -52,9 +54,13 @@ _RESET = ResetRequest()
 def control_app(worker: Worker, authorizer: Authorizer) -> FastAPI:
     """The application of the control port."""
     app = new_app(
-        "rollout-worker control", "State, sleep and weights of one worker.", max_body_bytes=MIB
+        "rollout-worker control",
+        "State, sleep and weights of one worker.",
+        limits=lambda: CONTROL_LIMITS,
     )
     app.add_middleware(Gate, authorizer=authorizer)
+    if worker.settings.auth == "none":
+        app.add_middleware(Unguarded)
     # For the OpenAPI document only: the gate has already checked.
     app.router.dependencies.append(Depends(HTTPBearer(auto_error=False)))
     _add_holds(app, worker)
@@ -76,7 +82,8 @@ class Gate:
             header = Headers(scope=scope).get("authorization")
             right = LESSER_RIGHTS.get(scope["path"], CONTROL)
             try:
-                caller = await self._authorizer.check(header, right)
+                address = (scope.get("client") or ("",))[0]
+                caller = await self._authorizer.check(header, right, address)
             except ProblemError as error:
                 await problem_response(error)(scope, receive, send)
                 return
@@ -126,34 +133,34 @@ def _add_holds(app: FastAPI, worker: Worker) -> None:
 
 def _add_requests(app: FastAPI, worker: Worker) -> None:
     @app.post("/v1/abort")
-    async def abort(body: AbortRequest) -> AbortResponse:
+    async def abort(caller: Caller, body: AbortRequest) -> AbortResponse:
         """End requests with partial output; answers once they have ended."""
-        return await worker.verbs.abort(body)
+        return await worker.verbs.abort(caller, body)
 
     @app.post("/v1/cache/reset")
     async def reset_cache(caller: Caller, body: ResetRequest = _RESET) -> WorkerState:
         """Clear the prefix cache; running requests are unaffected."""
-        await worker.verbs.reset_cache()
+        await worker.verbs.reset_cache(caller)
         return worker.state(caller)
 
 
 def _add_weights(app: FastAPI, worker: Worker) -> None:
     @app.post("/v1/weights/stage", status_code=202)
-    async def stage(body: StageRequest) -> StagedWeights:
+    async def stage(caller: Caller, body: StageRequest) -> StagedWeights:
         """Start staging weights beside the serving ones; GET /v1/weights shows progress."""
-        return await worker.updates.stage(body)
+        return await worker.updates.stage(caller, body)
 
     @app.post("/v1/weights/commit")
-    async def commit(body: CommitRequest) -> CommitResponse:
+    async def commit(caller: Caller, body: CommitRequest) -> CommitResponse:
         """Switch to the staged weights in one critical section."""
-        return await worker.commits.commit(body)
+        return await worker.commits.commit(caller, body)
 
     @app.post("/v1/weights/discard")
-    async def discard(body: DiscardRequest) -> DiscardResponse:
+    async def discard(caller: Caller, body: DiscardRequest) -> DiscardResponse:
         """Discard this identity from the staging slot."""
-        return await worker.updates.discard(body)
+        return await worker.updates.discard(caller, body)
 
     @app.post("/v1/require")
-    async def require(body: RequireRequest) -> WeightsState:
+    async def require(caller: Caller, body: RequireRequest) -> WeightsState:
         """Lift the fence and set the admission floor."""
-        return worker.updates.require(body)
+        return worker.updates.require(caller, body)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
 from rollout_worker.observe.telemetry import CONTENT_TYPE
 from rollout_worker.openai.routes import add_openai
 from rollout_worker.openai.text import Texts
-from rollout_worker.requests.disconnects import drop, finish
+from rollout_worker.openai.tool_calls import parser_of
+from rollout_worker.requests.disconnects import EventStream, drop, finish
 from rollout_worker.requests.flights import Flight
 from rollout_worker.schemas import (
     GenerateRequest,
@@ -25,18 +26,15 @@ from rollout_worker.schemas import (
 from rollout_worker.service import Worker
 from rollout_worker.wire.problems import ProblemError
 
-from .app import MIB, new_app
+from .app import new_app
 
 logger = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 64 * MIB
-"""Enough for a prompt of millions of tokens."""
 
 
 def data_app(worker: Worker) -> FastAPI:
     """The application of the data port."""
     app = new_app(
-        "rollout-worker data", "Token-in, token-out generation.", max_body_bytes=MAX_BODY_BYTES
+        "rollout-worker data", "Token-in, token-out generation.", limits=worker.body_limits
     )
     texts = Texts(worker.model_folder)
     _add_generate(app, worker)
@@ -52,16 +50,13 @@ def _add_generate(app: FastAPI, worker: Worker) -> None:
         """Sample continuations of one prompt; answers once all have ended, or streams events."""
         flight = worker.submit(body)
         if body.stream:
-            return StreamingResponse(
-                _events(worker, flight, body.deadline_seconds),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-store"},
-            )
+            events = _events(worker, flight, body.deadline_seconds)
+            return EventStream(events, body.deadline_seconds)
         await finish(worker.flights, [flight], body.deadline_seconds, request)
         return Response(flight.response().model_dump_json(), media_type="application/json")
 
 
-async def _events(worker: Worker, flight: Flight, seconds: float) -> AsyncIterator[bytes]:
+async def _events(worker: Worker, flight: Flight, seconds: float) -> AsyncGenerator[bytes, None]:
     """Server-sent events `delta`, then `done`, or `error` if something fails after the 200."""
     try:
         async for delta in flight.stream(seconds):
@@ -95,7 +90,8 @@ def _add_facts(app: FastAPI, worker: Worker, texts: Texts) -> None:
     @app.get("/v1/info")
     async def info() -> WorkerInfo:
         """Return what is served and what the engine supports."""
-        return worker.info(chat=bool(texts.template), tool_parser=texts.tool_parser)
+        template = await texts.template()
+        return worker.info(chat=bool(template), tool_parser=parser_of(template))
 
     @app.get("/v1/weights")
     async def weights() -> WeightsState:

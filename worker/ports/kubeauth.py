@@ -6,52 +6,26 @@ Only tokens issued for this pool's audience count. If the API server can't be as
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import ssl
-import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import httpx
 
 from rollout_worker.settings import BadSettings, Settings
+from rollout_worker.threads import Shared
 from rollout_worker.wire.problems import ProblemError
 
 from .access import Right, bearer, unauthenticated
+from .reviews import Queue, Reviews
 
 GROUP = "rollout.dev"
 RESOURCE = "rolloutreplicas"
-ALLOWED_SECONDS = 60.0
-DENIED_SECONDS = 5.0
-MAX_CACHED = 1024
-MAX_CONCURRENT = 8
 REQUEST_SECONDS = 10.0
-
-T = TypeVar("T")
-
-
-class Cache(Generic[T]):
-    """Answers that each have an expiry; beyond `MAX_CACHED` the oldest are dropped."""
-
-    def __init__(self) -> None:
-        self._entries: OrderedDict[Any, tuple[float, T]] = OrderedDict()
-
-    def get(self, key: Any, now: float) -> T | None:
-        """The unexpired answer, if any."""
-        entry = self._entries.get(key)
-        if entry is None or entry[0] <= now:
-            return None
-        return entry[1]
-
-    def put(self, key: Any, value: T, expires: float) -> None:
-        """Remember an answer until `expires`."""
-        self._entries.pop(key, None)
-        self._entries[key] = (expires, value)
-        while len(self._entries) > MAX_CACHED:
-            self._entries.popitem(last=False)
+FILE_SECONDS = 5.0
+"""What our own token may take to be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +38,21 @@ class User:
 
 
 NOBODY = User(name="", spec={})
-"""Cached for tokens that the API server rejected."""
+"""The owner of a token that the API server rejected."""
 
 
 class KubernetesReview:
-    """Asks the cluster's API server, and caches its answers for a short time."""
+    """Asks the cluster's API server, and keeps its answers for a while (`reviews`)."""
 
     def __init__(self, settings: Settings) -> None:
         assert settings.pool is not None
         assert settings.namespace is not None
         self._settings = settings
         self._pool, self._namespace = settings.pool, settings.namespace
-        self._users: Cache[User] = Cache()
-        self._rights: Cache[str] = Cache()
-        # A caller that makes up tokens must not flood the API server through us.
-        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+        queue = Queue()
+        self._users: Reviews[User] = Reviews(queue, accepts=lambda user: user is not NOBODY)
+        self._denials: Reviews[str] = Reviews(queue, accepts=lambda denial: not denial)
+        self._own_token = Shared(settings.kube_token_file.read_text, "token")
         self._http = httpx.AsyncClient(
             base_url=_api_url(settings),
             verify=_tls(settings),
@@ -86,31 +60,25 @@ class KubernetesReview:
             trust_env=False,  # a proxy in the pod's environment is not meant for the API server
         )
 
-    async def check(self, authorization: str | None, right: Right) -> str:
+    async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
         """Authenticate by TokenReview, then authorize by LocalSubjectAccessReview."""
         token = bearer(authorization)
         key = hashlib.sha256(token.encode()).digest()
-        user = await self._user(token, key)
-        denial = await self._denial(user, key, right)
+        user = await self._users.get(key, address, lambda: self._review_token(token))
+        if user is NOBODY:
+            audience = self._settings.audience
+            raise unauthenticated(
+                f"the token is not valid for audience {audience!r}: request one with"
+                f" `kubectl create token ACCOUNT --audience {audience}`"
+            )
+        denial = await self._denials.get(
+            (key, right), address, lambda: self._review_right(user, right)
+        )
         if denial:
             raise ProblemError("forbidden", denial)
         return user.name
 
-    async def _user(self, token: str, key: bytes) -> User:
-        now = time.monotonic()
-        known = self._users.get(key, now)
-        if known is None:
-            known = await self._review_token(token) or NOBODY
-            seconds = DENIED_SECONDS if known is NOBODY else ALLOWED_SECONDS
-            self._users.put(key, known, now + seconds)
-        if known is NOBODY:
-            raise unauthenticated(
-                f"the token is not valid for audience {self._settings.audience!r}: request one with"
-                f" `kubectl create token ACCOUNT --audience {self._settings.audience}`"
-            )
-        return known
-
-    async def _review_token(self, token: str) -> User | None:
+    async def _review_token(self, token: str) -> User:
         audience = self._settings.audience
         status = await self._ask(
             "/apis/authentication.k8s.io/v1/tokenreviews",
@@ -123,17 +91,13 @@ class KubernetesReview:
         # `error` is also set for invalid tokens, so it adds nothing. An API server that does not
         # support audiences would accept a token issued for anyone: hence the second check.
         if not status.get("authenticated") or audience not in status.get("audiences", []):
-            return None
+            return NOBODY
         user = status.get("user", {})
         spec = {k: user[k] for k in ("uid", "groups", "extra") if k in user}
         return User(name=user["username"], spec={"user": user["username"], **spec})
 
-    async def _denial(self, user: User, key: bytes, right: Right) -> str:
+    async def _review_right(self, user: User, right: Right) -> str:
         """Empty if the user has the right, else what is missing."""
-        now = time.monotonic()
-        known = self._rights.get((key, right), now)
-        if known is not None:
-            return known
         status = await self._ask(
             f"/apis/authorization.k8s.io/v1/namespaces/{self._namespace}/localsubjectaccessreviews",
             {
@@ -143,16 +107,12 @@ class KubernetesReview:
                 "spec": {**user.spec, "resourceAttributes": self._attributes(right)},
             },
         )
-        denial = ""
-        if not status.get("allowed"):
-            denial = (
-                f"{user.name} may not {right.verb} {RESOURCE}.{GROUP}/{right.subresource} of"
-                f" {self._pool!r} in namespace {self._namespace!r}: grant it with a Role"
-            )
-        self._rights.put(
-            (key, right), denial, now + (DENIED_SECONDS if denial else ALLOWED_SECONDS)
+        if status.get("allowed"):
+            return ""
+        return (
+            f"{user.name} may not {right.verb} {RESOURCE}.{GROUP}/{right.subresource} of"
+            f" {self._pool!r} in namespace {self._namespace!r}: grant it with a Role"
         )
-        return denial
 
     def _attributes(self, right: Right) -> dict[str, str]:
         return {
@@ -167,11 +127,10 @@ class KubernetesReview:
     async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Create a review and return its status; any failure is a 503, never a yes."""
         try:
-            token = self._settings.kube_token_file.read_text().strip()
-            async with self._slots:
-                answer = await self._http.post(
-                    path, json=body, headers={"Authorization": f"Bearer {token}"}
-                )
+            token = (await self._own_token.get(FILE_SECONDS)).strip()
+            answer = await self._http.post(
+                path, json=body, headers={"Authorization": f"Bearer {token}"}
+            )
             answer.raise_for_status()
             status = answer.json()["status"]
         except (OSError, httpx.HTTPError, ValueError, KeyError, TypeError) as error:

@@ -7,17 +7,23 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_worker.engine import Engine
 from rollout_worker.service import Worker
 from rollout_worker.settings import BadSettings, Settings
+from rollout_worker.wire.problems import ProblemError
 
+from . import connections, tls
 from .access import Authorizer
+from .app import problem_response
 from .auth import make_authorizer
+from .connections import HEADER_SECONDS, Listener, Places, Room, raise_descriptors
 from .control import control_app
 from .data import data_app
 
@@ -32,12 +38,61 @@ BACKLOG = 2048
 """Connections that may wait to be accepted: as uvicorn's."""
 
 
+PROBES = 32
+"""Places of the data port that requests leave to probes and scrapes."""
+
+
 class _Server(uvicorn.Server):
-    """A server that leaves signals to us: two of them share one process and one orderly end."""
+    """A server that leaves signals and sockets to us: two of them share one process and its end."""
+
+    def __init__(
+        self, config: uvicorn.Config, room: Room, tls: Callable[[], ssl.SSLContext] | None = None
+    ) -> None:
+        super().__init__(config)
+        self._room = room
+        self._tls = tls
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on the sockets."""
+        listeners = [Listener(s, self._protocol, self._room, self._tls) for s in sockets or ()]
+        self.servers = [cast(Any, each) for each in listeners]
+        self.started = True
+
+    def _protocol(self) -> asyncio.Protocol:
+        make = cast(Any, self.config.http_protocol_class)
+        protocol: asyncio.Protocol = make(
+            config=self.config, server_state=self.server_state, app_state={}
+        )
+        return protocol
+
+
+class AtMost:
+    """Refuses requests beyond a number of them at once; probes and scrapes are always answered."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._now = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 429."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        if self._now >= self._most:
+            detail = f"{self._now} requests are open: try again, or use another replica"
+            refusal = ProblemError("queue-full", detail, retry_after=1)
+            await problem_response(refusal)(scope, receive, send)
+            return
+        self._now += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._now -= 1
 
 
 def bind(host: str, port: int, flag: str) -> socket.socket:
@@ -65,15 +120,32 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 class Servers:
     """Both HTTP servers of one worker."""
 
-    def __init__(self, worker: Worker, authorizer: Authorizer) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        authorizer: Authorizer,
+        places: Places | None = None,
+        header_seconds: float = HEADER_SECONDS,
+    ) -> None:
         settings = worker.settings
+        places = places or connections.places()
+        self._certificate = tls.certificate(settings)
         self._authorizer = authorizer
         self._sockets = [
             bind(settings.data_host, settings.data_port, "--data-port"),
             bind(settings.control_host, settings.control_port, "--control-port"),
         ]
-        apps = (data_app(worker), control_app(worker, authorizer))
-        self._servers = [_server(app) for app in apps]
+        data = AtMost(data_app(worker), max(1, places.data - PROBES))
+        control = control_app(worker, authorizer)
+        held = self._certificate
+        self._servers = [
+            _Server(_config(data), Room(places.data, header_seconds)),
+            _Server(
+                _config(control),
+                Room(places.control, header_seconds),
+                None if held is None else lambda: held.context,
+            ),
+        ]
 
     @property
     def ports(self) -> tuple[int, int]:
@@ -83,9 +155,14 @@ class Servers:
 
     async def run(self) -> None:
         """Serve both ports until `stop`."""
+        renewing = None
+        if self._certificate is not None:
+            renewing = asyncio.create_task(self._certificate.keep())
         async with asyncio.TaskGroup() as tasks:
             for server, sock in zip(self._servers, self._sockets, strict=True):
                 tasks.create_task(server.serve([sock]))
+        if renewing is not None:
+            renewing.cancel()
         await self._authorizer.close()
 
     def stop(self) -> None:
@@ -94,9 +171,10 @@ class Servers:
             server.should_exit = True
 
 
-def _server(app: FastAPI) -> _Server:
-    config = uvicorn.Config(
+def _config(app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
+        ws="none",
         access_log=False,
         log_config=None,
         lifespan="off",
@@ -104,7 +182,6 @@ def _server(app: FastAPI) -> _Server:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         server_header=False,
     )
-    return _Server(config)
 
 
 async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = None) -> int:
@@ -113,6 +190,7 @@ async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = N
     Raises:
         BadSettings: a port or the credentials can't be used.
     """
+    raise_descriptors()
     worker = Worker(settings, make_engine)
     servers = Servers(worker, make_authorizer(settings))
     stop = asyncio.Event()

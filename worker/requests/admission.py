@@ -158,22 +158,43 @@ def _max_tokens(request: GenerateRequest, max_length: int) -> int:
     room = max_length - prompt
     needed = wanted or max(1, request.sampling.min_tokens)
     if room < needed:
-        raise ProblemError(
-            "too-long",
-            f"{prompt} prompt tokens plus {needed} to generate exceed the maximum length of"
-            f" {max_length}: shorten the prompt, or lower sampling.max_tokens or min_tokens",
-            errors=[{"field": "token_ids", "message": f"{prompt} of {max_length} tokens"}],
-        )
+        raise _too_long(prompt, needed, max_length)
     return wanted or room
+
+
+def check_prompt(tokens: int, max_length: int) -> None:
+    """Refuse a prompt that leaves no room for one token, before anything is done with its ids.
+
+    Raises:
+        ProblemError: 413.
+    """
+    if tokens >= max_length:
+        raise _too_long(tokens, 1, max_length)
+
+
+def _too_long(prompt: int, needed: int, max_length: int) -> ProblemError:
+    return ProblemError(
+        "too-long",
+        f"{prompt} prompt tokens plus {needed} to generate exceed the maximum length of"
+        f" {max_length}: shorten the prompt, or lower sampling.max_tokens or min_tokens",
+        errors=[{"field": "token_ids", "message": f"{prompt} of {max_length} tokens"}],
+    )
 
 
 def check_room(runtime: Runtime, waiting: int, wanted: int) -> None:
     """Refuse a request that does not fit in the queue.
 
     Raises:
-        ProblemError: 429 with Retry-After.
+        ProblemError: 429 with Retry-After; 422 if it never will.
     """
     limit = runtime.settings.max_queue
+    if wanted > limit:
+        said = f"{wanted} outputs never fit into the queue (--max-queue {limit}): ask for fewer"
+        raise ProblemError(
+            "unsupported",
+            f"sampling.n: {said}",
+            errors=[{"field": "sampling.n", "message": said}],
+        )
     if waiting + wanted > limit:
         raise ProblemError(
             "queue-full",

@@ -1,22 +1,55 @@
-"""Wait for a request to end while its client may disconnect."""
+"""Wait for a request to end while its client may disconnect, or read no more of its stream."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from typing import TypeVar
 
 from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Send
 
 from rollout_worker.schemas import AbortReason
 
-from .flights import Flight, Flights
+from .flights import ANSWER_SECONDS, Flight, Flights
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
 class ClientGone(Exception):
     """The client disconnected: nobody is waiting for the answer."""
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of a request with this deadline; who stops reading is dropped, too late.
+
+    Nothing is sent ahead: the next event is made when the client has taken the former ones.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        deadline_seconds: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        headers = {"Cache-Control": "no-store", **(headers or {})}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._events = events
+        self._seconds = deadline_seconds + ANSWER_SECONDS
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the events; give up on a client that leaves them unread for too long."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                await super().stream_response(send)
+        except TimeoutError:
+            logger.warning("a stream was not read to its end within %g s", self._seconds)
+        finally:
+            await self._events.aclose()
 
 
 async def finish(

@@ -51,9 +51,8 @@ class Flight:
         self.created = time.monotonic()
         self.first_token: float | None = None
         self.ended: float | None = None
-        self.deltas: asyncio.Queue[StreamDelta | None] = asyncio.Queue()
-        """The deltas of a streamed request; None marks the end."""
-        self.streamed = False
+        self.fresh = asyncio.Event()
+        """Set when there is more to read: no queue, as its reader may be slow, or read no more."""
         self.done = asyncio.Event()
         self.refusal: InvalidRequest | None = None
         """Why the engine refused it after it was accepted."""
@@ -84,14 +83,23 @@ class Flight:
         self.check()
 
     async def stream(self, deadline_seconds: float) -> AsyncIterator[StreamDelta]:
-        """Yield its deltas until it ends.
+        """Yield what it has made since the last look, to one reader, until it ends.
 
         Raises:
             ProblemError: see `check`.
         """
-        async with asyncio.timeout(deadline_seconds + ANSWER_SECONDS):
-            while (delta := await self.deltas.get()) is not None:
-                yield delta
+        until = asyncio.get_running_loop().time() + deadline_seconds + ANSWER_SECONDS
+        read, ended = [0] * len(self.outputs), False
+        while not ended:
+            async with asyncio.timeout_at(until):
+                await self.fresh.wait()
+            self.fresh.clear()
+            ended = self.done.is_set()  # asked first: what comes meanwhile is read once more
+            for place, output in enumerate(self.outputs):
+                delta = output.since(read[place])
+                if delta is not None:
+                    read[place] += len(delta.token_ids)
+                    yield delta
         self.check()
 
     def response(self) -> GenerateResponse:
@@ -170,9 +178,15 @@ class Flights:
         """Accepted outputs that the engine has not started."""
         return max(0, len(self.unfinished) - self._runtime.stats().running)
 
-    def exact_elsewhere(self, active: WeightsId) -> list[Flight]:
-        """Flights that asked for exactly one identity, other than this one."""
-        return [f for f in self._flights.values() if f.exact is not None and f.exact != active]
+    def exact_elsewhere(self, active: WeightsId) -> list[Output]:
+        """Unfinished outputs that asked for exactly one identity, other than this one."""
+        return [
+            output
+            for flight in self._flights.values()
+            if flight.exact not in (None, active)
+            for output in flight.outputs
+            if output.stop_reason is None
+        ]
 
     def launch(self, flight: Flight, deadline_seconds: float) -> None:
         """Register a flight and start its pumps; call it right after the admission check."""
@@ -218,18 +232,17 @@ class Flights:
     def _take(self, flight: Flight, output: Output, delta: EngineDelta) -> None:
         output.take(delta)
         if delta.token_ids:
-            if flight.first_token is None:
-                flight.first_token = time.monotonic()
-            self._runtime.telemetry.generated_tokens.inc(len(delta.token_ids))
-            if flight.streamed:
-                flight.deltas.put_nowait(
-                    StreamDelta(
-                        index=output.index,
-                        token_ids=delta.token_ids,
-                        logprobs=delta.logprobs,
-                        weights=delta.spans,
-                    )
-                )
+            self._count_tokens(flight, output, len(delta.token_ids))
+            flight.fresh.set()
+
+    def _count_tokens(self, flight: Flight, output: Output, tokens: int) -> None:
+        now, telemetry = time.monotonic(), self._runtime.telemetry
+        if flight.first_token is None:
+            flight.first_token = now
+        if output.latest is not None:
+            telemetry.inter_token_seconds.observe((now - output.latest) / tokens)
+        output.latest = now
+        telemetry.generated_tokens.inc(tokens)
 
     def _land(self, flight: Flight, output: Output) -> None:
         telemetry = self._runtime.telemetry
@@ -244,8 +257,8 @@ class Flights:
         if flight.first_token is not None:
             telemetry.first_token_seconds.observe(flight.first_token - flight.created)
         del self._flights[flight.request_id]
-        flight.deltas.put_nowait(None)
         flight.done.set()
+        flight.fresh.set()
         self._runtime.changed.fire()
 
     async def abort(self, flights: Iterable[Flight], reason: AbortReason) -> None:

@@ -6,7 +6,14 @@ import asyncio
 from dataclasses import dataclass, field
 
 from rollout_worker.engine import EngineDelta, EngineRequest
-from rollout_worker.schemas import AbortReason, GenerateOutput, StopMatch, StopReason, WeightsSpan
+from rollout_worker.schemas import (
+    AbortReason,
+    GenerateOutput,
+    StopMatch,
+    StopReason,
+    StreamDelta,
+    WeightsSpan,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +31,8 @@ class Output:
     cached_tokens: int = 0
     preemptions: int = 0
     queued_seconds: float = 0.0
+    latest: float | None = None
+    """Monotonic time of its latest tokens."""
     aborting: AbortReason | None = None
     """Set once someone asks to end it; the engine may not know the output yet."""
     pump: asyncio.Task[None] | None = None
@@ -50,6 +59,26 @@ class Output:
         else:
             self.spans.append(span)
 
+    def since(self, start: int) -> StreamDelta | None:
+        """Return what there is from the `start`-th token on, None if that is nothing."""
+        end = len(self.token_ids)
+        if start == end:
+            return None
+        return StreamDelta(
+            index=self.index,
+            token_ids=tuple(self.token_ids[start:]),
+            logprobs=None if self.request.logprobs is None else tuple(self.logprobs[start:]),
+            weights=tuple(self._spans_from(start)),
+        )
+
+    def _spans_from(self, start: int) -> list[WeightsSpan]:
+        found: list[WeightsSpan] = []
+        for span in reversed(self.spans):  # a reader that keeps up wants the last one only
+            if span.end <= start:
+                break
+            found.append(span if span.start >= start else _cut(span, start))
+        return found[::-1]
+
     def end(self, reason: AbortReason) -> None:
         """Mark it aborted, without the engine."""
         if self.stop_reason is None:
@@ -67,6 +96,10 @@ class Output:
             abort_reason=self.abort_reason,
             weights=tuple(self.spans),
         )
+
+
+def _cut(span: WeightsSpan, start: int) -> WeightsSpan:
+    return span.model_copy(update={"start": start})
 
 
 def _kind(span: WeightsSpan) -> tuple[int, int, bool]:

@@ -6,11 +6,37 @@ what a folder holds may change until it is read.
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rollout_worker.schemas import WeightsSource
 from rollout_worker.settings import Settings
 from rollout_worker.wire.problems import ProblemError
+
+_THREADS = ThreadPoolExecutor(4, "paths")
+"""As many lookups of links may hang, on a volume that does not answer, before the next ones wait."""
+
+
+async def resolve_within(
+    source: WeightsSource, settings: Settings, seconds: float
+) -> WeightsSource:
+    """As `resolve`, in a thread: a volume over the network may take long, or never answer.
+
+    Raises:
+        ProblemError: 422, as `resolve`; 504.
+    """
+    call = asyncio.get_running_loop().run_in_executor(_THREADS, resolve, source, settings)
+    try:
+        async with asyncio.timeout(seconds):
+            return await call
+    except TimeoutError:
+        raise ProblemError(
+            "deadline-exceeded",
+            f"source.path {source.path!r} could not be looked up within {seconds:g} s: see whether"
+            " its volume answers, and try again",
+            retry_after=1,
+        ) from None
 
 
 def resolve(source: WeightsSource, settings: Settings) -> WeightsSource:

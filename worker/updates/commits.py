@@ -74,7 +74,7 @@ class Commits:
         self._flights = flights
         self._last: CommitResponse | None = None
 
-    async def commit(self, request: CommitRequest) -> CommitResponse:
+    async def commit(self, caller: str, request: CommitRequest) -> CommitResponse:
         """Make staged weights the active ones; a repeated call gets the same answer.
 
         Runs to its end even if the caller goes away.
@@ -82,9 +82,9 @@ class Commits:
         Raises:
             ProblemError: 409 or 422, nothing changed; 503, the engine died and is being replaced.
         """
-        return await asyncio.shield(asyncio.create_task(self._commit(request)))
+        return await asyncio.shield(asyncio.create_task(self._commit(caller, request)))
 
-    async def _commit(self, request: CommitRequest) -> CommitResponse:
+    async def _commit(self, caller: str, request: CommitRequest) -> CommitResponse:
         runtime, updates = self._runtime, self._updates
         runtime.loaded()
         self._check_policy(request)
@@ -94,6 +94,7 @@ class Commits:
             if done is not None:
                 return done
             slot = self._check(request)
+            logger.info("committing weights %s for %r", slot.identity, caller)
             start = time.monotonic()
             try:
                 answer = await self._flip(request, slot)
@@ -106,6 +107,10 @@ class Commits:
                     "failed",
                     f"the engine died in the commit and is restarted: {error}",
                     retry_after=5,
+                ) from error
+            except EngineError as error:
+                raise ProblemError(
+                    "engine-refused", f"the old weights serve on: {error}", retry_after=5
                 ) from error
             finally:
                 seconds = time.monotonic() - start
@@ -217,11 +222,26 @@ class Commits:
         finally:
             try:
                 if ours and runtime.alive:
-                    await runtime.call(engine.resume(), PAUSE_SECONDS, "resume")
+                    await self._resume(engine)
             finally:  # also if the engine dies just now: its successor commits nothing
                 section.pause_seconds = time.monotonic() - section.closed_at
                 runtime.holds.committing = None
                 runtime.changed.fire()
+
+    async def _resume(self, engine: Engine) -> None:
+        """Let it step again; one that refuses would stand still for ever, so it is replaced.
+
+        Raises:
+            EngineCrashed: it could not.
+        """
+        runtime = self._runtime
+        try:
+            await runtime.call(engine.resume(), PAUSE_SECONDS, "resume")
+        except EngineCrashed:
+            raise
+        except EngineError as error:
+            runtime.crashed(f"resume failed: {error}")
+            raise EngineCrashed(f"resume failed: {error}") from error
 
     async def _settle(
         self, engine: Engine, request: CommitRequest, section: _Section, ours: bool
@@ -277,9 +297,8 @@ class Commits:
         pinned = self._runtime.stats().pinned_ids
         outputs = [
             output
-            for flight in self._flights.exact_elsewhere(active)
-            for output in flight.outputs
-            if output.stop_reason is None and output.request.request_id not in pinned
+            for output in self._flights.exact_elsewhere(active)
+            if output.request.request_id not in pinned
         ]
         section.running.extend(o for o in outputs if o not in section.running)
         await self._flights.abort_outputs(outputs, AbortReason.WEIGHTS)

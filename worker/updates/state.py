@@ -28,7 +28,7 @@ from rollout_worker.schemas import (
     WeightsSource,
     WeightsState,
 )
-from rollout_worker.sources.resolve import locate, resolve
+from rollout_worker.sources.resolve import locate, resolve_within
 from rollout_worker.wire.problems import ProblemError, conflict
 
 from .slot import Located, Slot, fill, mismatch, same_content
@@ -50,7 +50,7 @@ class Updates:
         self.previous: ActiveWeights | None = None
         self.slot: Slot | None = None
         self.slot_lock = asyncio.Lock()
-        """Held while the slot is replaced or committed."""
+        """Held while the slot is replaced or committed, and while the weights fall asleep."""
         self._room = asyncio.Lock()
         """Held while a slot is filled: a thread that is slow to give up still holds its memory."""
         self.fence = Fence()
@@ -77,13 +77,13 @@ class Updates:
             commit_seq=self.commit_seq,
         )
 
-    def require(self, request: RequireRequest) -> WeightsState:
+    def require(self, caller: str, request: RequireRequest) -> WeightsState:
         """Raise the fence.
 
         Raises:
             ProblemError: 409, it would go down.
         """
-        self.fence.raise_to(request)
+        self.fence.raise_to(caller, request)
         self._runtime.changed.fire()
         return self.view()
 
@@ -100,7 +100,7 @@ class Updates:
 
     # Stage.
 
-    async def stage(self, request: StageRequest) -> StagedWeights:
+    async def stage(self, caller: str, request: StageRequest) -> StagedWeights:
         """Begin to stage beside the serving weights; returns at once.
 
         Raises:
@@ -110,12 +110,13 @@ class Updates:
         self.check_resident()
         identity = WeightsId(epoch=request.epoch, version=request.version)
         self.check_order(identity)
-        resolved = resolve(request.source, self._runtime.settings)
+        settings = self._runtime.settings
+        resolved = await resolve_within(request.source, settings, request.deadline_seconds)
         if self.active is not None and identity == self.active.identity:
             return self._already_active(request, self.active, resolved)
         try:
             async with asyncio.timeout(request.deadline_seconds), self.slot_lock:
-                return await self._begin(request, identity, resolved)
+                return await self._begin(caller, request, resolved)
         except TimeoutError:
             raise ProblemError(
                 "deadline-exceeded", "the staging slot was busy: try again", retry_after=1
@@ -135,9 +136,13 @@ class Updates:
             )
 
     async def _begin(
-        self, request: StageRequest, identity: WeightsId, resolved: WeightsSource
+        self, caller: str, request: StageRequest, resolved: WeightsSource
     ) -> StagedWeights:
-        self.check_order(identity)  # a commit may have gone by while we waited for the slot
+        identity = WeightsId(epoch=request.epoch, version=request.version)
+        # A commit or a sleep may have gone by while we waited for the slot.
+        self._runtime.loaded()
+        self.check_resident()
+        self.check_order(identity)
         slot = self.slot
         if slot is not None and slot.error is None:
             if identity == slot.identity:
@@ -145,9 +150,9 @@ class Updates:
             if identity < slot.identity:
                 raise _regressed(identity, slot.identity, "staged", **self.facts)
         await self.clear_slot()
-        self._runtime.loaded()
+        self._runtime.loaded()  # that may have taken its time
         slot = self.slot = Slot(request, resolved)
-        logger.info("staging weights %s", identity)
+        logger.info("staging weights %s for %r", identity, caller)
         slot.task = asyncio.create_task(self._stage(slot))
         return slot.view()
 
@@ -222,12 +227,13 @@ class Updates:
         if slot is not None:
             await slot.drop()
 
-    async def discard(self, request: DiscardRequest) -> DiscardResponse:
+    async def discard(self, caller: str, request: DiscardRequest) -> DiscardResponse:
         """Drop this identity from the slot; anything else is left alone."""
         identity = WeightsId(epoch=request.epoch, version=request.version)
         async with self.slot_lock:
             if self.slot is None or self.slot.identity != identity:
                 return DiscardResponse(outcome="unchanged")
+            logger.info("discarding weights %s for %r", identity, caller)
             await self.clear_slot()
         self._runtime.changed.fire()
         return DiscardResponse(outcome="discarded")

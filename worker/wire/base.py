@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_IDENTITY = 2**53 - 1
 """Largest epoch or version: the largest integer that JSON numbers represent exactly."""
@@ -23,6 +19,27 @@ class Wire(BaseModel):
     """Base of everything that crosses a process boundary."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+MAX_UNKNOWN = 64
+"""Unknown fields that are told or ignored one by one; a body with more of them is refused whole."""
+
+
+def few_fields(model: type[BaseModel], given: Any) -> Any:
+    """Refuse many unknown fields at once: each would become an error of its own."""
+    if isinstance(given, dict) and len(given) > len(model.model_fields) + MAX_UNKNOWN:
+        known = len(model.model_fields)
+        raise ValueError(f"has {len(given)} fields, where only {known} exist: remove the others")
+    return given
+
+
+class Body(Wire):
+    """Base of everything that a caller sends."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, given: Any) -> Any:
+        return few_fields(cls, given)
 
 
 # JSON tells numbers, booleans and strings apart; a client that mixes them up has a bug to find.

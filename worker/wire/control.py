@@ -10,7 +10,19 @@ from pydantic import (
     model_validator,
 )
 
-from .base import Bool, Float, Int, Lifecycle, MemoryTag, Progress, Seconds, Wire
+from .base import (
+    Body,
+    Bool,
+    Float,
+    InFlightPolicy,
+    Int,
+    Lifecycle,
+    MemoryTag,
+    Progress,
+    Seconds,
+    Wire,
+)
+from .bounds import bounded
 from .weights import WeightsState
 
 
@@ -52,9 +64,19 @@ class WorkerState(Wire):
     restarts: int = 0
     last_error: str | None = None
     progress: Progress | None = None
+    in_flight_policies: tuple[InFlightPolicy, ...] = Field(
+        default=(),
+        description="Policies for requests in flight that a commit may use, once an engine has"
+        " loaded; what `capabilities.in_flight` of GET /v1/info says.",
+    )
+
+    @property
+    def held_by_others(self) -> bool:
+        """Whether anybody but the caller keeps the worker from its work."""
+        return any(hold.holder != self.caller for hold in self.holds)
 
 
-class PauseRequest(Wire):
+class PauseRequest(Body):
     """Body of `POST /v1/pause`."""
 
     mode: Literal["drain", "abort", "keep"] = "drain"
@@ -63,7 +85,7 @@ class PauseRequest(Wire):
     generation: Int | None = Field(default=None, ge=0)
 
 
-class ReleaseRequest(Wire):
+class ReleaseRequest(Body):
     """Body of `POST /v1/resume`, which releases the caller's pause."""
 
     generation: Int | None = Field(default=None, ge=0)
@@ -75,31 +97,44 @@ def _whole(level: object) -> object:
     return level
 
 
-class SleepRequest(Wire):
+Tags = Annotated[tuple[MemoryTag, ...], Field(min_length=1, max_length=16, fail_fast=True)]
+
+
+class SleepRequest(Body):
     """Body of `POST /v1/sleep`."""
 
     level: Annotated[Literal[1, 2], BeforeValidator(_whole)] = 1
-    tags: tuple[MemoryTag, ...] = Field(default=("weights", "kv_cache"), min_length=1)
+    tags: Tags = ("weights", "kv_cache")
     mode: Literal["drain", "abort", "keep"] = "drain"
     deadline_seconds: Float = Field(default=30, ge=0, le=86400)
     generation: Int | None = Field(default=None, ge=0)
 
 
-class WakeRequest(Wire):
+class WakeRequest(Body):
     """Body of `POST /v1/wake`, which releases the caller's sleep for these tags."""
 
-    tags: tuple[MemoryTag, ...] = Field(default=("weights", "kv_cache"), min_length=1)
+    tags: Tags = ("weights", "kv_cache")
     generation: Int | None = Field(default=None, ge=0)
 
 
-class ResetRequest(Wire):
+class ResetRequest(Body):
     """Body of `POST /v1/cache/reset`: an empty object."""
 
 
-class AbortRequest(Wire):
+MAX_ABORTED = 2**16
+"""Most requests that one call ends by name."""
+
+RequestIds = Annotated[
+    tuple[Annotated[str, Field(max_length=256)], ...],
+    Field(max_length=MAX_ABORTED, fail_fast=True),
+    bounded(MAX_ABORTED),
+]
+
+
+class AbortRequest(Body):
     """Body of `POST /v1/abort`: either request ids or `all`."""
 
-    request_ids: tuple[Annotated[str, Field(max_length=256)], ...] | None = None
+    request_ids: RequestIds | None = None
     all: Bool = False
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ from pydantic import (
 from .base import (
     MAX_TOKEN_ID,
     AbortReason,
+    Body,
     Bool,
     Float,
     Identity,
@@ -28,9 +29,15 @@ from .base import (
     Wire,
     _absent,
 )
+from .bounds import bounded
 
 MAX_BATCH_N = 128
 """Largest `n` of one request."""
+MAX_PROMPT = 2**24
+"""Most token ids of a prompt; the served model's maximum length is far less."""
+MAX_VOCABULARY = 2**18
+"""Most token ids that a request may allow: the largest vocabularies."""
+MAX_BIASES = 2**14
 
 
 def _token_key(key: object) -> object:
@@ -43,7 +50,17 @@ def _token_key(key: object) -> object:
 TokenKey = Annotated[TokenId, BeforeValidator(_token_key)]
 
 
-class SamplingParams(Wire):
+Biases = Annotated[Mapping[TokenKey, Float], Field(max_length=MAX_BIASES), bounded(MAX_BIASES)]
+
+
+AllowedIds = Annotated[
+    tuple[TokenId, ...],
+    Field(min_length=1, max_length=MAX_VOCABULARY, fail_fast=True),
+    bounded(MAX_VOCABULARY),
+]
+
+
+class SamplingParams(Body):
     """How tokens are sampled; the defaults sample from the model's own distribution.
 
     They apply in vLLM's order: allowed ids and logit bias, penalties, `min_tokens` (masks EOS and
@@ -61,11 +78,11 @@ class SamplingParams(Wire):
     repetition_penalty: Float = Field(default=1.0, gt=0, le=10)
     presence_penalty: Float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: Float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: Mapping[TokenKey, Float] = Field(default_factory=dict)
-    allowed_token_ids: tuple[TokenId, ...] | None = Field(default=None, min_length=1)
-    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=256)
+    logit_bias: Biases = Field(default_factory=dict)
+    allowed_token_ids: AllowedIds | None = None
+    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=256, fail_fast=True)
     stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
-        default=(), max_length=16
+        default=(), max_length=16, fail_fast=True
     )
     ignore_eos: Bool = False
     seed: Int | None = Field(default=None, ge=0, le=2**63 - 1)
@@ -80,14 +97,18 @@ class SamplingParams(Wire):
         return value
 
 
-class GenerateRequest(Wire):
+class GenerateRequest(Body):
     """Body of `POST /v1/generate`: one prompt of token ids."""
 
     request_id: str | None = Field(
         default=None, min_length=1, max_length=256, description="null: the worker generates one."
     )
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
-    token_ids: tuple[TokenId, ...] = Field(min_length=1)
+    token_ids: Annotated[
+        tuple[TokenId, ...],
+        Field(min_length=1, max_length=MAX_PROMPT, fail_fast=True),
+        bounded(MAX_PROMPT),
+    ]
     sampling: SamplingParams = SamplingParams()
     logprobs: Literal["sampling", "raw", "none"] | None = Field(
         default=None, description="null: the pool's default; 'none': no logprobs."

@@ -22,6 +22,8 @@ KINDS: Final[dict[str, tuple[int, str]]] = {
     "body-too-large": (413, "The body is too large"),
     "not-found": (404, "No such route"),
     "method-not-allowed": (405, "The route does not allow this method"),
+    "not-json": (415, "The body must be declared as JSON"),
+    "body-timeout": (408, "The body took too long to arrive"),
     "http-error": (400, "The request could not be handled"),
     # The caller.
     "unauthenticated": (401, "A valid bearer token is required"),
@@ -50,6 +52,7 @@ KINDS: Final[dict[str, tuple[int, str]]] = {
     "content-mismatch": (409, "The identity is bound to different content"),
     "not-staged": (409, "These weights are not staged"),
     "weights-rejected": (409, "The engine rejected the weights"),
+    "engine-refused": (503, "The engine can't do this now"),
     "changed-meanwhile": (409, "Another call changed the outcome"),
     "deadline-exceeded": (504, "The deadline passed"),
     "internal-error": (500, "Internal error in the worker"),
@@ -91,10 +94,6 @@ def conflict(slug: str, detail: str, **facts: Any) -> ProblemError:
     return ProblemError(slug, detail, status=409, **facts)
 
 
-def too_large() -> ProblemError:
-    """The problem of a body above the size limit."""
-    return ProblemError(
-        "body-too-large",
-        "the body exceeds the size limit (1 MiB on the control port, 64 MiB on the data port):"
-        " send less",
-    )
+def too_large(limit: str) -> ProblemError:
+    """The problem of a body above a limit, such as "more than 9 MiB"."""
+    return ProblemError("body-too-large", f"the body has {limit}: send less at once")

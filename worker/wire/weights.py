@@ -10,14 +10,25 @@ from pydantic import (
     model_validator,
 )
 
-from .base import Float, Identity, InFlightPolicy, OnDeadline, Seconds, WeightsId, Wire, _absent
+from .base import (
+    Body,
+    Float,
+    Identity,
+    InFlightPolicy,
+    OnDeadline,
+    Seconds,
+    WeightsId,
+    Wire,
+    _absent,
+)
+from .bounds import bounded
 
 
-class Checkpoint(Wire):
+class Checkpoint(Body):
     """Names the model's own checkpoint as the source, to go back to it."""
 
 
-class WeightsSource(Wire):
+class WeightsSource(Body):
     """Where to read the bytes of a version; exactly one field is set."""
 
     path: str | None = Field(
@@ -84,20 +95,25 @@ class WeightsState(Wire):
     commit_seq: int = 0
 
 
-class StageRequest(Wire):
+Labels = Annotated[
+    Mapping[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=256)]],
+    Field(max_length=32),
+    bounded(32),
+]
+
+
+class StageRequest(Body):
     """Body of `POST /v1/weights/stage`."""
 
     epoch: Identity
     version: Identity
     source: WeightsSource
     root_hash: str | None = Field(default=None, max_length=128)
-    labels: Mapping[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=256)]] = (
-        Field(default_factory=dict, max_length=32)
-    )
+    labels: Labels = Field(default_factory=dict)
     deadline_seconds: Float = Field(default=600, gt=0, le=86400)
 
 
-class CommitRequest(Wire):
+class CommitRequest(Body):
     """Body of `POST /v1/weights/commit`."""
 
     epoch: Identity
@@ -120,7 +136,7 @@ class CommitResponse(Wire):
     kept: int
 
 
-class DiscardRequest(Wire):
+class DiscardRequest(Body):
     """Body of `POST /v1/weights/discard`."""
 
     epoch: Identity
@@ -133,7 +149,7 @@ class DiscardResponse(Wire):
     outcome: Literal["discarded", "unchanged"]
 
 
-class RequireRequest(Wire):
+class RequireRequest(Body):
     """Body of `POST /v1/require`: lifts the fence, raises the epoch and the admission floor.
 
     From then on, stage and commit refuse epochs below `epoch` (`stale-epoch`). With `min_version`

@@ -33,13 +33,38 @@ helm.sh/chart: {{ include "rollout-operator.chart" . }}
 {{- end -}}
 
 {{- define "rollout-operator.image" -}}
+{{- if .Values.image.digest -}}
+{{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
+{{- else -}}
 {{- printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Namespaces that the operator watches, as JSON; empty: all. */}}
+{{- define "rollout-operator.watched" -}}
+{{- $own := ternary (list .Release.Namespace) list .Values.rbac.namespaced -}}
+{{- .Values.watchNamespaces | default $own | uniq | toJson -}}
 {{- end -}}
 
 {{/* Namespaces with workers, as JSON: told, else the watched ones, else the release's own. */}}
 {{- define "rollout-operator.workerNamespaces" -}}
 {{- $own := list .Release.Namespace -}}
 {{- .Values.workers.namespaces | default .Values.watchNamespaces | default $own | uniq | toJson -}}
+{{- end -}}
+
+{{/* Whether something that another release of this chart left behind has this name: helm would refuse
+     to touch it. Called with a list: kind's API version, kind, namespace, name, release. */}}
+{{- define "rollout-operator.anothers" -}}
+{{- $found := lookup (index . 0) (index . 1) (index . 2) (index . 3) -}}
+{{- $meta := $found.metadata | default dict -}}
+{{- $labels := $meta.labels | default dict -}}
+{{- $notes := $meta.annotations | default dict -}}
+{{- $owner := printf "%s/%s" (index $notes "meta.helm.sh/release-namespace") (index $notes "meta.helm.sh/release-name") -}}
+{{- $release := index . 4 -}}
+{{- $ours := printf "%s/%s" $release.Namespace $release.Name -}}
+{{- if and (eq (index $labels "app.kubernetes.io/name" | default "") "rollout-operator") (ne $owner $ours) -}}
+true
+{{- end -}}
 {{- end -}}
 
 {{/* What running workers need stays after an uninstall, as their objects do. */}}

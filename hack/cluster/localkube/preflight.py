@@ -43,7 +43,7 @@ def real_nodes() -> None:
     if "memory" not in {hierarchy.controllers for hierarchy in cgroups.hierarchies()}:
         raise ClusterError(
             "this machine has no cgroup v1 memory hierarchy, and nodes are only made for cgroup v1 "
-            "so far: use `--nodes 0` (control plane only) or a cluster of your own"
+            "so far: use `--nodes 0` (control plane only), or kind or k3d (README.md, On kind or k3d)"
         )
     filesystems = Path("/proc/filesystems").read_text().split()
     for name, command in _KERNEL_FEATURES.items():

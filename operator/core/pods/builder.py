@@ -78,10 +78,7 @@ class PodBuilder:
             "namespace": self.namespace,
             "labels": {
                 **self.overlay.get("labels", {}),
-                **names.pool_labels(self.name),
-                names.LABEL_REPLICA: str(replica),
-                names.LABEL_RANK: str(rank),
-                names.LABEL_ROLE: names.ROLE_HEAD if rank == 0 else names.ROLE_MEMBER,
+                **names.worker_labels(self.name, replica, rank),
                 names.LABEL_REVISION: revision(self.spec),
             },
             "annotations": annotations,
@@ -113,7 +110,16 @@ class PodBuilder:
         }
         if rank == 0:
             out["readinessGates"] = [{"conditionType": names.GATE_SERVING}]
+        if beside := _beside(overlay):
+            out["initContainers"] = beside
+        if overlay.get("hostNetwork"):
+            # Else names of the cluster, such as the leader's of a gang, could not be looked up.
+            out["dnsPolicy"] = "ClusterFirstWithHostNet"
         for field in (
+            "hostNetwork",
+            "hostIPC",
+            "shareProcessNamespace",
+            "resourceClaims",
             "nodeSelector",
             "affinity",
             "topologySpreadConstraints",
@@ -127,7 +133,7 @@ class PodBuilder:
         return out
 
     def _container(self, replica: int, rank: int) -> Obj:
-        engine = self.spec.engine
+        engine, own = self.spec.engine, self.overlay.get("container", {})
         out: Obj = {
             "name": names.WORKER_CONTAINER,
             "image": self.image,
@@ -142,6 +148,7 @@ class PodBuilder:
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
+                **own.get("securityContext", {}),
             },
             "volumeMounts": joined_by(
                 "mountPath", mounts(self.spec), self.overlay.get("volumeMounts", ())
@@ -151,8 +158,10 @@ class PodBuilder:
         policy = engine.image_pull_policy or self.defaults.image_pull_policy
         if policy:
             out["imagePullPolicy"] = policy
+        if own.get("lifecycle"):
+            out["lifecycle"] = own["lifecycle"]
         if rank == 0:
-            out |= _probes()
+            out |= {name: {**probe, **own.get(name, {})} for name, probe in _probes().items()}
         return out
 
     def _env(self, replica: int, rank: int) -> list[Obj]:
@@ -184,7 +193,16 @@ def _node_tolerations(overlay: Mapping[str, Any]) -> list[Obj]:
     ]
 
 
-def _probes() -> Obj:
+def _beside(overlay: Mapping[str, Any]) -> list[Obj]:
+    """Init containers and sidecars; a sidecar is one that is kept running (Kubernetes' own words).
+
+    In `containers`, a sidecar that runs on would keep the pod of a dead worker from ending.
+    """
+    first = overlay.get("initContainers", ())
+    return [*first, *({**each, "restartPolicy": "Always"} for each in overlay.get("sidecars", ()))]
+
+
+def _probes() -> dict[str, Obj]:
     health = {"path": "/health", "port": "data"}
     return {
         # The port opens within seconds of the start; loading shows in /ready, not here.

@@ -26,7 +26,10 @@ def settings(
         "ROLLOUT_CONTROL_PORT": str(names.CONTROL_PORT),
         "ROLLOUT_WEIGHTS_ROOTS": ":".join(weights_roots(spec, overlay)),
         "ROLLOUT_DRAIN_SECONDS": str(spec.drain_seconds),
-        "ROLLOUT_SPILL_DIR": "/tmp",
+        "ROLLOUT_SPILL_DIR": spec.sleep.spill.path or names.SPILL_MOUNT,
+        "ROLLOUT_START_TIMEOUT": str(spec.worker.start_timeout_seconds),
+        "ROLLOUT_MAX_QUEUE": str(spec.worker.max_queue),
+        "ROLLOUT_LOG_LEVEL": spec.worker.log_level,
         "HOME": "/tmp",
     }
     if spec.model.max_length is not None:

@@ -14,8 +14,10 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Obj:
     for key, value in over.items():
         if key in ("labels", "annotations", "nodeSelector"):
             out[key] = {**base.get(key, {}), **value}
-        elif key == "volumes":
+        elif key in ("volumes", "initContainers", "sidecars", "resourceClaims"):
             out[key] = joined_by("name", base.get(key, ()), value)
+        elif key == "container":
+            out[key] = {**base.get(key, {}), **value}
         elif key == "volumeMounts":
             out[key] = joined_by("mountPath", base.get(key, ()), value)
         elif key == "tolerations":

@@ -1,15 +1,17 @@
-"""What is mounted into a worker: scratch space, the model's claim, the claim with weights."""
+"""What is mounted into a worker: scratch space, room for sleep, the claims of model and weights."""
 
 from __future__ import annotations
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
-from rollout_operator.api.spec import Claim, EngineType, RolloutReplicaSpec
+from rollout_operator.api.spec import Claim, EngineType, RolloutReplicaSpec, Spill
 
 
 def volumes(spec: RolloutReplicaSpec) -> list[Obj]:
     """Return the operator's volumes of a pod."""
     out: list[Obj] = [{"name": "rollout-tmp", "emptyDir": {}}]
+    if spec.sleep.spill.path is None:
+        out.append({"name": "rollout-spill", "emptyDir": _spill(spec.sleep.spill)})
     if _shares_memory(spec):
         out.append({"name": "rollout-shm", "emptyDir": {"medium": "Memory"}})
     for name, claim in _claims(spec).items():
@@ -21,6 +23,8 @@ def volumes(spec: RolloutReplicaSpec) -> list[Obj]:
 def mounts(spec: RolloutReplicaSpec) -> list[Obj]:
     """Return where these volumes are mounted in the worker container."""
     out: list[Obj] = [{"name": "rollout-tmp", "mountPath": "/tmp"}]
+    if spec.sleep.spill.path is None:
+        out.append({"name": "rollout-spill", "mountPath": names.SPILL_MOUNT})
     if _shares_memory(spec):
         out.append({"name": "rollout-shm", "mountPath": "/dev/shm"})
     paths = {"rollout-model": names.MODEL_MOUNT, "rollout-weights": names.WEIGHTS_MOUNT}
@@ -50,6 +54,16 @@ def _mount_of(path: str, overlay: Obj) -> str:
     found: list[str] = [m["mountPath"].rstrip("/") for m in overlay.get("volumeMounts", ())]
     holding = [m for m in found if path == m or path.startswith(m + "/")]
     return max(holding, key=len, default=path.rstrip("/").rpartition("/")[0] or path)
+
+
+def _spill(spill: Spill) -> Obj:
+    """The emptyDir for weights that sleep moves out of memory: of its own, so that its limit is theirs."""
+    out: Obj = {}
+    if spill.medium == "Memory":
+        out["medium"] = "Memory"
+    if spill.size_limit is not None:
+        out["sizeLimit"] = spill.size_limit
+    return out
 
 
 def _shares_memory(spec: RolloutReplicaSpec) -> bool:

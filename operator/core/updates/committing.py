@@ -1,15 +1,21 @@
-"""The phase Committing: it only goes forward, until every serving replica has the new weights."""
+"""The phase Committing: it goes forward, until every serving replica has the new weights.
+
+There is one way out: while no worker serves the new weights and each that should has failed, the
+update is Failed. Nobody is sent away for it, retries go on, and a newer target supersedes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from rollout_operator.api.spec import RolloutReplicaSpec, Strategy
-from rollout_operator.api.status import LastUpdate
-from rollout_operator.core.heads import Head
-from rollout_worker.schemas import WeightsId
+from rollout_operator.api.status import LastUpdate, UpdatePhase
+from rollout_operator.core.heads import Head, Version
+from rollout_operator.core.plan import Note, Verb
 
-from .lifecycle import finish
+from .content import bound
+from .lifecycle import finish, is_served
+from .staging import attempts
 from .weights_plan import WeightsPlan, unpolled, version_of
 
 
@@ -21,59 +27,96 @@ def advance_commit(
     now: float,
 ) -> None:
     """Move every head to the version; the update is done once all that serve are there."""
-    version = version_of(update, plan.committed.source)
+    version = bound(version_of(update, plan.committed.source), heads)
+    update = update.model_copy(update={"root_hash": version.root_hash})
     behind = [h for h in heads.values() if not h.at_least(version.identity)]
     floor = plan.committed.identity
     in_service = [h for h in behind if h.in_service(floor)]
-    failed = _failures(spec, in_service, version.identity, plan.overdue)
+    failed = _failures(spec, in_service, version, plan.overdue)
     plan.failures = sorted(failed.values())
-    for head in behind:
+    served = is_served(version.identity, heads)
+    refused = not served and _all_refuse(update, in_service, version, plan.overdue)
+    # Who is not in service must not be the first to have what the others refuse.
+    for head in in_service if refused else behind:
         plan.version_for[head.pod.uid] = version
     if spec.weights.strategy is Strategy.ALL_AT_ONCE:
-        plan.may_commit = {h.pod.uid for h in behind}
-        plan.out_of_service = set(failed)
+        plan.may_commit = set(plan.version_for)
+        plan.out_of_service = set(failed) if served else set()
     else:
         plan.may_commit = _turns(spec, behind, in_service, failed)
     # Who failed is out of the Service before the others' weights count as the pool's.
-    waiting = [
-        h for h in in_service if not plan.out_of_service or h.pod.uid not in failed or h.pod.gate
-    ]
+    waiting = [h for h in in_service if h.pod.uid not in plan.out_of_service or h.pod.gate]
     done = len(heads) - len(behind)
     if not waiting and (done or not in_service) and not unpolled(heads):
+        plan.update = update
         finish(plan, now, f"{done} of {len(heads)} replicas serve it")
         return
     text = f"{done} of {len(heads)} replicas have committed {version.identity}"
+    _report(plan, update, in_service, text, refused=refused)
+
+
+def _report(
+    plan: WeightsPlan, update: LastUpdate, waiting: Collection[Head], text: str, *, refused: bool
+) -> None:
     if plan.failures:
         text += f"; {plan.failures[0]}"
-    plan.update = update.model_copy(update={"message": text})
+    if refused and plan.overdue and update.phase is not UpdatePhase.FAILED:
+        plan.notes.append(Note("Warning", "WeightsDeadlineExceeded", text))
+    plan.update = update.model_copy(
+        update={
+            "phase": UpdatePhase.FAILED if refused else UpdatePhase.COMMITTING,
+            "attempts": max(update.attempts, attempts(waiting, update, Verb.COMMIT)),
+            "message": text,
+        }
+    )
 
 
 def _failures(
-    spec: RolloutReplicaSpec, in_service: list[Head], identity: WeightsId, overdue: bool
+    spec: RolloutReplicaSpec, in_service: list[Head], version: Version, overdue: bool
 ) -> dict[str, str]:
     """Why heads have not committed the version, by pod uid."""
     found = {}
     for head in in_service:
-        text = head.failure(identity, "commit", "stage")
+        text = head.mismatch(version) or head.failure(version.identity, Verb.COMMIT, Verb.STAGE)
         if text is None and overdue:
             seconds = spec.weights.deadline_seconds
-            text = f"{head.pod.name}: has not committed weights {identity} within {seconds} s"
+            text = (
+                f"{head.pod.name}: has not committed weights {version.identity} within {seconds} s"
+            )
         if text is not None:
             found[head.pod.uid] = text
     return found
 
 
+def _all_refuse(
+    update: LastUpdate, in_service: list[Head], version: Version, overdue: bool
+) -> bool:
+    """Each that serves has refused or failed to commit; once that was so, only success ends it."""
+    if update.phase is UpdatePhase.FAILED:
+        return True
+
+    def refuses(head: Head) -> bool:
+        failed = head.mismatch(version) or head.failure(version.identity, Verb.COMMIT, Verb.STAGE)
+        return bool(failed) or (overdue and Verb.COMMIT not in head.worker.running)
+
+    return bool(in_service) and all(refuses(head) for head in in_service)
+
+
 def _turns(
     spec: RolloutReplicaSpec, behind: list[Head], in_service: list[Head], failed: Mapping[str, str]
 ) -> set[str]:
-    """Heads that may commit now: all (Eager), or the next few while none fails (Rolling)."""
+    """Heads that may commit now: all (Eager), or the next few while none fails (Rolling).
+
+    Who is furthest behind is next, so that nobody is left out however often the target moves.
+    """
     joiners = {h.pod.uid for h in behind if h not in in_service}
     if spec.weights.strategy is Strategy.EAGER:
         return joiners | {h.pod.uid for h in in_service}
-    busy = [h for h in in_service if "commit" in h.worker.running]
+    busy = [h for h in in_service if Verb.COMMIT in h.worker.running]
     free = max(spec.weights.max_unavailable - len(busy), 0)
     if failed:
         stuck = [h for h in in_service if h.pod.uid in failed]
         return joiners | {h.pod.uid for h in (*busy, *stuck[:free])}
-    order = sorted((h for h in in_service if h not in busy), key=lambda h: h.pod.replica)
+    ready = [(h.worker.active.as_tuple(), h.pod.replica, h) for h in in_service if h.worker.active]
+    order = [h for *_, h in sorted(ready, key=lambda each: each[:2]) if h not in busy]
     return joiners | {h.pod.uid for h in (*busy, *order[:free])}

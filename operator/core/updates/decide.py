@@ -9,9 +9,10 @@ load them (`joining`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 
 from rollout_operator.api.spec import RolloutReplicaSpec, Strategy
-from rollout_operator.api.status import LastUpdate, UpdatePhase, WeightsStatus
+from rollout_operator.api.status import LastUpdate, WeightsStatus
 from rollout_operator.core.heads import Head
 from rollout_operator.core.plan import Wait
 from rollout_operator.core.world import Observed
@@ -20,7 +21,7 @@ from .committing import advance_commit
 from .joining import assign_joiners, learn_hash
 from .lifecycle import settle
 from .staging import advance_barrier, advance_singly
-from .weights_plan import WeightsPlan, committed_of, target_of, unpolled
+from .weights_plan import WeightsPlan, committed_of, seconds_left, target_of, unpolled
 
 
 def plan_weights(
@@ -53,8 +54,8 @@ def plan_weights(
         _advance(spec, plan, plan.update, heads, now, wait)
     else:
         plan.barrier = None
-    assign_joiners(spec, plan, target, heads)
     learn_hash(plan, heads)
+    assign_joiners(spec, plan, heads)
     return plan
 
 
@@ -67,18 +68,22 @@ def _advance(
     wait: Wait,
 ) -> None:
     """Take the update under way one step further."""
-    left = _time_left(spec, update, now)
+    update = _with_start(plan, update, now)
+    left = seconds_left(spec, plan, update, now)
     plan.overdue = left <= 0
     if not plan.overdue:
         wait.at_most(left)
-    if update.phase is UpdatePhase.COMMITTING:
+    if plan.begun:
         advance_commit(spec, plan, update, heads, now)
     elif spec.weights.strategy is Strategy.ALL_AT_ONCE:
-        advance_barrier(plan, update, heads, now)
+        advance_barrier(spec, plan, update, heads, now)
     else:
-        advance_singly(plan, update, heads)
+        advance_singly(spec, plan, update, heads, now)
 
 
-def _time_left(spec: RolloutReplicaSpec, update: LastUpdate, now: float) -> float:
-    started = update.started_at.timestamp() if update.started_at else now
-    return started + spec.weights.deadline_seconds - now
+def _with_start(plan: WeightsPlan, update: LastUpdate, now: float) -> LastUpdate:
+    """Note when the phase began where status doesn't say: its deadline must count from something."""
+    began = "commit_started_at" if plan.begun else "started_at"
+    if getattr(update, began) is not None:
+        return update
+    return update.model_copy(update={began: datetime.fromtimestamp(now, UTC)})

@@ -7,31 +7,34 @@ from collections.abc import Mapping
 from rollout_operator.api.spec import RolloutReplicaSpec, Strategy
 from rollout_operator.core.heads import Head, Version
 
-from .weights_plan import WeightsPlan
+from .content import bound
+from .weights_plan import WeightsPlan, version_of
 
 
-def assign_joiners(
-    spec: RolloutReplicaSpec, plan: WeightsPlan, target: Version, heads: Mapping[str, Head]
-) -> None:
-    """Tell heads below the committed weights what to load; they may commit at any time."""
-    committed = plan.committed
-    floor = Version(committed.identity, committed.source, committed.root_hash)
-    no_barrier = spec.weights.strategy is not Strategy.ALL_AT_ONCE and plan.running is not None
+def assign_joiners(spec: RolloutReplicaSpec, plan: WeightsPlan, heads: Mapping[str, Head]) -> None:
+    """Tell heads below the committed weights what to load; they may commit at any time.
+
+    Without a barrier that is what the others move to. They finish it before the newest is taken,
+    so that quick publishes let a joiner finish, too.
+    """
+    floor = brought = _committed(plan)
+    single = spec.weights.strategy is not Strategy.ALL_AT_ONCE and not plan.unsupported
+    if single and plan.update and plan.running:
+        brought = bound(version_of(plan.update, plan.committed.source), heads)
     for uid, head in heads.items():
         if uid in plan.version_for or head.at_least(floor.identity):
             continue
-        plan.version_for[uid] = target if no_barrier else floor
+        plan.version_for[uid] = brought
         plan.may_commit.add(uid)
 
 
 def learn_hash(plan: WeightsPlan, heads: Mapping[str, Head]) -> None:
-    """Note the content hash of what is committed, as the lowest replica computed it."""
-    if plan.committed.root_hash is not None:
-        return
-    wanted = plan.committed.identity
-    for head in sorted(heads.values(), key=lambda h: h.pod.replica):
-        state = head.worker.state
-        active = state.weights.active if state else None
-        if active and active.root_hash and active.identity == wanted:
-            plan.committed = plan.committed.model_copy(update={"root_hash": active.root_hash})
-            return
+    """Note the content hash of what is committed, so that no replica commits other bytes."""
+    if plan.committed.root_hash is None:
+        found = bound(_committed(plan), heads).root_hash
+        plan.committed = plan.committed.model_copy(update={"root_hash": found})
+
+
+def _committed(plan: WeightsPlan) -> Version:
+    committed = plan.committed
+    return Version(committed.identity, committed.source, committed.root_hash)

@@ -8,9 +8,13 @@ from datetime import UTC, datetime
 from rollout_operator.api.spec import RolloutReplicaSpec, State, Strategy
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase
 from rollout_operator.core.heads import Head, Version, stage_failures
-from rollout_operator.core.plan import Note
+from rollout_operator.core.plan import Note, Verb
+from rollout_worker.schemas import WeightsId
 
-from .weights_plan import WeightsPlan
+from .content import bound, serving_hash, unsupported
+from .weights_plan import WeightsPlan, seconds_left, version_of
+
+WEIGHTS_VERBS = (Verb.STAGE, Verb.COMMIT)
 
 
 def settle(
@@ -22,17 +26,18 @@ def settle(
 ) -> None:
     """Finish, supersede or begin an update."""
     running = plan.running
-    if running is not None and any(h.at_least(running) for h in heads.values()):
-        _enter_committing(plan)  # some worker serves it already: there is no way back
+    if running is not None and not plan.committing and is_served(running, heads):
+        # Some worker serves it already: there is no way back.
+        enter_committing(plan, _served_hash(plan, heads), now)
     resting = spec.suspend or spec.state is State.ASLEEP
     if running is not None and not plan.committing:
-        _maybe_supersede(spec, plan, target, heads, resting)
+        _maybe_supersede(spec, plan, target, heads, now, resting)
     elif plan.committing and spec.weights.strategy is not Strategy.ALL_AT_ONCE:
-        _maybe_retarget(plan, target)
+        _maybe_retarget(spec, plan, target, heads, now)
     if plan.committing and spec.suspend:
         finish(plan, now, "committed while the pool is suspended; loaded before it serves again")
     if plan.running is None and target.identity > plan.committed.identity:
-        _begin(plan, target, heads, now, resting)
+        _begin(spec, plan, target, heads, now, resting)
     _complete_after_rest(spec, plan, heads, now)
 
 
@@ -42,7 +47,8 @@ def finish(plan: WeightsPlan, now: float, message: str) -> None:
     if update is None:
         return
     source = update.source or plan.committed.source
-    plan.committed = CommittedWeights(epoch=update.epoch, version=update.version, source=source)
+    identity = update.identity.model_dump()
+    plan.committed = CommittedWeights(**identity, source=source, root_hash=update.root_hash)
     plan.update = update.model_copy(
         update={
             "phase": UpdatePhase.COMPLETE,
@@ -51,12 +57,34 @@ def finish(plan: WeightsPlan, now: float, message: str) -> None:
         }
     )
     plan.barrier = None
+    plan.overdue = False
     plan.notes.append(Note("Normal", "WeightsCommitted", f"weights {update.identity}: {message}"))
 
 
-def _enter_committing(plan: WeightsPlan) -> None:
-    if plan.update is not None and plan.update.phase is not UpdatePhase.COMMITTING:
-        plan.update = plan.update.model_copy(update={"phase": UpdatePhase.COMMITTING})
+def enter_committing(
+    plan: WeightsPlan, root_hash: str | None, now: float, message: str | None = None
+) -> None:
+    """Decide to commit these bytes; the calls follow once this stands in status."""
+    if plan.update is None:
+        return
+    change = {
+        "phase": UpdatePhase.COMMITTING,
+        "commit_started_at": datetime.fromtimestamp(now, UTC),
+        "root_hash": plan.update.root_hash or root_hash,
+        "message": plan.update.message if message is None else message,
+    }
+    plan.update = plan.update.model_copy(update=change)
+
+
+def is_served(identity: WeightsId, heads: Mapping[str, Head]) -> bool:
+    """Some worker has exactly these weights, as it last said."""
+    return any(h.has == identity for h in heads.values())
+
+
+def _served_hash(plan: WeightsPlan, heads: Mapping[str, Head]) -> str | None:
+    if plan.update is None:
+        return None
+    return serving_hash(version_of(plan.update, plan.committed.source), heads)
 
 
 def _maybe_supersede(
@@ -64,32 +92,79 @@ def _maybe_supersede(
     plan: WeightsPlan,
     target: Version,
     heads: Mapping[str, Head],
+    now: float,
     resting: bool,
 ) -> None:
     update = plan.update
     if update is None:
         return
-    failed = (
-        update.phase is UpdatePhase.FAILED
-        or update.attempts > 1
-        or stage_failures(heads.values(), update.identity)
-    )
     newer = target.identity > update.identity
     if resting:
         why = "the pool is suspended" if spec.suspend else "the pool is going to sleep"
     elif newer and target.identity.epoch > update.epoch:
         why = f"a trainer with epoch {target.identity.epoch} took over"
-    elif newer and (failed or spec.weights.strategy is not Strategy.ALL_AT_ONCE):
+    elif newer and _has_failed(spec, plan, update, heads, now):
         why = f"{target.identity} is newer"
     else:
         return
     _supersede(plan, why)
 
 
-def _maybe_retarget(plan: WeightsPlan, target: Version) -> None:
-    """Turn to a newer target at once: Rolling and Eager have no barrier to keep."""
-    if plan.update is not None and target.identity > plan.update.identity:
+def _has_failed(
+    spec: RolloutReplicaSpec,
+    plan: WeightsPlan,
+    update: LastUpdate,
+    heads: Mapping[str, Head],
+    now: float,
+) -> bool:
+    """Staging has failed for good enough to turn to a newer target."""
+    if update.phase is UpdatePhase.FAILED:
+        return True
+    if spec.weights.strategy is not Strategy.ALL_AT_ONCE:
+        return _is_stuck(spec, plan, update, heads, now)
+    version = bound(version_of(update, plan.committed.source), heads)
+    return update.attempts > 1 or bool(stage_failures(heads.values(), version))
+
+
+def _maybe_retarget(
+    spec: RolloutReplicaSpec,
+    plan: WeightsPlan,
+    target: Version,
+    heads: Mapping[str, Head],
+    now: float,
+) -> None:
+    """Rolling, Eager: turn to a newer target once no replica can finish what it has begun.
+
+    Before that each publish would undo the last one's work, and quick ones leave replicas behind
+    for ever.
+    """
+    update = plan.update
+    if update is None or target.identity <= update.identity:
+        return
+    if _is_stuck(spec, plan, update, heads, now):
         _supersede(plan, f"{target.identity} is newer")
+
+
+def _is_stuck(
+    spec: RolloutReplicaSpec,
+    plan: WeightsPlan,
+    update: LastUpdate,
+    heads: Mapping[str, Head],
+    now: float,
+) -> bool:
+    """Rolling stops at the first failure, Eager goes on as long as any replica may."""
+    floor = plan.committed.identity
+    serving = (h for h in heads.values() if h.in_service(floor))
+    behind = [h for h in serving if not h.at_least(update.identity)]
+    if not behind or any(Verb.COMMIT in h.worker.running for h in behind):
+        return False
+    if seconds_left(spec, plan, update, now) <= 0:
+        return True
+    version = bound(version_of(update, plan.committed.source), heads)
+    failed = [
+        bool(h.mismatch(version) or h.failure(version.identity, *WEIGHTS_VERBS)) for h in behind
+    ]
+    return any(failed) if spec.weights.strategy is Strategy.ROLLING else all(failed)
 
 
 def _supersede(plan: WeightsPlan, why: str) -> None:
@@ -104,13 +179,18 @@ def _supersede(plan: WeightsPlan, why: str) -> None:
 
 
 def _begin(
-    plan: WeightsPlan, target: Version, heads: Mapping[str, Head], now: float, resting: bool
+    spec: RolloutReplicaSpec,
+    plan: WeightsPlan,
+    target: Version,
+    heads: Mapping[str, Head],
+    now: float,
+    resting: bool,
 ) -> None:
     """Start the update to `target`; if no replica is in service, commit it at once."""
     if resting and plan.update is not None and plan.update.identity == target.identity:
         # Given up for sleep or suspension: loaded on wake-up, and `Superseded` stays visible.
-        identity = target.identity.model_dump()
-        plan.committed = CommittedWeights(**identity, source=target.source)
+        known = {**target.identity.model_dump(), "root_hash": plan.update.root_hash}
+        plan.committed = CommittedWeights(**known, source=target.source)
         return
     plan.update = LastUpdate(
         epoch=target.identity.epoch,
@@ -122,12 +202,12 @@ def _begin(
     )
     plan.barrier = None
     floor = plan.committed.identity
-    serving = [h for h in heads.values() if h.in_service(floor)]
+    serving = {uid: h for uid, h in heads.items() if h.in_service(floor)}
     if resting or not serving:
         finish(plan, now, "committed while no replica served; each loads it before it serves")
-    elif any(h.at_least(target.identity) for h in heads.values()):
-        _enter_committing(plan)
-    else:
+    elif is_served(target.identity, heads):
+        enter_committing(plan, serving_hash(target, heads), now)
+    elif unsupported(spec, serving, target) is None:
         note = f"staging weights {target.identity} on {len(serving)} replicas"
         plan.notes.append(Note("Normal", "WeightsStaging", note))
 

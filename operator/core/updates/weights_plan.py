@@ -30,6 +30,9 @@ class WeightsPlan:
     fence_epoch: int = 0
     failures: list[str] = field(default_factory=list)
     overdue: bool = False
+    """The phase under way has taken longer than its deadline."""
+    unsupported: bool = False
+    """The engine can't do what the spec asks of a commit: nothing is staged."""
     notes: list[Note] = field(default_factory=list)
 
     @property
@@ -43,6 +46,13 @@ class WeightsPlan:
     def committing(self) -> bool:
         """A commit has begun and is not finished."""
         return self.update is not None and self.update.phase is UpdatePhase.COMMITTING
+
+    @property
+    def begun(self) -> bool:
+        """Workers were told to commit the update under way: some may have it without our knowing."""
+        running, update = self.running, self.update
+        begun = update is not None and update.commit_started_at is not None
+        return self.committing or (running is not None and begun)
 
 
 def target_of(spec: RolloutReplicaSpec) -> Version:
@@ -60,8 +70,16 @@ def committed_of(weights: WeightsStatus) -> CommittedWeights:
 
 
 def version_of(update: LastUpdate, fallback: WeightsSource) -> Version:
-    """The version that an update moves to."""
-    return Version(update.identity, update.source or fallback)
+    """The version that an update moves to, bound to its content once commits have begun."""
+    return Version(update.identity, update.source or fallback, update.root_hash)
+
+
+def seconds_left(
+    spec: RolloutReplicaSpec, plan: WeightsPlan, update: LastUpdate, now: float
+) -> float:
+    """What is left of the deadline; staging and committing have one each."""
+    began = update.commit_started_at if plan.begun else update.started_at
+    return (began.timestamp() if began else now) + spec.weights.deadline_seconds - now
 
 
 def unpolled(heads: Mapping[str, Head]) -> bool:

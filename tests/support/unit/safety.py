@@ -15,12 +15,6 @@ from rollout_operator.core.plan import CallWorker, Plan, Verb
 from rollout_operator.core.world import Observed, Pod
 from rollout_worker.schemas import CommitRequest, StageRequest, WeightsId, WorkerState
 
-HELD_COUNTS_AS_AVAILABLE = (
-    False  # 12.1.14: maxUnavailable is ignored while a trainer holds the pool
-)
-REFUSED_BY_ALL_STAYS_IN_SERVICE = False  # 12.1.3, 12.1.7: all gates go off though nobody is newer
-SILENCE_KEEPS_THE_BARRIER = False  # 12.1.4: in a pool at rest two failed polls empty it
-
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -85,9 +79,11 @@ def _committed_never_falls(one: Pass) -> None:
 def _deletes(one: Pass) -> None:
     off = {g.uid for g in one.plan.gates if not g.serving}
     for deletion in one.plan.delete:
-        pod = one.ours.get(deletion.uid)
+        old = {p.uid: p for p in one.seen.predecessors}
+        pod = one.ours.get(deletion.uid) or old.get(deletion.uid)
         assert pod is not None, f"{deletion.name} is not ours, or another uid"
         assert pod.name == deletion.name
+        assert pod.deleting == deletion.forced
         if pod.deleting:
             assert deletion.grace == 0, "it is going already; only force helps"
             continue
@@ -98,7 +94,7 @@ def _deletes(one: Pass) -> None:
 
 def _creates(one: Pass) -> None:
     assert not (one.plan.create and one.seen.unsettled), "the view of the pods is old"
-    there = {(p.replica, p.rank) for p in one.seen.pods}
+    there = {(p.replica, p.rank) for p in (*one.seen.pods, *one.seen.predecessors)}
     made = [(c.replica, c.rank) for c in one.plan.create]
     assert len(made) == len(set(made))
     for replica, rank in made:
@@ -157,7 +153,8 @@ def _only_our_hold(one: Pass, call: CallWorker) -> None:
 
 
 def _commits(one: Pass) -> None:
-    before, busy = one.stored.weights.last_update, 0
+    before, after = one.stored.weights.last_update, one.plan.status.weights.last_update
+    busy = 0
     for call in one.plan.calls:
         state = one.state(call.uid)
         assert state is not None
@@ -168,12 +165,16 @@ def _commits(one: Pass) -> None:
         identity = WeightsId(epoch=call.body.epoch, version=call.body.version)
         staged = state.weights.staged
         assert staged is not None
+        assert not _is_there(state, identity), "never rolled back, nor committed again"
         assert (staged.epoch, staged.version) == identity.as_tuple()
         assert call.body.root_hash == staged.root_hash is not None, "commits name their bytes"
         decided = (
             before is not None
-            and before.phase is UpdatePhase.COMMITTING
+            and before.phase in (UpdatePhase.COMMITTING, UpdatePhase.FAILED)
+            and before.commit_started_at is not None
             and before.identity == identity
+            and after is not None
+            and after.root_hash == call.body.root_hash  # status is written before any call
         ) or any(_active(one, uid) == identity for uid in one.ours)  # there is no way back
         serves = state.serving and one.ours[call.uid].gate
         assert decided or not serves or identity <= one.committed, "not decided, or not persisted"
@@ -223,11 +224,16 @@ def _barrier(one: Pass) -> None:
             state = one.state(uid)
             if state is not None and state.serving and state.boot_id in one.seen.barrier:
                 assert _has_staged(state, wanted), f"{pod.name} has not staged {wanted}"
-    if after.phase is UpdatePhase.COMPLETE and SILENCE_KEEPS_THE_BARRIER:
+                slot = state.weights.staged
+                other = slot is not None and slot.root_hash != after.root_hash
+                assert _is_there(state, wanted) or not other, f"{pod.name} staged other bytes"
+            silent = one.seen.barrier and state is None and _boot(one, uid) in one.seen.barrier
+            assert not silent or pod.deleting or pod.finished, f"{pod.name} is silent, not gone"
+    if after.phase is UpdatePhase.COMPLETE:
         for uid, pod in one.ours.items():
-            assert one.state(uid) or pod.gate_boot not in one.seen.barrier or pod.deleting, (
-                f"{pod.name} is silent, not gone"
-            )
+            silent = one.state(uid) is None and _boot(one, uid) in one.seen.barrier
+            gone = pod.deleting or pod.finished or pod.replica >= one.spec.replicas
+            assert not silent or gone or one.spec.suspend, f"{pod.name} is silent, not gone"
 
 
 def _active(one: Pass, uid: str) -> WeightsId | None:
@@ -235,11 +241,20 @@ def _active(one: Pass, uid: str) -> WeightsId | None:
     return state.weights.active.identity if state and state.weights.active else None
 
 
+def _boot(one: Pass, uid: str) -> str | None:
+    """The process in a pod, as far as anybody knows."""
+    worker = one.seen.workers.get(uid)
+    return worker.last.boot_id if worker and worker.last else one.ours[uid].gate_boot
+
+
+def _is_there(state: WorkerState, wanted: WeightsId) -> bool:
+    return state.weights.active is not None and state.weights.active.identity >= wanted
+
+
 def _has_staged(state: WorkerState, wanted: WeightsId) -> bool:
-    slot, active = state.weights.staged, state.weights.active
-    there = active is not None and active.identity >= wanted
+    slot = state.weights.staged
     staged = slot is not None and slot.phase == "Staged"
-    return there or (
+    return _is_there(state, wanted) or (
         staged and slot is not None and (slot.epoch, slot.version) == wanted.as_tuple()
     )
 
@@ -247,10 +262,15 @@ def _has_staged(state: WorkerState, wanted: WeightsId) -> bool:
 def _stays_in_service(one: Pass) -> None:
     """While nobody serves the new weights, nobody is sent away for not having them."""
     update = one.stored.weights.last_update
-    if not REFUSED_BY_ALL_STAYS_IN_SERVICE or update is None:
+    if update is None or one.spec.suspend:
         return
-    if update.phase is UpdatePhase.COMMITTING and one.spec.state is State.ACTIVE:
-        newer = any((_active(one, u) or one.committed) >= update.identity for u in one.ours)
+    failed = update.phase is UpdatePhase.FAILED and update.commit_started_at is not None
+    committing = failed or update.phase is UpdatePhase.COMMITTING
+    if committing and one.spec.state is State.ACTIVE:
+        lasts = (one.seen.workers[u].last for u in one.ours if u in one.seen.workers)
+        newer = any(
+            s and s.weights.active and s.weights.active.identity >= update.identity for s in lasts
+        )
         leaving = {d.uid for d in one.plan.delete}
         for gate in one.plan.gates:
             state = one.state(gate.uid)
@@ -286,6 +306,6 @@ def _works(one: Pass, head: Pod) -> bool:
     if one.spec.state is State.ACTIVE:
         state = one.state(head.uid)
         held = state is not None and any(h.holder != state.caller for h in state.holds)
-        return head.ready or (HELD_COUNTS_AS_AVAILABLE and held)
+        return head.ready or held
     state = one.state(head.uid)
     return state is not None and state.lifecycle == one.spec.state.value

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from poolspecs import NOW
 from rollout_operator.core.plan import CallWorker, Verb
 from rollout_operator.core.world import CallError, Pod, Worker
+from rollout_worker.schemas import WorkerState
 from simworker import SimWorker
 
 
@@ -23,13 +24,19 @@ class SimCalls:
     """Workers by the uid of their pod, and the calls to them; a part of `World`."""
 
     def __init__(self) -> None:
-        self.now = NOW
+        self.tick = NOW
+        """Seconds as they pass, for everybody but the operator's wall clock."""
+        self.skew = 0.0
+        """How wrong that one is."""
         self.workers: dict[str, SimWorker] = {}
         self.failures: dict[tuple[str, str], CallError] = {}
+        """By pod uid and verb; `retry_in` is kept as the moment when it is over."""
         self.flights: dict[tuple[str, str], Flight] = {}
         self.log: list[str] = []
         self.frozen: set[str] = set()
         """Verbs whose calls never end."""
+        self.answers: dict[str, WorkerState] = {}
+        """The last answer of each worker to this operator, by pod uid."""
         self.hung: set[tuple[str, str]] = set()
         """Calls under way of such verbs, by pod uid."""
         self.backoff = 1.0
@@ -37,16 +44,27 @@ class SimCalls:
         self.seconds_of: dict[Verb, float] = {}
         """How long calls take; the others end at once."""
 
+    @property
+    def now(self) -> float:
+        """What the operator's wall clock says."""
+        return self.tick + self.skew
+
     def known(self, pod: Pod) -> Worker:
         """What the operator knows of a head."""
         worker = self.workers[pod.uid]
-        failures = {v: e for (uid, v), e in self.failures.items() if uid == pod.uid}
+        failures = {
+            v: replace(e, retry_in=e.retry_in - self.tick)
+            for (uid, v), e in self.failures.items()
+            if uid == pod.uid
+        }
         running = {v for uid, v in self.hung if uid == pod.uid and v in self.frozen}
         running |= {v for (uid, v), f in self.flights.items() if uid == pod.uid and f.ours}
         if worker.unasked or worker.silent:
             error = None if worker.unasked else "no answer within 3 s"
-            return Worker(None, error, frozenset(running), failures)
-        return Worker(worker.state(), None, frozenset(running), failures)
+            last = self.answers.get(pod.uid)
+            return Worker(None, error, frozenset(running), failures, last)
+        state = self.answers[pod.uid] = worker.state()
+        return Worker(state, None, frozenset(running), failures)
 
     def call(self, call: CallWorker) -> None:
         """Make a planned call."""
@@ -60,8 +78,8 @@ class SimCalls:
         if call.verb is Verb.STAGE and (problem := worker.begin_stage(call.body)):  # type: ignore[arg-type]
             self._ended(call, problem)
             return
-        flight = Flight(call, self.now + self.seconds_of.get(call.verb, 0.0))
-        if flight.due > self.now:
+        flight = Flight(call, self.tick + self.seconds_of.get(call.verb, 0.0))
+        if flight.due > self.tick:
             self.flights[slot] = flight
         else:
             self.end(flight)
@@ -94,5 +112,5 @@ class SimCalls:
         if problem is not None:
             count = before.count + 1 if before and before.about == call.about else 1
             self.failures[slot] = CallError(
-                problem, count, self.now + self.backoff, about=call.about
+                problem, count, self.tick + self.backoff, about=call.about
             )

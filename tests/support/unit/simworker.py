@@ -51,6 +51,8 @@ class SimWorker:
     """No poll of it has ended yet."""
     broken_stage: bool = False
     broken_commit: bool = False
+    policies: tuple[str, ...] = ("Drain", "Abort", "Keep", "Recompute")
+    """What its engine can do with requests in flight."""
     other_bytes: str = ""
     """What its node shows at a source that others read differently."""
     failed: bool = False
@@ -101,6 +103,7 @@ class SimWorker:
             caller=ME,
             progress=self.progress,
             last_error=self.last_error,
+            in_flight_policies=self.policies,
         )
 
     def begin_stage(self, body: StageRequest) -> str | None:
@@ -109,6 +112,9 @@ class SimWorker:
             return "stale-epoch"
         if self.staged is not None and (self.staged.epoch, self.staged.version) > body_id(body):
             return "superseded"
+        slot = self.staged
+        if slot and (slot.epoch, slot.version) == body_id(body) and slot.phase != "Failed":
+            return _other(body, slot.root_hash)  # it is there already, or on its way
         self.staged = StagedWeights(
             epoch=body.epoch, version=body.version, source=body.source, phase="Staging"
         )
@@ -122,8 +128,7 @@ class SimWorker:
         found = root_hash(WeightsId(epoch=body.epoch, version=body.version), body.source)
         found += self.other_bytes
         error = STAGE_ERROR if self.broken_stage else None
-        if body.root_hash not in (None, found):
-            error = f"root hash {found}, not {body.root_hash}"
+        error = error or _other(body, found)
         change = {"phase": "Failed", "error": error} if error else {"phase": "Staged"}
         self.staged = slot.model_copy(update={**change, "root_hash": None if error else found})
         return error
@@ -136,13 +141,16 @@ class SimWorker:
         """Flip, or say why not."""
         if self.broken_commit:
             return "commit broke"
+        if body.in_flight not in self.policies:
+            return f"the engine can't {body.in_flight}"
         staged = self.staged
         if staged is None or (staged.epoch, staged.version) != body_id(body):
             return "not-staged"
         identity = WeightsId(epoch=body.epoch, version=body.version)
+        if identity < self.active:
+            return "version-regressed"  # it has come by later ones meanwhile
         assert staged.phase == "Staged", "only whole weights are committed"
         assert body.root_hash == staged.root_hash is not None, "only the staged bytes are committed"
-        assert identity > self.active, "never rolled back"
         self.active, self.active_hash, self.staged = identity, staged.root_hash, None
         self.commits.append(identity)
         return None
@@ -162,6 +170,13 @@ class SimWorker:
         if body.min_version is not None:
             floor = WeightsId(epoch=body.epoch, version=body.min_version)
             self.required = floor if self.required is None else max(self.required, floor)
+
+
+def _other(body: StageRequest, found: str | None) -> str | None:
+    """The worker's refusal of bytes that are not those it was told of."""
+    if None in (body.root_hash, found) or body.root_hash == found:
+        return None
+    return f"content-mismatch: it should have root_hash {body.root_hash}, not {found}"
 
 
 def body_id(body: StageRequest | CommitRequest | DiscardRequest) -> tuple[int, int]:

@@ -347,7 +347,10 @@ class TinyEngine:
         await self._begin("sleep")
         self.expect(self.paused, "put to sleep while it steps")
         if "weights" in tags and self.resident["weights"]:
+            self.expect(not self.sinks, "staged weights stay where the active ones are given back")
             self._kept = self.active
+            for sequence in self._running:
+                sequence.pinned = None  # they go on with the active ones, prefilled anew
         if "weights" in tags and level == 2:
             self._kept = None
         for tag in tags:

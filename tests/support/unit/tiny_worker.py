@@ -94,20 +94,25 @@ class TinyWorker:
             "source": {"path": str(self.weights(number))},
             **fields,
         }
-        return await self.updates.stage(StageRequest.model_validate(body))
+        return await self.updates.stage("me", StageRequest.model_validate(body))
 
     async def stage(self, version: int, number: int, **fields: Any) -> StagedWeights:
-        """Stage (1, version) to the end, good or bad."""
-        await self.begin_stage(version, number, **fields)
+        """Stage (1, version) to the end, good or bad, or until the slot is given up."""
+        begun = await self.begin_stage(version, number, **fields)
         slot = self.updates.slot
-        assert slot is not None
-        await until(lambda: slot.view().phase != "Staging", what="the end of staging")
+        if slot is None:  # active already, or given up at once
+            return begun
+
+        def ended() -> bool:
+            return slot.view().phase != "Staging" or self.updates.slot is not slot
+
+        await until(ended, what="the end of staging")
         return slot.view()
 
     async def commit(self, version: int, **fields: Any) -> CommitResponse:
         """Commit (1, version)."""
         body = {"epoch": 1, "version": version, **fields}
-        return await self.commits.commit(CommitRequest.model_validate(body))
+        return await self.commits.commit("me", CommitRequest.model_validate(body))
 
     async def update(self, version: int, number: int, **fields: Any) -> CommitResponse:
         """Stage and commit."""

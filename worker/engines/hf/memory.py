@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rollout_worker.engine import EngineError, WeightsRejected
+from rollout_worker.engine import EngineError, Entry, WeightsRejected
+from rollout_worker.engines.room import check_room
 
 from .buffers import Buffers, bytes_of, nbytes
 from .loading import Loaded
@@ -56,16 +58,21 @@ class Memory:
         """Bytes of the weights that are in memory, those of pinned outputs included."""
         return sum(map(nbytes, self._all)) + sum(nbytes(tensor) for _, tensor in self._pinned)
 
-    def buffers(self) -> Buffers:
-        """Return buffers for another version of the weights.
+    def buffers(self, entries: Sequence[Entry]) -> Buffers:
+        """Return buffers for another version of the weights, with these tensors.
 
         Raises:
             WeightsRejected: this model's can't be put in place.
+            EngineError: the process would not live through it.
         """
         if not self.updatable:
             raise WeightsRejected(NOT_UPDATABLE)
         like = next(iter(self._targets.values()))
-        return Buffers({name: t.dtype for name, t in self._targets.items()}, like.device)
+        dtypes = {name: target.dtype for name, target in self._targets.items()}
+        if like.device.type == "cpu":
+            sizes = {each.name: math.prod(each.spec.shape) for each in entries}
+            check_room(sum(sizes.get(name, 0) * t.itemsize for name, t in dtypes.items()))
+        return Buffers(dtypes, like.device)
 
     def swap(self, tensors: Mapping[str, Tensor], *, pin: bool = False) -> None:
         """Make these tensors the serving ones; pointers only, whatever the size.

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from rollout_worker.engine import EngineError, KvPolicy, Refill, Sink, WeightsRejected
+from rollout_worker.engine import EngineError, Entry, KvPolicy, Refill, Sink, WeightsRejected
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 from rollout_worker.threads import in_thread
 
@@ -39,9 +39,9 @@ class Versions:
         self._lock = asyncio.Lock()
         self._away: set[MemoryTag] = set()
 
-    def open_slot(self) -> Sink:
+    def open_slot(self, entries: Sequence[Entry]) -> Sink:
         """See `Engine.open_slot`; each tensor gets its memory when it is its turn."""
-        return self._memory.buffers()
+        return self._memory.buffers(entries)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""

@@ -9,6 +9,9 @@ import ctypes
 import os
 import signal
 import sys
+from importlib.metadata import version
+
+from rollout_worker.engines import tested
 
 PR_SET_PDEATHSIG = 1
 
@@ -22,11 +25,15 @@ def die_with_parent(parent: int | None = None) -> None:
 
 def main() -> None:
     """Serve the worker at the other end of the socket `FD` until it closes."""
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    descriptor, parent, flags = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     die_with_parent(parent)
+    if tested.FLAG in flags:
+        flags.remove(tested.FLAG)
+    elif (why := tested.refusal("SGLang", version("sglang"))) is not None:
+        sys.exit(f"Error: {why}")
     from rollout_worker.engines.sglang import serving
 
-    serving.run(descriptor, sys.argv[3:])
+    serving.run(descriptor, flags)
 
 
 if __name__ == "__main__":

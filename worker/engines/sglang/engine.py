@@ -24,7 +24,7 @@ from rollout_worker.engine import (
     Refill,
     Sink,
 )
-from rollout_worker.engines import EngineOptions
+from rollout_worker.engines import EngineOptions, tested
 from rollout_worker.engines.checkpoint import hash_of
 from rollout_worker.schemas import (
     CHECKPOINT,
@@ -114,6 +114,8 @@ class SglangEngine:
         process = self._process = Process(self._die, line)
         cpu = settings.on_cpu(self._options)
         flags = settings.child_flags(self._options, self._settings, model, cpu)
+        if self._settings.any_version:
+            flags.append(tested.FLAG)
         report(Progress(message="starting SGLang"))
         sock = process.start(self._settings.python, flags, settings.environ(cpu))
         self._reading = asyncio.create_task(self._read(bridge, sock))
@@ -131,7 +133,7 @@ class SglangEngine:
 
     def _assemble(self, model: Model, bridge: Bridge, facts: dict[str, Any]) -> None:
         assert self._process is not None
-        self._process.watch_descendants()
+        self._process.watch_schedulers()
         room = facts["max_tokens"] - settings.SLACK_TOKENS
         if room < model.max_length:
             raise EngineError(
@@ -237,7 +239,7 @@ class SglangEngine:
 
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
         """See `Engine.open_slot`; the engine itself never asks for one on disk."""
-        return self._weights().open_slot(entries)
+        return await self._weights().open_slot(entries)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""

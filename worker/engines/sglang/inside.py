@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +73,21 @@ def _keep_answers_in_order() -> None:
     SchedulerIpcChannels.create = classmethod(create_ordered)
 
 
+def _holders(scheduler: Any) -> Iterator[Any]:
+    """Return every request that may hold tokens that nobody was sent.
+
+    A retracted one waits in the queue; where steps overlap, the pause has given it a token more.
+    """
+    for batch in (scheduler.running_batch, scheduler.last_batch):
+        if batch is not None:
+            yield from batch.reqs
+    yield from scheduler.waiting_queue
+
+
+def _unsent(req: Any) -> bool:
+    return not req.finished() and len(req.output_ids) > req.send_token_offset
+
+
 def _pass_many_tokens_on_at_once() -> None:
     """Pass tokens that nobody reads along on when it is time, and before the engine rests."""
     send, pause = SchedulerOutputStreamer._stream_output_generation, Scheduler.pause_generation
@@ -93,13 +108,7 @@ def _pass_many_tokens_on_at_once() -> None:
     def pause_and_send(self: Any, command: Any) -> None:
         nonlocal last
         pause(self, command)
-        batches = (batch for batch in (self.running_batch, self.last_batch) if batch is not None)
-        rest = {
-            req.rid: req
-            for batch in batches
-            for req in batch.reqs
-            if not req.finished() and len(req.output_ids) > req.send_token_offset
-        }
+        rest = {req.rid: req for req in _holders(self) if _unsent(req)}
         if rest:
             last = 0.0
             logprobs = any(req.return_logprob for req in rest.values())

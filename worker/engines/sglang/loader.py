@@ -43,26 +43,36 @@ def _read(path: str) -> Iterator[tuple[str, Tensor]]:
             yield name, source.get_tensor(name)
 
 
-def _parameters(model: Any) -> list[Tensor]:
-    """Return the model's tensors, tied ones once."""
-    return [parameter.data for parameter in model.parameters()]
+def _held(model: Any) -> list[Tensor]:
+    """Return the bytes of all that the model computes with, each piece of memory once: [n] uint8.
+
+    Besides parameters there are plain tensors made of them (MLA's `w_kc` and `w_vc`), some of them
+    transposed. Buffers are SGLang's own to keep.
+    """
+    own = (value for module in model.modules() for value in vars(module).values())
+    tensors = [*model.parameters(), *(value for value in own if isinstance(value, Tensor))]
+    storages = {t.untyped_storage().data_ptr(): t for t in tensors if t.numel()}
+    return [
+        torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+        for t in storages.values()
+    ]
 
 
-def _chunks(tensor: Tensor) -> Sequence[Tensor]:
-    """Return a tensor's bytes in parts, which share its memory."""
-    return torch.split(tensor.view(-1).view(torch.uint8), CHUNK_BYTES)
+def _chunks(held: Tensor) -> Sequence[Tensor]:
+    """Return bytes in parts, which share their memory."""
+    return torch.split(held, CHUNK_BYTES)
 
 
 def _spill(model: Any, path: str) -> None:
     with open(path, "r+b", buffering=0) as file:
-        for tensor in _parameters(model):
+        for tensor in _held(model):
             for part in _chunks(tensor):
                 file.write(part.cpu().numpy().data)
 
 
 def _restore(model: Any, path: str) -> None:
     with open(path, "rb", buffering=0) as file:
-        for tensor in _parameters(model):
+        for tensor in _held(model):
             for part in _chunks(tensor):
                 held = torch.empty(part.shape, dtype=torch.uint8)
                 view = held.numpy().data

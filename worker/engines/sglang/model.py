@@ -44,6 +44,7 @@ def read_model(options: EngineOptions) -> Model:
     """
     config = read_config(options.model)
     config |= config.get("text_config") or {}
+    _check_quantisation(config)
     source = open_source(options.model)
     try:
         vocab = int(config["vocab_size"])
@@ -58,6 +59,16 @@ def read_model(options: EngineOptions) -> Model:
         dtype=_dtype(options, config, source.entries),
         bytes_total=source.bytes_total,
     )
+
+
+def _check_quantisation(config: dict[str, Any]) -> None:
+    """Refuse fp8 with a scale for each tensor: SGLang's updates would rework it twice (0.5.23)."""
+    found = config.get("quantization_config") or {}
+    if found.get("quant_method") == "fp8" and not found.get("weight_block_size"):
+        raise EngineError(
+            "the model's config.json: quantization_config is fp8 with a scale for each tensor, "
+            "whose updates SGLang gets wrong: use block-wise fp8 (weight_block_size) or bf16"
+        )
 
 
 def _dtype(options: EngineOptions, config: dict[str, Any], entries: Sequence[Entry]) -> str:

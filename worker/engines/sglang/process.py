@@ -20,11 +20,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rollout_worker.engine import EngineError
+
 logger = logging.getLogger("rollout_worker.sglang")
 
 CHILD = "rollout_worker.engines.sglang.child"
 FOLDER = "rollout-sglang-"
 KILL_SECONDS = 15.0
+TITLE = "sglang::"
+"""What SGLang's processes call themselves."""
 LINES = 40
 """How much of the child's last output is kept to say why it died."""
 
@@ -42,22 +46,32 @@ class Process:
         self._last: deque[str] = deque(maxlen=LINES)
 
     def start(self, python: str, flags: Sequence[str], environ: Mapping[str, str]) -> socket.socket:
-        """Start the child; returns our end of its socket."""
+        """Start the child; returns our end of its socket.
+
+        Raises:
+            EngineError: there is no such interpreter.
+        """
         sweep()
         self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
         ours, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
             command = [python, "-m", CHILD, str(number), str(os.getpid()), *flags]
-            self._popen = subprocess.Popen(
-                command,
-                env=self._environ(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(number,),
-                start_new_session=True,
-            )
+            try:
+                self._popen = subprocess.Popen(
+                    command,
+                    env=self._environ(environ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(number,),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise EngineError(
+                    f"engine.args: --python {python!r} can't be started: {error.strerror}"
+                ) from error
         ours.setblocking(False)
         self._reader = asyncio.create_task(self._read_lines())
         self._watch(self._popen.pid)
@@ -99,10 +113,14 @@ class Process:
         finally:
             transport.close()
 
-    def watch_descendants(self) -> None:
-        """Watch every process that the child has started by now."""
+    def watch_schedulers(self) -> None:
+        """Watch the processes that SGLang names: they must not end.
+
+        Others may: torch's compile workers do after a minute without work.
+        """
         for pid in self.pids():
-            self._watch(pid)
+            if title(pid).startswith(TITLE):
+                self._watch(pid)
 
     def pids(self) -> list[int]:
         """Processes of the child's session that are alive, itself included."""
@@ -192,6 +210,14 @@ def session(leader: int) -> list[int]:
         if int(number) == leader and not ended:
             found.append(int(entry))
     return found
+
+
+def title(pid: int) -> str:
+    """Return what a process calls itself, empty once it is gone."""
+    try:
+        return Path("/proc", str(pid), "cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def sweep() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines import EngineOptions
+from rollout_worker.engines import EngineOptions, tested
 
 from .model import Model
 
@@ -41,6 +41,7 @@ REFUSED = {
     "--speculative-algorithm": "drafts would leave the logprobs of the sampler out",
     "--host": "the engine listens on no port",
     "--port": "the engine listens on no port",
+    "--quantization": "a version has the checkpoint's layout: quantise the checkpoint",
     "--config": "a file could set what the worker sets: give its flags one by one",
 }
 
@@ -50,12 +51,14 @@ class Settings:
     """What the flags say.
 
     `python`: an interpreter that has SGLang. `step_deadline_seconds`: running requests without a
-    new token for so long count as hung. `flags`: SGLang's own.
+    new token for so long count as hung. `flags`: SGLang's own. `any_version`: start also a version
+    that nobody tested.
     """
 
     python: str
     step_deadline_seconds: float
     flags: tuple[str, ...]
+    any_version: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,6 +75,7 @@ def parse(args: Sequence[str]) -> Settings:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--step-deadline-seconds", type=float, default=120.0)
+    parser.add_argument(tested.FLAG, action="store_true")
     known, flags = parser.parse_known_args(list(args))
     for flag in flags:
         name = flag.partition("=")[0]
@@ -79,7 +83,9 @@ def parse(args: Sequence[str]) -> Settings:
         meant = [each for each in REFUSED if name.startswith("--") and each.startswith(name)]
         if meant and len(name) > 2:
             raise EngineError(f"engine.args of the sglang engine: {name}: {REFUSED[meant[0]]}")
-    return Settings(known.python, known.step_deadline_seconds, tuple(flags))
+    return Settings(
+        known.python, known.step_deadline_seconds, tuple(flags), known.allow_untested_version
+    )
 
 
 def on_cpu(options: EngineOptions) -> bool:

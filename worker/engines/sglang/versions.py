@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rollout_worker.engine import EngineCrashed, EngineError, Entry, KvPolicy, Refill, Sink
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.mapped import MappedSink, sealed, unnamed
+from rollout_worker.engines.mapped import MappedSink, open_mapped, sealed, unnamed
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 
 from .bridge import Bridge, CallFailed
@@ -50,9 +50,9 @@ class Versions:
         self._away: set[MemoryTag] = set()
         self._spill: _Spill | None = None
 
-    def open_slot(self, entries: Sequence[Entry]) -> Sink:
+    async def open_slot(self, entries: Sequence[Entry]) -> Sink:
         """See `Engine.open_slot`; SGLang reads a file of safetensors, a tied head it makes itself."""
-        return MappedSink(entries, header=True, skip=self._model.layout.tied)
+        return await open_mapped(entries, header=True, skip=self._model.layout.tied)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""

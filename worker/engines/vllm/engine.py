@@ -137,7 +137,9 @@ class VllmEngine:
     async def _assemble(self, launched: launch.Launched) -> _Parts:
         labels, llm = Labels(), launched.llm
         await llm.engine_core.set_weight_version_async(labels.current)
-        gate = Gate(int(launched.config.scheduler_config.max_num_seqs))
+        # vLLM counts for each of its data-parallel ranks.
+        ranks = int(launched.config.parallel_config.data_parallel_size)
+        gate = Gate(int(launched.config.scheduler_config.max_num_seqs) * ranks)
         steering = Steering(launched, gate, labels)
         versions = Versions(launched, steering, labels, self._options.spill_dir)
         traffic = Traffic(launched, gate, steering, labels)

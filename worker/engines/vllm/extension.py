@@ -26,15 +26,20 @@ from rollout_worker.engines.dtypes import TORCH_DTYPES
 PR_SET_PDEATHSIG = 1
 MADV_DONTNEED = 4
 PAGE = mmap.PAGESIZE
+CORE = b"::EngineCore"
+"""What the process that starts the workers calls itself."""
 
 
 def _die_together() -> None:
     """See to it that no process of vLLM outlives ours, however that one ends.
 
     A worker dies with the engine core that started it. The core itself never looks back at its
-    parent (vLLM 0.32), so each worker watches ours and ends the core in its place.
+    parent (vLLM 0.32), so each worker watches ours and ends the core in its place. A worker that
+    something else started (Ray) is that one's to end.
     """
     core = os.getppid()
+    if CORE not in Path(f"/proc/{core}/cmdline").read_bytes():
+        return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     fields = Path(f"/proc/{core}/stat").read_text().rpartition(")")[2].split()
     watched = os.pidfd_open(int(fields[1]))

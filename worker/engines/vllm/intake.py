@@ -17,6 +17,11 @@ EXTREME = 1e18
 """Biases beyond and repetition penalties below 1 / it are taken as it: no other logit counts beside
 them either way, and a bias over a penalty over a temperature stays in the range of float32."""
 
+MOST_TOKENS = 1024
+"""How many tokens a request may allow, or bias, where the sampler is bounded (vLLM 0.32)."""
+MOST_STOPS = 128
+"""How many tokens may end an output that has `min_tokens`, where the sampler is bounded."""
+
 UNREAD_TOKENS = 32
 """How many tokens of an output come at a time that nobody reads along: a wake-up for each one
 would cost more than making it on a quick model."""
@@ -24,12 +29,16 @@ would cost more than making it on a quick model."""
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What must be known of a model to check and translate requests."""
+    """What must be known of a model to check and translate requests.
+
+    `bounded`: its sampler has arrays of fixed length for what a request asks of single tokens.
+    """
 
     max_length: int
     vocab_size: int
     eos: frozenset[int]
     tokenizer: Any | None
+    bounded: bool = False
 
 
 def check(request: EngineRequest, model: Model) -> None:
@@ -52,6 +61,24 @@ def check(request: EngineRequest, model: Model) -> None:
             f"vLLM can't draw at {heat:g}: use 0 (greedy), or from {LEAST_TEMPERATURE:g} to "
             f"{MOST_TEMPERATURE:g}",
         )
+    if model.bounded:
+        _check_bounds(request, model)
+
+
+def _check_bounds(request: EngineRequest, model: Model) -> None:
+    """Refuse more than the sampler's arrays hold: beyond, vLLM's core raises, and ends."""
+    sampling = request.sampling
+    allowed = len(sampling.allowed_token_ids or ())
+    stops = len(stop_ids(sampling, model.eos)) if sampling.min_tokens else 0
+    for field, found, most, why in (
+        ("sampling.allowed_token_ids", allowed, MOST_TOKENS, ""),
+        ("sampling.logit_bias", len(sampling.logit_bias), MOST_TOKENS, ""),
+        ("sampling.stop_token_ids", stops, MOST_STOPS, " with min_tokens, EOS included"),
+    ):
+        if found > most:
+            raise InvalidRequest(
+                field, f"vLLM takes at most {most} tokens here{why}, not {found}: send fewer"
+            )
 
 
 def translate(request: EngineRequest, model: Model) -> Any:

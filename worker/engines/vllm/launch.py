@@ -37,6 +37,8 @@ TITLE = "VLLM::"
 DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""
 
+DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+
 Report = Callable[[Progress], None]
 
 
@@ -121,6 +123,7 @@ def launch(
         vocab_size=int(config.model_config.get_vocab_size()),
         eos=eos,
         tokenizer=tokenizer,
+        bounded=bool(config.use_v2_model_runner),
     )
     import vllm
 
@@ -174,13 +177,15 @@ def _configure(options: EngineOptions, settings: Settings) -> tuple[Any, bool]:
         setattr(flags, name, value)
     args = AsyncEngineArgs.from_cli_args(flags)
     try:
-        config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, NotImplementedError, OSError) as error:
         raise EngineError(f"vLLM can't serve this model so: {error}") from error
     if cpu:
         # Nothing is worth compiling in eager mode, and it would take a C++ compiler in the image.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _check_heads(config)
+    _check_drafts(config)
+    if cpu or options.max_batch_tokens is not None:
         _size_cache(config, options, settings)
     return config, cpu
 
@@ -199,6 +204,9 @@ def _arguments(options: EngineOptions, settings: Settings, *, cpu: bool) -> dict
         "enable_sleep_mode": not cpu,
         "disable_log_stats": False,
     }
+    if not cpu and "distributed_executor_backend" not in settings.given:
+        # A single GPU's model would run inside the core, where nobody sees to it that it ends.
+        ours["distributed_executor_backend"] = "mp"
     if cpu:
         # Compiled code holds on to the packed weights that it was traced with.
         ours["enforce_eager"] = True
@@ -210,6 +218,17 @@ def _arguments(options: EngineOptions, settings: Settings, *, cpu: bool) -> dict
 def _dtype(options: EngineOptions) -> str:
     """Return the checkpoint's dtype; vLLM's own choice would round float32 to bfloat16."""
     return dtype_of(open_source(options.model).entries) or "auto"
+
+
+def _check_drafts(config: Any) -> None:
+    """Refuse drafts of a model: an update would leave that model's weights as they were."""
+    drafts = config.speculative_config
+    if drafts is not None and drafts.method not in DRAFTS_WITHOUT_WEIGHTS:
+        raise EngineError(
+            f"engine.args: --speculative-config: method {drafts.method!r} has weights of its own, "
+            f"which no update changes: use one of {', '.join(DRAFTS_WITHOUT_WEIGHTS)}, or leave "
+            "it out"
+        )
 
 
 def _check_heads(config: Any) -> None:
@@ -228,7 +247,7 @@ def _check_heads(config: Any) -> None:
 
 
 def _size_cache(config: Any, options: EngineOptions, settings: Settings) -> None:
-    """Bound the KV cache: on a CPU vLLM would take nearly all memory."""
+    """Bound the KV cache: on a CPU vLLM would take nearly all memory, on a GPU the user may."""
     model, cache = config.model_config, config.cache_config
     tokens = options.max_batch_tokens or max(DEFAULT_BATCH_TOKENS, model.max_model_len)
     if tokens < model.max_model_len:
@@ -240,7 +259,8 @@ def _size_cache(config: Any, options: EngineOptions, settings: Settings) -> None
         return
     heads = model.get_num_kv_heads(config.parallel_config) * model.get_head_size()
     layers = model.get_num_layers(config.parallel_config)
-    token_bytes = 2 * layers * heads * model.dtype.itemsize
+    each = 1 if str(cache.cache_dtype).startswith("fp8") else model.dtype.itemsize
+    token_bytes = (1 if model.use_mla else 2) * layers * heads * each
     blocks = -(-tokens // cache.block_size) + 1  # one is vLLM's own
     cache.kv_cache_memory_bytes = blocks * cache.block_size * token_bytes
 

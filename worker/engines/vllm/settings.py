@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rollout_worker.engine import EngineError
+from rollout_worker.engines import tested
 
 OURS = {
     "--model": "set model.source (--model of the worker)",
@@ -48,6 +49,12 @@ class Settings:
     given: frozenset[str]
 
 
+def _untested() -> str | None:
+    import vllm
+
+    return tested.refusal("vLLM", str(vllm.__version__))
+
+
 class _Refusal(Exception):
     """What argparse would have printed before it ended the process."""
 
@@ -72,15 +79,24 @@ def parse(args: Sequence[str]) -> Settings:
     # An abbreviation would not be found among the refused.
     parser: Any = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--step-deadline-seconds", type=float, default=120.0)
+    parser.add_argument(tested.FLAG, action="store_true")
     AsyncEngineArgs.add_cli_args(parser)
     try:
         parsed = parser.parse_args(list(args))
     except (_Refusal, ValueError) as error:
         raise EngineError(
             f"engine.args of the vllm engine: {error}; its flags are those of `vllm serve --help`"
-            " and --step-deadline-seconds"
+            f", --step-deadline-seconds and {tested.FLAG}"
         ) from error
+    if not parsed.allow_untested_version and (why := _untested()) is not None:
+        raise EngineError(why)
     given = {arg.partition("=")[0].lstrip("-").replace("-", "_") for arg in args}
+    if parsed.distributed_executor_backend not in (None, "mp", "ray"):
+        raise EngineError(
+            "engine.args: --distributed-executor-backend "
+            f"{parsed.distributed_executor_backend!r} runs the model inside vLLM's core, where "
+            "the worker can't watch over it: use mp (the default) or ray"
+        )
     if int(os.environ.get("ROLLOUT_NODES", "1")) > 1:
         raise EngineError("the vllm engine runs on one node: set parallelism.nodes to 1")
     for field, variable in WORLD.items():

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from rollout_worker.engine import EngineCrashed, EngineError, Entry, KvPolicy, Refill, Sink
-from rollout_worker.engines.mapped import MappedSink, sealed
+from rollout_worker.engines.mapped import MappedSink, open_mapped, sealed
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
-from rollout_worker.threads import in_thread
 
 from .labels import Labels
 from .launch import Launched
@@ -39,18 +37,7 @@ class Versions:
 
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool) -> Sink:
         """See `Engine.open_slot`."""
-        if not on_disk:
-            return MappedSink(entries)
-        made: list[Sink] = []
-        try:  # taking room on a disk may take its time
-            await in_thread(
-                lambda _: made.append(MappedSink(entries, self._spill_dir)), threading.Event()
-            )
-        except BaseException:
-            for sink in made:
-                sink.close()
-            raise
-        return made[0]
+        return await open_mapped(entries, self._spill_dir if on_disk else None)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""

@@ -1,0 +1,162 @@
+"""What a caller passes to `generate`, checked and turned into a request. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Literal, Protocol, TypedDict, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from rollout_worker.schemas import GenerateRequest, SamplingParams
+
+OnVersionChange = Literal["continue", "restart", "fail"]
+
+DEADLINE_SECONDS = 7200.0
+"""For an output unless said otherwise: 32,768 tokens at five a second, waiting included."""
+
+MAX_ID = 200
+"""Longest request id that a caller may give: attempts append to it."""
+
+MAX_SAID = 4
+"""Mistakes that one message names."""
+
+
+class _Array(Protocol):
+    """An array or a tensor of token ids."""
+
+    def tolist(self) -> Any:
+        """Return its numbers as Python's own."""
+
+
+Prompt = GenerateRequest | Sequence[int] | _Array
+"""A whole request, or token_ids [P]: a list, an array, a tensor."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Arguments of `generate` and its kin, all by name; what is left out has the worker's default.
+
+    Attributes:
+        sampling: How tokens are sampled; a mapping has the fields of `SamplingParams`.
+        request_id: Attempts have ids of their own, made from it.
+        session_id: Requests of one conversation go to one replica if possible.
+        group_id: The same for the samples of one prompt, which otherwise spread over replicas.
+        logprobs: Which kind; default: the pool's.
+        epoch: That the versions refer to; default: the active one.
+        min_version: Wait for a replica with such weights or newer ones.
+        exact_version: Wait for a replica with exactly these, and let no others make a token.
+        cache_salt: Requests with other salts share no cached prefix.
+        priority: Lower runs first.
+        deadline_seconds: For everything, waiting and all attempts; default: the pool's.
+        on_version_change: What to do if the weights change within an output: `continue` (spans tell
+            which weights made which token), `restart` from the prompt, or `fail`.
+    """
+
+    sampling: SamplingParams | Mapping[str, object]
+    request_id: str | None
+    session_id: str | None
+    group_id: str | None
+    logprobs: Literal["sampling", "raw", "none"] | None
+    epoch: int | None
+    min_version: int | None
+    exact_version: int | None
+    cache_salt: str | None
+    priority: int
+    deadline_seconds: float
+    on_version_change: OnVersionChange
+
+
+OWN_OPTIONS = ("group_id", "on_version_change")
+"""Options that are not sent."""
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse a name that `generate` has not.
+
+    Raises:
+        TypeError: As Python's own for a keyword argument that does not exist.
+        ValueError: `on_version_change` has a value that it can't have.
+    """
+    known = GenerateOptions.__annotations__
+    for name in options:
+        if name not in known:
+            raise TypeError(f"generate has no argument {name!r}{_did_you_mean(name, known)}")
+    choices = get_args(OnVersionChange)
+    if (chosen := options.get("on_version_change", "continue")) not in choices:
+        raise ValueError(f"on_version_change is {chosen!r}: use one of {', '.join(choices)}")
+
+
+def request_of(
+    prompt: Prompt, options: GenerateOptions, deadline_seconds: float = DEADLINE_SECONDS
+) -> GenerateRequest:
+    """Return the request for a prompt with these options.
+
+    Args:
+        prompt: As the caller has it.
+        options: Take the place of the same fields of a whole request.
+        deadline_seconds: For a request that names none.
+
+    Raises:
+        ValueError: A field is unknown or has a bad value; the message names each.
+        TypeError: The prompt is no sequence of token ids, or an option does not exist.
+    """
+    check_options(options)
+    given: dict[str, Any] = {"deadline_seconds": deadline_seconds}
+    if isinstance(prompt, GenerateRequest):
+        given |= {name: getattr(prompt, name) for name in prompt.model_fields_set}
+    else:
+        given["token_ids"] = _token_ids(prompt)
+    sent = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
+    try:
+        request = GenerateRequest.model_validate({**given, **_plain(sent)})
+    except ValidationError as error:
+        raise ValueError(_said(error)) from None
+    if request.request_id is not None and len(request.request_id) > MAX_ID:
+        raise ValueError(f"request_id is longer than {MAX_ID} characters")
+    return request
+
+
+def _token_ids(prompt: Sequence[int] | _Array) -> tuple[int, ...]:
+    if isinstance(prompt, str | bytes):
+        raise TypeError("a prompt is token ids, not text: tokenize it first")
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(ids, Sequence):
+        kind = type(prompt).__name__
+        raise TypeError(f"a prompt is a list, an array or a tensor of token ids, not a {kind}")
+    if ids and isinstance(ids[0], Sequence):
+        raise ValueError("a prompt is one row of token ids: pass many to generate_many")
+    whole = tuple(ids)
+    # The usual list of a hundred thousand ids is not gone through one by one.
+    return whole if set(map(type, whole)) <= {int} else tuple(map(_plain, whole))
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers of numpy and torch as Python's own, also within mappings and sequences."""
+    if isinstance(value, BaseModel | str | bytes | int | float):
+        # numpy's float64 is a float, too, and one that every check takes.
+        return value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+def _said(error: ValidationError) -> str:
+    """Return what is wrong, in words of ours: the path of each field and what it must be."""
+    wrong = []
+    for each in error.errors()[:MAX_SAID]:
+        path = ".".join(map(str, each["loc"]))
+        if each["type"] == "extra_forbidden":
+            fields = SamplingParams if each["loc"][0] == "sampling" else GenerateRequest
+            name = str(each["loc"][-1])
+            wrong.append(f"{path} does not exist{_did_you_mean(name, fields.model_fields)}")
+        else:
+            wrong.append(f"{path}: {each['msg']}, not {str(each['input'])[:80]!r}")
+    more = error.error_count() - len(wrong)
+    return "; ".join(wrong) + (f"; and {more} more" if more else "")
+
+
+def _did_you_mean(name: str, known: Mapping[str, object]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f": do you mean {close[0]!r}?" if close else f": known are {', '.join(known)}"

@@ -1,0 +1,115 @@
+"""verl's rollout base over a pool: what a trainer's rank does to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollout_client.steering.spool import drain
+
+from .verl import PoolSettings, _Pools
+
+if TYPE_CHECKING:
+    from rollout_client.steering.spool import Tensors
+
+TAGS = ("weights", "kv_cache")
+
+
+class VerlRollout:
+    """One rank of a trainer, as verl makes and calls its rollouts. The first rank steers the pool.
+
+    Args:
+        config: verl's rollout configuration; its section `custom.pool` has `PoolSettings`.
+        model_config: Not needed: the RolloutReplica names the model.
+        device_mesh: Not needed: a pool knows its own devices.
+        rank: Of this process among all of the trainer; default: `$RANK`, as torch and verl set it.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        model_config: Any = None,
+        device_mesh: Any = None,
+        *,
+        rank: int | None = None,
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.device_mesh = device_mesh
+        self.is_leader_rank = int(os.environ.get("RANK", "0") if rank is None else rank) == 0
+        self.replica_rank = 0
+        self._settings = PoolSettings.of(config)
+        if self._settings.folder is None:
+            raise ValueError("custom.pool must have a folder: where weights are written")
+        self._folder = self._settings.folder
+        self._pools = _Pools(self._settings.open)
+        self._epoch: int | None = None
+        self._version = 0
+
+    async def close(self) -> None:
+        """Close the pool of the loop that runs."""
+        await self._pools.close()
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        """Wake the pool once `kv_cache` is asked for.
+
+        With `weights` alone there is nothing to do: new weights are published to a sleeping pool and
+        loaded as it wakes, so memory is taken only after the trainer has freed its own.
+        """
+        unknown = sorted(set(tags) - set(TAGS))
+        if unknown:
+            raise ValueError(f"unknown tags {unknown}: use {', '.join(TAGS)}")
+        if self.is_leader_rank and "kv_cache" in tags:
+            await self._pools.here().wake()
+
+    async def release(self) -> None:
+        """Put the pool to sleep."""
+        if self.is_leader_rank:
+            await self._pools.here().sleep()
+
+    async def update_weights(
+        self,
+        weights: Tensors,
+        wire_format: str = "named_tensors",
+        *,
+        global_steps: int | None = None,
+        peft_config: object | None = None,
+        base_sync_done: bool = True,
+    ) -> None:
+        """Take all tensors on every rank; the first writes and publishes them, and deletes old ones.
+
+        Args:
+            weights: Plain or asynchronous generator of (name, tensor), each a whole parameter.
+            wire_format: Only `named_tensors`.
+            global_steps: The trainer's step; becomes the version if that makes it rise.
+            peft_config: Not supported: merge adapters first (`model.lora.merge`).
+            base_sync_done: As verl passes it; without an adapter it has no meaning.
+
+        Raises:
+            NotImplementedError: Another wire format, or an adapter. All tensors were taken.
+            OSError, PublishError: See `AsyncRolloutPool.save_and_publish`.
+        """
+        if wire_format != "named_tensors" or peft_config is not None:
+            await drain(weights)
+            what = "adapters" if peft_config is not None else f"wire_format {wire_format!r}"
+            raise NotImplementedError(f"{what} can't be sent: send whole named tensors")
+        if not self.is_leader_rank:
+            await drain(weights)
+            return
+        pool, settings = self._pools.here(), self._settings
+        # verl may call from another loop, and so another pool, than before: the trainer is the same.
+        pool.epoch = self._epoch
+        version = max(self._version + 1, global_steps or 0)
+        try:
+            await pool.save_and_publish(
+                weights,
+                version,
+                self._folder,
+                mounted_at=settings.mounted_at,
+                keep=settings.keep,
+                shard_bytes=settings.shard_bytes,
+            )
+        finally:
+            self._epoch = pool.epoch
+        self._version = version

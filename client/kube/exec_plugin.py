@@ -1,0 +1,138 @@
+"""Credentials from the program that a kubeconfig names, as kubectl gets them (`users[].user.exec`).
+
+Clouds hand out short-lived tokens this way. The program is run when there is no token yet or the last
+one is about to expire; it gets no terminal, so it can't ask anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rollout_client.errors import ClusterError
+
+RUN_SECONDS = 60.0
+EARLY_SECONDS = 30.0
+"""How long before its end a credential is not used any more: clocks differ, requests take time."""
+
+UNDATED_SECONDS = 300.0
+"""How long one without an end is used."""
+
+MAX_SAID = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Credential:
+    """What the program answered.
+
+    Attributes:
+        token: Bearer token; None: the certificate is all.
+        certificate: With its key, as PEM; None: the token is all.
+        until: When to ask again, in wall-clock seconds.
+    """
+
+    token: str | None
+    certificate: str | None
+    until: float
+
+
+class ExecPlugin:
+    """Runs the program, and keeps its answer as long as that is good.
+
+    Args:
+        spec: The section `exec` of the user.
+        cluster: The section of the cluster, for programs that want it.
+        beside: The kubeconfig: a relative path of a program starts at its folder.
+        use_certificate: Told each new certificate with its key, as PEM.
+
+    Raises:
+        ValueError: The section names no program, or one that must ask somebody.
+    """
+
+    def __init__(
+        self,
+        spec: Mapping[str, Any],
+        cluster: Mapping[str, Any],
+        beside: Path,
+        use_certificate: Callable[[str], None],
+    ) -> None:
+        if not spec.get("command") or not spec.get("apiVersion"):
+            raise ValueError("exec must name a command and its apiVersion")
+        if spec.get("interactiveMode") == "Always":
+            raise ValueError("exec with interactiveMode Always needs a terminal: use another user")
+        command = str(spec["command"])
+        relative = os.sep in command and not os.path.isabs(command)
+        self._command = str(beside.parent.absolute() / command) if relative else command
+        self._spec = spec
+        self._cluster = cluster
+        self._use_certificate = use_certificate
+        self._lock = threading.Lock()
+        self._kept: Credential | None = None
+
+    def token(self) -> str | None:
+        """Return the token for a request; blocks while the program runs.
+
+        Raises:
+            ClusterError: It can't be run, failed, or answered something else.
+        """
+        with self._lock:
+            if self._kept is None or time.time() >= self._kept.until:
+                self._kept = self._credential(self._run())
+                if self._kept.certificate is not None:
+                    self._use_certificate(self._kept.certificate)
+            return self._kept.token
+
+    def _run(self) -> str:
+        info: dict[str, Any] = {"interactive": False}
+        if self._spec.get("provideClusterInfo"):
+            info["cluster"] = dict(self._cluster)
+        asked = {"apiVersion": self._spec["apiVersion"], "kind": "ExecCredential", "spec": info}
+        more = {str(each["name"]): str(each["value"]) for each in self._spec.get("env") or ()}
+        try:
+            done = subprocess.run(
+                [self._command, *map(str, self._spec.get("args") or ())],
+                env={**os.environ, **more, "KUBERNETES_EXEC_INFO": json.dumps(asked)},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=RUN_SECONDS,
+                check=False,
+            )
+        except FileNotFoundError:
+            hint = self._spec.get("installHint") or "install it, or use another user"
+            raise self._failed(f"it does not exist: {hint}") from None
+        except subprocess.TimeoutExpired:
+            raise self._failed(f"it did not end within {RUN_SECONDS:g} s") from None
+        except (OSError, ValueError) as error:
+            raise self._failed(str(error)) from error
+        if done.returncode:
+            said = done.stderr.strip()[-MAX_SAID:] or "it said nothing"
+            raise self._failed(f"it ended with {done.returncode}: {said}")
+        return done.stdout
+
+    def _credential(self, text: str) -> Credential:
+        try:
+            answer = json.loads(text)
+            status = answer["status"]
+            pair = (status.get("clientCertificateData"), status.get("clientKeyData"))
+            certificate = "\n".join(pair) if all(pair) else None
+            if not status.get("token") and certificate is None:
+                raise ValueError("neither a token nor a certificate with its key")
+            end = status.get("expirationTimestamp")
+            until = time.time() + UNDATED_SECONDS
+            if end:
+                until = datetime.fromisoformat(end).timestamp() - EARLY_SECONDS
+            return Credential(status.get("token"), certificate, until)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._failed(f"its answer is no ExecCredential: {error!r}") from error
+
+    def _failed(self, why: str) -> ClusterError:
+        return ClusterError(f"the kubeconfig's program {self._command}: {why}")

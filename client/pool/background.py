@@ -1,0 +1,58 @@
+"""What a pool does beside its requests: it looks for members, and at their health."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+logger = logging.getLogger(__name__)
+
+ANEW_SECONDS = 1.0
+"""How long after a part failed, by a defect or in a hook, it begins anew."""
+
+
+class Background:
+    """Runs the parts of a pool from `start` to `stop`.
+
+    Args:
+        name: Of the pool, for the log.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failed: dict[str, str] = {}
+
+    def start(self, parts: Mapping[str, Callable[[], Awaitable[None]]]) -> None:
+        """Run all parts, unless they run already."""
+        if not self._tasks:
+            self._tasks = [
+                asyncio.create_task(self._keep(part, run), name=f"{self._name}: {part}")
+                for part, run in parts.items()
+            ]
+
+    async def _keep(self, part: str, run: Callable[[], Awaitable[None]]) -> None:
+        """Run a part; if it fails, say so and begin it anew, for requests need it."""
+        while True:
+            try:
+                return await run()
+            except Exception as error:
+                logger.exception("the %s of %s failed and begins anew", part, self._name)
+                self._failed[part] = f"its {part} failed: {error!r}"
+            await asyncio.sleep(ANEW_SECONDS)
+
+    def works(self, part: str) -> None:
+        """Note that a part does what it should."""
+        self._failed.pop(part, None)
+
+    @property
+    def trouble(self) -> str:
+        """Which parts failed, and how, until they work again; empty: all is well."""
+        return "; ".join(self._failed.values())
+
+    async def stop(self) -> None:
+        """End all parts."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

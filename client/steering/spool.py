@@ -1,0 +1,227 @@
+"""Writes the tensors that a trainer has, or streams, as a folder of safetensors that a pool can load.
+
+The folder is written beside its final place, flushed to the disk with its manifest, and renamed at
+the end: if it exists, it is complete and stays so, whatever happens to this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout_worker.wire.roothash import HASH, Hashed, root_hash_of
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensors = (
+        torch.nn.Module
+        | Mapping[str, torch.Tensor]
+        | Iterable[tuple[str, torch.Tensor]]
+        | AsyncIterable[tuple[str, torch.Tensor]]
+    )
+    """A model, its state dict, or a plain or asynchronous stream of (name, whole parameter)."""
+
+SHARD_BYTES = 4 * 2**30
+INDEX, MANIFEST = "model.safetensors.index.json", "manifest.json"
+READABLE, LISTABLE = 0o644, 0o755
+"""Workers run as other users, whatever the umask of the trainer."""
+
+
+def _items(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the (name, tensor) of a model, a state dict or a plain iterable."""
+    state: Any = tensors.state_dict() if hasattr(tensors, "state_dict") else tensors
+    kind = type(tensors).__name__
+    if isinstance(state, AsyncIterable):
+        raise TypeError(f"{kind}: an asynchronous stream of weights needs AsyncRolloutPool")
+    if not isinstance(state, Iterable):
+        raise TypeError(f"weights are a model, a state dict or a generator, not a {kind}")
+    found: Iterable[tuple[str, torch.Tensor]] = (
+        state.items() if isinstance(state, Mapping) else state
+    )
+    return found
+
+
+async def each(tensors: Tensors) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) from whatever the trainer has."""
+    if isinstance(tensors, AsyncIterable):
+        async for item in tensors:
+            yield item
+    else:
+        for item in _items(tensors):
+            yield item
+
+
+async def drain(tensors: Tensors) -> int:
+    """Take every tensor and keep none; return how many came.
+
+    Making a tensor is a collective operation of all ranks (FSDP gathers it): ranks that write nothing
+    must take the tensors all the same, or the one that writes waits for ever.
+    """
+    count = 0
+    async for _ in each(tensors):
+        count += 1
+    return count
+
+
+def drain_here(tensors: Tensors) -> int:
+    """Do what `drain` does, in this thread."""
+    return sum(1 for _ in _items(tensors))
+
+
+async def spool(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> str:
+    """Write named tensors and return their root hash.
+
+    At most one shard is held in memory. If writing fails, a stream is still taken to its end before
+    the error is raised: the other ranks are waiting in it.
+
+    Raises:
+        ValueError: A name came twice, or no tensor came at all.
+        FileExistsError: The folder exists; what was published must not change.
+        ImportError: safetensors or xxhash is not installed.
+    """
+    source = each(tensors)
+    writer = _Writer(folder, shard_bytes)
+    try:
+        # In a thread: gigabytes are written while generations run in this loop.
+        await asyncio.to_thread(writer.begin)
+        async for name, tensor in source:
+            await asyncio.to_thread(writer.take, name, tensor)
+        return await asyncio.to_thread(writer.end)
+    except BaseException:
+        async for _ in source:
+            pass
+        writer.give_up()
+        raise
+
+
+def spool_here(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> str:
+    """Do what `spool` does, in this thread, which may be the only one with the right device."""
+    source = iter(_items(tensors))
+    writer = _Writer(folder, shard_bytes)
+    try:
+        writer.begin()
+        for name, tensor in source:
+            writer.take(name, tensor)
+        return writer.end()
+    except BaseException:
+        for _ in source:
+            pass
+        writer.give_up()
+        raise
+
+
+class _Writer:
+    """Fills shards, and writes each one when it is full."""
+
+    def __init__(self, final: Path, shard_bytes: int) -> None:
+        self._final = final
+        self._folder = final.with_name(f".{final.name}.partial")
+        self._limit = shard_bytes
+        self._shard: dict[str, torch.Tensor] = {}
+        self._shards: list[Path] = []
+        self._places: dict[str, int] = {}
+        self._hashed: dict[str, Hashed] = {}
+        self._bytes = 0
+        self._total = 0
+
+    def begin(self) -> None:
+        """Make the folder."""
+        import xxhash  # noqa: F401 - what is missing is told before anything is written
+
+        if self._final.exists():
+            raise FileExistsError(f"{self._final} exists: publish under a new version")
+        self.give_up()
+        self._folder.mkdir(parents=True)
+        self._folder.chmod(LISTABLE)
+
+    def give_up(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def take(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a tensor; it is copied, since its storage may be used again at once."""
+        if name in self._places:
+            raise ValueError(f"the tensor {name!r} came twice")
+        if not hasattr(tensor, "element_size"):
+            raise TypeError(f"{name!r} is no tensor but a {type(tensor).__name__}: leave it out")
+        size = tensor.numel() * tensor.element_size()
+        if self._shard and self._bytes + size > self._limit:
+            self._write()
+        self._shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._places[name] = len(self._shards)
+        self._bytes += size
+        self._total += size
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        file = self._folder / f"{len(self._shards)}.safetensors"
+        save_file(self._shard, file, metadata={"format": "pt"})
+        for name, fields in _header(file).items():
+            shape, digest = tuple(fields["shape"]), _digest(self._shard[name])
+            self._hashed[name] = Hashed(fields["dtype"], shape, digest)
+        _settle(file)
+        self._shards.append(file)
+        self._shard, self._bytes = {}, 0
+
+    def end(self) -> str:
+        """Write the last shard, the index and the manifest; the folder gets its name."""
+        if not self._places:
+            raise ValueError("there was no tensor")
+        self._write()
+        count = len(self._shards)
+        names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        for file, name in zip(self._shards, names, strict=True):
+            file.rename(self._folder / name)
+        index = {
+            "metadata": {"total_size": self._total},
+            "weight_map": {name: names[shard] for name, shard in self._places.items()},
+        }
+        root = root_hash_of(self._hashed)
+        digests = {name: {HASH: each.digest} for name, each in self._hashed.items()}
+        for name, body in (INDEX, index), (MANIFEST, {"root_hash": root, "tensors": digests}):
+            file = self._folder / name
+            file.write_text(json.dumps(body, indent=1) + "\n")
+            _settle(file)
+        _flush(self._folder)
+        self._folder.rename(self._final)
+        _flush(self._final.parent)
+        return root
+
+
+def _header(file: Path) -> dict[str, dict[str, Any]]:
+    """Return what a safetensors file says of its tensors, in the words that workers read."""
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    header.pop("__metadata__", None)
+    found: dict[str, dict[str, Any]] = header
+    return found
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    import torch
+    import xxhash
+
+    content = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return xxhash.xxh3_128(content).hexdigest()
+
+
+def _settle(file: Path) -> None:
+    """Let others read the file (safetensors makes it private), and put its bytes on the disk."""
+    file.chmod(READABLE)
+    _flush(file)
+
+
+def _flush(path: Path) -> None:
+    """Put a file's bytes, or a folder's names, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

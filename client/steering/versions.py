@@ -1,0 +1,76 @@
+"""The folder that a trainer writes its versions to: where each lies, and which may go."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path, PurePath, PurePosixPath
+
+from rollout_worker.schemas import WeightsId
+
+logger = logging.getLogger(__name__)
+
+KEEP = 2
+"""Versions kept unless said otherwise: the committed one, and the one before it."""
+
+_NAME = re.compile(r"(?:\.)?epoch-(\d+)-version-(\d+)(?:\.partial)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """Versions in one folder on a volume that the workers mount, each in a folder of its own.
+
+    Attributes:
+        folder: As this process sees it.
+        mounted_at: As the workers see it: absolute, or relative to the weights' claim; None: as here.
+        keep: How many committed versions stay, the newest first; the committed one always does.
+    """
+
+    folder: Path
+    mounted_at: PurePath | None = None
+    keep: int = KEEP
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError("keep must be 1 or more: who joins loads the committed version")
+
+    @classmethod
+    def at(
+        cls, folder: str | PurePath, mounted_at: str | PurePath | None = None, keep: int = KEEP
+    ) -> Versions:
+        """Return the versions in a folder, whose paths may be text."""
+        mount = None if mounted_at is None else PurePosixPath(mounted_at)
+        return cls(Path(folder), mount, keep)
+
+    def place(self, identity: WeightsId) -> Path:
+        """Return where this process writes a version."""
+        return self.folder / f"epoch-{identity.epoch}-version-{identity.version}"
+
+    def seen(self, identity: WeightsId) -> str:
+        """Return the same place as the workers see it."""
+        base = self.folder.absolute() if self.mounted_at is None else self.mounted_at
+        return str(PurePosixPath(base) / self.place(identity).name)
+
+    def prune(self, committed: WeightsId) -> None:
+        """Delete what nobody loads any more: versions before the committed one, except the newest.
+
+        What is left half-written by a trainer that died goes as well. Nothing else in the folder is
+        touched, and a failure is only logged.
+        """
+        old: list[tuple[WeightsId, Path]] = []
+        try:
+            for path in self.folder.iterdir():
+                match = _NAME.fullmatch(path.name)
+                if match is not None:
+                    identity = WeightsId(epoch=int(match[1]), version=int(match[2]))
+                    if identity < committed:
+                        old.append((identity, path))
+            whole = sorted((e for e in old if e[1].suffix != ".partial"), reverse=True)
+            stay = {path for _, path in whole[: self.keep - 1]}
+            for _, path in old:
+                if path not in stay:
+                    shutil.rmtree(path)
+        except (OSError, ValueError) as error:
+            logger.warning("old versions in %s were not all deleted: %s", self.folder, error)

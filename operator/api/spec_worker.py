@@ -1,0 +1,76 @@
+"""The part of the spec that sets the worker processes: how long they load, queue, log and sleep."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .schema import ApiModel, Quantity, cel, checked, rules
+
+
+class Spill(ApiModel):
+    """Where sleep at level 1 keeps the weights: in a volume of the pod's own, or in a folder."""
+
+    model_config = checked(
+        cel(
+            "!has(self.path) || (!has(self.medium) && !has(self.sizeLimit))",
+            "spec.sleep.spill.path names a folder of your own: remove medium and sizeLimit, or path",
+        )
+    )
+
+    medium: Literal["Disk", "Memory"] = Field(
+        default="Disk",
+        description="Disk: an emptyDir on the node's disk. Memory: one in the node's memory, which counts "
+        "as the container's.",
+    )
+    size_limit: Quantity | None = Field(
+        default=None,
+        description="Size of that emptyDir: the weights of one pod, and as much again where new ones are "
+        "staged during sleep. A pod that exceeds it is evicted. If unset, what the node has.",
+    )
+    path: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+        default=None,
+        description="A folder instead, which must exist and be writable, in a mount of "
+        "spec.podTemplate.volumeMounts.",
+        json_schema_extra=rules(
+            cel(
+                r"self.startsWith('/') && !self.matches('(^|/)[.][.](/|$)')",
+                "spec.sleep.spill.path must be an absolute path without '..': use one like /scratch",
+            )
+        ),
+    )
+
+
+class Sleep(ApiModel):
+    """How an engine sleeps."""
+
+    level: Literal[1, 2] = Field(
+        default=1,
+        description="1: a copy of the weights is kept and restored on wake. 2: the weights are dropped "
+        "and reloaded from their source on wake.",
+    )
+    spill: Spill = Field(
+        default=Spill(), description="Where level 1 keeps the copy; changing it replaces the pods."
+    )
+
+
+class WorkerProcess(ApiModel):
+    """Settings of the worker processes; changing them replaces the pods."""
+
+    start_timeout_seconds: int = Field(
+        default=3600,
+        ge=1,
+        le=86400,
+        description="How long a model may take to load, a download included; then the worker starts its "
+        "engine anew.",
+    )
+    max_queue: int = Field(
+        default=1024,
+        ge=1,
+        le=1_048_576,
+        description="Maximum queued outputs of a worker; requests beyond it get a 429.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Minimum log level."
+    )

@@ -1,0 +1,204 @@
+"""Reads pods: raw objects as the API server has them, parsed once into plain values. Pure.
+
+The only place that knows the shape of pods.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Obj
+
+from .world import Pod
+
+LAST_WORDS = 300
+"""Maximum characters of a container's log in one of our sentences."""
+
+
+def timestamp(text: str | None) -> float | None:
+    """Seconds since the epoch of a Kubernetes time, None for none."""
+    if not text:
+        return None
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+
+
+def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
+    """Parse a labelled pod; None if its labels are not ours."""
+    meta = obj["metadata"]
+    labels: Mapping[str, str] = meta.get("labels") or {}
+    notes: Mapping[str, str] = meta.get("annotations") or {}
+    status: Obj = obj.get("status") or {}
+    try:
+        replica, rank = int(labels[names.LABEL_REPLICA]), int(labels[names.LABEL_RANK])
+        restarts = int(notes.get(names.ANNOTATION_RESTARTS, "0"))
+    except (KeyError, ValueError):
+        return None
+    if not meta["name"].endswith(f"-{replica}-{rank}"):
+        return None
+    wanted = names.worker_labels(labels.get(names.LABEL_POOL, ""), replica, rank)
+    conditions = {c["type"]: c for c in status.get("conditions") or ()}
+    gate = conditions.get(names.GATE_SERVING, {})
+    return Pod(
+        name=meta["name"],
+        uid=meta["uid"],
+        replica=replica,
+        rank=rank,
+        revision=labels.get(names.LABEL_REVISION, ""),
+        phase=status.get("phase", "Pending"),
+        mislabelled=not wanted.items() <= labels.items(),
+        owned=owner_uid is not None and _controller(meta) == owner_uid,
+        deletion_at=timestamp(meta.get("deletionTimestamp")),
+        grace=meta.get("deletionGracePeriodSeconds"),
+        started=_has_run(status),
+        ready=conditions.get("Ready", {}).get("status") == "True",
+        gate=gate.get("status") == "True",
+        gate_boot=boot_of(gate.get("message", "")),
+        gate_since=timestamp(gate.get("lastTransitionTime")),
+        proven_since=timestamp(conditions.get(names.PROVEN, {}).get("lastTransitionTime")),
+        ip=status.get("podIP"),
+        node=(obj.get("spec") or {}).get("nodeName"),
+        restarts=restarts,
+        retry=notes.get(names.ANNOTATION_RETRY, ""),
+        finished_at=max(_ends(status), default=None),
+        last_known_at=_last_known(meta, status),
+        trouble=_trouble(status, conditions),
+    )
+
+
+BOOT_PREFIX = "boot "
+
+
+def boot_of(message: str) -> str | None:
+    """The boot id that a gate's message names."""
+    head, found, rest = message.partition(BOOT_PREFIX)
+    return rest.split(":")[0].strip() if found and not head else None
+
+
+def _controller(meta: Obj) -> str | None:
+    for ref in meta.get("ownerReferences") or ():
+        if ref.get("controller"):
+            uid: str = ref["uid"]
+            return uid
+    return None
+
+
+def _ends(status: Obj) -> list[float]:
+    """When containers ended; an init container that fails ends its pod, too."""
+    states = (
+        container.get(part) or {}
+        for container in _containers(status)
+        for part in ("state", "lastState")
+    )
+    ends = (timestamp((state.get("terminated") or {}).get("finishedAt")) for state in states)
+    return [end for end in ends if end]
+
+
+def _has_run(status: Obj) -> bool:
+    """Whether a container has run that is no init container."""
+    states = (
+        container.get(part) or {}
+        for container in status.get("containerStatuses") or ()
+        for part in ("state", "lastState")
+    )
+    runs = (state.get("terminated") or state.get("running") or {} for state in states)
+    return any(run.get("startedAt") for run in runs)
+
+
+def _last_known(meta: Obj, status: Obj) -> float:
+    """Latest time of a pod that a container need not have run for: the kubelet may refuse it."""
+    changes = (
+        condition.get("lastTransitionTime")
+        for condition in status.get("conditions") or ()
+        if condition["type"] not in (names.GATE_SERVING, names.PROVEN)  # these are written by us
+    )
+    moments = (meta.get("creationTimestamp"), status.get("startTime"), *changes)
+    return max((found for moment in moments if (found := timestamp(moment))), default=0.0)
+
+
+def _last_words(log: str) -> str:
+    """Return why a container ended, as the end of its log says: one line, often none.
+
+    Our workers log JSON: the last line of level error counts. Of anything else, such as a
+    traceback, the last line does; the other lines are in the log.
+    """
+    plain, told = "", ""
+    for line in log.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            plain = line.strip() or plain
+            continue
+        if isinstance(entry, dict) and entry.get("level") in ("error", "critical"):
+            told = str(entry.get("message", ""))
+    # The kubelet cuts the log at its beginning, which leaves a piece of a line of ours.
+    return (told or ("" if plain.endswith("}") else plain))[:LAST_WORDS]
+
+
+def _trouble(status: Obj, conditions: Mapping[str, Any]) -> str:
+    """One sentence on what is wrong with the pod, empty if nothing is."""
+    for container in _containers(status):
+        state = container.get("state") or {}
+        ended = state.get("terminated")
+        if ended and (ended.get("exitCode") or status.get("phase") == "Failed"):
+            text = f"{ended.get('reason', 'Error')}, exit code {ended.get('exitCode')}"
+            why = _last_words(ended.get("message") or "")
+            return f"container {container['name']!r} ended: {text}{why and ': '}{why}"
+        waiting = state.get("waiting") or {}
+        if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            return (
+                f"container {container['name']!r}: {waiting['reason']} {waiting.get('message', '')}"
+            )
+    if status.get("reason"):
+        return f"{status['reason']}: {status.get('message', '')}".rstrip(": ")
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        return f"{scheduled.get('reason', 'not scheduled')}: {scheduled.get('message', '')}"
+    return ""
+
+
+def _containers(status: Obj) -> Iterable[Obj]:
+    yield from status.get("initContainerStatuses") or ()
+    yield from status.get("containerStatuses") or ()
+
+
+def is_leftover(obj: Obj, pool: str, owner_uid: str) -> bool:
+    """Whether an object is left of a deleted RolloutReplica of this name: it will be collected."""
+    return any(
+        (ref.get("controller"), ref.get("kind"), ref.get("name")) == (True, names.KIND, pool)
+        and ref["uid"] != owner_uid
+        for ref in obj["metadata"].get("ownerReferences") or ()
+    )
+
+
+class PodReader:
+    """Parses the pods of a pool, each object once: the store replaces objects and changes none."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Obj, Pod | None]] = {}
+
+    def read(
+        self, objs: Iterable[Obj], pool: str, owner_uid: str
+    ) -> tuple[tuple[Pod, ...], tuple[Pod, ...]]:
+        """Return the pods that our object controls, and those of a deleted one of its name.
+
+        Others' show when a name is taken.
+        """
+        before, self._known = self._known, {}
+        ours: list[Pod] = []
+        predecessors: list[Pod] = []
+        for obj in objs:
+            # The object is kept beside its pod, so its id is nobody else's.
+            known = before.get(id(obj)) or (obj, parse_pod(obj, _controller(obj["metadata"])))
+            self._known[id(obj)] = known
+            pod = known[1]
+            if pod is None:
+                continue
+            if _controller(obj["metadata"]) == owner_uid:
+                ours.append(pod)
+            elif is_leftover(obj, pool, owner_uid):
+                predecessors.append(pod)
+        return tuple(ours), tuple(predecessors)

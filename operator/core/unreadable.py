@@ -1,0 +1,69 @@
+"""What to tell of an object that this operator can't read, and leaves alone. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from rollout_operator.api.names import Condition
+from rollout_operator.api.status import Phase, PoolCondition, RolloutReplicaStatus
+
+
+def conditions_for_invalid(
+    stored: RolloutReplicaStatus, pool: Mapping[str, Any], why: str, now: float
+) -> RolloutReplicaStatus:
+    """Return the stored status, Degraded: this operator can't read the spec and touches nothing."""
+    generation = pool["metadata"].get("generation", 0)
+    before = stored.condition(Condition.DEGRADED)
+    moment = datetime.fromtimestamp(now, UTC)
+    same = before is not None and before.status == "True"
+    degraded = PoolCondition(
+        type=Condition.DEGRADED,
+        status="True",
+        reason="InvalidSpec",
+        message=why,
+        last_transition_time=before.last_transition_time if same and before else moment,
+        observed_generation=generation,
+    )
+    others = tuple(c for c in stored.conditions if c.type != Condition.DEGRADED)
+    return stored.model_copy(
+        update={
+            "observed_generation": generation,
+            "phase": Phase.DEGRADED,
+            "message": why[:1024],
+            "conditions": (*others, degraded),
+        }
+    )
+
+
+def status_kept_as_is(
+    stored: RolloutReplicaStatus, pool: Mapping[str, Any], why: str, now: float
+) -> dict[str, Any] | None:
+    """Return the object's own status, with nothing changed but Degraded; None: it says so already.
+
+    What this operator can't read, a newer one needs: a status written from what was understood
+    would erase it, committed weights first of all.
+    """
+    before = stored.condition(Condition.DEGRADED)
+    moment = datetime.fromtimestamp(now, UTC)
+    same = before is not None and before.status == "True"
+    degraded = PoolCondition(
+        type=Condition.DEGRADED,
+        status="True",
+        reason="UnreadableStatus",
+        message=why,
+        last_transition_time=before.last_transition_time if same and before else moment,
+        observed_generation=pool["metadata"].get("generation", 0),
+    )
+    if before == degraded:
+        return None
+    kept = dict(pool["status"])
+    found = kept.get("conditions")
+    others = [c for c in found if not _is_degraded(c)] if isinstance(found, list) else []
+    kept["conditions"] = [*others, degraded.model_dump(mode="json", by_alias=True)]
+    return kept
+
+
+def _is_degraded(condition: object) -> bool:
+    return isinstance(condition, Mapping) and condition.get("type") == Condition.DEGRADED

@@ -1,0 +1,40 @@
+"""For how long this process has seen pods end: intervals that hold whatever is done to clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from rollout_operator.core.world import Pod
+
+
+@dataclass(slots=True)
+class Witness:
+    """What was seen of the pods of one pool that finished or terminate, in monotonic seconds."""
+
+    _since: dict[tuple[str, bool], float] = field(default_factory=dict)
+    """First sight, by uid and whether the pod was terminating."""
+    _forced: dict[str, float] = field(default_factory=dict)
+    """Last attempt to remove a terminating pod by force, by uid."""
+
+    def forced(self, uid: str, now: float) -> None:
+        """Note that this pod is about to be removed by force."""
+        self._forced[uid] = now
+
+    def testify(self, pods: Iterable[Pod], now: float) -> tuple[Pod, ...]:
+        """Return the pods with what was witnessed of them, and forget those that are gone."""
+        before, self._since = self._since, {}
+        told = tuple(self._told(pod, before, now) for pod in pods)
+        left = {uid for uid, _ in self._since}
+        self._forced = {uid: at for uid, at in self._forced.items() if uid in left}
+        return told
+
+    def _told(self, pod: Pod, before: dict[tuple[str, bool], float], now: float) -> Pod:
+        if not pod.deleting and not pod.finished:
+            return pod
+        key = (pod.uid, pod.deleting)
+        since = self._since[key] = before.get(key, now)
+        forced = self._forced.get(pod.uid)
+        return replace(
+            pod, witnessed=now - since, forced_ago=None if forced is None else now - forced
+        )

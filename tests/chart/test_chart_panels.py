@@ -1,0 +1,241 @@
+"""Every panel shows something in a real Prometheus, whichever way it scrapes.
+
+The pages are those of a worker that generates, updates and sleeps, and of the operator's telemetry; the
+scrape settings are those of the chart's annotations, once as most people honor labels and once as they
+don't, and those of its PodMonitors as the Prometheus Operator would write them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from charts import CHART, case, every
+from localkube.debian import unpack_prometheus
+from rollout_operator.api.names import LABEL_POOL, LABEL_REPLICA
+from rollout_operator.api.objects import Key
+from rollout_operator.telemetry import PoolFigures, Telemetry
+from rollout_worker.schemas import GenerateRequest, RequireRequest
+from tiny_worker import TinyWorker, refused, tiny_worker
+
+POOL = Key("rl", "math")
+SECONDS = 60
+Job = dict[str, Any]
+
+
+class Pages:
+    """The pages of an operator and of a worker in whose pool things happen."""
+
+    def __init__(self, operator: Telemetry, worker: TinyWorker) -> None:
+        self.operator = operator
+        self.worker = worker
+        self.version = 0
+
+    async def happen(self) -> None:
+        """Let everything happen that a panel shows, again and again."""
+        while True:
+            self.version += 1
+            await self._work()
+            self._reconcile()
+            await asyncio.sleep(0.2)
+
+    async def _work(self) -> None:
+        worker, version = self.worker, self.version
+        worker.engine.free = True
+        flight = await worker.begin(f"r{version}", 4)
+        with refused("version-not-met"):
+            worker.worker.submit(GenerateRequest(token_ids=(1,), min_version=10**6))
+        await worker.ends(flight)
+        await worker.update(version, version)
+        await worker.sleep()
+        await worker.wake()
+
+    def _reconcile(self) -> None:
+        telemetry, version = self.operator, self.version
+        identity = (1, version)
+        telemetry.pool(
+            POOL,
+            PoolFigures(
+                desired=1,
+                replicas=1,
+                ready=1,
+                restarts=version,
+                weights={"target": identity, "committed": identity},
+                conditions={"Ready": "True"},
+            ),
+        )
+        telemetry.update_ended(POOL, "Complete", 0.5)
+        telemetry.leader.set(1)
+        telemetry.reconcile_total.labels("ok").inc()
+        telemetry.reconcile_duration.observe(0.01)
+        telemetry.queue_depth.set(0)
+        telemetry.queue_wait.observe(0.01)
+        telemetry.watch_event("pods")
+        telemetry.request("get", "pods", 200)
+        telemetry.request("get", "pods", 503)
+        telemetry.ghosts.inc()
+        telemetry.expectation_timeouts.labels("pods").inc()
+
+
+@asynccontextmanager
+async def served(pages: Pages) -> AsyncIterator[int]:
+    """Serve `/operator` and `/worker` on a free port of loopback; yields it."""
+
+    async def operator(_: web.Request) -> web.Response:
+        return web.Response(body=pages.operator.page(), content_type="text/plain")
+
+    async def worker(_: web.Request) -> web.Response:
+        return web.Response(body=pages.worker.worker.metrics(), content_type="text/plain")
+
+    app = web.Application()
+    app.router.add_get("/operator", operator)
+    app.router.add_get("/worker", worker)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+PODS = (
+    {"namespace": "rollout-system", "pod": "operator-0", "__metrics_path__": "/operator"},
+    {"namespace": "rl", "pod": "math-0-0", "__metrics_path__": "/worker"},
+)
+"""What Prometheus knows of the two pods before it scrapes them."""
+
+
+def annotated(port: int, *, honor: bool) -> list[Job]:
+    """What the usual job for `prometheus.io/scrape` makes of the pods."""
+    static = [{"targets": [f"127.0.0.1:{port}"], "labels": pod} for pod in PODS]
+    return [{"job_name": "kubernetes-pods", "honor_labels": honor, "static_configs": static}]
+
+
+def monitored(port: int) -> list[Job]:
+    """What the Prometheus Operator makes of the chart's PodMonitors."""
+    jobs = []
+    labels: tuple[dict[str, str], ...] = ({}, {LABEL_POOL: "math", LABEL_REPLICA: "0"})
+    for monitor, pod, of_pod in zip(
+        every(case("monitoring"), "PodMonitor"), PODS, labels, strict=True
+    ):
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        found = {
+            "__meta_kubernetes_pod_label_" + re.sub(r"[^a-zA-Z0-9]", "_", label): value
+            for label, value in of_pod.items()
+        }
+        job = {
+            "job_name": monitor["metadata"]["name"],
+            "honor_labels": endpoint.get("honorLabels", False),
+            "relabel_configs": [
+                {"source_labels": each["sourceLabels"], "target_label": each["targetLabel"]}
+                for each in endpoint.get("relabelings", ())
+            ],
+            "static_configs": [{"targets": [f"127.0.0.1:{port}"], "labels": {**pod, **found}}],
+        }
+        jobs.append(job)
+    return jobs
+
+
+@contextmanager
+def prometheus(folder: Path, jobs: list[Job]) -> Iterator[str]:
+    """Run Prometheus with these jobs; yields its address."""
+    folder.mkdir()
+    config = folder / "prometheus.yml"
+    config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [
+                str(unpack_prometheus() / "prometheus"),
+                f"--config.file={config}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(timeout=15)
+
+
+def panels() -> Iterator[tuple[str, str]]:
+    """Yield where each query of a dashboard stands, and the query with its variables filled in."""
+    for path in sorted((CHART / "dashboards").glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel["targets"]:
+                query = target["expr"].replace("$__rate_interval", "15s")
+                query = query.replace("$namespace", "rl").replace("$pool", "math")
+                yield f"{path.stem}: {panel['title']}: {target['refId']}", query
+
+
+def shows(address: str, query: str) -> bool:
+    """Whether a query has a number to show at this moment."""
+    url = f"{address}/api/v1/query?" + urllib.parse.urlencode({"query": query})
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            series = json.load(answer)["data"]["result"]
+    except OSError:  # it has not started yet
+        return False
+    return any(each["value"][1] != "NaN" for each in series)
+
+
+async def still_empty(address: str, queries: dict[str, str], life: asyncio.Task[None]) -> list[str]:
+    """Ask every panel until each has shown something; return those that never did."""
+    left = dict(queries)
+    end = time.monotonic() + SECONDS
+    while left and not life.done() and time.monotonic() < end:
+        for where, query in list(left.items()):
+            if await asyncio.to_thread(shows, address, query):
+                del left[where]
+        await asyncio.sleep(0.5)
+    return sorted(left)
+
+
+async def test_every_panel_shows_something_however_pods_are_scraped(tmp_path: Path) -> None:
+    flags = ("--pool", "math", "--namespace", "rl", "--weights-roots", str(tmp_path))
+    everything = dict(panels())
+    # Without `honor_labels` the operator's series bear the operator's namespace: docs/runbook.md.
+    of_workers = {where: query for where, query in everything.items() if "rollout_worker_" in query}
+    assert len(of_workers) > 12
+    async with tiny_worker(tmp_path, *flags) as worker:
+        worker.updates.require("operator", RequireRequest(epoch=0, min_version=0))
+        pages = Pages(Telemetry(), worker)
+        async with served(pages) as port:
+            ways = (
+                ("annotations", annotated(port, honor=True), everything),
+                ("annotations without honor_labels", annotated(port, honor=False), of_workers),
+                ("PodMonitors", monitored(port), everything),
+            )
+            life = asyncio.create_task(pages.happen())
+            with ExitStack() as running:
+                asked = [
+                    still_empty(
+                        running.enter_context(prometheus(tmp_path / f"prometheus-{i}", jobs)),
+                        queries,
+                        life,
+                    )
+                    for i, (_, jobs, queries) in enumerate(ways)
+                ]
+                empty = await asyncio.gather(*asked)
+            assert not life.done(), life.exception()
+            life.cancel()
+    found = {way: names for (way, _, _), names in zip(ways, empty, strict=True)}
+    assert found == {way: [] for way in found}

@@ -1,0 +1,178 @@
+"""What single values of the chart do, and that none of them can be taken away."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from charts import CHART, NAMESPACE, Document, case, every, helm, one, rendered, template
+from rollout_operator.api.names import CONTROL_PORT, DATA_PORT, LABEL_NAME, WORKER_APP
+
+NAME = "rollout-rollout-operator"
+CLUSTER_WIDE = {
+    *("CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding"),
+    *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"),
+}
+
+
+class Once(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, as the API server does."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"twice: {keys}"
+        return super().construct_mapping(node, deep)
+
+
+def pod(documents: list[Document]) -> Document:
+    found: Document = one(documents, "Deployment")["spec"]["template"]
+    return found
+
+
+def paths(values: Mapping[str, Any], schema: Mapping[str, Any], at: str) -> Iterator[str]:
+    """Yield every value and group of values that the schema knows by name."""
+    for name, value in values.items():
+        yield at + name
+        inner = schema["properties"][name]
+        closed = isinstance(value, Mapping) and inner.get("additionalProperties") is False
+        if closed and name != "podTemplate":
+            yield from paths(value, inner, f"{at}{name}.")
+
+
+def test_no_value_can_be_null() -> None:
+    """Helm removes what is set to null; a template must not meet the hole."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    known = list(paths(values, schema, ""))
+    assert len(known) > 60
+    # One render tells them all: a group that is null hides what is in it, so leaves and groups apart.
+    groups = {path.rpartition(".")[0] for path in known} - {""}
+    for some in (
+        sorted(set(known) - groups),
+        sorted(groups - {g.rpartition(".")[0] for g in groups}),
+    ):
+        done = helm("template", "rollout", CHART, *(f"--set={path}=null" for path in some))
+        assert done.returncode != 0
+        for path in some:
+            where, _, name = path.rpartition(".")
+            place = "/" + where.replace(".", "/") if where else ""
+            lines = [line for line in done.stderr.splitlines() if f"at '{place}'" in line]
+            assert any(f"'{name}'" in line and "missing" in line for line in lines), path
+
+
+@pytest.mark.parametrize("name", ["default", "everything", "tenant", "monitoring"])
+def test_no_key_stands_twice(name: str) -> None:
+    text = template("--values", CHART.parents[1] / "tests" / "chart" / "values" / f"{name}.yaml")
+    assert [document for document in yaml.load_all(text, Once) if document]
+
+
+def test_annotations_and_labels_of_ones_own() -> None:
+    meta = pod(case("everything"))["metadata"]
+    assert meta["annotations"]["prometheus.io/scrape"] == "false"
+    assert meta["annotations"]["prometheus.io/port"] == "8080"
+    assert meta["annotations"]["example.com/note"] == "yes"
+    assert meta["annotations"]["checksum/config"]
+    assert meta["labels"]["team"] == "rl"
+    assert meta["labels"]["app.kubernetes.io/name"] == "rollout-operator", "selectors go by it"
+    service = one(case("everything"), "Service")
+    assert service["metadata"]["annotations"] == {"example.com/note": "metrics"}
+
+
+def test_a_digest_names_the_image_instead_of_the_tag() -> None:
+    (it,) = pod(case("tenant"))["spec"]["containers"]
+    assert it["image"].startswith("rollout-operator@sha256:0123")
+
+
+def test_environment_and_spread() -> None:
+    spec = pod(case("everything"))["spec"]
+    env = {entry["name"]: entry for entry in spec["containers"][0]["env"]}
+    assert env["HTTPS_PROXY"]["value"] == "http://proxy.example:3128"
+    assert env["POD_NAME"]["valueFrom"]
+    (spread,) = spec["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "topology.kubernetes.io/zone"
+    (spread,) = pod(case("default"))["spec"]["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+
+
+def test_a_standby_survives_the_draining_of_nodes() -> None:
+    budget = one(case("default"), "PodDisruptionBudget")["spec"]
+    assert budget["maxUnavailable"] == 1
+    labels = pod(case("default"))["metadata"]["labels"]
+    assert budget["selector"]["matchLabels"].items() <= labels.items()
+    assert one(case("everything"), "PodDisruptionBudget")["spec"]["maxUnavailable"] == "50%"
+    assert not every(case("tenant"), "PodDisruptionBudget")
+
+
+def test_a_tenant_gets_nothing_cluster_wide() -> None:
+    documents = case("tenant")
+    assert not {d["kind"] for d in documents} & CLUSTER_WIDE
+    assert {d["metadata"]["namespace"] for d in documents} == {NAMESPACE}
+    assert f"--watch-namespaces={NAMESPACE}" in pod(documents)["spec"]["containers"][0]["args"]
+    roles = {d["metadata"]["name"] for d in every(documents, "Role")}
+    assert roles == {
+        *(NAME, f"{NAME}-own", f"{NAME}-worker"),
+        *("rollout-viewer", "rollout-editor", "rollout-trainer"),
+    }
+    whole = {d["metadata"]["name"]: d for d in every(case("default"), "ClusterRole")}
+    for role in every(documents, "Role"):
+        name = role["metadata"]["name"]
+        if name in whole and name != f"{NAME}-worker":
+            assert role["rules"] == whole[name]["rules"]
+            assert not [label for label in role["metadata"]["labels"] if "aggregate" in label]
+
+
+def test_only_the_operator_reaches_control_ports() -> None:
+    assert not every(case("default"), "NetworkPolicy")
+    documents = case("everything")
+    policies = every(documents, "NetworkPolicy")
+    assert [p["metadata"]["namespace"] for p in policies] == ["rl", "rl-2"]
+    for policy in policies:
+        spec = policy["spec"]
+        assert spec["podSelector"]["matchLabels"] == {LABEL_NAME: WORKER_APP}
+        assert spec["policyTypes"] == ["Ingress"]
+        data, control, gang = spec["ingress"]
+        assert data == {"ports": [{"port": DATA_PORT, "protocol": "TCP"}]}
+        assert control["ports"] == [{"port": CONTROL_PORT, "protocol": "TCP"}]
+        (operator,) = control["from"]
+        namespace = operator["namespaceSelector"]["matchLabels"]
+        assert namespace == {"kubernetes.io/metadata.name": NAMESPACE}
+        labels = pod(documents)["metadata"]["labels"]
+        assert operator["podSelector"]["matchLabels"].items() <= labels.items()
+        assert gang == {"from": [{"podSelector": {"matchLabels": {LABEL_NAME: WORKER_APP}}}]}
+
+
+def test_trainers_may_be_let_through_to_control_ports() -> None:
+    (policy,) = every(case("tenant"), "NetworkPolicy")
+    operator, trainer = policy["spec"]["ingress"][1]["from"]
+    assert trainer == {"podSelector": {"matchLabels": {"app": "trainer"}}}
+    assert "namespaceSelector" in operator
+
+
+def test_alerts_lead_to_where_the_runbook_is_published() -> None:
+    where = "https://docs.example/runbook"
+    spec = one(
+        rendered(
+            "--set=metrics.prometheusRule.enabled=true",
+            f"--set=metrics.prometheusRule.runbookUrl={where}",
+        ),
+        "PrometheusRule",
+    )["spec"]
+    links = {
+        rule["annotations"]["runbook_url"].partition("#")[0]
+        for group in spec["groups"]
+        for rule in group["rules"]
+    }
+    assert links == {where}
+
+
+def test_engines_take_no_setting_of_the_operators() -> None:
+    done = helm(
+        *("template", "rollout", CHART, "--set=engines.hf.env[0].name=ROLLOUT_LOG_LEVEL"),
+        "--set=engines.hf.env[0].value=debug",
+    )
+    assert done.returncode != 0
+    assert "at '/engines/hf/env/0/name'" in done.stderr

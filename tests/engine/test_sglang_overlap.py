@@ -1,0 +1,71 @@
+"""SGLang with steps that overlap, as on a GPU; the CPU adapter switches that off."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engines import PROMPT, V1, Output, follow, reaches, request, update
+from reference import Reference
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.sglang.engine import SglangEngine
+from tinymodels import TinyModels
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-sglang", "bin", "python")
+OVERLAPPING = """#!/bin/bash
+for word; do [ "$word" = --disable-overlap-schedule ] || words+=("$word"); done
+exec {} "${{words[@]}}"
+"""
+ROWS = 4
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        "sglang" not in os.environ.get("ROLLOUT_ENGINES", "sglang"),
+        reason="ROLLOUT_ENGINES leaves sglang out",
+    ),
+]
+
+
+async def test_a_pause_between_overlapping_steps_labels_every_token_right(
+    tiny_models: TinyModels, reference: Reference, reference_2: Reference, tmp_path: Path
+) -> None:
+    """The step under way when SGLang is told to rest gives each output one more token."""
+    python = tmp_path / "python"
+    python.write_text(OVERLAPPING.format(shlex.quote(str(PYTHON))))
+    python.chmod(0o755)
+    engine = SglangEngine(
+        EngineOptions(
+            model=tiny_models.model(1),
+            device="cpu",
+            dtype="float32",
+            max_length=256,
+            args=("--python", str(python)),
+        )
+    )
+    try:
+        await engine.start(lambda _: None)
+        assert engine.capabilities.in_flight == ("Drain", "Abort", "Recompute")
+        outputs = [Output() for _ in range(ROWS)]
+        asked = [replace(request(f"r{n}", max_tokens=160), streamed=n == 0) for n in range(ROWS)]
+        running = [
+            asyncio.create_task(follow(engine, each, output))
+            for each, output in zip(asked, outputs, strict=True)
+        ]
+        await asyncio.gather(*(reaches(output, 20) for output in outputs))
+        await update(engine, tiny_models.weights(2), V1, "recompute")
+        await asyncio.gather(*running)
+    finally:
+        await engine.stop()
+    for output in outputs:
+        assert set(output.versions) == {(0, False), (1, False)}
+        turn = output.versions.index((1, False))
+        old = reference.logits(PROMPT, output.token_ids).argmax(-1).tolist()
+        new = reference_2.logits(PROMPT, output.token_ids).argmax(-1).tolist()
+        assert output.token_ids == [*old[:turn], *new[turn:]]

@@ -1,0 +1,90 @@
+"""Calls to an application without sockets: its body comes in pieces, as from a network."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+PIECE = 2**16
+
+
+@dataclass
+class Answer:
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    content: bytes
+
+    @property
+    def body(self) -> Any:
+        """The content, which must be JSON."""
+        return json.loads(self.content)
+
+    @property
+    def slug(self) -> str:
+        """The kind of problem; of OpenAI's routes, its code."""
+        if "error" in self.body:
+            return str(self.body["error"]["code"])
+        return str(self.body["type"]).removeprefix("urn:rollout:problem:")
+
+
+async def call(
+    app: ASGIApp,
+    path: str,
+    body: bytes = b"",
+    method: str = "POST",
+    *,
+    client: str = "127.0.0.1",
+    stays: bool = False,
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
+    """Send a request and return its answer.
+
+    Args:
+        app: The application.
+        path: Of the route.
+        body: All of it.
+        method: Of the request.
+        client: The caller's address.
+        stays: The body never ends.
+        headers: In lower case; `host` is the loopback's unless given.
+    """
+    given = {"host": "127.0.0.1", **(headers or {})}
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "headers": [(k.encode(), v.encode("latin-1")) for k, v in given.items()],
+        "client": (client, 50000),
+        "server": ("127.0.0.1", 8000),
+        "state": {},
+    }
+    pieces = [body[at : at + PIECE] for at in range(0, len(body), PIECE)] or [b""]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        await asyncio.sleep(0)
+        if pieces:
+            piece = pieces.pop(0)
+            return {"type": "http.request", "body": piece, "more_body": bool(pieces) or stays}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    start, *rest = sent
+    found = {k.decode(): v.decode("latin-1") for k, v in start["headers"]}
+    return Answer(start["status"], found, b"".join(each.get("body", b"") for each in rest))

@@ -1,0 +1,176 @@
+"""Simulated pods: how they come, fail, terminate and go, and what the watch shows of that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from poolspecs import a_pod
+from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.core.plan import DeletePod, SetGate
+from rollout_operator.core.world import Pod
+from simcalls import SimCalls
+from simworker import SimWorker
+
+
+class SimPods(SimCalls):
+    """The pods of one pool; a part of `World`."""
+
+    def __init__(self, spec: RolloutReplicaSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.pods: dict[str, Pod] = {}
+        self.strangers: dict[str, Pod] = {}
+        """Pods of others that bear our names."""
+        self.predecessors: dict[str, Pod] = {}
+        """Pods of a deleted pool of our name."""
+        self.held: set[str] = set()
+        """Uids of pods that somebody else's finalizer keeps."""
+        self.unlabelled: set[str] = set()
+        """Uids of pods that lost the labels by which they are found."""
+        self.conflicts: dict[str, str] = {}
+        self.uids = 0
+        self.retry = ""
+        self.autoload = True
+        self.lag = 0.0
+        """Seconds until the watch shows a write or the end of a pod."""
+        self.grace = 0.0
+        """Seconds that a deleted pod takes to go."""
+        self.unshown: dict[tuple[str, str], float] = {}
+        """Writes that the watch has not shown, by verb and uid: when it will."""
+        self.ghosts: dict[str, tuple[Pod, float]] = {}
+        """Pods that are gone, as the watch shows them still."""
+
+    def set_gate(self, gate: SetGate) -> None:
+        pod = self.pods.get(gate.name)
+        if pod is not None and pod.uid == gate.uid:
+            self.pods[gate.name] = replace(
+                pod,
+                gate=gate.serving,
+                gate_boot=gate.boot,
+                gate_since=self.now,
+                proven_since=gate.proven_since,
+            )
+            self.log.append(f"gate {gate.name} {gate.serving}")
+
+    def make(self, replica: int, rank: int, restarts: int = 0) -> None:
+        """Create a pod; a name that is taken stays with whoever has it."""
+        name = f"pool-{replica}-{rank}"
+        assert name not in self.predecessors, "it is known that the name is taken"
+        if name in self.pods:
+            self.unlabelled.discard(self.pods[name].uid)
+        if name in self.strangers:
+            self.conflicts[f"pod/{name}"] = f"pod/{name} exists and is not ours"
+        if name in self.strangers or name in self.pods:
+            return
+        self.log.append(f"create {name}")
+        self.pods[name] = self._pod(name, replica, rank, restarts)
+        self._unshow("create", self.pods[name].uid)
+        if rank == 0:
+            self.workers[f"uid{self.uids}"] = SimWorker(boot=f"boot{self.uids}")
+
+    def _pod(self, name: str, replica: int, rank: int, restarts: int = 0) -> Pod:
+        self.uids += 1
+        return a_pod(
+            self.spec,
+            replica,
+            rank,
+            name=name,
+            uid=f"uid{self.uids}",
+            ready=False,
+            ip="10.0.0.1",
+            node="node-1",
+            restarts=restarts,
+            retry=self.retry,
+            last_known_at=self.tick,
+        )
+
+    def intrude(self, replica: int) -> None:
+        """Somebody else has a pod of this name, with our labels, unless we were first."""
+        name = f"pool-{replica}-0"
+        if name not in self.pods and name not in self.ghosts:
+            self.strangers[name] = replace(self._pod(name, replica, 0), owned=False)
+
+    def kill(self, name: str) -> None:
+        """The process ends and the pod is gone, unless a finalizer keeps it."""
+        pod = self.pods[name]
+        self.end_process(pod.uid)
+        if pod.uid in self.held:
+            self.pods[name] = replace(pod, deletion_at=pod.deletion_at or self.tick, grace=0.0)
+            return
+        del self.pods[name]
+        self.unlabelled.discard(pod.uid)
+        if self.lag and ("create", pod.uid) not in self.unshown:
+            self.ghosts[name] = (pod, self.tick + self.lag)
+        for verb in ("create", "delete"):
+            self.unshown.pop((verb, pod.uid), None)
+
+    def fail(self, name: str, *, told: bool = True) -> None:
+        """The pod's process ended by itself; `told`: its container says when."""
+        pod = self.pods[name]
+        self.end_process(pod.uid)
+        finished_at = self.tick if told else None
+        self.pods[name] = replace(
+            pod, phase="Failed", ready=False, finished_at=finished_at, trouble="exit code 137"
+        )
+
+    def reboot(self, replica: int) -> None:
+        """Another process answers in the head's pod."""
+        pod = self.pods[f"pool-{replica}-0"]
+        if pod.uid in self.workers:
+            self.end_process(pod.uid)
+            self.uids += 1
+            self.workers[pod.uid] = SimWorker(boot=f"boot{self.uids}")
+
+    def worker(self, replica: int) -> SimWorker:
+        """The worker of a replica's head."""
+        return self.workers[self.pods[f"pool-{replica}-0"].uid]
+
+    def end_process(self, uid: str) -> None:
+        self.workers.pop(uid, None)
+        self.flights = {slot: f for slot, f in self.flights.items() if slot[0] != uid}
+
+    def _unshow(self, verb: str, uid: str) -> None:
+        if self.lag:
+            self.unshown[verb, uid] = self.tick + self.lag
+
+    def delete(self, deletion: DeletePod) -> None:
+        old = self.predecessors.get(deletion.name)
+        if old is not None and (old.uid, old.uid in self.held) == (deletion.uid, False):
+            del self.predecessors[deletion.name]
+        pod = self.pods.get(deletion.name)
+        if pod is None or pod.uid != deletion.uid:
+            return  # gone, or another one: the precondition holds
+        self.log.append(f"delete {deletion.name}")
+        if deletion.grace == 0 or not self.grace:
+            self.kill(deletion.name)
+            self.ghosts.update(
+                {n: (replace(g, deletion_at=self.tick), d) for n, (g, d) in self.ghosts.items()}
+            )
+        elif not pod.deleting:
+            ends = self.tick + self.grace
+            self.pods[deletion.name] = replace(pod, deletion_at=ends, grace=self.grace)
+            self._unshow("delete", pod.uid)
+
+    def catch_up(self) -> None:
+        """What is due by now: pods go, the watch shows, calls end."""
+        for name, pod in list(self.pods.items()):
+            if pod.deletion_at is not None and self.tick >= pod.deletion_at:
+                self.kill(name)
+        for name, pod in list(self.predecessors.items()):
+            if self.tick >= (pod.deletion_at or 0) and pod.uid not in self.held:
+                del self.predecessors[name]
+        self.unshown = {k: due for k, due in self.unshown.items() if due > self.tick}
+        self.ghosts = {n: (g, due) for n, (g, due) in self.ghosts.items() if due > self.tick}
+        for slot, flight in list(self.flights.items()):
+            if flight.due <= self.tick:
+                del self.flights[slot]
+                self.end(flight)
+
+    def settle(self) -> None:
+        for name, pod in self.pods.items():
+            worker = self.workers.get(pod.uid)
+            if worker is not None and self.autoload:
+                worker.loading = False
+            serving = worker.serving if worker else pod.rank > 0
+            ready = not pod.finished and serving and (pod.gate or pod.rank > 0)
+            self.pods[name] = replace(pod, ready=ready)

@@ -1,0 +1,192 @@
+"""Steering a RolloutReplica through an API server that fails in passing, or refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from loopback import Loopback, kubeconfig, loopback
+from rollout_client import ClusterError, EpochLost, SteeringFailed, WeightsId
+from rollout_client.kube.access import access
+from rollout_client.kube.client import Kube
+from rollout_client.steering.cluster import ClusterSteering
+from rollout_worker.schemas import WeightsSource
+
+COLLECTION = "/apis/rollout.dev/v1alpha1/namespaces/train/rolloutreplicas"
+
+
+class FlakyApi:
+    """One RolloutReplica, whose reads and writes fail as told before they succeed.
+
+    A failure is a status, or None for no answer at all; `lost` lets the write take effect first.
+    """
+
+    def __init__(self, server: Loopback) -> None:
+        self.server = server
+        self.reads: list[int | None] = []
+        self.writes: list[int | None] = []
+        self.lists: list[int] = []
+        self.lost = False
+        self.pool: dict[str, Any] = {
+            "metadata": {"name": "math", "resourceVersion": "1", "generation": 1},
+            "spec": {},
+            "status": {},
+        }
+        server.answers["GET", f"{COLLECTION}/math"] = self._read
+        server.answers["PATCH", f"{COLLECTION}/math"] = self._write
+        server.answers["GET", COLLECTION] = self._list
+
+    @property
+    def epoch(self) -> str | None:
+        """What the annotation says."""
+        found: str | None = (
+            self.pool["metadata"].get("annotations", {}).get("rollout.dev/trainer-epoch")
+        )
+        return found
+
+    async def _read(self, request: web.Request) -> web.StreamResponse:
+        return self._failed(request, self.reads) or web.json_response(self.pool)
+
+    async def _write(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        failing = bool(self.writes)
+        if not failing or self.lost:
+            answer = self._merged(body)
+            if answer is not None:
+                return answer
+        return self._failed(request, self.writes) or web.json_response(self.pool)
+
+    def _merged(self, body: dict[str, Any]) -> web.Response | None:
+        meta = self.pool["metadata"]
+        if body["metadata"]["resourceVersion"] != meta["resourceVersion"]:
+            return web.json_response({"message": "it was changed"}, status=409)
+        meta.setdefault("annotations", {}).update(body["metadata"].get("annotations", {}))
+        self.pool["spec"].update(body.get("spec", {}))
+        meta["resourceVersion"] = str(int(meta["resourceVersion"]) + 1)
+        meta["generation"] += "spec" in body
+        return None
+
+    async def _list(self, request: web.Request) -> web.StreamResponse:
+        if "watch" in request.query:
+            return web.Response(text="")
+        if self.lists:
+            return web.json_response({"message": "no list"}, status=self.lists.pop(0))
+        items = {"metadata": {"resourceVersion": "1"}, "items": [self.pool]}
+        return web.json_response(items)
+
+    def _failed(self, request: web.Request, failures: list[int | None]) -> web.Response | None:
+        if not failures:
+            return None
+        status = failures.pop(0)
+        if status is None:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        return web.json_response({"message": "overloaded"}, status=status)
+
+    def commits(self, epoch: int, version: int) -> None:
+        """Note what an operator would, ahead of the order."""
+        committed = {"epoch": epoch, "version": version, "rootHash": "h"}
+        self.pool["status"] = {"observedGeneration": 99, "weights": {"committed": committed}}
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[FlakyApi]:
+    async with loopback() as server:
+        yield FlakyApi(server)
+
+
+@pytest.fixture
+async def steering(api: FlakyApi, tmp_path: Path) -> AsyncIterator[ClusterSteering]:
+    kube = Kube(access(kubeconfig(tmp_path, api.server.url)))
+    made = ClusterSteering(kube, "math", "train")
+    yield made
+    await made.close()
+
+
+def publish(steering: ClusterSteering, seconds: float = 20) -> Any:
+    source = WeightsSource(path="steps/1")
+    return steering.publish(WeightsId(epoch=1, version=1), source, seconds, lambda progress: None)
+
+
+FAILURES = [[503], [429, 429], [500, 504], [None]]
+
+
+@pytest.mark.parametrize("failures", FAILURES, ids=str)
+async def test_what_fails_in_passing_is_tried_again(
+    api: FlakyApi, steering: ClusterSteering, failures: list[int | None]
+) -> None:
+    api.reads, api.writes = list(failures), list(failures)
+    assert await steering.acquire(20) == 1
+    api.reads, api.writes = list(failures), list(failures)
+    api.lists = [each for each in failures if each is not None]
+    api.commits(1, 1)
+    assert (await publish(steering)).root_hash == "h"
+    api.reads, api.writes = list(failures), list(failures)
+    done = {"to": "Asleep", "completedAt": "2026-01-01T00:00:00Z"}
+    api.pool["status"] = {"observedGeneration": 99, "lastTransition": done}
+    await steering.change_state("Asleep", 20)
+    assert api.pool["spec"]["state"] == "Asleep"
+    api.reads = list(failures)
+    assert await steering.state() == "Asleep"
+
+
+async def test_an_epoch_whose_answer_was_lost_is_taken_over(
+    api: FlakyApi, steering: ClusterSteering
+) -> None:
+    """Nobody can tell whether it was ours: the one above it shuts out whoever has it."""
+    api.lost, api.writes = True, [None]
+    assert await steering.acquire(20) == 2
+    assert api.epoch == "2"
+
+
+async def test_another_trainers_epoch_is_not_taken_over(
+    api: FlakyApi, steering: ClusterSteering
+) -> None:
+    api.lost = True
+    api.writes = [429]  # a refusal that can't have taken effect, and yet the epoch has risen
+    with pytest.raises(EpochLost):
+        await steering.acquire(20)
+
+
+@pytest.mark.parametrize("part", ["reads", "writes"])
+async def test_what_will_not_pass_is_told_at_once(
+    api: FlakyApi, steering: ClusterSteering, part: str
+) -> None:
+    setattr(api, part, [403] * 9)
+    for ask in (
+        steering.acquire(600),
+        publish(steering, 600),
+        steering.change_state("Paused", 600),
+    ):
+        with pytest.raises(ClusterError) as caught:
+            await asyncio.wait_for(ask, 10)
+        assert caught.value.status == 403
+
+
+async def test_who_may_not_follow_the_pool_is_told_at_once(
+    api: FlakyApi, steering: ClusterSteering
+) -> None:
+    api.lists = [403] * 9
+    with pytest.raises(ClusterError, match="no list"):
+        await asyncio.wait_for(publish(steering, 600), 10)
+
+
+async def test_an_api_server_that_stays_away_is_named_at_the_deadline(
+    api: FlakyApi, steering: ClusterSteering
+) -> None:
+    api.reads = [503] * 99
+    with pytest.raises(ClusterError, match="overloaded"):
+        await steering.acquire(0.5)
+    api.reads = []
+    done = {"to": "Active", "completedAt": None}
+    api.pool["status"] = {"observedGeneration": 1, "lastTransition": done, "message": "2 of 3"}
+    with pytest.raises(SteeringFailed, match="2 of 3"):
+        await steering.change_state("Active", 0.5)
+    assert json.dumps(api.pool["spec"]) == "{}", "it was Active already: nothing was written"

@@ -1,0 +1,141 @@
+"""Both pools offer the same; the synchronous one in callbacks; errors and hooks of many pools."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+import rollout_client
+from rollout_client import (
+    AsyncRolloutPool,
+    Hook,
+    ManyFailed,
+    NoReplica,
+    PrometheusHook,
+    RequestRefused,
+    RolloutError,
+    RolloutPool,
+)
+from rollout_client.control import ControlError, ControlUnreachable
+from rollout_client.generating.prompts import OWN_OPTIONS, GenerateOptions
+from rollout_client.integrations.ray import PoolActor
+from rollout_client.pool.options import PoolOptions
+from rollout_worker.schemas import GenerateRequest
+
+NOWHERE = ["http://127.0.0.1:9"]
+
+
+def public(kind: type) -> dict[str, Any]:
+    return {name: value for name, value in inspect.getmembers(kind) if not name.startswith("_")}
+
+
+def parameters(method: Any) -> list[tuple[str, Any, Any]]:
+    found = inspect.signature(method).parameters.values()
+    return [(each.name, each.default, each.annotation) for each in found if each.name != "progress"]
+
+
+def test_the_synchronous_pool_has_the_same_methods_with_the_same_arguments() -> None:
+    ours, theirs = public(RolloutPool), public(AsyncRolloutPool)
+    assert set(ours) == set(theirs) | {"epoch", "floor"}  # plain attributes of the other
+    for name, method in theirs.items():
+        if callable(method):
+            assert parameters(ours[name]) == parameters(method), name
+
+
+def test_the_actor_has_what_crosses_processes() -> None:
+    ours, theirs = public(PoolActor), public(AsyncRolloutPool)
+    missing = {"stream", "as_completed", "generating", "save_and_publish"}
+    made = {"from_urls", "from_dns", "from_cluster"}
+    have = {name for name, value in theirs.items() if inspect.isfunction(value)}
+    assert set(ours) == have - missing - made
+    for name in ours:
+        assert parameters(ours[name]) == parameters(theirs[name]), name
+
+
+def test_no_argument_of_any_kind_is_taken_unseen() -> None:
+    """Every argument is named and typed: what a request has, and what a pool has."""
+    fields = set(GenerateRequest.model_fields) - {"token_ids", "stream"}
+    assert set(GenerateOptions.__annotations__) == fields | set(OWN_OPTIONS)
+    made = set(inspect.signature(AsyncRolloutPool.__init__).parameters)
+    assert set(PoolOptions.__annotations__) == made - {"self", "discovery", "steering", "name"}
+
+
+@pytest.fixture
+def pool() -> Iterator[RolloutPool]:
+    with RolloutPool.from_urls(NOWHERE, deadline_seconds=1) as pool:
+        yield pool
+
+
+def test_a_callback_that_would_wait_for_itself_is_told_so(pool: RolloutPool) -> None:
+    said: list[str] = []
+
+    def progress(ended: int, of: int) -> None:
+        assert list(pool.load().values()) == [0]
+        assert [member.url for member in pool.members] == NOWHERE
+        assert len(pool.serving()) <= 1
+        with pytest.raises(RuntimeError, match="another thread") as error:
+            pool.generate([1])
+        said.append(str(error.value))
+
+    results = pool.generate_many([[1], [2]], progress=progress, on_error="return")
+    assert [type(each) for each in results] == [NoReplica] * 2
+    assert len(said) == 2
+
+
+def test_another_thread_may_call_while_one_waits(pool: RolloutPool) -> None:
+    loads: list[dict[str, int]] = []
+    other = threading.Thread(target=lambda: loads.append(pool.load()))
+    other.start()
+    with pytest.raises(NoReplica):
+        pool.generate([1])
+    other.join(10)
+    assert len(loads) == 1
+
+
+def test_pools_may_share_a_registry() -> None:
+    registry = CollectorRegistry()
+    hooks: list[Hook] = [PrometheusHook("math", registry), PrometheusHook("code", registry)]
+    for hook in (*hooks, PrometheusHook("math", registry)):
+        hook.members(2, 1)
+        hook.request("ok", 0.1, None)
+
+    def of(pool: str) -> float | None:
+        labels = {"pool": pool, "outcome": "ok"}
+        return registry.get_sample_value("rollout_client_requests_total", labels)
+
+    assert (of("math"), of("code")) == (2, 1)
+    PrometheusHook("math", CollectorRegistry())
+
+
+def kinds(base: type[RolloutError]) -> Iterator[type[RolloutError]]:
+    yield base
+    for each in base.__subclasses__():
+        yield from kinds(each)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(kind("it broke", replica="p-0") for kind in kinds(RolloutError) if kind.__init__ in (
+            RolloutError.__init__, rollout_client.RequestError.__init__)),
+        RequestRefused("too long", replica="p-0", status=413, slug="too-long"),
+        rollout_client.ClusterError("no", status=403, reason="Forbidden"),
+        ManyFailed([NoReplica("nobody", replica="p-1"), RequestRefused("x", status=422)]),
+        ControlError(409, "held", "asleep", {"holders": ["x"]}),
+        ControlUnreachable("GET /v1/state: no answer"),
+    ],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_errors_survive_the_way_between_processes(error: Exception) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (type(error), str(error))
+    kept, came = dict(vars(error)), dict(vars(again))
+    texts = [[str(each) for each in found.pop("results", [])] for found in (kept, came)]
+    assert kept == came
+    assert texts[0] == texts[1]

@@ -1,0 +1,212 @@
+"""Versions as a trainer writes them: whole or not at all, readable, hashed as workers hash, pruned."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import stat
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_client.steering.spool import drain_here, spool, spool_here
+from rollout_client.steering.versions import Versions
+from rollout_worker.schemas import WeightsId
+from rollout_worker.sources.files import open_source, read, write_manifest
+
+KINDS = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """One of each kind, among them a scalar, an empty one, and one that is not contiguous."""
+    torch.manual_seed(1)
+    found = {f"layers.{i}.w": torch.rand(3, 5).to(kind) for i, kind in enumerate(KINDS)}
+    square = torch.rand(4, 4)
+    return {
+        **found,
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "turned": square.t(),
+        "embed.weight": square,
+        "lm_head.weight": square,
+    }
+
+
+def as_worker(folder: Path) -> str:
+    """Read a version as workers do, with its manifest checked; return the root hash."""
+    source = open_source(folder)
+    assert source.manifest is not None
+    return read(source, {}, lambda entry: None, lambda done, total: None, lambda: False)
+
+
+@pytest.mark.parametrize(("shard_bytes", "shards"), [(1, 10), (70, 7), (2**30, 1)])
+def test_workers_read_what_was_written(tmp_path: Path, shard_bytes: int, shards: int) -> None:
+    root = spool_here(tensors(), tmp_path / "v", shard_bytes)
+    assert as_worker(tmp_path / "v") == root
+    assert write_manifest(tmp_path / "v") == root
+    assert len(list((tmp_path / "v").glob("*.safetensors"))) == shards
+
+
+class Model(torch.nn.Module):
+    """A model whose head is tied to its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(4, 2)
+        self.lm_head = torch.nn.Linear(2, 4, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+
+async def streamed(found: dict[str, torch.Tensor]) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    for item in found.items():
+        await asyncio.sleep(0)
+        yield item
+
+
+async def test_a_model_its_state_and_any_stream_of_it_are_the_same(tmp_path: Path) -> None:
+    model = Model()
+    state = model.state_dict()
+    roots = {
+        await spool(model, tmp_path / "a"),
+        await spool(state, tmp_path / "b"),
+        await spool(streamed(state), tmp_path / "c"),
+        spool_here(iter(state.items()), tmp_path / "d", 1),
+        spool_here([("embed.weight", model.embed.weight)], tmp_path / "e"),
+    }
+    assert len(roots) == 1, "a tied head may be left out"
+    for wrong in (7, streamed(state)):
+        with pytest.raises(TypeError, match=r"generator|AsyncRolloutPool"):
+            spool_here(wrong, tmp_path / "f")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="extra"):
+        spool_here({"extra": "text"}, tmp_path / "f")  # type: ignore[arg-type]
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "c", "d", "e"]
+
+
+def test_others_may_read_it_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        spool_here(tensors(), tmp_path / "v")
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "v").iterdir()}
+    assert modes == {0o644}
+    assert stat.S_IMODE((tmp_path / "v").stat().st_mode) == 0o755
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each flush, whether the folder has its final name, and what was flushed."""
+    flushed: list[tuple[str, bool]] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        flushed.append((os.readlink(f"/proc/self/fd/{handle}"), (tmp_path / "v").exists()))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    spool_here(tensors(), tmp_path / "v", 100)
+    before = {Path(path).name for path, named in flushed if not named}
+    assert {"manifest.json", "model.safetensors.index.json", ".v.partial"} <= before
+    assert sum(name.endswith(".safetensors") for name in before) > 1
+    assert [path for path, named in flushed if named] == [str(tmp_path)]
+
+
+def failing(count: int, error: Exception | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    for i in range(count):
+        yield f"t{i}", torch.zeros(4)
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        lambda: failing(3, OSError(errno.EIO, "a rank died")),
+        lambda: iter([("t", torch.zeros(1)), ("t", torch.ones(1))]),
+        lambda: iter(()),
+    ],
+    ids=["a stream that fails", "a name that comes twice", "no tensor"],
+)
+def test_what_fails_leaves_nothing(
+    tmp_path: Path, stream: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+) -> None:
+    with pytest.raises((OSError, ValueError)):
+        spool_here(stream(), tmp_path / "v", 1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_other_ranks_are_never_left_waiting(tmp_path: Path) -> None:
+    """A folder that can't be made: the stream is taken to its end all the same."""
+    (tmp_path / "file").touch()
+    stream = failing(5)
+    with pytest.raises(OSError, match="file"):
+        spool_here(stream, tmp_path / "file" / "v")
+    assert list(stream) == []
+    assert drain_here(failing(3)) == 3
+
+
+def test_what_was_published_is_never_written_again(tmp_path: Path) -> None:
+    spool_here(failing(1), tmp_path / "v")
+    written = json.loads((tmp_path / "v" / "manifest.json").read_text())
+    with pytest.raises(FileExistsError, match="new version"):
+        spool_here(failing(2), tmp_path / "v")
+    assert json.loads((tmp_path / "v" / "manifest.json").read_text()) == written
+
+
+# Which versions may go.
+
+
+def version(epoch: int, number: int) -> WeightsId:
+    return WeightsId(epoch=epoch, version=number)
+
+
+def names(folder: Path) -> set[str]:
+    return set(os.listdir(folder))
+
+
+@pytest.mark.parametrize(
+    ("keep", "stay"),
+    [
+        (1, set()),
+        (2, {"epoch-2-version-9"}),
+        (3, {"epoch-2-version-9", "epoch-1-version-100"}),
+        (9, {f"epoch-{e}-version-{v}" for e, v in ((2, 9), (1, 100), (1, 2))}),
+    ],
+)
+def test_versions_before_the_committed_one_go(tmp_path: Path, keep: int, stay: set[str]) -> None:
+    """By epoch, then version; never the committed one, a newer one, or what is not ours."""
+    for e, v in ((1, 2), (1, 100), (2, 9), (2, 10), (2, 11), (3, 1)):
+        (tmp_path / f"epoch-{e}-version-{v}").mkdir()
+    (tmp_path / ".epoch-2-version-8.partial").mkdir()
+    (tmp_path / ".epoch-2-version-12.partial").mkdir()
+    foreign = {"checkpoints", "epoch-1", "epoch-1-version-2.bak", "notes.txt"}
+    for name in foreign:
+        (tmp_path / name).mkdir()
+    Versions.at(tmp_path, keep=keep).prune(version(2, 10))
+    kept = {"epoch-2-version-10", "epoch-2-version-11", "epoch-3-version-1"}
+    assert names(tmp_path) == foreign | kept | {".epoch-2-version-12.partial"} | stay
+
+
+def test_a_folder_that_can_not_be_pruned_fails_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Versions.at(tmp_path / "none").prune(version(1, 1))
+    assert "not all deleted" in caplog.text
+    with pytest.raises(ValueError, match="keep"):
+        Versions.at(tmp_path, keep=0)
+
+
+def test_workers_see_a_version_where_they_mount_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "epoch-1-version-2"
+    monkeypatch.chdir(tmp_path)
+    assert Versions.at("weights").seen(version(1, 2)) == f"{tmp_path}/weights/{name}"
+    for mount, seen in (("/rollout/weights/", f"/rollout/weights/{name}"), ("", name)):
+        assert Versions.at(tmp_path, mount).seen(version(1, 2)) == seen
+    assert Versions.at(tmp_path).place(version(1, 2)) == tmp_path / name

@@ -1,0 +1,338 @@
+"""Writes that fail or meet something else than expected: what is waited for, told and mended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from loopback import Loopback, kubeconfig, loopback
+from poolspecs import NOW
+from rollout_operator.api import names
+from rollout_operator.api.objects import Key, Obj
+from rollout_operator.api.revision import revision
+from rollout_operator.api.spec import parse_spec
+from rollout_operator.cache.expectations import Expectations
+from rollout_operator.cache.store import Store
+from rollout_operator.config import Config, EngineDefaults
+from rollout_operator.core.plan import DeletePod, SetGate
+from rollout_operator.core.services import pool_services
+from rollout_operator.kube.client import Kube
+from rollout_operator.kube.errors import Invalid, KubeError, Unavailable
+from rollout_operator.kube.events import Recorder
+from rollout_operator.passes.context import Context
+from rollout_operator.passes.reconcile import Reconciler
+from rollout_operator.passes.writes import Writer
+from rollout_operator.telemetry import Telemetry
+from rollout_operator.workers.calls import Calls
+from rollout_operator.workers.poller import Poller
+from rollout_operator.workers.talk import Workers
+
+KEY = Key("rl", "math")
+PODS = "/api/v1/namespaces/rl/pods"
+POOL = "/apis/rollout.dev/v1alpha1/namespaces/rl/rolloutreplicas/math"
+
+
+@dataclass
+class Clock:
+    """What the process reads: a wall clock that people set, and one that only goes on."""
+
+    wall: float = NOW
+    steady: float = 1.0
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loopback]:
+    async with loopback() as server:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
+        yield server
+
+
+@pytest.fixture
+async def ctx(api: Loopback, clock: Clock) -> AsyncIterator[Context]:
+    async with Kube() as kube:
+        yield context(kube, clock)
+
+
+def context(kube: Kube, clock: Clock) -> Context:
+    """Everything around a pass; nothing runs beside it."""
+
+    async def silent(*_: object) -> Any:
+        raise OSError("nobody is there")
+
+    def control(*_: object) -> Any:
+        raise AssertionError("no worker is called")
+
+    return Context(
+        config=Config(engines={"hf": EngineDefaults(image="localhost/none")}),
+        store=Store(),
+        expectations=Expectations(),
+        kube=kube,
+        workers=Workers(Poller(silent, lambda key: None), Calls(lambda key: None), control),
+        recorder=Recorder(kube, instance="o"),
+        telemetry=Telemetry(),
+        clock=lambda: clock.wall,
+        monotonic=lambda: clock.steady,
+    )
+
+
+def pod(replica: int = 0, owner: str = "ours", **meta: Any) -> Obj:
+    name = f"math-{replica}-0"
+    return {
+        "metadata": {
+            "namespace": "rl",
+            "name": name,
+            "uid": f"uid of {name}",
+            "resourceVersion": "5",
+            "labels": {
+                **names.worker_labels("math", replica, 0),
+                names.LABEL_REVISION: revision(parse_spec(pool())),
+            },
+            "ownerReferences": [names.controller_reference("math", owner)],
+            **meta,
+        },
+        "status": {"phase": "Running"},
+    }
+
+
+def pool(**spec: Any) -> Obj:
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND,
+        "metadata": {
+            "namespace": "rl", "name": "math", "uid": "ours", "generation": 1, "resourceVersion": "7",
+        },
+        "spec": {"replicas": 1, "engine": {"type": "hf"}, "model": {"source": {"path": "/m"}}} | spec,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("status", [503, 500, 403, 429])
+async def test_a_delete_that_failed_is_not_waited_for(
+    api: Loopback, ctx: Context, status: int
+) -> None:
+    api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "no", "message": "no"}, status)
+    with pytest.raises(KubeError):
+        await Writer(ctx, KEY, "ours").delete(DeletePod("math-0-0", "u", 0, "a test"))
+    assert ctx.expectations.pending(KEY) == 0
+    api.answer("DELETE", f"{PODS}/math-0-0", {"kind": "Pod"})
+    await Writer(ctx, KEY, "ours").delete(DeletePod("math-0-0", "u", 0, "a test"))
+    assert ctx.expectations.pending(KEY) == 1
+
+
+async def test_a_pod_that_terminates_already_is_not_waited_for(api: Loopback, ctx: Context) -> None:
+    """A finalizer may hold it for ever, and no event would follow."""
+    api.answer("DELETE", f"{PODS}/math-0-0", {"kind": "Pod"})
+    await Writer(ctx, KEY, "ours").delete(DeletePod("math-0-0", "u", 0, "stuck", forced=True))
+    assert ctx.expectations.pending(KEY) == 0
+
+
+UID_REFUSED = "metadata.uid: Invalid value: field is immutable"
+
+
+async def test_a_gate_of_another_pod_of_that_name_is_no_error(api: Loopback, ctx: Context) -> None:
+    path, gate = f"{PODS}/math-0-0/status", SetGate("math-0-0", "u", True, "b", "Serving")
+    api.answer("PATCH", path, {"reason": "Invalid", "message": UID_REFUSED}, 422)
+    await Writer(ctx, KEY, "ours").gate(gate)
+    api.answer("PATCH", path, {"reason": "Invalid", "message": "status.conditions: no"}, 422)
+    with pytest.raises(Invalid):
+        await Writer(ctx, KEY, "ours").gate(gate)
+
+
+async def test_a_gate_says_since_when_its_worker_has_proven_itself(
+    api: Loopback, ctx: Context
+) -> None:
+    api.answer("PATCH", f"{PODS}/math-0-0/status", pod())
+    await Writer(ctx, KEY, "ours").gate(SetGate("math-0-0", "u", True, "b", "Serving", NOW - 60))
+    await Writer(ctx, KEY, "ours").gate(SetGate("math-0-0", "u", False, "b", "off"))
+    [first, second] = [json.loads(body)["status"]["conditions"] for *_, body in api.requests]
+    assert [(c["type"], c["status"], c["lastTransitionTime"]) for c in first] == [
+        ("rollout.dev/serving", "True", "1970-01-12T13:46:40Z"),
+        ("rollout.dev/proven", "True", "1970-01-12T13:45:40Z"),
+    ]
+    assert [(c["type"], c["status"]) for c in second] == [("rollout.dev/serving", "False")]
+
+
+@pytest.mark.parametrize(
+    ("found", "conflict"),
+    [
+        (pod(owner="an earlier one"), False),
+        (pod(owner="a stranger", ownerReferences=[], deletionTimestamp="2026-01-01T00:00:00Z"), False),
+        (pod(ownerReferences=[]), True),
+        (pod(ownerReferences=[{"controller": True, "kind": "Job", "name": "math", "uid": "x"}]), True),
+    ],
+    ids=["left over", "terminates", "nobody's", "a stranger's"],
+)  # fmt: skip
+async def test_a_name_that_gets_free_is_no_conflict(
+    api: Loopback, ctx: Context, found: Obj, conflict: bool
+) -> None:
+    api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
+    api.answer("GET", f"{PODS}/math-0-0", found)
+    writer = Writer(ctx, KEY, "ours")
+    await writer.create("pods", {"kind": "Pod", **pod()})
+    assert bool(writer.obstacles.conflicts) == conflict
+
+
+async def test_a_service_that_will_go_is_waited_for_without_asking(
+    api: Loopback, ctx: Context
+) -> None:
+    for service in pool_services("math", "rl", "an earlier one"):
+        ctx.store.upsert("services", service)
+    await Writer(ctx, KEY, "ours").services()
+    assert not api.requests
+
+
+async def test_a_pod_of_ours_that_lost_a_label_gets_it_back(api: Loopback, ctx: Context) -> None:
+    """Nobody finds it without: the name is taken, and it looks as if there were no pod."""
+    lost = pod()
+    del lost["metadata"]["labels"][names.LABEL_POOL]
+    api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
+    api.answer("GET", f"{PODS}/math-0-0", lost)
+    api.answer("PATCH", f"{PODS}/math-0-0/status", pod(resourceVersion="6"))
+    writer = Writer(ctx, KEY, "ours")
+    await writer.create("pods", {"kind": "Pod", **pod()})
+    assert json.loads(api.requests[-1][2])["metadata"] == {
+        "uid": "uid of math-0-0",
+        "labels": names.worker_labels("math", 0, 0),
+    }
+    assert [p["metadata"]["name"] for p in ctx.store.pods(KEY)] == ["math-0-0"]
+    assert writer.obstacles.conflicts == {}
+
+
+async def test_nothing_is_made_for_a_pool_that_is_gone(api: Loopback, ctx: Context) -> None:
+    ctx.store.upsert("pools", pool())
+    api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
+    assert await Reconciler(ctx).reconcile(KEY) is None
+    assert [method for method, *_ in api.requests] == ["PATCH"]
+
+
+async def test_an_unreadable_pool_that_is_gone_is_no_error(api: Loopback, ctx: Context) -> None:
+    ctx.store.upsert("pools", pool(engine={"type": "unknown"}))
+    api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
+    assert await Reconciler(ctx).reconcile(KEY) is None
+
+
+@pytest.fixture
+def written(api: Loopback) -> list[Obj]:
+    """Statuses as they are written; the answer is the pool with it."""
+    found: list[Obj] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.text())
+        found.append(body["status"])
+        now = pool(replicas=2)
+        now["metadata"]["resourceVersion"] = str(int(body["metadata"]["resourceVersion"]) + 1)
+        return web.json_response({**now, "status": body["status"]})
+
+    api.answers["PATCH", f"{POOL}/status"] = answer
+    return found
+
+
+def condition(status: Obj, kind: str) -> tuple[str, str]:
+    return next((c["status"], c["reason"]) for c in status["conditions"] if c["type"] == kind)
+
+
+def settled_services(ctx: Context) -> None:
+    for service in pool_services("math", "rl", "ours"):
+        service["metadata"]["uid"] = f"uid of {service['metadata']['name']}"
+        ctx.store.upsert("services", service)
+
+
+async def test_a_restart_whose_deletion_fails_counts_once(
+    api: Loopback, ctx: Context, written: list[Obj]
+) -> None:
+    settled_services(ctx)
+    ctx.store.upsert("pools", pool(replicas=2))
+    ctx.store.upsert("pods", {**pod(), "status": {"phase": "Failed"}})
+    ctx.store.upsert("pods", pod(1))
+    api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "Busy", "message": "busy"}, 503)
+    reconciler = Reconciler(ctx)
+    for _ in range(3):
+        with pytest.raises(Unavailable):
+            await reconciler.reconcile(KEY)
+    api.answer("DELETE", f"{PODS}/math-0-0", {"kind": "Pod"})
+    await reconciler.reconcile(KEY)
+    assert written[-1]["restarts"] == 1
+    assert written[-1]["replacing"] == [{"replica": 0, "restarts": 1}]
+    assert [m for m, *_ in api.requests].count("DELETE") == 4
+
+
+async def test_what_was_refused_is_told_until_it_is_tried_again(
+    api: Loopback, ctx: Context, written: list[Obj]
+) -> None:
+    """A write that the watch has not shown keeps the pass from trying; it mends nothing."""
+    settled_services(ctx)
+    ctx.store.upsert("pools", pool(replicas=2))
+
+    async def create(request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.text())
+        if body["metadata"]["name"] == "math-1-0":
+            return web.json_response(
+                {"reason": "Forbidden", "message": "exceeded quota"}, status=403
+            )
+        return web.json_response(pod(), status=201)
+
+    api.answers["POST", PODS] = create
+    reconciler = Reconciler(ctx)
+    for _ in range(3):
+        await reconciler.reconcile(KEY)
+    assert ctx.expectations.pending(KEY) == 1
+    assert [condition(status, "Degraded") for status in written] == [
+        ("False", "AsExpected"),
+        ("True", "Rejected"),
+    ]
+
+
+async def test_a_finalizer_of_somebody_else_holds_nothing_else_up(
+    api: Loopback, ctx: Context, written: list[Obj], clock: Clock
+) -> None:
+    settled_services(ctx)
+    ctx.store.upsert("pools", pool(replicas=2))
+    stuck = pod(deletionTimestamp="1970-01-12T13:00:00Z", deletionGracePeriodSeconds=0)
+    ctx.store.upsert("pods", stuck)
+    ctx.store.upsert("pods", {**pod(1), "status": {"phase": "Failed"}})
+    for name in ("math-0-0", "math-1-0"):
+        api.answer("DELETE", f"{PODS}/{name}", {"kind": "Pod"})
+    reconciler = Reconciler(ctx)
+    for second in range(100):
+        clock.wall += 1
+        clock.steady += 1
+        await reconciler.reconcile(KEY)
+        if second == 10:
+            ctx.store.take("pods", "DELETED", pod(1, resourceVersion="6"))
+            ctx.expectations.observe("pods", "DELETED", pod(1))
+            api.answer("POST", PODS, pod(1, uid="new", resourceVersion="8"), 201)
+    deletes = [path.rpartition("/")[2] for method, path, _ in api.requests if method == "DELETE"]
+    assert deletes == ["math-0-0", "math-1-0", "math-0-0", "math-0-0", "math-0-0"]
+    assert [m for m, *_ in api.requests].count("POST") == 1, "the other replica is replaced"
+
+
+async def test_progress_is_told_when_the_clock_was_set_back(
+    ctx: Context, written: list[Obj], clock: Clock
+) -> None:
+    settled_services(ctx)
+    reconciler = Reconciler(ctx)
+    ctx.store.upsert("pools", pool(replicas=2))
+    for replica in range(2):
+        ctx.store.upsert("pods", pod(replica))
+    await reconciler.reconcile(KEY)
+    count = len(written)
+    clock.wall -= 3600
+    clock.steady += 0.5
+    ctx.store.upsert("pods", {**pod(resourceVersion="9"), "spec": {"nodeName": "n1"}})
+    left = await reconciler.reconcile(KEY)
+    assert left is not None
+    assert left <= 0.5
+    assert len(written) == count, "at most once a second"
+    clock.steady += 0.5
+    await reconciler.reconcile(KEY)
+    assert len(written) == count + 1

@@ -1,0 +1,215 @@
+"""Connections that ask for nothing, or for too much: the ports stay reachable."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from loopwatch import watched
+from rollout_worker.ports.auth import Anyone
+from rollout_worker.ports.connections import (
+    CONTROL_PLACES,
+    DATA_PLACES,
+    OTHER_DESCRIPTORS,
+    Places,
+    places,
+    raise_descriptors,
+)
+from rollout_worker.ports.server import PROBES, Servers
+from tiny_worker import TinyWorker, tiny_worker
+from waiting import until
+
+FREE_PORTS = ["--data-host", "127.0.0.1", "--data-port", "0", "--control-port", "0"]
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Served:
+    """A worker behind its sockets."""
+
+    def __init__(self, tiny: TinyWorker, servers: Servers) -> None:
+        self.tiny = tiny
+        self.data, self.control = servers.ports
+        self.raw: list[Stream] = []
+
+    async def open(self, port: int, text: bytes = b"") -> Stream:
+        """A connection that sent this much."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        self.raw.append((reader, writer))
+        writer.write(text)
+        return reader, writer
+
+    async def get(self, port: int, path: str) -> int:
+        """The status of a new call."""
+        async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+            return (await client.get(f"http://127.0.0.1:{port}{path}")).status_code
+
+    async def reachable(self) -> bool:
+        """Whether probes and the operator get their answers."""
+        found = (await self.get(self.data, "/health"), await self.get(self.control, "/v1/state"))
+        return found == (200, 200)
+
+
+@contextlib.asynccontextmanager
+async def served(
+    home: Path, room: Places | None = None, header_seconds: float = 10.0
+) -> AsyncIterator[Served]:
+    async with tiny_worker(home, *FREE_PORTS) as tiny:
+        servers = Servers(tiny.worker, Anyone(), room, header_seconds)
+        running = asyncio.create_task(servers.run())
+        found = Served(tiny, servers)
+        try:
+            yield found
+        finally:
+            for _, writer in found.raw:
+                writer.close()
+            servers.stop()
+            await asyncio.wait_for(running, 20)
+
+
+async def closed(stream: Stream) -> bool:
+    """Whether the worker closes a connection."""
+    with contextlib.suppress(ConnectionError):
+        return await asyncio.wait_for(stream[0].read(), 10) == b""
+    return True
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", b"POST /v1/generate HTTP/1.1\r\nHost: a\r\n"])
+async def test_half_open_connections_give_way(tmp_path: Path, sent: bytes) -> None:
+    async with served(tmp_path, Places(data=PROBES + 8, control=4)) as worker:
+        streams = [await worker.open(worker.data, sent) for _ in range(3 * PROBES)]
+        streams += [await worker.open(worker.control, sent) for _ in range(20)]
+        assert await worker.reachable()
+        assert await closed(streams[0]), "the oldest"
+        assert await closed(streams[-20])
+
+
+async def test_a_header_that_does_not_end_is_given_up(tmp_path: Path) -> None:
+    async with served(tmp_path, header_seconds=0.2) as worker:
+        for port in (worker.data, worker.control):
+            first = await worker.open(port, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+            kept = await worker.open(port, b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            await kept[0].readuntil(b"\r\n\r\n")
+            assert await closed(first)
+            kept[1].write(b"GET /again")
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(kept[0].read(), 10)
+
+
+async def test_a_connection_kept_alive_is_kept(tmp_path: Path) -> None:
+    async with served(tmp_path, header_seconds=0.1) as worker:
+        reader, writer = await worker.open(worker.data)
+        for _ in range(2):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(len(b'{"status":"ok","lifecycle":"Active"}'))
+            await asyncio.sleep(0.3)  # longer than a header may take: none has begun
+
+
+async def test_requests_leave_places_to_probes(tmp_path: Path) -> None:
+    async with served(tmp_path, Places(data=PROBES + 4, control=4)) as worker:
+        body = b'{"token_ids": [5], "sampling": {"max_tokens": 40}}'
+        head = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+        for _ in range(4):
+            await worker.open(worker.data, head + body)
+        await until(lambda: len(worker.tiny.flights) == 4, what="the requests")
+        reader, _ = await worker.open(worker.data, head + body)
+        assert b" 429 " in await asyncio.wait_for(reader.readline(), 10)
+        assert await worker.reachable()
+        worker.tiny.engine.free = True
+        for reader, _ in worker.raw[:4]:
+            assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+
+
+async def test_who_answers_is_never_closed_for_others(tmp_path: Path) -> None:
+    async with served(tmp_path, Places(data=3, control=4)) as worker:
+        body = b'{"token_ids": [5], "sampling": {"max_tokens": 40}}'
+        head = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+        reader, _ = await worker.open(worker.data, head + body)
+        await until(lambda: len(worker.tiny.flights), what="the request")
+        for _ in range(10):
+            await worker.open(worker.data, b"GET")
+        assert await worker.reachable()
+        worker.tiny.engine.free = True
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    """No more descriptors than are open."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def use_up() -> list[int]:
+    """Open whatever may be opened yet."""
+    found: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with contextlib.suppress(OSError):
+        while True:
+            found.append(os.open(os.devnull, os.O_RDONLY))
+    return found
+
+
+async def test_no_descriptor_left_ends_no_listening(tmp_path: Path, few_descriptors: None) -> None:
+    async with served(tmp_path) as worker:
+        waiting = []
+        for port in (worker.data, worker.control):
+            sock = socket.socket()
+            sock.setblocking(False)
+            waiting.append((sock, port))
+        used = use_up()
+        try:
+            for sock, port in waiting:  # the kernel accepts them, the worker can't
+                await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+            await asyncio.sleep(0.3)
+        finally:
+            for each in used:
+                os.close(each)
+        for sock, _ in waiting:
+            await asyncio.get_running_loop().sock_sendall(
+                sock, b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+            )
+            answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1024), 10)
+            assert b" 200 " in answer
+            sock.close()
+
+
+async def test_a_body_in_tiny_chunks_holds_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path) as worker:
+        body = b'{"token_ids": [' + b"5," * 2**14 + b"5]}"
+        chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+        head = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        held = []
+        for _ in range(4):
+            async with watched() as watch:
+                reader, writer = await worker.open(worker.data, head)
+                for start in range(0, len(chunks), 2**16):
+                    writer.write(chunks[start : start + 2**16])
+                    await writer.drain()
+                assert b" 413 " in await asyncio.wait_for(reader.readline(), 30)
+            held.append(watch.seconds)
+            if watch.seconds < 0.1:
+                break
+        assert min(held) < 0.1
+
+
+def test_the_limit_of_descriptors_is_raised_and_shared_out(few_descriptors: None) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    assert places() == Places(data=1024 - CONTROL_PLACES - OTHER_DESCRIPTORS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    assert places().data > 0
+    raise_descriptors()
+    soft, same = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft >= min(hard, 2**16) > 1024
+    assert same == hard
+    assert places().data == min(DATA_PLACES, soft - CONTROL_PLACES - OTHER_DESCRIPTORS)

@@ -1,0 +1,96 @@
+"""File systems that don't answer: whoever needs them is told in time, and the event loop goes on.
+
+A named pipe that nobody writes is one: to read it takes for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from asgi import call
+from rollout_worker.openai.text import Texts
+from rollout_worker.ports.access import SEE
+from rollout_worker.ports.auth import BearerToken
+from rollout_worker.ports.data import data_app
+from rollout_worker.service import Worker
+from rollout_worker.sources import resolve
+from rollout_worker.threads import Shared
+from rollout_worker.wire.problems import ProblemError
+from tiny_worker import refused, settings, tiny_worker
+from waiting import until
+
+
+def answers(pipe: Path, text: str) -> None:
+    """Let whoever reads the pipe have this; returns once it was read."""
+    pipe.write_text(text)
+
+
+async def test_a_folder_that_hangs_is_told(tmp_path: Path) -> None:
+    pipe = tmp_path / "chat_template.jinja"
+    os.mkfifo(pipe)
+    texts = Texts(lambda: tmp_path, seconds=0.05)
+    for _ in range(3):
+        with pytest.raises(ProblemError, match="did not answer in") as late:
+            await texts.template()
+        assert late.value.problem.status == 504
+    assert [t.name for t in threading.enumerate()].count("template_0") == 1, "one hangs, not three"
+    await asyncio.to_thread(answers, pipe, "{{ messages }}")
+    await until(texts._reading._call.done, what="the template")  # type: ignore[union-attr]
+    pipe.unlink()
+    pipe.write_text("{{ messages }}")
+    assert await texts.template() == "{{ messages }}"
+
+
+async def test_a_token_file_that_hangs_lets_nobody_in(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("s3cret")
+    token = BearerToken(file, seconds=0.05)
+    file.unlink()
+    os.mkfifo(file)
+    for _ in range(3):
+        with refused("auth-unavailable"):
+            await token.check("Bearer s3cret", SEE)
+    await asyncio.to_thread(answers, file, "other")
+
+
+async def test_a_volume_that_hangs_is_told(tmp_path: Path) -> None:
+    released = threading.Event()
+    async with tiny_worker(tmp_path) as tiny:
+        hanging = [resolve._THREADS.submit(released.wait, 30) for _ in range(4)]
+        with refused("deadline-exceeded"):
+            await tiny.begin_stage(1, 7, deadline_seconds=0.05)
+        assert tiny.updates.slot is None
+        released.set()
+        assert all(each.result(30) for each in hanging)
+        assert (await tiny.begin_stage(1, 7)).phase == "Staging"
+
+
+async def test_facts_of_a_model_that_is_not_loaded_ask_no_hub() -> None:
+    app = data_app(Worker(settings("--model", "org/model-of-a-silent-hub")))
+    for path in ("/v1/info", "/v1/completions", "/v1/chat/completions"):
+        method = "GET" if path == "/v1/info" else "POST"
+        answer = await asyncio.wait_for(call(app, path, b"{}", method), 5)
+        assert (answer.status, answer.slug) == (503, "starting")
+
+
+async def test_who_asks_at_once_shares_the_work() -> None:
+    begun: list[int] = []
+    go = threading.Event()
+
+    def work() -> int:
+        begun.append(1)
+        go.wait(30)
+        return len(begun)
+
+    shared = Shared(work, "shared")
+    asked = [asyncio.create_task(shared.get(30)) for _ in range(20)]
+    await until(lambda: begun, what="the work")
+    asked[0].cancel()
+    go.set()
+    assert await asyncio.gather(*asked[1:]) == [1] * 19
+    assert await shared.get(30) == 2

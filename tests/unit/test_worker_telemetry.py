@@ -1,0 +1,86 @@
+"""The worker's page of metrics: whose series they are, and what is counted where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollout_worker.observe.telemetry import REFUSALS, Telemetry
+from rollout_worker.schemas import GenerateRequest
+from rollout_worker.wire.problems import KINDS
+from tiny_worker import TinyWorker, refused, tiny_worker
+
+POOL = 'namespace="rl",pool="math"'
+
+
+@pytest.fixture
+async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
+    async with tiny_worker(tmp_path, "--max-queue", "1", rows=1) as worker:
+        yield worker
+
+
+def value(page: str, series: str) -> float:
+    [found] = re.findall(rf"^{re.escape(series)} (\S+)$", page, re.MULTILINE)
+    return float(found)
+
+
+def test_every_series_names_its_pool_however_it_is_scraped() -> None:
+    telemetry = Telemetry("math", "rl")
+    telemetry.info("hf", "1", "tiny")
+    telemetry.inter_token_seconds.observe(0.01)
+    page = telemetry.page("").decode().splitlines()
+    series = [line for line in page if not line.startswith("#")]
+    assert len(series) > 100
+    assert [s for s in series if 'namespace="rl"' not in s or 'pool="math"' not in s] == []
+    assert [line for line in series if "_created" in line] == []
+
+
+def test_a_worker_by_itself_names_no_pool() -> None:
+    page = Telemetry(None, "rl").page("").decode()
+    assert "pool=" not in page
+    assert "namespace=" not in page
+
+
+def test_refusals_are_there_before_the_first_one() -> None:
+    page = Telemetry("math", "rl").page("").decode()
+    for slug in REFUSALS:
+        assert value(page, f'rollout_worker_refused_total{{{POOL},reason="{slug}"}}') == 0
+    # All that a request can be told to try again for, but what is a defect or concerns a caller.
+    retried = {slug for slug, (status, _) in KINDS.items() if status in (429, 503)}
+    assert set(REFUSALS) == retried - {"auth-unavailable"} | {
+        "duplicate-request",
+        "version-not-met",
+    }
+
+
+async def test_a_refused_request_is_counted_once_by_its_problem(worker: TinyWorker) -> None:
+    def count(slug: str) -> float:
+        page = worker.worker.metrics().decode()
+        return value(page, f'rollout_worker_refused_total{{reason="{slug}"}}')
+
+    await worker.begin("a", 3)
+    with refused("duplicate-request"):
+        await worker.begin("a", 3)
+    with refused("version-not-met"):
+        worker.worker.submit(GenerateRequest(token_ids=(1,), min_version=9))
+    await worker.pause()
+    with refused("paused"):
+        worker.worker.check_serving()
+    with refused("paused"):
+        worker.worker.submit(GenerateRequest(token_ids=(1,)))
+    assert worker.worker.readiness() is not None, "a probe is no request"
+    counted = {slug: count(slug) for slug in REFUSALS if count(slug)}
+    assert counted == {"duplicate-request": 1, "version-not-met": 1, "paused": 2}
+
+
+async def test_the_time_between_tokens_is_measured_within_an_output(worker: TinyWorker) -> None:
+    flight = await worker.runs("r", made=1, tokens=3)
+    page = worker.worker.metrics().decode()
+    assert value(page, "rollout_worker_inter_token_seconds_count") == 0, "there is one token"
+    await worker.ends(flight)
+    page = worker.worker.metrics().decode()
+    assert 1 <= value(page, "rollout_worker_inter_token_seconds_count") <= 2
+    assert 0 < value(page, "rollout_worker_inter_token_seconds_sum") < 10

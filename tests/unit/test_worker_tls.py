@@ -1,0 +1,123 @@
+"""The control port over TLS: with the certificate of the day, and never without."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from localkube.pki import Authority
+from rollout_client.control import ControlUnreachable, WorkerControl
+from rollout_client.discovery.members import static_members
+from rollout_client.steering.control_ports import ControlPorts
+from rollout_worker.ports.auth import Anyone
+from rollout_worker.ports.connections import CONTROL_PLACES
+from rollout_worker.ports.server import Servers
+from rollout_worker.ports.tls import Certificate
+from rollout_worker.settings import BadSettings
+from tiny_worker import settings, tiny_worker
+from waiting import until
+
+
+def issue(folder: Path, name: str) -> tuple[Path, Path]:
+    """A certificate for loopback, and its key."""
+    authority = Authority(folder, "ca")
+    authority.issue(name, f"/CN={name}", usage="serverAuth", san="IP:127.0.0.1,DNS:localhost")
+    return folder / f"{name}.crt", folder / f"{name}.key"
+
+
+@contextlib.asynccontextmanager
+async def served(home: Path, *flags: str) -> AsyncIterator[tuple[int, int]]:
+    """The data and the control port of a worker."""
+    ports = ["--data-host", "127.0.0.1", "--data-port", "0", "--control-port", "0"]
+    async with tiny_worker(home, *ports, *flags) as tiny:
+        servers = Servers(tiny.worker, Anyone())
+        running = asyncio.create_task(servers.run())
+        try:
+            yield servers.ports
+        finally:
+            servers.stop()
+            await asyncio.wait_for(running, 20)
+
+
+async def test_the_client_steers_over_tls_and_trusts_nobody_else(tmp_path: Path) -> None:
+    cert, key = issue(tmp_path, "worker")
+    files = ["--control-tls-cert-file", str(cert), "--control-tls-key-file", str(key)]
+    async with served(tmp_path, *files) as (data, control):
+        members = static_members([f"http://127.0.0.1:{data}"], [f"https://127.0.0.1:{control}"])
+        trusting = ControlPorts(lambda: members, None, tmp_path / "ca.crt")
+        [state] = (await trusting.states()).values()
+        assert state.serving
+        [answer] = (await trusting.ask(trusting.names(), lambda c: c.reset_cache())).values()
+        assert not isinstance(answer, Exception)
+        await trusting.close()
+        strict = ControlPorts(lambda: members, None)
+        [refusal] = (await strict.ask(strict.names(), lambda c: c.state())).values()
+        assert isinstance(refusal, ControlUnreachable)
+        assert "certificate" in str(refusal).lower()
+        await strict.close()
+        async with httpx.AsyncClient(trust_env=False) as plain:
+            with pytest.raises(ControlUnreachable):
+                await WorkerControl(f"http://127.0.0.1:{control}", _nobody, plain).state()
+            assert (await plain.get(f"http://127.0.0.1:{data}/health")).status_code == 200
+
+
+async def _nobody() -> None:
+    return None
+
+
+async def test_handshakes_that_do_not_end_give_way(tmp_path: Path) -> None:
+    cert, key = issue(tmp_path, "worker")
+    files = ["--control-tls-cert-file", str(cert), "--control-tls-key-file", str(key)]
+    async with served(tmp_path, *files) as (_, control):
+        half = [
+            await asyncio.open_connection("127.0.0.1", control) for _ in range(CONTROL_PLACES + 20)
+        ]
+        trust = ssl.create_default_context(cafile=tmp_path / "ca.crt")
+        async with httpx.AsyncClient(trust_env=False, verify=trust) as client:
+            answer = await client.get(f"https://127.0.0.1:{control}/v1/state", timeout=8)
+        assert answer.status_code == 200
+        for _, writer in half:
+            writer.close()
+
+
+def test_a_ca_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="control_ca"):
+        ControlPorts(lambda: (), None, tmp_path / "none")
+
+
+async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    cert, key = issue(tmp_path, "first")
+    held = Certificate(cert, key, every_seconds=0.02)
+    first = held.context
+    keeping = asyncio.create_task(held.keep())
+    newer, newer_key = issue(tmp_path, "second")
+    os.replace(newer_key, key)
+    os.replace(newer, cert)
+    await until(lambda: held.context is not first, what="the new one")
+    cert.write_text("nonsense")
+    read = held._reading
+    for _ in range(2):  # one may have begun before
+        last = read._call
+        await until(lambda last=last: read._call is not last, what="a reading")  # type: ignore[misc]
+    assert read._call is not None
+    await asyncio.wait([read._call])
+    good = held.context
+    await until(lambda: read._call is not last, what="one more")
+    assert held.context is good
+    assert not keeping.done()
+    keeping.cancel()
+
+
+def test_files_that_cant_be_used_are_told_at_the_start(tmp_path: Path) -> None:
+    cert, key = issue(tmp_path, "worker")
+    with pytest.raises(BadSettings, match="--control-tls-key-file"):
+        settings("--control-tls-cert-file", str(cert))
+    with pytest.raises(BadSettings, match="can't be used"):
+        Certificate(key, cert)

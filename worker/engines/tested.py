@@ -1,0 +1,22 @@
+"""Which versions of engines the adapters were tested with: they reach into what is no public interface.
+
+Imports nothing but the standard library, for the main module of SGLang's child.
+"""
+
+from __future__ import annotations
+
+FLAG = "--allow-untested-version"
+"""The flag among `engine.args` that lets another version start."""
+
+VERSIONS = {"vLLM": "0.32.0", "SGLang": "0.5.23"}
+
+
+def refusal(engine: str, found: str) -> str | None:
+    """Return why this version does not start, None if it does; a local part (`+cpu`) is ignored."""
+    tested = VERSIONS[engine]
+    if found.partition("+")[0] == tested:
+        return None
+    return (
+        f"the worker was tested with {engine} {tested}; found {found}: install {tested}, or add "
+        f"{FLAG} to engine.args to try this one"
+    )

@@ -1,0 +1,223 @@
+"""The connections of a port: bounded in number, and in the time they take to ask for something.
+
+Descriptors are what all parts of a process share. So each port has its places, the control port's
+kept apart from those of the data port, and a connection that asks for nothing gives its place to the
+next one. Nothing that goes wrong with one connection ends the listening.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+MAX_DESCRIPTORS = 2**16
+DATA_PLACES = 2**14
+CONTROL_PLACES = 128
+OTHER_DESCRIPTORS = 256
+"""For everything else in the process: files, the engine's own sockets, the API server."""
+FEWEST_PLACES = 64
+
+HEADER_SECONDS = 10.0
+"""What the header of a request may take to arrive; also the handshake of TLS."""
+SWEEP_SECONDS = 1.0
+RETRY_SECONDS = 0.1
+"""After which a connection is accepted again when there was no descriptor for one."""
+READ_BYTES = 2**14
+"""Read at once: in tiny chunks, a body costs microseconds a byte, and the loop waits for all of them."""
+
+
+def raise_descriptors() -> None:
+    """Let this process have as many descriptors as it may, which by default it has not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """How many connections each port takes at once."""
+
+    data: int
+    control: int = CONTROL_PLACES
+
+
+def places() -> Places:
+    """The places that the present limit of descriptors allows."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    left = most - CONTROL_PLACES - OTHER_DESCRIPTORS
+    return Places(data=max(FEWEST_PLACES, min(DATA_PLACES, left)))
+
+
+class Connection(asyncio.Protocol):
+    """Stands between a transport and the server's protocol, and knows whether something is asked."""
+
+    def __init__(self, inner: asyncio.Protocol, room: Room) -> None:
+        self._inner = inner
+        self._room = room
+        self._transport: asyncio.Transport | None = None
+        self.waits_since: float | None = None
+        """When the header that has not ended began; None while there is none."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered."""
+        cycle: Any = getattr(self._inner, "cycle", None)
+        return cycle is not None and not cycle.response_complete
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to wait for a header."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own transports
+        self._transport = transport
+        self.waits_since = time.monotonic()
+        self._room.connections[self] = None
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Note whether a header began or ended."""
+        self._inner.data_received(data)
+        if self.busy:
+            self.waits_since = None
+        elif self.waits_since is None:
+            self.waits_since = time.monotonic()
+
+    def eof_received(self) -> bool | None:
+        """Pass it on."""
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        """Pass it on."""
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Pass it on."""
+        self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give the place back."""
+        self._room.connections.pop(self, None)
+        self._inner.connection_lost(exc)
+
+
+class Room:
+    """The connections of one port, oldest first."""
+
+    def __init__(self, most: int, header_seconds: float = HEADER_SECONDS) -> None:
+        self._most = most
+        self.header_seconds = header_seconds
+        self.connections: dict[Connection, None] = {}
+        self.greetings: dict[asyncio.Task[None], None] = {}
+        """Of those that are accepted and not in `connections` yet; with TLS, the other side may dally."""
+
+    def make_place(self) -> bool:
+        """Whether one more may come; the oldest that asks for nothing leaves for it."""
+        if len(self.connections) + len(self.greetings) < self._most:
+            return True
+        return self.close_one()
+
+    def close_one(self) -> bool:
+        """Close the oldest connection that asks for nothing, if there is one."""
+        for greeting in self.greetings:
+            del self.greetings[greeting]
+            greeting.cancel()
+            return True
+        for each in self.connections:
+            if not each.busy:
+                del self.connections[each]
+                each.abort()
+                return True
+        return False
+
+    async def sweep(self) -> None:
+        """Close, until cancelled, whatever takes too long for a header."""
+        while True:
+            await asyncio.sleep(min(SWEEP_SECONDS, self.header_seconds))
+            late = time.monotonic() - self.header_seconds
+            for each in list(self.connections):
+                if each.waits_since is not None and each.waits_since < late and not each.busy:
+                    each.abort()
+
+
+class Listener:
+    """Accepts connections on one socket until it is closed; uvicorn takes it for one of its servers."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        make: Callable[[], asyncio.Protocol],
+        room: Room,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+    ) -> None:
+        self._sock = sock
+        self._make = make
+        self._room = room
+        self._tls = tls
+        self._tasks = [asyncio.create_task(self._accept()), asyncio.create_task(room.sweep())]
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._sock)
+            except OSError as error:
+                # No descriptor or memory is left, or the client has gone again.
+                logger.warning("no connection could be accepted: %s", error.strerror)
+                self._room.close_one()
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            if not self._room.make_place():
+                sock.close()
+                continue
+            greeting = asyncio.create_task(self._greet(sock))
+            self._room.greetings[greeting] = None
+            greeting.add_done_callback(lambda done: self._room.greetings.pop(done, None))
+            await asyncio.sleep(
+                0
+            )  # many at once must not keep those who wait for an answer waiting
+
+    async def _greet(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        tls: dict[str, Any] = {}
+        try:
+            if self._tls is not None:
+                tls = {"ssl": self._tls(), "ssl_handshake_timeout": self._room.header_seconds}
+            await loop.connect_accepted_socket(self._connection, sock, **tls)
+        except OSError as error:  # of the handshake, too
+            logger.debug("a connection ended before it began: %s", error)
+            sock.close()
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+
+    def _connection(self) -> Connection:
+        return Connection(self._make(), self._room)
+
+    def close(self) -> None:
+        """Accept no more."""
+        # Before the socket is closed: another one may have its number by the time the task ends.
+        asyncio.get_running_loop().remove_reader(self._sock)
+        for task in (*self._tasks, *self._room.greetings):
+            task.cancel()
+        self._sock.close()
+
+    async def wait_closed(self) -> None:
+        """Wait until nothing is accepted any more."""
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([*self._tasks, *self._room.greetings])

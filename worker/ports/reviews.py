@@ -1,0 +1,161 @@
+"""Answers of an API server about callers: kept for a while, asked for once, and by few at a time.
+
+A caller may invent as many tokens as it likes. It then waits, or is turned away, by itself: answers
+that let somebody in are kept apart from those that don't, and are renewed before they expire; each
+address has few places in the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Final, Generic, TypeVar
+
+from rollout_worker.wire.problems import ProblemError
+
+ACCEPTED_SECONDS: Final = 300.0
+RENEW_SECONDS: Final = 60.0
+"""So long before it expires, an accepted answer is asked for again by the next call."""
+DENIED_SECONDS: Final = 5.0
+MAX_CACHED: Final = 1024
+MAX_ASKED: Final = 8
+"""Reviews that the API server is asked for at once."""
+MAX_WAITING: Final = 64
+MAX_WAITING_EACH: Final = 16
+"""Reviews that wait for callers at one address."""
+MAX_SHARING: Final = 256
+"""Calls that wait for the same review."""
+REVIEW_SECONDS: Final = 15.0
+"""What a review may take, with its time in the queue."""
+
+T = TypeVar("T")
+
+
+class Cache(Generic[T]):
+    """Answers that each have an expiry; beyond `MAX_CACHED` the oldest are dropped."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Hashable, tuple[float, T]] = OrderedDict()
+
+    def get(self, key: Hashable, now: float) -> tuple[float, T] | None:
+        """The seconds until it expires, and the answer."""
+        entry = self._entries.get(key)
+        if entry is None or entry[0] <= now:
+            return None
+        return entry[0] - now, entry[1]
+
+    def put(self, key: Hashable, value: T, expires: float) -> None:
+        """Remember an answer until `expires`."""
+        self.drop(key)
+        self._entries[key] = (expires, value)
+        while len(self._entries) > MAX_CACHED:
+            self._entries.popitem(last=False)
+
+    def drop(self, key: Hashable) -> None:
+        """Forget an answer."""
+        self._entries.pop(key, None)
+
+
+class Queue:
+    """Where reviews of every kind wait for their turn."""
+
+    def __init__(self) -> None:
+        self._turns = asyncio.Semaphore(MAX_ASKED)
+        self._places: Counter[str] = Counter()
+
+    def enter(self, address: str) -> None:
+        """Take a place.
+
+        Raises:
+            ProblemError: 503, there is none.
+        """
+        waiting = self._places.total()
+        if waiting >= MAX_WAITING or self._places[address] >= MAX_WAITING_EACH:
+            raise _busy()
+        self._places[address] += 1
+
+    async def ask(self, address: str, question: Callable[[], Awaitable[T]]) -> T:
+        """Ask when it is this one's turn, and leave the place.
+
+        Raises:
+            ProblemError: 503, it took too long.
+        """
+        try:
+            async with asyncio.timeout(REVIEW_SECONDS), self._turns:
+                return await question()
+        except TimeoutError:
+            raise _busy() from None
+        finally:
+            self._places[address] -= 1
+            self._places += Counter()  # forgets who has no place
+
+
+def _busy() -> ProblemError:
+    detail = "too many callers wait to be checked: try again"
+    return ProblemError("auth-unavailable", detail, retry_after=1)
+
+
+class Reviews(Generic[T]):
+    """All answers to one kind of question; of each key at most one is asked for at a time."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        accepts: Callable[[T], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`accepts` says whether an answer lets somebody in."""
+        self._queue = queue
+        self._accepts = accepts
+        self._clock = clock
+        self._accepted: Cache[T] = Cache()
+        self._denied: Cache[T] = Cache()
+        self._asked: dict[Hashable, asyncio.Task[T]] = {}
+        self._sharing: Counter[Hashable] = Counter()
+
+    async def get(self, key: Hashable, address: str, question: Callable[[], Awaitable[T]]) -> T:
+        """Return the answer that is known, or ask.
+
+        Raises:
+            ProblemError: 503, too many wait; or what the question raises.
+        """
+        now = self._clock()
+        known = self._accepted.get(key, now)
+        if known is not None:
+            if known[0] < RENEW_SECONDS and key not in self._asked:
+                with contextlib.suppress(ProblemError):
+                    self._begin(key, address, question)
+            return known[1]
+        denied = self._denied.get(key, now)
+        if denied is not None:
+            return denied[1]
+        asked = self._asked.get(key) or self._begin(key, address, question)
+        if self._sharing[key] >= MAX_SHARING:
+            raise _busy()
+        self._sharing[key] += 1
+        return await asyncio.shield(asked)
+
+    def _begin(
+        self, key: Hashable, address: str, question: Callable[[], Awaitable[T]]
+    ) -> asyncio.Task[T]:
+        self._queue.enter(address)
+        asked = self._asked[key] = asyncio.create_task(self._ask(key, address, question))
+        asked.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return asked
+
+    async def _ask(self, key: Hashable, address: str, question: Callable[[], Awaitable[T]]) -> T:
+        try:
+            answer = await self._queue.ask(address, question)
+        finally:
+            del self._asked[key]
+            del self._sharing[key]
+        now = self._clock()
+        if self._accepts(answer):
+            self._accepted.put(key, answer, now + ACCEPTED_SECONDS)
+        else:
+            self._accepted.drop(key)
+            self._denied.put(key, answer, now + DENIED_SECONDS)
+        return answer

@@ -1,0 +1,61 @@
+"""What a control port without authentication demands, so that no web page on this machine can use it.
+
+A page may send requests to loopback, but not what a page can't: JSON as such to another origin, without
+an origin, and to the address itself, not to a name that somebody else resolves to it.
+"""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollout_worker.settings import is_loopback
+from rollout_worker.wire.problems import ProblemError
+
+from .app import problem_response
+
+
+class Unguarded:
+    """Refuses what a browser could have sent for a page from elsewhere."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 403 or 415."""
+        if scope["type"] == "http":
+            refusal = _refusal(scope["method"], Headers(scope=scope))
+            if refusal is not None:
+                await problem_response(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _refusal(method: str, headers: Headers) -> ProblemError | None:
+    host = headers.get("host", "")
+    if not is_loopback(_name(host)):
+        return ProblemError(
+            "forbidden",
+            f"Host {host[:80]!r} is not this machine: with --auth none, call 127.0.0.1 or localhost",
+        )
+    origin = headers.get("origin")
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+        return ProblemError(
+            "forbidden",
+            f"Origin {origin[:80]!r} is a web page: use --auth token to let one in",
+        )
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if method == "POST" and kind != "application/json":
+        return ProblemError(
+            "not-json",
+            "with --auth none every POST says that it is JSON: send Content-Type: application/json"
+            " (curl --json '{}')",
+        )
+    return None
+
+
+def _name(host: str) -> str:
+    """`[::1]:8001` → `::1`."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]

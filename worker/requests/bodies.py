@@ -1,0 +1,119 @@
+"""Routes that read their body themselves: bounded in size and time, and parsed off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
+
+from rollout_worker.wire.bodies import MIB, Limits, parse
+from rollout_worker.wire.problems import ProblemError, too_large
+
+INLINE_BYTES = 2**15
+"""A shorter body is parsed at once: in a few milliseconds at worst, less than a thread's turn takes."""
+BODY_SECONDS = 60.0
+"""What a body may take to arrive."""
+BUDGET_BYTES = 512 * MIB
+"""Of all bodies that a port has in memory before they are parsed."""
+
+
+class Bodies:
+    """Reads the bodies of one port; one long one is parsed at a time, so few are in memory twice."""
+
+    def __init__(self, limits: Callable[[], Limits], seconds: float = BODY_SECONDS) -> None:
+        """`limits` says what a body may hold now, or refuses to read any."""
+        self._limits = limits
+        self._seconds = seconds
+        self._held = 0
+        self._thread = ThreadPoolExecutor(1, "bodies")
+
+    async def read(self, request: Request, model: type[BaseModel]) -> Request:
+        """Return the request with its body as a model, if it has a body.
+
+        Raises:
+            ProblemError: 408, 413, 422 or 429, or what `limits` refuses with.
+        """
+        limits = self._limits()
+        declared = request.headers.get("content-length", "0")
+        if declared.isascii() and declared.isdigit() and int(declared) > limits.size:
+            raise too_large(_size(limits))
+        pieces: list[bytes] = []
+        try:
+            body = await self._receive(request, limits, pieces)
+            value = await self._parse(model, body, limits) if body else None
+            return _Parsed(request, value)
+        finally:
+            self._held -= sum(map(len, pieces))
+
+    async def _receive(self, request: Request, limits: Limits, pieces: list[bytes]) -> bytes:
+        """`pieces` gets what is in memory, however this ends."""
+        size = 0
+        try:
+            async with asyncio.timeout(self._seconds):
+                async for piece in request.stream():
+                    pieces.append(piece)
+                    size += len(piece)
+                    self._held += len(piece)
+                    if size > limits.size:
+                        raise too_large(_size(limits))
+                    if self._held > BUDGET_BYTES:
+                        detail = "too many bodies arrive at once: try again"
+                        raise ProblemError("queue-full", detail, retry_after=1)
+        except TimeoutError:
+            detail = f"the body did not arrive within {self._seconds:g} s: send it again"
+            raise ProblemError("body-timeout", detail) from None
+        except ClientDisconnect:
+            raise ProblemError("http-error", "the client left before its body ended") from None
+        return b"".join(pieces)
+
+    async def _parse(self, model: type[BaseModel], body: bytes, limits: Limits) -> BaseModel:
+        if len(body) <= INLINE_BYTES:
+            return parse(model, body, limits)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, parse, model, body, limits)
+
+
+class _Parsed(Request):
+    """A request whose JSON is a model already, which FastAPI then takes as it is."""
+
+    def __init__(self, request: Request, value: BaseModel | None) -> None:
+        # Every body is JSON, also those of `curl -d` and `kubectl create --raw`, which don't say so.
+        kept = [(k, v) for k, v in request.scope["headers"] if k != b"content-type"]
+        headers = [*kept, (b"content-type", b"application/json")]
+        super().__init__({**request.scope, "headers": headers}, request.receive)
+        self._value = value
+
+    async def body(self) -> bytes:
+        """Not the bytes, which are gone: only that there were some."""
+        return b"" if self._value is None else b"parsed"
+
+    async def json(self) -> Any:
+        """The model."""
+        return self._value
+
+
+class BodyRoute(APIRoute):
+    """A route whose body is read by the `Bodies` of its application (`app.state.bodies`)."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """Wrap the handler."""
+        original = super().get_route_handler()
+        models = [each.field_info.annotation for each in self.dependant.body_params]
+
+        async def handle(request: Request) -> Response:
+            for model in models:
+                assert isinstance(model, type)
+                request = await request.app.state.bodies.read(request, model)
+            return await original(request)
+
+        return handle
+
+
+def _size(limits: Limits) -> str:
+    return f"more than {limits.size // MIB} MiB"
