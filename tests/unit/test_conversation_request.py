@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatstyles import STYLES, tokenizer
-from conversations import ADD, QUESTION, answer, begun, sampled, spans
+from conversations import ADD, QUESTION, answer, begun, codec, sampled, spans
 from rollout_worker.schemas import (
     FinishReason,
     GenerateOutput,
@@ -38,6 +38,28 @@ def test_a_prompt_ends_with_the_generation_prompt_and_asking_again_adds_nothing(
     assert request.attention_mask == [1] * len(prompt)
     assert sum(request.loss_mask) == 0
     assert not request.response_ids
+
+
+def test_an_engine_may_get_what_the_template_prints_now() -> None:
+    """Qwen's leaves earlier reasoning out; what is kept for training still has it."""
+    request = begun("qwen", use_inference_chat_template=True)
+    assert request.get_generation_prompt_ids(TOK) == request.prompt_ids
+    ids = answer(request, "qwen", "<think>\nhmm\n</think>\n\n19")
+    request.add_user_message(TOK, "thanks")
+    prompt = request.get_generation_prompt_ids(TOK).tolist()
+    text = codec("qwen").render(request.messages, None, {}, generation_prompt=True)
+    assert prompt == codec("qwen").encode(text)
+    assert "hmm" not in TOK.decode(prompt)
+    assert ids == request.response_ids[: len(ids)]
+    assert "hmm" in TOK.decode(request.input_ids.tolist())
+    assert request.counters["full_renders"] == 3, "each time that the ids were asked for"
+    again = RolloutRequest.model_validate_json(request.model_dump_json())
+    assert again.get_generation_prompt_ids(TOK) == prompt
+
+
+def test_a_cut_prompt_can_not_be_rendered_anew() -> None:
+    with pytest.raises(ValueError, match=r"overlong_prompt is 'truncate_left'.*use 'error'"):
+        begun("qwen", use_inference_chat_template=True, overlong_prompt="truncate_left")
 
 
 def test_a_template_without_a_generation_prompt_works() -> None:

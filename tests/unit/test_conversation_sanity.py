@@ -114,6 +114,31 @@ def test_calls_that_the_template_prints_otherwise_are_named() -> None:
     assert "not what the policy wrote" in str(request.difference)
 
 
+def test_calls_that_the_policy_wrote_as_the_template_does_are_no_difference() -> None:
+    """Their text is in the ids; the message has them apart."""
+    request = begun("qwen", tools=[ADD])
+    call = {"id": "c", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    text = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    for said in ("let me add", "<think>\nhmm\n</think>\n\nlet me add"):
+        request.get_generation_prompt_ids(TOK)
+        request.add_assistant_message(TOK, None, sampled("qwen", said + text), [call])
+        assert request.messages[-1]["content"] == said
+        request.add_tool_response_messages(TOK, ["19"])
+    request.finalize(TOK)
+    assert request.difference is None
+
+
+def test_what_stands_before_a_call_of_other_words_is_the_content() -> None:
+    request = begun("qwen", tools=[ADD])
+    call = {"id": "c", "function": {"name": "add", "arguments": {"a": 1}}}
+    said = 'let me add\n<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>'
+    request.get_generation_prompt_ids(TOK)
+    request.add_assistant_message(TOK, None, sampled("qwen", said), [call])
+    assert request.messages[-1]["content"] == "let me add"
+    request.finalize(TOK)
+    assert "not what the policy wrote" in str(request.difference)
+
+
 def test_eight_thousand_tokens_take_a_tenth_of_a_second() -> None:
     request = begun("qwen", max_response_len=10**5, max_model_len=10**5)
     ids = sampled("qwen", " the sum of seven and twelve" * 24)

@@ -8,7 +8,7 @@ from chatstyles import tokenizer
 from conversations import codec
 from rollout_worker.conversation.messages import Message
 from rollout_worker.conversation.seams import Seams, Turn, common, join
-from rollout_worker.conversation.windows import kind_of, window_for, window_of
+from rollout_worker.conversation.windows import kind_of, longer, shape_of, window_for, window_of
 
 END, NEXT, OTHER, NEWLINE = 90, 91, 92, 10
 SPECIAL = {END, NEXT, OTHER}
@@ -70,18 +70,53 @@ def test_a_window_ends_as_its_conversation_does() -> None:
     plain: Message = {"role": "assistant", "content": "42"}
     for history in ([question], [question, plain], [question, asks], [question, asks, result]):
         window = window_of(history)
-        assert window is not None
         assert kind_of(window[-1]) == kind_of(history[-1])
         assert [m["role"] for m in window] == [m["role"] for m in window_for(kind_of(history[-1]))]
         assert "42" not in str([message["content"] for message in window])
-    # The calls are real: templates print results beside the names that they answer.
+    # The calls' names are real: templates print results beside the names that they answer.
     window = window_of([question, asks, result, result])
-    assert window is not None
-    assert window[1]["tool_calls"] == [call]
+    [named] = window[1]["tool_calls"]
+    assert (named["id"], named["function"]["name"]) == ("c1", "add")
     assert [m["tool_call_id"] for m in window[2:]] == ["c1", "c1"]
     # An answer given as text has no calls; results that follow it get some to answer.
     window = window_of([question, plain], [result])
-    assert window is not None
     assert window[-1]["tool_calls"][0]["id"] == "c1"
-    assert window_of([{"role": "system", "content": "be brief"}]) is None
-    assert window_of([question, result]) is None
+
+
+def test_a_window_keeps_what_templates_look_at() -> None:
+    """A system message, one earlier round with calls, one step since the last question."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}
+    brief: Message = {"role": "system", "content": "be brief"}
+    ask: Message = {"role": "user", "content": "what is 17 + 25?"}
+    calls: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result: Message = {"role": "tool", "content": "42", "tool_call_id": "c1"}
+    said: Message = {"role": "assistant", "content": "42"}
+    chat, step = [ask, said], [calls, result]
+
+    def shape(*history: Message) -> str:
+        return " ".join(kind[0] for kind in shape_of(window_of(history)))
+
+    assert shape(brief) == "s"
+    assert shape(brief, ask) == "s u"
+    assert shape(*chat * 9, ask) == "u a u"
+    assert shape(brief, *chat * 9, *chat) == "s u a u a"
+    assert shape(*chat, ask, *step, *step, said, *chat * 5, ask) == "u c t a u"
+    assert shape(ask, *step, ask, said, ask) == "u c t u"
+    assert shape(ask, *step * 7, calls) == "u c t c"
+    assert shape(ask, *step * 7, calls, result, result) == "u c t c t t"
+    assert shape(*chat, ask, *step * 2, said, *chat, ask) == "u c t a u", "one step"
+    assert shape(said, ask) == "u", "an answer without a question is no round"
+
+
+def test_a_longer_window_has_more_of_what_there_is() -> None:
+    calls, tool = window_for("tool")[1:]
+    [ask, said] = window_for("assistant")
+    brief: Message = {"role": "system", "content": "zqxsystemzqx"}
+
+    def more(*window: Message) -> str:
+        return " ".join(kind[0] for kind in shape_of(longer(window)))
+
+    assert more(brief, ask, said) == "s u a", "it is the whole conversation"
+    assert more(ask, said, ask) == "u a u a u a u"
+    assert more(brief, ask, calls, tool, said, ask, said) == "s u c t a u a u c t a u a"
+    assert more(ask, calls, tool, calls, tool) == "u c t c t c t"

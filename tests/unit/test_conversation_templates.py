@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatstyles import STYLES, tokenizer
-from conversations import ADD, QUESTION, answer, begun, codec, sampled, text_of
+from conversations import ADD, QUESTION, Counting, answer, begun, codec, sampled, text_of
 from rollout_worker.schemas import RolloutRequest, TemplateError
 
 FAMILIES = sorted(set(STYLES) - {"plain"})
@@ -119,12 +119,12 @@ def test_an_answer_behind_an_answer_is_closed_first(style: str) -> None:
     assert "full_renders" not in request.counters
 
 
-def test_a_template_that_moves_the_tools_is_rendered_whole_and_counted() -> None:
+def test_a_template_that_moves_the_tools_is_counted() -> None:
     request, tok = begun("mistral", tools=[ADD]), tokenizer("mistral")
     for asked in ("and then?", "and now?"):
         answer(request, "mistral", "19")
         request.add_user_message(tok, asked)
-    assert request.counters == {"full_renders": 2, "history_rewrites": 2}
+    assert request.counters == {"history_rewrites": 2}
     text = text_of(request, "mistral")
     assert text.count("[AVAILABLE_TOOLS]") == 3
     assert text.endswith("[INST] and now?[/INST]")
@@ -202,27 +202,6 @@ def test_messages_reach_the_template_as_plain_dicts() -> None:
     assert request.messages[2]["tool_call_id"] == "c"
 
 
-class Counting:
-    """A tokenizer that counts the characters that it renders and tokenizes."""
-
-    backend_tokenizer = None
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.characters = inner, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
-        text = self.inner.apply_chat_template(messages, **options)
-        self.characters += len(text)
-        return text
-
-    def encode(self, text: str, **options: Any) -> Any:
-        self.characters += len(text)
-        return self.inner.encode(text, **options)
-
-
 @pytest.mark.parametrize("style", FAMILIES)
 def test_a_turn_costs_what_it_adds(style: str) -> None:
     tok, costs = Counting(tokenizer(style)), []
@@ -237,4 +216,4 @@ def test_a_turn_costs_what_it_adds(style: str) -> None:
         request.add_user_message(tok, "and now?")
         costs.append(tok.characters - before)
     assert len(set(costs[2:])) == 1
-    assert costs[-1] < 1500 < len(request.input_ids)
+    assert costs[-1] < 1700 < len(request.input_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ QUESTION = Question(17, 25)
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    found = style("qwen")
+    found = copy.deepcopy(style("qwen"))  # others use it, too
     found.chat_template = TEMPLATE
     return found
 

@@ -104,8 +104,9 @@ def taken(value: Any) -> tuple[Message, Media]:
     media: Media = {key: [] for key in MEDIA_KEYS}
     if isinstance(message["content"], Sequence) and not isinstance(message["content"], str):
         message["content"] = [_item(plain(item), media) for item in message["content"]]
-    if message.get("tool_calls"):
-        message["tool_calls"] = [tool_call(call) for call in message["tool_calls"]]
+    calls = message.pop("tool_calls", None)
+    if calls:  # some templates only look whether there is the key
+        message["tool_calls"] = [tool_call(call) for call in calls]
     return message, media
 
 

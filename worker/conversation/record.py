@@ -87,6 +87,9 @@ class Conversation(BaseModel):
     max_model_len: int = Field(default=32768, gt=0)
     overlong_prompt: OverlongPrompt = OverlongPrompt.ERROR
     tokenization_sanity_check_mode: SanityCheckMode = SanityCheckMode.STRICT
+    use_inference_chat_template: bool = Field(
+        default=False, description="Engines get the template's full render, not the ids kept here."
+    )
     streams: Streams = Field(default_factory=Streams)
     media: list[MediaTurn] = Field(default_factory=list)
     logprobs_of: LogprobsOf | None = None
@@ -109,6 +112,15 @@ class Conversation(BaseModel):
         if isinstance(data, Mapping):
             values = {**values, "multi_modal_data": {**{k: [] for k in MEDIA_KEYS}, **data}}
         return values
+
+    @model_validator(mode="after")
+    def _renders_what_it_holds(self) -> Self:
+        if self.use_inference_chat_template and self.overlong_prompt is not OverlongPrompt.ERROR:
+            raise ValueError(
+                f"overlong_prompt is {self.overlong_prompt.value!r}: a cut prompt can't be rendered "
+                "anew at each turn, so use 'error' with use_inference_chat_template"
+            )
+        return self
 
     def __eq__(self, other: object) -> bool:
         """Compare the data alone, without what was learned about a template."""

@@ -13,8 +13,9 @@ from typing import Any, Self
 
 from rollout_worker.schemas import GenerateOutput, LogprobsOf, StopReason, WeightsSpan
 
+from .answers import content_of
 from .buffers import INT32, View
-from .messages import MEDIA_KEYS, ToolResponse, plain, taken
+from .messages import MEDIA_KEYS, ToolResponse, plain, taken, tool_call
 from .record import FinishReason, RequestState
 from .writing import Writing, answer, cover, finite
 
@@ -90,13 +91,17 @@ class RolloutRequest(Writing):
     # Adding turns.
 
     def get_generation_prompt_ids(self, processing_class: Any) -> View[int]:
-        """Open the assistant's turn if it is not open yet; return all ids, to send to an engine.
+        """Open the assistant's turn if it is not open yet; return the ids to send to an engine.
 
         Costs only what it adds; the ids are a view of the request's buffer (`tolist()` copies).
+        With `use_inference_chat_template` they are those of the whole conversation as the template
+        prints it now, and cost a full render.
         """
         self._check_open()
         self._open(self._with(processing_class))
         self.state = RequestState.RUNNING
+        if self.use_inference_chat_template:
+            return self._rendered(self._with(processing_class))
         return self.input_ids
 
     def add_user_message(self, processing_class: Any, content: Any) -> None:
@@ -152,7 +157,8 @@ class RolloutRequest(Writing):
 
         Args:
             processing_class: Tokenizer or processor.
-            content: Its text; None: decoded from `content_ids`, without the token that ended it.
+            content: Its text without its calls; None: decoded from `content_ids`, without the
+                token that ended it.
             content_ids: [T] ids that the policy sampled after the generation prompt.
             tool_calls: Calls in OpenAI's format.
             logprobs: [T] natural logs, finite; for all sampled turns of a request or for none.
@@ -180,8 +186,11 @@ class RolloutRequest(Writing):
                 ends = self._with(processing_class).ends | {stop_token_id}
                 text = ids[:-1] if ids and ids[-1] in ends else ids
                 content = self._with(processing_class).codec.decode(text)
+                if tool_calls:
+                    calls = [tool_call(call) for call in tool_calls]
+                    content = content_of(self._with(processing_class), content, calls)
             found = answer(content, tool_calls, message)
-            self.get_generation_prompt_ids(processing_class)
+            self._open(self._with(processing_class))
             self.streams.append(ids, loss=True, sampled=True, logprobs=values, weights=weights)
             self.logprobs_of = logprobs_of if values is not None else self.logprobs_of
             self._answered(found, stop_token_id, sampled=True)

@@ -70,6 +70,25 @@ class Seams:
         found = [match.start() for match in self._special.finditer(tail)]
         return tail[found[-1] :] if found else ""
 
+    def first_special(self, text: str) -> str:
+        """Return the special token that a text begins with; empty: with none."""
+        found = self._special.match(text)
+        return found[0] if found else ""
+
+    def without_specials(self, text: str) -> str:
+        """Return a text without its special tokens."""
+        return self._special.sub("", text)
+
+    def shared(self, a: str, b: str) -> str:
+        """Return the common beginning of two texts, up to a special token that only one has."""
+        length = common(a, b)
+        near = max(0, length - CONTEXT)
+        for text in (a, b):
+            for match in self._special.finditer(text, near, length + CONTEXT):
+                if match.start() < length < match.end():
+                    length = match.start()
+        return a[:length]
+
     def _context(self, text: str) -> str:
         return self.last_special(text) or text[-CONTEXT:]
 
@@ -112,7 +131,7 @@ def join(
     return int(bool(turn.body) and turn.body[0] in special)
 
 
-def common(a: Sequence[int], b: Sequence[int]) -> int:
+def common(a: Sequence[object], b: Sequence[object]) -> int:
     """Return the length of the longest common beginning."""
     for index, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:

@@ -1,10 +1,11 @@
 """What a chat template adds for a turn, without rendering the conversation again.
 
 A turn is rendered behind a short stand-in for its conversation (`windows`), and the text that it
-adds is tokenized alone (`seams`). Whether that is what the template does in a longer conversation,
-too, is tried once for every kind of turn; where it is not, the whole conversation is rendered, and
-the turn says so. Nothing here knows a model's name: Qwen, Llama, GLM, Gemma and Mistral differ only
-in what their templates answer.
+adds is tokenized alone (`seams`). What it adds begins where the stand-in's own words end, so that
+it does not matter what the template prints otherwise before them once a turn follows. Whether that
+is what the template does in a longer conversation, too, is tried once for every shape of window;
+where it is not, the whole conversation is rendered, and the turn says so. Nothing here knows a
+model's name: families differ only in what their templates answer.
 """
 
 from __future__ import annotations
@@ -15,19 +16,11 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from . import windows
+from .forms import Forms
 from .messages import Media, Message
 from .processing import Codec, TemplateError
 from .seams import Seams, Turn, common
-from .windows import (
-    LONGER,
-    MARK,
-    PLAIN,
-    group_for,
-    kind_of,
-    window_for,
-    window_of,
-    with_real_end,
-)
 
 _KEPT = 32
 
@@ -41,8 +34,12 @@ class Prompt(NamedTuple):
 
 
 class _Split(NamedTuple):
+    """What a group adds behind `before`; `close` is the end of `before` that ends an answer."""
+
     before: str
+    close: str
     added: str
+    rewritten: bool
 
 
 class Template:
@@ -52,43 +49,59 @@ class Template:
         self, codec: Codec, tools: Sequence[Message] | None, options: Mapping[str, Any]
     ) -> None:
         self.codec, self.tools, self.options = codec, tools, options
+        self._forms = Forms(lambda messages: codec.render(messages, tools, options))
         self._windows: dict[str, str] = {}
         self._closes: dict[str, list[int]] = {}
-        self._generation: dict[str, list[int]] = {}
-        self._trusted: dict[tuple[str, str], bool] = {}
-        self._seams = Seams(codec)
+        self._openings: dict[tuple[str, ...], list[int] | None] = {}
+        self._trailers: dict[str, str] = {}
+        self._trusted: dict[tuple[tuple[str, ...], ...], bool] = {}
+        self.seams = Seams(codec)
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Return the text of messages."""
+        """Return the text of messages, in the form in which the template takes them."""
+        shaped = [self._forms.shaped(message) for message in messages]
         return self.codec.render(
-            messages, self.tools, self.options, generation_prompt=generation_prompt
+            shaped, self.tools, self.options, generation_prompt=generation_prompt
         )
 
     def prompt(self, messages: Sequence[Message], media: Media, mm: Mapping[str, Any]) -> Prompt:
         """Render and tokenize a conversation's beginning."""
-        text = self.render(messages)
-        opened = self.render(messages, generation_prompt=True)
+        text, opened = self._body(messages), self.render(messages, generation_prompt=True)
         if not opened.startswith(text):
             ids, inputs = self.codec.encode_media(opened, media, mm)
             return Prompt(ids, [], inputs)
         ids, inputs = self.codec.encode_media(text, media, mm)
-        generation, _ = self._seams.encode(text, opened[len(text) :])
+        generation, _ = self.seams.encode(text, opened[len(text) :])
         return Prompt(ids, generation, inputs)
 
     def generation_prompt(self, history: Sequence[Message]) -> list[int]:
         """Return the ids that open the assistant's turn; none if the template has none."""
-        kind = kind_of(history[-1])
-        if kind not in self._generation:
-            window = window_of(history) or list(history)
-            text, opened = self.render(window), self.render(window, generation_prompt=True)
-            if not opened.startswith(text):
-                raise TemplateError(f"the generation prompt after {kind!r} does not end the text")
-            self._generation[kind], _ = self._seams.encode(text, opened[len(text) :])
-        return self._generation[kind]
+        window = self._window(history)
+        shape = windows.shape_of(window)
+        if shape not in self._openings:
+            text, more = self._opening(window), windows.longer(window)
+            same = more == window or self._opening(more) == text
+            self._openings[shape] = self._opened(window, text) if same else None
+        found = self._openings[shape]
+        return self._opened(history, self._opening(history)) if found is None else found
 
-    def splits(self, history: Sequence[Message], new: Message) -> bool:
-        """Return whether such a turn can be rendered alone."""
-        return window_of(history) is not None and self._trusts(kind_of(history[-1]), kind_of(new))
+    def _opening(self, messages: Sequence[Message]) -> str:
+        text, opened = self._body(messages), self.render(messages, generation_prompt=True)
+        if not opened.startswith(text):
+            kind = windows.kind_of(messages[-1])
+            raise TemplateError(f"the generation prompt after {kind!r} does not end the text")
+        return opened[len(text) :]
+
+    def _opened(self, messages: Sequence[Message], text: str) -> list[int]:
+        return self.seams.encode(self._body(messages), text)[0]
+
+    def splits(self, history: Sequence[Message], group: Sequence[Message]) -> bool:
+        """Return whether a group can be rendered behind messages that nobody has answered."""
+        window = self._window(history, group)
+        if not self._trusts(window, group):
+            return False
+        split = self._split(window, windows.tried(group))
+        return split is not None and not split.rewritten
 
     # A turn.
 
@@ -99,86 +112,92 @@ class Template:
         """Return what messages of user, tool or system add to a conversation.
 
         Raises:
-            TemplateError: The template refuses them, or rewrites the conversation past repair.
+            TemplateError: The template refuses them, prints nothing of them behind what is there,
+                or prints the conversation anew.
         """
-        window = window_of(history, group)
-        split = self._split(window, group) if window else None
-        if split and window and self._trusts(kind_of(history[-1]), kind_of(group[0])):
-            close = self._close(window, split.before)
-            split = split._replace(before=with_real_end(split.before, history[-1]))
-            return self._tokenized(close, split, media, mm)
-        before, after = self.render(history), self.render([*history, *group])
-        if after.startswith(before):
-            close = self._close(window, before) if window else ""
-            whole = _Split(before, after[len(before) :])
-            return self._tokenized(close, whole, media, mm, full=True)
-        last = history[-1]
-        if last["role"] == "assistant" and not last.get("tool_calls"):
-            text = self.render([*history[:-1], {**last, "content": MARK}, *group])
-            if text.count(MARK) == 1:
-                added = text.partition(MARK)[2]
-                close = self.plain_close if added.startswith(self.plain_close) else ""
-                seam = _Split(MARK + close, added.removeprefix(close))
-                return self._tokenized(close, seam, media, mm, full=True, rewritten=True)
-        if split and window:
-            close = self._close(window, split.before)
-            return self._tokenized(close, split, media, mm, full=True, rewritten=True)
-        raise TemplateError(
-            f"the chat template can't continue {last['role']!r} with {group[0]['role']!r}: "
-            "it prints the conversation before it anew"
-        )
+        window = self._window(history, group)
+        if self._trusts(window, group):
+            split = self._split(window, group)
+            if split is not None:
+                before = windows.with_real_end(split.before, history[-1])
+                return self._tokenized(split._replace(before=before), media, mm)
+        whole = self._named([*history[:-2], *map(windows.stand_in, history[-2:])])
+        split = self._split(whole, group)
+        if split is None:
+            raise TemplateError(
+                f"the chat template can't continue {history[-1]['role']!r} with "
+                f"{group[0]['role']!r}: it prints the conversation before it anew"
+            )
+        before = windows.with_real_end(split.before, history[-1])
+        return self._tokenized(split._replace(before=before), media, mm, full=True)
 
     def reply(self, history: Sequence[Message], message: Message) -> Turn:
         """Return what an assistant's message given as text adds behind the generation prompt."""
-        window = window_of(history)
-        trusted = window and self._trusts(kind_of(history[-1]), "assistant")
-        base = window if window and trusted else list(history)
-        opened, plain = self.render(base, generation_prompt=True), self.render(base)
-        whole = self.render([*base, message])
-        full = base is not window
+        generation, window = self.generation_prompt(history), self._window(history)
+        opened, plain = self.render(window, generation_prompt=True), self._body(window)
+        whole = self._body([*window, message])
         for before in (opened, plain):
             if whole.startswith(before):
-                body, clean = self._seams.encode(before, whole[len(before) :])
-                header = 0 if before is opened else common(body, self.generation_prompt(history))
-                return Turn(body=body, full=full, merged=not clean, header=header)
+                body, clean = self.seams.encode(before, whole[len(before) :])
+                header = 0 if before is opened else common(body, generation)
+                return Turn(body=body, merged=not clean, header=header)
         raise TemplateError("the chat template prints the conversation anew before an answer")
 
     def closing(self, history: Sequence[Message]) -> Turn:
         """Return what ends the last answer, for another answer right behind it."""
-        window = window_of(history)
-        text = self._close(window, self.render(window)) if window else ""
-        return Turn(close=self.codec.encode(text))
+        window = self._window(history)
+        text = self._body(window)
+        end = windows.end_in(text, window[-1])
+        return Turn(
+            close=self.codec.encode(self._close(window[-1], text[end:] if end >= 0 else ""))
+        )
 
     def _tokenized(
-        self,
-        close: str,
-        split: _Split,
-        media: Media,
-        mm: Mapping[str, Any],
-        *,
-        full: bool = False,
-        rewritten: bool = False,
+        self, split: _Split, media: Media, mm: Mapping[str, Any], *, full: bool = False
     ) -> Turn:
-        if close not in self._closes:
-            self._closes[close] = self.codec.encode(close)
-        turn = Turn(list(self._closes[close]), full=full, rewritten=rewritten)
+        if split.close not in self._closes:
+            self._closes[split.close] = self.codec.encode(split.close)
+        turn = Turn(list(self._closes[split.close]), full=full, rewritten=split.rewritten)
         if any(media.values()):
             turn.body, turn.inputs = self.codec.encode_media(split.added, media, mm)
         else:
-            turn.body, clean = self._seams.encode(split.before, split.added)
+            turn.body, clean = self.seams.encode(split.before, split.added)
             turn.merged = not clean
         return turn
 
     # Windows.
 
+    def _window(self, history: Sequence[Message], group: Sequence[Message] = ()) -> list[Message]:
+        return self._named(windows.window_of(history, group))
+
+    def _named(self, window: list[Message]) -> list[Message]:
+        return window if self._forms.prints_calls else windows.named(window)
+
     def _split(self, window: Sequence[Message], group: Sequence[Message]) -> _Split | None:
-        """Return what a group adds to a window; None: the template changes the window for it."""
-        try:
-            before = self._rendered(window)
-            after = self.render([*window, *group])
-        except TemplateError:
+        """Return what a group adds behind a window; None: the window is printed anew for it."""
+        last = window[-1]
+        before, after = self._rendered(window), self._body([*window, *group])
+        i, j = windows.end_in(before, last), windows.end_in(after, last)
+        if i < 0 or j < 0:
             return None
-        return _Split(before, after[len(before) :]) if after.startswith(before) else None
+        mine, theirs = before[i:], after[j:]
+        answered = last["role"] == "assistant"
+        if not theirs.startswith(mine):
+            if not answered:
+                return None
+            mine = self.seams.shared(mine, theirs)
+        kept = windows.before_answer(before[:i]) if answered else i
+        rewritten = before[:kept] != after[:kept]
+        return _Split(before[:i] + mine, self._close(last, mine), theirs[len(mine) :], rewritten)
+
+    def _body(self, messages: Sequence[Message]) -> str:
+        """Return the text of messages without what only ends a text that nothing follows."""
+        text, kind = self.render(messages), windows.kind_of(messages[-1])
+        if kind not in self._trailers:
+            opened = self.render(messages, generation_prompt=True)
+            whole = opened.startswith(text)
+            self._trailers[kind] = "" if whole else text[len(self.seams.shared(text, opened)) :]
+        return text.removesuffix(self._trailers[kind])
 
     def _rendered(self, window: Sequence[Message]) -> str:
         """Return a window's text; calls without ids of their own make the same window again."""
@@ -186,39 +205,57 @@ class Template:
         if key not in self._windows:
             if len(self._windows) >= _KEPT:
                 self._windows.clear()
-            self._windows[key] = self.render(window)
+            self._windows[key] = self._body(window)
         return self._windows[key]
 
-    def _close(self, window: Sequence[Message], rendered: str) -> str:
-        """Return the end of a text that the template, not the assistant, wrote after an answer."""
-        if window[-1]["role"] != "assistant":
-            return ""
-        if rendered.endswith(self.plain_close):
-            return self.plain_close
-        return self._seams.last_special(rendered)
+    def _close(self, last: Message, tail: str) -> str:
+        """Return the end of a text that the template, not the assistant, wrote after an answer.
+
+        Args:
+            last: The message that ends it.
+            tail: The text behind its own words.
+        """
+        kind = windows.kind_of(last)
+        if kind == "calls":
+            own = self._own_close
+            return own if own and tail.endswith(own) else self.seams.last_special(tail)
+        return tail if kind == "assistant" else ""
+
+    @cached_property
+    def _own_close(self) -> str:
+        return self._body(windows.PLAIN).rpartition(windows.MARK)[2]
 
     @cached_property
     def plain_close(self) -> str:
-        """What the template writes behind an answer."""
-        return self.render(PLAIN).rpartition(MARK)[2]
+        """What the template writes behind an answer that nothing follows."""
+        return self.render(windows.PLAIN).rpartition(windows.MARK)[2]
 
-    def _trusts(self, last: str, new: str) -> bool:
-        """Return whether a window stands for longer conversations; tried once for each kind."""
-        key = last, new
+    def _trusts(self, window: Sequence[Message], group: Sequence[Message]) -> bool:
+        """Return whether a window stands for windows.longer conversations; windows.tried once for each shape."""
+        key = windows.shape_of(window), windows.shape_of(group)
         if key not in self._trusted:
-            self._trusted[key] = self._try(*key)
+            self._trusted[key] = self._try(window, windows.tried(group))
         return self._trusted[key]
 
-    def _try(self, last: str, new: str) -> bool:
-        window, group = window_for(last), group_for(new)
-        short = self._split(window, group)
+    def _try(self, window: Sequence[Message], group: Sequence[Message]) -> bool:
+        try:
+            short = self._split(window, group)
+        except TemplateError:
+            return False
         if short is None:
             return False
-        for before in LONGER:
-            split = self._split([*before, *window], group)
-            if split is not None:
-                return split.added == short.added
-        return False
+        for message in group:
+            if message["content"] not in short.added:
+                raise TemplateError(
+                    f"the chat template prints nothing of a message of role {message['role']!r} "
+                    f"behind one of role {window[-1]['role']!r}"
+                )
+        more = windows.longer(window)
+        try:
+            long = short if more == window else self._split(more, group)
+        except TemplateError:
+            return True  # there are no such conversations
+        return long is not None and (long.close, long.added) == (short.close, short.added)
 
     # Which tokens end a turn.
 
@@ -227,13 +264,13 @@ class Template:
         """Ids with which a policy ends its turn: EOS, the template's own, the next turn's first."""
         found = set(self.codec.eos_ids)
         for last, new in (("assistant", "user"), ("calls", "tool")):
-            window = window_for(last)
-            split = self._split(window, group_for(new))
-            if split is None:
+            try:
+                split = self._split(self._named(windows.window_for(last)), windows.group_for(new))
+            except TemplateError:
                 continue
-            close = self._close(window, split.before)
-            found |= set(self.codec.encode(close or split.added)[:1]) & self.codec.special_ids
-        return frozenset(found)
+            if split is not None:
+                found |= set(self.codec.encode(split.close or split.added)[:1])
+        return frozenset(found & self.codec.special_ids | self.codec.eos_ids)
 
 
 _KNOWN: OrderedDict[tuple[int, str], Template] = OrderedDict()

@@ -12,7 +12,7 @@ from pydantic import PrivateAttr
 
 from rollout_worker.schemas import LogprobsOf, WeightsSpan
 
-from .buffers import FLOAT32, INT32
+from .buffers import FLOAT32, INT32, Column, View
 from .media import MediaTurn, kept
 from .messages import MEDIA_KEYS, Media, Message, tool_call
 from .processing import TemplateError
@@ -87,7 +87,7 @@ class Writing(Conversation):
         history, since, items = self.messages, self.cursor.messages, media
         end, unclosed = len(self.streams) - self.cursor.opened, self.cursor.unclosed
         turn = None
-        if len(history) == since or template.splits(history, group[0]):
+        if len(history) == since or template.splits(history, group):
             turn = template.turn(history, group, media, self.mm_processor_kwargs)
         again = len(history) > since and (turn is None or turn.merged)
         if turn is None or again:
@@ -140,6 +140,13 @@ class Writing(Conversation):
             self.cursor.unclosed = False
         self.streams.append(generation)
         self.cursor.opened = len(generation)
+
+    def _rendered(self, template: Template) -> View[int]:
+        """Return the ids of all messages as the template prints them now, for an answer."""
+        text = template.render(self.messages, generation_prompt=True)
+        ids, _ = template.codec.encode_media(text, self.multi_modal_data, self.mm_processor_kwargs)
+        self._count("full_renders")
+        return Column(INT32, ids).view()
 
     def _answered(self, message: Message, stopped: int | None, sampled: bool) -> None:
         self.messages.append(message)

@@ -215,3 +215,10 @@ def _with_specials(backend: Any, specials: tuple[str, ...]) -> Any:
     document = json.loads(backend.to_str())
     document["added_tokens"] = [t for t in document["added_tokens"] if t["content"] in specials]
     return Tokenizer.from_str(json.dumps(document))
+
+
+@cache
+def trained() -> str:
+    """Return a byte-level tokenizer without special tokens, as JSON."""
+    text: str = _with_specials(tokenizer("qwen").backend_tokenizer, ()).to_str()
+    return text

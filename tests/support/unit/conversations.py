@@ -69,3 +69,24 @@ def spans(*versions: tuple[int, int]) -> list[WeightsSpan]:
 def text_of(request: RolloutRequest, style: str) -> str:
     """Return what the ids say."""
     return codec(style).decode(request.input_ids.tolist())
+
+
+class Counting:
+    """A tokenizer that counts the characters that it renders and tokenizes."""
+
+    backend_tokenizer = None
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.characters = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        text = self.inner.apply_chat_template(messages, **options)
+        self.characters += len(text)
+        return text
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.characters += len(text)
+        return self.inner.encode(text, **options)

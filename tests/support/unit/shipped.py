@@ -1,0 +1,99 @@
+"""Chat templates of many model families, as the `trl` wheel ships them, and what each prints itself."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from functools import cache, cached_property
+from importlib.metadata import distribution
+from typing import Any
+
+from jinja2 import TemplateError
+
+from chatstyles import trained
+
+SPECIAL = re.compile(r"<[|\uff5c]?[A-Za-z_/][^<>{}\s'\"\\]*>|\[[A-Z_/]+\]")
+"""What looks like a token of its own in a template."""
+
+
+@cache
+def templates() -> dict[str, str]:
+    """Return the templates by name."""
+    files = distribution("trl").files or []
+    found = [file for file in files if file.match("trl/chat_templates/*.jinja")]
+    return {file.stem: file.read_text() for file in sorted(found)}
+
+
+@cache
+def tokenizer(name: str) -> Any:
+    """Return a small tokenizer with a template, and the special tokens that it prints."""
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    text = templates()[name]
+    backend = Tokenizer.from_str(trained())
+    specials = sorted({"<s>", "</s>", *SPECIAL.findall(text)})
+    backend.add_special_tokens([AddedToken(each, special=True) for each in specials])
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>",
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    found.chat_template = text
+    return found
+
+
+class Oracle:
+    """What a template prints of whole conversations, in whatever form it takes them."""
+
+    def __init__(self, name: str, tools: Sequence[Any]) -> None:
+        self.tokenizer, self.tools = tokenizer(name), list(tools)
+        self._forms = [(items, text) for items in (False, True) for text in (False, True)]
+
+    @cached_property
+    def prints_calls(self) -> bool:
+        """Whether it prints what a tool is called with."""
+        call = {"id": "call00000", "type": "function"}
+        function = {"name": "add", "arguments": {"a": "zwölf"}}
+        calls = {"role": "assistant", "content": "", "tool_calls": [{**call, "function": function}]}
+        return "zwölf" in (self.text([{"role": "user", "content": "q"}, calls]) or "")
+
+    @cached_property
+    def close(self) -> str:
+        """What it prints behind an answer."""
+        asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "zwölf"}]
+        return (self.text(asked) or "").rpartition("zwölf")[2]
+
+    def text(self, messages: Sequence[Any], *, opened: bool = False, words: int = 0) -> str | None:
+        """Return the render; None: the template takes them in no form, or prints too few of them.
+
+        Args:
+            messages: With contents as text and arguments as mappings.
+            opened: With the generation prompt.
+            words: So many of the last contents must be printed; 0: all of them.
+        """
+        said = [m for m in messages if m["role"] != "system" and not m.get("tool_calls")]
+        wanted = [message["content"] for message in said][-words:]
+        for form in self._forms:
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    [_in_form(message, *form) for message in messages], tools=self.tools or None,
+                    add_generation_prompt=opened, tokenize=False,
+                )  # fmt: skip
+            except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
+                continue
+            if all(word in text for word in wanted) and not re.search(
+                r"""['"]type['"]: ?['"]text""", text
+            ):
+                return str(text)
+        return None
+
+
+def _in_form(message: Any, items: bool, text: bool) -> Any:
+    found = copy.deepcopy(message)
+    if items:
+        found["content"] = [{"type": "text", "text": found["content"]}]
+    for call in found.get("tool_calls", ()) if text else ():
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return found

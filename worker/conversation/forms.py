@@ -1,0 +1,149 @@
+"""In which form a chat template takes contents and calls: found out once by trying, never guessed.
+
+Some templates print text, some only a list of content items; the others print nothing, or Python's
+words for a list. Some want the arguments of a call as a mapping, some as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from .messages import Message
+from .processing import TemplateError
+
+_WORD = "zqxformzqx"
+_KEY = "zqxkey"
+_ITEMS = [{"type": "text", "text": _WORD}]
+_SHOWN = ("'type': 'text'", '"type": "text"', '"type":"text"')
+"""How the list itself looks where a template prints that, instead of its text."""
+
+Form = Literal["text", "items"]
+Render = Callable[[Sequence[Message]], str]
+
+
+class Forms:
+    """What one template takes, for one set of tools and options.
+
+    Args:
+        render: Renders messages as they are.
+    """
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._takes: dict[tuple[str, Form], bool | None] = {}
+
+    def shaped(self, message: Message) -> Message:
+        """Return a message as the template prints it.
+
+        Raises:
+            TemplateError: It prints messages of this role, or their media, in no form.
+        """
+        role, content = str(message["role"]), message.get("content")
+        if isinstance(content, str):
+            if self._prints(role, "text") is not True:
+                message = {**message, "content": self._as_printed(role, content)}
+        elif isinstance(content, Sequence) and self._only_text(role):
+            message = {**message, "content": _joined(role, content)}
+        if message.get("tool_calls"):
+            message = {**message, "tool_calls": [*map(self._call, message["tool_calls"])]}
+        return message
+
+    def _as_printed(self, role: str, content: str) -> str | list[Message]:
+        if self._prints(role, "items"):
+            return [{"type": "text", "text": content}]
+        if self._prints(role, "text") is None:
+            return content  # the template itself says why it takes no such message
+        raise TemplateError(
+            f"the chat template prints nothing of a message of role {role!r}, neither of text nor "
+            "of a list of content items: use another role, or another template"
+        )
+
+    def _only_text(self, role: str) -> bool:
+        return self._prints(role, "items") is not True and self._prints(role, "text") is True
+
+    def _prints(self, role: str, form: Form) -> bool | None:
+        """Return whether a content of this form is printed; None: the template refuses to say."""
+        if (role, form) not in self._takes:
+            # A template that needs this very answer to be tried gets the message as it is.
+            self._takes[role, form] = None
+            self._takes[role, form] = self._try(role, _WORD if form == "text" else _ITEMS)
+        return self._takes[role, form]
+
+    def _try(self, role: str, content: Any) -> bool | None:
+        tried = [text for around in self._around(role, content) if (text := self._said(around))]
+        if not tried:
+            return None
+        return any(_WORD in text and not any(shown in text for shown in _SHOWN) for text in tried)
+
+    def _said(self, messages: Sequence[Message]) -> str:
+        try:
+            return self._render(messages)
+        except TemplateError:
+            return ""
+
+    def _around(self, role: str, content: Any) -> list[list[Message]]:
+        """Return short conversations in which such a message may stand."""
+        new: Message = {"role": role, "content": content}
+        if role == "user":
+            return [[new]]
+        ask = self._filler("user", "zqxask")
+        if role == "assistant":
+            return [[ask, new]]
+        if role == "tool":
+            call = self._call({"id": "zqxcall01", "type": "function", "function": _FUNCTION})
+            calls = {**self._filler("assistant", ""), "tool_calls": [call]}
+            return [[ask, calls, {**new, "tool_call_id": "zqxcall01", "name": "zqxtool"}]]
+        return [[new, ask], [ask, self._filler("assistant", "zqxsaid"), new]]
+
+    def _filler(self, role: str, text: str) -> Message:
+        items = self._prints(role, "text") is not True and self._prints(role, "items")
+        return {"role": role, "content": [{"type": "text", "text": text}] if items else text}
+
+    # Calls.
+
+    def _call(self, call: Message) -> Message:
+        function = call.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+            return call
+        if self._takes_mappings():
+            return call
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": text}}
+
+    @property
+    def prints_calls(self) -> bool:
+        """Whether calls are printed at all, beside an empty content."""
+        return any(_WORD in text for text in self._calls)
+
+    def _takes_mappings(self) -> bool:
+        parsed, text = self._calls
+        return (_WORD in parsed and f"'{_KEY}'" not in parsed) or f'"{_KEY}"' not in text
+
+    @cached_property
+    def _calls(self) -> tuple[str, str]:
+        """How a call is printed whose arguments are a mapping, and one with text."""
+        ask, said = self._filler("user", "zqxask"), []
+        for arguments in ({_KEY: _WORD}, f'{{"{_KEY}": "{_WORD}"}}'):
+            function = {"name": "zqxtool", "arguments": arguments}
+            call = {"id": "zqxcall01", "type": "function", "function": function}
+            calls = {**self._filler("assistant", ""), "tool_calls": [call]}
+            said.append(self._said([ask, calls]))
+        return said[0], said[1]
+
+
+_FUNCTION: Message = {"name": "zqxtool", "arguments": {}}
+
+
+def _joined(role: str, content: Sequence[Any]) -> str:
+    """Return a list of text items as text."""
+    texts = [item.get("text") if isinstance(item, Mapping) else item for item in content]
+    found = [text for text in texts if isinstance(text, str)]
+    if len(found) < len(texts):
+        raise TemplateError(
+            f"the chat template prints only text in a message of role {role!r}: it has no place "
+            "for media"
+        )
+    return "".join(found)
