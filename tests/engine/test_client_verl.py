@@ -228,6 +228,14 @@ def block(kind: str) -> str:
     return str(found)
 
 
+def slept(worker: InProcess) -> float:
+    """How often a worker has fallen asleep."""
+    metrics = worker.data.get("/metrics").text
+    line = r'^rollout_worker_transition_seconds_count\{.*transition="sleep".*\} (\S+)$'
+    (count,) = re.findall(line, metrics, re.MULTILINE)
+    return float(count)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not VERL.exists(), reason="no environment with verl: make test makes it")
 def test_verls_own_agent_loops_run_over_a_pool(
@@ -249,6 +257,7 @@ def test_verls_own_agent_loops_run_over_a_pool(
         "rollout": {"prompt_length": 64, "response_length": 6},
         "questions": ["roll out the policy", "let me add"],
     }
+    sleeps = [slept(worker) for worker in workers]
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTEST"))}
     env = {
@@ -273,6 +282,7 @@ def test_verls_own_agent_loops_run_over_a_pool(
     )
     assert done.returncode == 0, done.stderr[-5000:]
     said = json.loads(done.stdout.splitlines()[-1])
+    assert [slept(worker) for worker in workers] == [before + 1 for before in sleeps]
     assert said["facts"]["max_global_steps"] == [7, 7]
     assert {span["version"] for spans in said["facts"]["weights"] for span in spans} == {7}
     for prompt, attention, answer, mask, logprobs in zip(

@@ -36,7 +36,7 @@ class WeightsSource(Body):
         min_length=1,
         max_length=1024,
         exclude_if=_absent,
-        description="Folder or file of safetensors below the model's or the weights' mount.",
+        description="Folder or file of safetensors in the model's or the weights' volume; a relative path starts in the latter.",
     )
     checkpoint: Checkpoint | None = Field(
         default=None, exclude_if=_absent, description="The model's own checkpoint."
