@@ -64,7 +64,7 @@ async def test_a_refused_request_is_counted_once_by_its_problem(worker: TinyWork
         await worker.begin("a", 3)
     with refused("version-not-met"):
         worker.worker.submit(GenerateRequest(token_ids=(1,), min_version=9))
-    await worker.pause()
+    await worker.pause(mode="abort")
     with refused("paused"):
         worker.worker.check_serving()
     with refused("paused"):

@@ -7,9 +7,12 @@ either bounded or done in steps, between which the event loop gets its turn.
 from __future__ import annotations
 
 import json
+import json.scanner
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]  # typeshed knows only C's
+from types import FunctionType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -52,12 +55,21 @@ def data_limits(max_length: int) -> Limits:
     )
 
 
+NUMBER = re.compile(r"(-?(?:0|[1-9]\d{0,4300}))(\.\d{1,4300})?([eE][-+]?\d{1,10})?")
+"""A number as JSON writes it, up to one digit more than Python makes an integer of."""
+
+_bounded_scanner = FunctionType(
+    py_make_scanner.__code__, {**vars(json.scanner), "NUMBER_RE": NUMBER}
+)
+"""The scanner of the standard library; its own pattern matches millions of digits in one call of C."""
+
+
 class _Stepwise(json.JSONDecoder):
     """The standard library's own parser without its accelerator."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scan_once = py_make_scanner(self)
+        self.scan_once = _bounded_scanner(self)
 
 
 def parse(model: type[M], body: bytes, limits: Limits) -> M:
