@@ -113,3 +113,30 @@ def test_a_flag_of_the_workers_own_is_refused(flag: str) -> None:
 
 def test_other_flags_pass() -> None:
     assert settings.parse(("--tp-size", "2")).flags == ("--tp-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ((), ("--tp-size", "2", "--pp-size", "1")),
+        (("--tp-size=4",), ("--pp-size", "1", "--tp-size=4")),
+        (
+            ("--tensor-parallel-size", "4"),
+            ("--pp-size", "1", "--tensor-parallel-size", "4"),
+        ),
+    ],
+    ids=["of the pool", "the user's", "the user's by its long name"],
+)
+def test_the_ranks_are_those_of_the_pool(
+    monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], flags: tuple[str, ...]
+) -> None:
+    for name, count in (("TENSOR", "2"), ("PIPELINE", "1"), ("DATA", "1"), ("NODES", "1")):
+        monkeypatch.setenv(f"ROLLOUT_{name}", count)
+    assert settings.parse(given).flags == flags
+
+
+@pytest.mark.parametrize("name", ["data", "nodes"])
+def test_ranks_that_would_lie_idle_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"ROLLOUT_{name.upper()}", "2")
+    with pytest.raises(EngineError, match=rf"parallelism\.{name}: .* set it to 1"):
+        settings.parse(())

@@ -27,14 +27,15 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         model.load_weights(_read(paths[0]))
         return
     with torch.no_grad():
-        path = paths[_rank() if len(paths) > 1 else 0]
+        path = paths[_rank()]
         _spill(model, path) if command["op"] == "spill" else _restore(model, path)
 
 
 def _rank() -> int:
     from sglang.srt.runtime_context import get_parallel
 
-    return int(get_parallel().tp_rank)
+    ranks = get_parallel()
+    return int(ranks.pp_rank) * int(ranks.tp_size) + int(ranks.tp_rank)
 
 
 def _read(path: str) -> Iterator[tuple[str, Tensor]]:

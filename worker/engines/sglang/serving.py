@@ -107,7 +107,7 @@ class _Server:
             "max_tokens": self._info["max_total_num_tokens"],
             "max_running": state.get("effective_max_running_requests_per_dp")
             or state.get("max_running_requests"),
-            "ranks": state.get("tp_size", 1),
+            "ranks": state.get("tp_size", 1) * state.get("pp_size", 1),
             **{name: bool(state.get(name)) for name in keep},
         }
 

@@ -46,6 +46,19 @@ REFUSED = {
 }
 
 
+WORLD = {
+    "ROLLOUT_TENSOR": ("--tp-size", "--tensor-parallel-size"),
+    "ROLLOUT_PIPELINE": ("--pp-size", "--pipeline-parallel-size"),
+}
+"""What the operator says of `spec.parallelism`, and SGLang's flags for it."""
+ONE = {
+    "ROLLOUT_DATA": "parallelism.data: SGLang updates no weights of data-parallel ranks: set it to 1 "
+    "and raise replicas",
+    "ROLLOUT_NODES": "parallelism.nodes: the sglang engine runs on one node: set it to 1",
+}
+"""What of `spec.parallelism` must be 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the flags say.
@@ -84,8 +97,24 @@ def parse(args: Sequence[str]) -> Settings:
         if meant and len(name) > 2:
             raise EngineError(f"engine.args of the sglang engine: {name}: {REFUSED[meant[0]]}")
     return Settings(
-        known.python, known.step_deadline_seconds, tuple(flags), known.allow_untested_version
+        known.python,
+        known.step_deadline_seconds,
+        (*_world(flags), *flags),
+        known.allow_untested_version,
     )
+
+
+def _world(given: Sequence[str]) -> list[str]:
+    """Return the flags for the ranks that `spec.parallelism` asks for; the user's own win."""
+    for variable, why in ONE.items():
+        if int(os.environ.get(variable, "1")) > 1:
+            raise EngineError(why)
+    names = {flag.partition("=")[0] for flag in given}
+    found: list[str] = []
+    for variable, flags in WORLD.items():
+        if variable in os.environ and names.isdisjoint(flags):
+            found += [flags[0], os.environ[variable]]
+    return found
 
 
 def on_cpu(options: EngineOptions) -> bool:

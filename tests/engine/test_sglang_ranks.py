@@ -1,0 +1,57 @@
+"""A real SGLang of two tensor-parallel ranks, as `spec.parallelism` asks for one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engines import PROMPT, V1, nothing, request, run, update
+from reference import Reference
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.sglang.engine import SglangEngine
+from tinymodels import TinyModels
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-sglang", "bin", "python")
+CPU = {
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # a group of cores for each rank
+    "SGLANG_NCCL_SO_PATH": "/nowhere",  # else it looks for a GPU
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+async def test_two_ranks_make_the_tokens_of_one(
+    tiny_models: TinyModels,
+    reference: Reference,
+    reference_2: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in ({"ROLLOUT_TENSOR": "2"} | CPU).items():
+        monkeypatch.setenv(name, value)
+    args = ("--python", str(PYTHON))
+    engine = SglangEngine(
+        EngineOptions(
+            model=tiny_models.model(1), device="cpu", dtype="float32", max_length=256, args=args
+        )
+    )
+    try:
+        await engine.start(lambda _: None)
+        assert engine._versions is not None
+        assert engine._versions._facts["ranks"] == 2
+        before = await run(engine, request("before", max_tokens=24))
+        assert before.token_ids == reference.greedy(PROMPT, 24)
+        await update(engine, tiny_models.weights(2), V1, "recompute")
+        after = await run(engine, request("after", max_tokens=24))
+        assert after.token_ids == reference_2.greedy(PROMPT, 24)
+        await engine.pause()
+        await engine.sleep(1, ("weights", "kv_cache"), nothing)
+        await engine.wake(("weights", "kv_cache"), nothing)
+        await engine.resume()
+        awake = await run(engine, request("awake", max_tokens=24))
+        assert awake.token_ids == after.token_ids
+    finally:
+        await engine.stop()
