@@ -102,6 +102,12 @@ class RolloutReplicaSpec(ApiModel):
             path=".parallelism",
         ),
         cel(
+            "self.engine.type != 'sglang' || self.parallelism.pipeline * self.parallelism.data == 1",
+            "spec.parallelism: engine sglang runs on tensor-parallel ranks only: set pipeline and data "
+            "to 1, and use tensor or more replicas",
+            path=".parallelism",
+        ),
+        cel(
             "self.engine.type == 'hf' || !has(self.weights) || !has(self.weights.inFlight) || "
             "!has(self.weights.inFlight.policy) || self.weights.inFlight.policy != 'Pin'",
             "'spec.weights.inFlight.policy: engine %s cannot run two versions at once (Pin): use "

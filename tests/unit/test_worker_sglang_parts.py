@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from rollout_worker.engine import (
     InvalidRequest,
     Layout,
 )
+from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang import settings
 from rollout_worker.engines.sglang.bridge import Bridge, frame
 from rollout_worker.engines.sglang.checks import check
@@ -105,7 +107,13 @@ async def test_how_sglang_ended_a_request_tells_whose_fault_it_was(
     assert "the grammar is broken" in str(failure)
 
 
-@pytest.mark.parametrize("flag", ["--config", "--config=f.yaml", "--dtype", "--speculative-algo=X"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--config", "--config=f.yaml", "--dtype", "--speculative-algo=X"),
+        *("--pp-size=2", "--pipeline-parallel-size"),
+    ],
+)
 def test_a_flag_of_the_workers_own_is_refused(flag: str) -> None:
     with pytest.raises(EngineError, match=flag.partition("=")[0]):
         settings.parse((flag,))
@@ -113,3 +121,28 @@ def test_a_flag_of_the_workers_own_is_refused(flag: str) -> None:
 
 def test_other_flags_pass() -> None:
     assert settings.parse(("--tp-size", "2")).flags == ("--tp-size", "2")
+
+
+def flags_of(*args: str) -> list[str]:
+    options = EngineOptions(model=Path("m"), args=args)
+    return settings.child_flags(options, settings.parse(args), MODEL, cpu=False)
+
+
+def test_a_pools_tensor_ranks_reach_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--tp-size" not in flags_of()
+    monkeypatch.setenv("ROLLOUT_TENSOR", "8")
+    flags = flags_of("--tp-size", "2")
+    assert flags[flags.index("--tp-size") + 1] == "8"
+    assert flags[-2:] == ["--tp-size", "2"], "the last one wins: the user's"
+
+
+@pytest.mark.parametrize("part", ["pipeline", "data", "nodes"])
+def test_a_shape_that_sglang_can_not_have_is_refused(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ignored, each pod would take the accelerators of all ranks and use one."""
+    monkeypatch.setenv(f"ROLLOUT_{part.upper()}", "1")
+    settings.parse(())
+    monkeypatch.setenv(f"ROLLOUT_{part.upper()}", "2")
+    with pytest.raises(EngineError, match=rf"parallelism\.{part} must be 1: "):
+        settings.parse(())

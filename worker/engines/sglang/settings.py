@@ -37,6 +37,8 @@ REFUSED = {
     "--tokenizer-worker-num": "the worker talks to one",
     "--dp-size": "SGLang updates no weights of data-parallel replicas: use more replicas",
     "--data-parallel-size": "SGLang updates no weights of data-parallel replicas: use more replicas",
+    "--pp-size": "the worker updates tensor-parallel ranks only: use --tp-size",
+    "--pipeline-parallel-size": "the worker updates tensor-parallel ranks only: use --tp-size",
     "--nnodes": "one pod a replica",
     "--speculative-algorithm": "drafts would leave the logprobs of the sampler out",
     "--host": "the engine listens on no port",
@@ -44,6 +46,13 @@ REFUSED = {
     "--quantization": "a version has the checkpoint's layout: quantise the checkpoint",
     "--config": "a file could set what the worker sets: give its flags one by one",
 }
+
+BEYOND = {
+    "ROLLOUT_PIPELINE": ("pipeline", "the worker updates tensor-parallel ranks only: use tensor"),
+    "ROLLOUT_DATA": ("data", "SGLang updates no weights of data-parallel replicas: use replicas"),
+    "ROLLOUT_NODES": ("nodes", "one pod a replica"),
+}
+"""What the operator may say of `spec.parallelism` beyond `tensor`, and why it must be 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +79,12 @@ def parse(args: Sequence[str]) -> Settings:
     """Parse the flags.
 
     Raises:
-        EngineError: a bad value, or a flag of SGLang that is the worker's to set.
+        EngineError: a bad value, a flag of SGLang that is the worker's to set, or a shape of the
+            pool that this engine can't have.
     """
+    for variable, (field, why) in BEYOND.items():
+        if int(os.environ.get(variable, "1")) > 1:
+            raise EngineError(f"the sglang engine: parallelism.{field} must be 1: {why}")
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--step-deadline-seconds", type=float, default=120.0)
@@ -116,6 +129,8 @@ def child_flags(options: EngineOptions, settings: Settings, model: Model, cpu: b
         "--schedule-low-priority-values-first",
         "--disable-priority-preemption",
     ]  # fmt: skip
+    if "ROLLOUT_TENSOR" in os.environ:
+        flags += ["--tp-size", os.environ["ROLLOUT_TENSOR"]]
     if tokens is not None:
         flags += ["--max-total-tokens", str(tokens + 2 * SLACK_TOKENS)]
     if cpu:
