@@ -126,8 +126,8 @@ def _parser() -> argparse.ArgumentParser:
         "--config": f"YAML file with engine defaults (default: {DEFAULT_FILE}, if it exists)",
         "--service-account": "the operator's own service account, used to mint the tokens that "
         "workers require (default: none)",
-        "--control-ca-file": "certificates that those of the workers' control ports, which then speak "
-        f"TLS, are checked against, with the name {CONTROL_TLS_NAME} (default: no TLS)",
+        "--control-ca-file": "file of CA certificates; the operator then calls control ports over TLS "
+        f"only, and checks their certificates for the name {CONTROL_TLS_NAME} (default: no TLS)",
         "--workers": "number of pools reconciled at once (default: 16)",
         "--resync-seconds": "seconds between full lists of the cluster (default: 300)",
         "--log-level": "minimum log level: DEBUG, INFO, WARNING or ERROR (default: INFO)",

@@ -60,8 +60,8 @@ class Telemetry:
         self.registry.register(self._pools)
         self._updates = Histogram(
             "rollout_pool_weights_update_seconds",
-            "From the start of a weights update to its outcome: Complete, Failed (the deadline passed; it "
-            "may still complete) or Superseded.",
+            "From the start of a weights update to its outcome: Complete, Superseded or Failed (the "
+            "deadline passed, or every replica refused it; it may still complete).",
             ["namespace", "pool", "outcome"],
             buckets=UPDATE_BUCKETS,
             registry=self.registry,

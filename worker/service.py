@@ -118,7 +118,8 @@ class Worker:
         Raises:
             ProblemError: nothing is loaded yet.
         """
-        return data_limits(self.max_length)
+        with self._counting_refusals():
+            return data_limits(self.max_length)
 
     @property
     def max_length(self) -> int:
@@ -145,8 +146,12 @@ class Worker:
         try:
             yield
         except ProblemError as refusal:
-            self.runtime.telemetry.refused.labels(refusal.slug).inc()
+            self.count_refusal(refusal.slug)
             raise
+
+    def count_refusal(self, slug: str) -> None:
+        """Count a request that is refused before it gets here, or here."""
+        self.runtime.telemetry.refused.labels(slug).inc()
 
     def _check_serving(self) -> None:
         refusal = not_serving(self.runtime, self.updates.identity, self.updates.fence.floor)

@@ -126,7 +126,8 @@ def kind(schema: Mapping[str, Any]) -> str:
     elif schema.get("type") == "integer":
         text = f"integer {schema['minimum']} to {schema['maximum']}"
     else:
-        text = schema.get("format") or schema.get("type", "object")
+        quantity = schema.get("x-kubernetes-int-or-string")
+        text = "quantity" if quantity else schema.get("format") or schema.get("type", "object")
     default = schema.get("default")
     if default is not None and not isinstance(default, Mapping):
         text += f", default `{str(default).lower() if isinstance(default, bool) else default}`"
@@ -140,7 +141,7 @@ def messages(node: Any) -> Iterator[str]:
         text = rule.get("message") or rule["messageExpression"].partition("'.format(")[0].lstrip(
             "'"
         )
-        text = text.replace("%d", "…")
+        text = text.replace("%d", "…").replace("%s", "…")
         if text not in seen:
             seen.add(text)
             yield text

@@ -212,7 +212,8 @@ def _rights() -> dict[str, Schema]:
     return {
         "roles": group(
             create=switch(
-                "Create the ClusterRoles rollout-viewer, rollout-editor and rollout-trainer."
+                "Create the ClusterRoles rollout-viewer, rollout-editor and rollout-trainer; with "
+                "rbac.namespaced they are Roles."
             )
         ),
         "admissionPolicy": group(
@@ -224,7 +225,8 @@ def _rights() -> dict[str, Schema]:
         "networkPolicy": group(
             enabled=switch(
                 "Create a NetworkPolicy in each namespace with workers: everybody reaches their data "
-                "port, only the operator and networkPolicy.controlFrom their control port."
+                "port; only the operator, networkPolicy.controlFrom and the namespace's other workers "
+                "(gangs talk on ports of their engine's choice) reach the others."
             ),
             controlFrom=items(
                 "Peers of a NetworkPolicy that may reach control ports too, such as trainers that stage "
@@ -328,11 +330,14 @@ if you want them, PodMonitors, alerts and dashboards. Needs Helm 3.17 or 4, Kube
 - `helm uninstall` keeps the CRD, its objects, running workers and the service account they run as
   (to remove everything, set `crds.keep=false` first). A later install under the same release name and
   namespace takes them over. One under another name leaves them as they are and uses them: set `crds.install=false`
-  then, or let helm hand them over with `--take-ownership`.
-- With `rbac.namespaced=true` nothing cluster-wide is created. A cluster admin has applied `operator/crd.yaml` and, for each
-  namespace with workers, run `kubectl create clusterrolebinding rollout-worker-NAMESPACE
-  --clusterrole=system:auth-delegator --serviceaccount=NAMESPACE:rollout-worker`, since workers review the tokens of their
-  callers. Who installs must hold the rights that the Roles hand out, or may `escalate` and `bind` roles.
+  then, or let helm hand them over with `--take-ownership`. One under the same name in another namespace needs
+  `--take-ownership`: the ClusterRole of the workers has the same name.
+- With `rbac.namespaced=true` nothing cluster-wide is created. A cluster admin has applied `operator/crd.yaml` and, since
+  workers review the tokens of their callers, run `kubectl create clusterrole rollout-worker --verb=create
+  --resource=tokenreviews.authentication.k8s.io`, and for each namespace with workers `kubectl create clusterrolebinding
+  rollout-worker-NAMESPACE --clusterrole=rollout-worker --serviceaccount=NAMESPACE:rollout-worker`. Who installs must hold
+  the rights that the Roles hand out, or may `escalate` and `bind` roles. **Without the admission policy `rollout-trainer`
+  may change all of a RolloutReplica**, its image and its owners too: bind it only to trainers that may.
 - An upgrade also upgrades the CRD. CRD changes only add fields.
 - A change to `engines.*` replaces no running pod; it applies to pods created afterwards
   (docs/decisions/002 says why, and how to roll a pool at once).

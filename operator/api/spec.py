@@ -102,6 +102,12 @@ class RolloutReplicaSpec(ApiModel):
             path=".parallelism",
         ),
         cel(
+            "self.engine.type != 'sglang' || self.parallelism.data == 1",
+            "spec.parallelism.data: engine sglang updates no weights of data-parallel ranks: set it "
+            "to 1 and raise replicas",
+            path=".parallelism",
+        ),
+        cel(
             "self.engine.type == 'hf' || !has(self.weights) || !has(self.weights.inFlight) || "
             "!has(self.weights.inFlight.policy) || self.weights.inFlight.policy != 'Pin'",
             "'spec.weights.inFlight.policy: engine %s cannot run two versions at once (Pin): use "

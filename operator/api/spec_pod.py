@@ -241,7 +241,8 @@ class PodTemplate(ApiModel):
     resource_claims: tuple[PodClaim, ...] = Field(
         default=(),
         max_length=16,
-        description="ResourceClaims (DRA) of the pods; spec.resources.claims says which the worker uses.",
+        description="ResourceClaims (DRA) of the pods; spec.resources.claims says which the worker uses. "
+        "Kubernetes before 1.34 drops them without a word, unless DRA is turned on there.",
         json_schema_extra=map_list("name"),
     )
     host_network: bool | None = Field(

@@ -151,6 +151,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "engine hf runs on one device, not 2: set tensor, pipeline and data to 1 or choose "
         "another engine",
     ),
+    "sglang with data-parallel ranks": (
+        {"engine": {"type": "sglang"}, "accelerator": GPU, "parallelism": {"data": 2}},
+        "engine sglang updates no weights of data-parallel ranks: set it to 1 and raise replicas",
+    ),
     "CPU with a world": (
         {"engine": {"type": "vllm"}, "parallelism": {"tensor": 4}},
         "without spec.accelerator a pool runs on CPU with one rank, not 4: set spec.accelerator",

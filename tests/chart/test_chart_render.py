@@ -228,6 +228,24 @@ def test_notes_name_the_next_command() -> None:
     assert "set crds.keep=false" in notes
 
 
+def test_notes_say_what_a_tenant_lacks() -> None:
+    """Workers get token reviews and nothing else; without the policy a trainer may do anything."""
+
+    def notes(*settings: str) -> str:
+        done = helm("install", "rollout", CHART, "--dry-run=client", *settings)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.partition("NOTES:")[2]
+
+    told = notes("--set=rbac.namespaced=true", "--set=watchNamespaces={rl,rl-2}")
+    right = "create clusterrole rollout-worker --verb=create --resource=tokenreviews.authentication.k8s.io"
+    assert right in told
+    for namespace in ("rl", "rl-2"):
+        assert f"--clusterrole=rollout-worker --serviceaccount={namespace}:rollout-worker" in told
+    assert "There is no admission policy" in told
+    assert "There is no admission policy" in notes("--set=admissionPolicy.enabled=false")
+    assert "There is no admission policy" not in notes()
+
+
 def test_example_of_the_notes_is_a_valid_pool() -> None:
     from rollout_operator.api.spec import parse_spec
 

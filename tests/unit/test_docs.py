@@ -443,3 +443,9 @@ def test_decision_006_says_who_has_the_one_torch() -> None:
 def _pins(name: str) -> dict[str, str]:
     found = re.findall(r"^(torch|transformers)==(\S+)", page(f"requirements/{name}"), re.MULTILINE)
     return dict(found)
+
+
+def test_fields_are_shown_as_a_person_writes_them() -> None:
+    text = page("docs/api.md")
+    assert "| `spec.sleep.spill.sizeLimit` | quantity |" in text
+    assert not re.search(r"%[ds]", text), "a message of the API server has values there"

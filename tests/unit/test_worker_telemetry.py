@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from asgi import call
 from rollout_worker.observe.telemetry import REFUSALS, Telemetry
+from rollout_worker.ports.data import data_app
+from rollout_worker.ports.server import AtMost
+from rollout_worker.requests import bodies
 from rollout_worker.schemas import GenerateRequest
+from rollout_worker.service import Worker
 from rollout_worker.wire.problems import KINDS
-from tiny_worker import TinyWorker, refused, tiny_worker
+from tiny_worker import TinyWorker, refused, settings, tiny_worker
 
 POOL = 'namespace="rl",pool="math"'
 
@@ -72,6 +77,29 @@ async def test_a_refused_request_is_counted_once_by_its_problem(worker: TinyWork
     assert worker.worker.readiness() is not None, "a probe is no request"
     counted = {slug: count(slug) for slug in REFUSALS if count(slug)}
     assert counted == {"duplicate-request": 1, "version-not-met": 1, "paused": 2}
+
+
+def by_problem(worker: Worker) -> dict[str, float]:
+    page = worker.metrics().decode()
+    series = 'rollout_worker_refused_total{{reason="{}"}}'
+    return {s: n for s in REFUSALS if (n := value(page, series.format(s)))}
+
+
+async def test_what_is_refused_before_admission_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the model loads, no body is read; nor one too many, or one for which there is no room."""
+    asked = b'{"token_ids": [1]}'
+    loading = Worker(settings())
+    assert (await call(data_app(loading), "/v1/generate", asked)).status == 503
+    assert by_problem(loading) == {"starting": 1}
+
+    async with tiny_worker(tmp_path) as tiny:
+        full = AtMost(data_app(tiny.worker), 0, tiny.worker.count_refusal)
+        assert (await call(full, "/v1/generate", asked)).status == 429
+        monkeypatch.setattr(bodies, "BUDGET_BYTES", 1)
+        assert (await call(data_app(tiny.worker), "/v1/generate", asked)).status == 429
+        assert by_problem(tiny.worker) == {"queue-full": 2}
 
 
 async def test_the_time_between_tokens_is_measured_within_an_output(worker: TinyWorker) -> None:

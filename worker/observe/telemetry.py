@@ -115,7 +115,8 @@ class Telemetry:
         )
         self.refused = Counter(
             "rollout_worker_refused_total",
-            "Requests that were refused, by the problem that was answered.",
+            "Requests that were refused, by the problem that was answered; a body that is not valid is "
+            "not counted.",
             ["reason"],
             registry=registry,
         )

@@ -25,10 +25,17 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def new_app(title: str, description: str, *, limits: Callable[[], Limits]) -> FastAPI:
+def new_app(
+    title: str,
+    description: str,
+    *,
+    limits: Callable[[], Limits],
+    refused: Callable[[str], None] | None = None,
+) -> FastAPI:
     """A FastAPI application without docs pages, whose errors are problems.
 
-    `limits` says what a body may hold now, or refuses to read any.
+    `limits` says what a body may hold now, or refuses to read any; `refused` is told the problem of
+    a body for which there is no room.
     """
     app = FastAPI(
         title=title,
@@ -42,7 +49,7 @@ def new_app(title: str, description: str, *, limits: Callable[[], Limits]) -> Fa
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_defect)
-    app.state.bodies = Bodies(limits)
+    app.state.bodies = Bodies(limits, refused=refused)
     app.router.route_class = BodyRoute
     return app
 

@@ -34,7 +34,10 @@ logger = logging.getLogger(__name__)
 def data_app(worker: Worker) -> FastAPI:
     """The application of the data port."""
     app = new_app(
-        "rollout-worker data", "Token-in, token-out generation.", limits=worker.body_limits
+        "rollout-worker data",
+        "Token-in, token-out generation.",
+        limits=worker.body_limits,
+        refused=worker.count_refusal,
     )
     texts = Texts(worker.model_folder)
     _add_generate(app, worker)

@@ -26,10 +26,16 @@ BUDGET_BYTES = 512 * MIB
 class Bodies:
     """Reads the bodies of one port; one long one is parsed at a time, so few are in memory twice."""
 
-    def __init__(self, limits: Callable[[], Limits], seconds: float = BODY_SECONDS) -> None:
-        """`limits` says what a body may hold now, or refuses to read any."""
+    def __init__(
+        self,
+        limits: Callable[[], Limits],
+        seconds: float = BODY_SECONDS,
+        refused: Callable[[str], None] | None = None,
+    ) -> None:
+        """`limits` says what a body may hold now, or refuses to read any; `refused` is told of a 429."""
         self._limits = limits
         self._seconds = seconds
+        self._refused = refused
         self._held = 0
         self._thread = ThreadPoolExecutor(1, "bodies")
 
@@ -63,6 +69,8 @@ class Bodies:
                     if size > limits.size:
                         raise too_large(_size(limits))
                     if self._held > BUDGET_BYTES:
+                        if self._refused is not None:
+                            self._refused("queue-full")
                         detail = "too many bodies arrive at once: try again"
                         raise ProblemError("queue-full", detail, retry_after=1)
         except TimeoutError:
