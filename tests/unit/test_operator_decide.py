@@ -718,6 +718,40 @@ def test_a_pool_that_a_trainer_holds_is_rolled_one_by_one_too(state: str, held: 
     assert [d.name for d in plan_of(world).delete] == ["pool-3-0"]
 
 
+@pytest.mark.parametrize("forgotten", [False, True])
+@pytest.mark.parametrize("state", ["Paused", "Asleep"])
+def test_a_pool_at_rest_that_is_silent_is_not_replaced_at_once(state: str, forgotten: bool) -> None:
+    """Nobody can see whether they rest, and the one who looks may be the one that is cut off."""
+    world = World(spec_of(replicas=4, state=state))
+    world.run()
+    for worker in world.workers.values():
+        worker.silent = True
+    if forgotten:
+        world.forget()
+    world.set(podTemplate={"labels": {"a": "b"}})
+    assert not plan_of(world).delete
+    for index in range(3):
+        world.worker(index).silent = False
+    assert [d.name for d in plan_of(world).delete] == ["pool-3-0"]
+    world.fail("pool-2-0")
+    world.worker(1).silent = True
+    assert [d.name for d in plan_of(world).delete] == ["pool-2-0"], (
+        "the one that is known to be gone"
+    )
+
+
+def test_a_held_pool_that_is_silent_is_not_replaced_at_once() -> None:
+    world = World(spec_of(replicas=4))
+    world.run()
+    for worker in world.workers.values():
+        worker.foreign_hold = "Paused"
+    world.run()
+    for worker in world.workers.values():
+        worker.silent = True
+    world.set(podTemplate={"labels": {"a": "b"}})
+    assert not plan_of(world).delete
+
+
 @pytest.mark.parametrize(("before", "after"), [("Active", "Paused"), ("Asleep", "Active")])
 def test_a_pool_on_its_way_is_not_replaced_at_once(before: str, after: str) -> None:
     world = World(spec_of(replicas=4, state=before))

@@ -303,9 +303,9 @@ def _works(one: Pass, head: Pod) -> bool:
     ranks = [p for p in one.ours.values() if p.replica == head.replica and not p.deleting]
     if len(ranks) < one.spec.parallelism.nodes or any(p.finished for p in ranks):
         return False
+    worker = one.seen.workers.get(head.uid)
+    state = worker.last if worker else None  # of who is silent nothing else is known
     if one.spec.state is State.ACTIVE:
-        state = one.state(head.uid)
         held = state is not None and any(h.holder != state.caller for h in state.holds)
         return head.ready or held
-    state = one.state(head.uid)
     return state is not None and state.lifecycle == one.spec.state.value
