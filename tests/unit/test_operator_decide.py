@@ -531,6 +531,61 @@ def test_eager_goes_on_past_a_failing_member() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
+def test_a_joiner_commits_the_target_once_that_is_decided(strategy: str) -> None:
+    """The first commit of all may be its own: a crash must not lose which bytes it has."""
+    world = World(spec_of(weights={"strategy": strategy, **target(1, 1)}))
+    world.run()
+    world.worker(0).broken_stage = True
+    world.reboot(1)
+    world.set(weights=target(1, 2))
+    for _ in range(20):
+        before = world.status.weights.last_update
+        if any(call.verb is Verb.COMMIT for call in world.step().calls):
+            break
+    assert before is not None
+    assert (before.phase, before.version) == (UpdatePhase.COMMITTING, 2)
+    assert before.root_hash == world.worker(1).active_hash == "hash(1, 2)"
+    assert world.worker(1).active.version == 2
+
+
+@pytest.mark.parametrize("state", ["Paused", "Asleep"])
+@pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
+def test_a_commit_that_somebody_refuses_keeps_no_pool_awake(strategy: str, state: str) -> None:
+    """Nobody is sent away for it, so it is never finished: the trainer would wait for ever."""
+    world = World(spec_of(weights={"strategy": strategy}))
+    world.run()
+    world.worker(1).broken_commit = True
+    world.set(weights=target(1, 1))
+    world.run()
+    assert phase(world) is UpdatePhase.COMMITTING
+    world.set(state=state)
+    for _ in range(10):
+        world.step()
+    assert {w.lifecycle for w in world.workers.values()} == {state}
+    world.worker(1).broken_commit = False
+    world.set(state="Active")
+    world.run()
+    assert committed(world) == (1, 1)
+    assert all(w.serving and w.active.version == 1 for w in world.workers.values())
+    assert ready(world)
+
+
+@pytest.mark.parametrize("verb", [Verb.STAGE, Verb.COMMIT])
+def test_an_error_of_any_length_fits_into_status(world: World, verb: Verb) -> None:
+    """The API server would refuse the status, and nothing of the pool goes on without it."""
+    world.set(weights=target(1, 1))
+    until(world, UpdatePhase.STAGING if verb is Verb.STAGE else UpdatePhase.COMMITTING)
+    uid = world.pods["pool-0-0"].uid
+    about = WeightsId(epoch=1, version=1)
+    world.failures[uid, verb] = CallError("x" * 5000, 1, world.tick + 99, about=about)
+    world.frozen = {Verb.STAGE, Verb.COMMIT}
+    world.worker(0).staged = None
+    document = plan_of(world).status.document()
+    assert "xxx" in document["weights"]["lastUpdate"]["message"]
+    assert document == RolloutReplicaStatus.model_validate(document).document()
+
+
+@pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
 def test_quick_publishes_leave_no_replica_behind(strategy: str) -> None:
     world = World(spec_of(replicas=3, weights={"strategy": strategy}))
     world.run()

@@ -176,9 +176,8 @@ def _commits(one: Pass) -> None:
             and after is not None
             and after.root_hash == call.body.root_hash  # status is written before any call
         ) or any(_active(one, uid) == identity for uid in one.ours)  # there is no way back
-        serves = state.serving and one.ours[call.uid].gate
-        assert decided or not serves or identity <= one.committed, "not decided, or not persisted"
-        busy += serves
+        assert decided or identity <= one.committed, "not decided, or not persisted"
+        busy += state.serving and one.ours[call.uid].gate
     busy += sum(_commits_while_it_serves(one, uid) for uid in one.ours)
     if one.spec.weights.strategy is Strategy.ROLLING and busy:
         assert busy <= one.spec.weights.max_unavailable, "too many commit at once"
