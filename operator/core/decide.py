@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollout_operator.api.spec import RolloutReplicaSpec, State
 from rollout_operator.api.status import RolloutReplicaStatus
+from rollout_worker.schemas import WorkerState
 
 from .gangs import gangs_of, plan_pods
 from .heads import Head
@@ -13,7 +14,7 @@ from .report import build_status
 from .updates.decide import plan_weights
 from .updates.weights_plan import WeightsPlan, target_of
 from .view import View
-from .world import Observed
+from .world import Observed, is_loaded
 
 KUBELET_SECONDS = 30.0
 """How long a pod whose gate is on may take to be Ready before something is wrong with it."""
@@ -35,7 +36,7 @@ def decide(
     wait = Wait()
     heads = _heads(spec, seen)
     weights = plan_weights(spec, seen, stored.weights, heads, now, wait)
-    settling = _settling(heads, weights, now, wait)
+    settling = _settling(spec, heads, weights, now, wait)
     pods = plan_pods(spec, seen, now, _healthy(spec, heads), wait, settling)
     leaving = {d.uid for d in pods.delete}
     planner = MemberPlanner(spec, seen, weights, now, wait)
@@ -90,25 +91,40 @@ def _healthy(spec: RolloutReplicaSpec, heads: dict[str, Head]) -> frozenset[int]
     """Replicas whose head does what spec asks for, or would if nobody else held it."""
 
     def works(head: Head) -> bool:
-        state = head.worker.state
         if spec.state is State.ACTIVE and head.pod.ready:
             return True
-        if state is None:
-            return False
-        reached = spec.state is not State.ACTIVE and state.lifecycle == spec.state.value
-        return reached or (head.worker.loaded and state.held_by_others)
+        return head.worker.state is not None and _rests(spec, head.worker.state)
 
     return frozenset(h.pod.replica for h in heads.values() if works(h))
 
 
+def _rests(spec: RolloutReplicaSpec, state: WorkerState) -> bool:
+    """It is paused or asleep, as spec or somebody else's hold wants it."""
+    reached = spec.state is not State.ACTIVE and state.lifecycle == spec.state.value
+    return reached or (is_loaded(state) and state.held_by_others)
+
+
+def _may_rest(spec: RolloutReplicaSpec, head: Head) -> bool:
+    """It is silent, and was at rest when it last answered: silence proves nothing.
+
+    A process that has heard nothing of it knows only whether it ever did what was asked.
+    """
+    last = head.worker.last
+    if last is None:
+        return spec.state is not State.ACTIVE and head.silent and head.pod.proven_since is not None
+    return head.silent and _rests(spec, last)
+
+
 def _settling(
-    heads: dict[str, Head], weights: WeightsPlan, now: float, wait: Wait
+    spec: RolloutReplicaSpec, heads: dict[str, Head], weights: WeightsPlan, now: float, wait: Wait
 ) -> frozenset[int]:
-    """Replicas on their way from state to state: nothing is wrong with them."""
+    """Replicas on their way from state to state, or silent: nothing is known to be wrong."""
 
     def settles(head: Head) -> bool:
         state, since = head.worker.state, head.pod.gate_since
-        if state is None or not head.worker.loaded or not head.at_least(weights.committed.identity):
+        if state is None:
+            return _may_rest(spec, head)
+        if not head.worker.loaded or not head.at_least(weights.committed.identity):
             return False
         if any(head.worker.failures.get(verb) for verb in CONTROL_VERBS):
             return False

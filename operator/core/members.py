@@ -112,7 +112,9 @@ class MemberPlanner:
     def _sleep_or_pause(self, head: Head, state: WorkerState) -> CallWorker | None:
         """Put to sleep or pause; an update that has begun to commit is finished first."""
         wanted = self.spec.state
-        if wanted is State.ACTIVE or self.weights.committing:
+        # One that some head refuses may never be finished, and goes on while the pool is paused.
+        first = self.weights.committing and not (wanted is State.PAUSED and self.weights.failures)
+        if wanted is State.ACTIVE or first:
             return None
         mine = self._my_hold(state)
         if wanted is State.ASLEEP:

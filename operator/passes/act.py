@@ -15,7 +15,7 @@ from rollout_operator.core.unreadable import status_kept_as_is
 from rollout_operator.kube.errors import NotFound
 
 from .context import Context
-from .memory import Memory
+from .memory import OBSTACLE_SECONDS, Memory
 from .observe import Look, phase_of, poll
 from .tell import count_update, post_events, show_figures
 from .writes import Writer
@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 1.0
 """Least time between two writes of status that only report progress."""
-
-OBSTACLE_SECONDS = 10.0
-"""How soon a name that was taken or a pod that was rejected is tried again."""
 
 
 async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | None:
@@ -48,8 +45,7 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
         if look.seen.unsettled:
             found = found.added_to(memory.obstacles)  # nothing was tried that could show them gone
         _start_calls(ctx, look, plan)
-        if found != memory.obstacles or writer.relabelled:
-            memory.obstacles = found
+        if memory.meets(found, ctx.monotonic()) or writer.relabelled:
             return 0.0
         if found.conflicts or found.rejections:
             later = soonest(later, OBSTACLE_SECONDS)

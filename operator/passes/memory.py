@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_operator.api.names import Condition
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
@@ -14,6 +15,9 @@ from rollout_operator.core.status_changes import owned_fields
 from .witness import Witness
 from .writes import Obstacles
 
+OBSTACLE_SECONDS = 10.0
+"""How soon a name that was taken or a pod that was rejected is tried again, and told anew."""
+
 
 @dataclass(slots=True)
 class Memory:
@@ -21,6 +25,8 @@ class Memory:
 
     barrier: frozenset[str] | None = None
     obstacles: Obstacles = field(default_factory=Obstacles)
+    told_at: float | None = None
+    """When those were last found, monotonic."""
     polled: frozenset[str] = frozenset()
     pods: PodReader = field(default_factory=PodReader)
     witness: Witness = field(default_factory=Witness)
@@ -39,6 +45,27 @@ class Memory:
     stored_fields: dict[str, Any] = field(default_factory=dict)
     """What of `stored` the operator owns, as a document."""
     spec: RolloutReplicaSpec | None = None
+
+    def recall(self) -> None:
+        """Take for true, until it is tried, what the last process met: it has not gone since."""
+        before = self.stored.condition(Condition.DEGRADED)
+        if before is None or before.status != "True":
+            return
+        if before.reason == "NameConflict":
+            self.obstacles.conflicts["status"] = before.message
+        elif before.reason == "Rejected":
+            self.obstacles.rejections["status"] = before.message
+
+    def meets(self, found: Obstacles, now: float) -> bool:
+        """Note what is in the way now; return whether something came or went.
+
+        The same in other words (a time, the id of a request) is noted seldom: it would have status
+        written anew after each try, and each such write brings the next one.
+        """
+        changed = found.labels != self.obstacles.labels
+        if changed or self.told_at is None or now - self.told_at >= OBSTACLE_SECONDS:
+            self.obstacles, self.told_at = found, now
+        return changed
 
     def read_status(self, pool: Obj) -> RolloutReplicaStatus:
         """Return the object's status, parsed once."""

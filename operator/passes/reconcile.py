@@ -56,6 +56,8 @@ class Reconciler:
             with suppress(NotFound):
                 await write_status(self.ctx, key, pool, status, memory)
             return None
+        if memory.first_look is None:
+            memory.recall()
         look = Look(key, pool, spec, stored, observe(self.ctx, key, pool, memory))
         if not memory.first_polls_done:
             left = wait_for_first_polls(self.ctx, key, look.seen, memory)

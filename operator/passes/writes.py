@@ -40,6 +40,11 @@ class Obstacles:
     conflicts: dict[str, str] = field(default_factory=dict)
     rejections: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def labels(self) -> set[str]:
+        """What is in the way; what is said of it may differ at each try."""
+        return {*self.conflicts, *self.rejections}
+
     def added_to(self, before: Obstacles) -> Obstacles:
         """Return these and the ones before, where these don't know better."""
         return Obstacles(before.conflicts | self.conflicts, before.rejections | self.rejections)
@@ -146,7 +151,7 @@ class Writer:
         except (NotFound, Conflict):
             return  # the pod is gone or another one
         self.ctx.store.upsert("pods", answer)
-        self.relabelled += 1
+        self.relabelled += labels.items() <= (answer["metadata"].get("labels") or {}).items()
         text = "repairing pod %s: somebody changed the labels by which it is found"
         logger.info(text, name, extra=self._extra())
 

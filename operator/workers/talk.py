@@ -18,6 +18,10 @@ from .poller import Poller
 
 STAGE_POLL_SECONDS = 0.1
 
+GIVEN_UP_SECONDS = 60.0
+"""A failed call that is due again for so long is not wanted any more, say sleep in a pool that has been
+woken meanwhile. Failures about weights are kept: they tell of the weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Workers:
@@ -49,6 +53,9 @@ class Workers:
             )
             for lane in lanes
             for verb, failed in self.calls.failures(lane).items()
+            if failed.about is not None
+            or verb in running
+            or self.calls.until(failed.retry_at) > -GIVEN_UP_SECONDS
         }
         return Worker(
             state=seen.state if seen is not None and believed else None,

@@ -9,9 +9,13 @@ import httpx
 import pytest
 
 from loopback import loopback
+from poolspecs import a_pod, spec_of
 from rollout_client.control import ControlError, WorkerControl
 from rollout_operator.api.objects import Key
 from rollout_operator.workers.calls import MAX_SECONDS, CallFailure, Calls
+from rollout_operator.workers.poller import Poller
+from rollout_operator.workers.talk import GIVEN_UP_SECONDS, Workers
+from rollout_worker.schemas import WeightsId, WorkerState
 from waiting import until
 
 KEY = Key("rl", "math")
@@ -191,3 +195,27 @@ async def test_a_clock_that_is_set_keeps_no_call_waiting() -> None:
     failure = calls.failures("u1")["commit"]
     assert began <= failure.at <= time.monotonic()
     assert 0 < calls.until(failure.retry_at) <= 1
+
+
+async def test_the_failure_of_a_call_that_nobody_repeats_is_told_no_more() -> None:
+    """The pool was woken before it slept: what is said of it later is not that."""
+    bench = Bench()
+
+    async def refused() -> None:
+        raise ControlError(503, "busy", "no")
+
+    async def ask(key: Key, address: str) -> WorkerState:
+        raise OSError(f"{key} at {address} does not answer")
+
+    def control(key: Key, address: str) -> WorkerControl:
+        raise AssertionError(f"no worker is called, {key} at {address}")
+
+    await bench.fail(ControlError(503, "busy", "no"), "sleep")
+    assert bench.calls.start(KEY, "u1", "commit", refused, 1, WeightsId(epoch=1, version=1))
+    await bench.end()
+    workers = Workers(Poller(ask, bench.woken.append), bench.calls, control)
+    pod = a_pod(spec_of(), 0, uid="u1")
+    bench.clock.now += GIVEN_UP_SECONDS
+    assert set(workers.known(pod).failures) == {"sleep", "commit"}
+    bench.clock.now += MAX_SECONDS
+    assert set(workers.known(pod).failures) == {"commit"}

@@ -531,6 +531,61 @@ def test_eager_goes_on_past_a_failing_member() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
+def test_a_joiner_commits_the_target_once_that_is_decided(strategy: str) -> None:
+    """The first commit of all may be its own: a crash must not lose which bytes it has."""
+    world = World(spec_of(weights={"strategy": strategy, **target(1, 1)}))
+    world.run()
+    world.worker(0).broken_stage = True
+    world.reboot(1)
+    world.set(weights=target(1, 2))
+    for _ in range(20):
+        before = world.status.weights.last_update
+        if any(call.verb is Verb.COMMIT for call in world.step().calls):
+            break
+    assert before is not None
+    assert (before.phase, before.version) == (UpdatePhase.COMMITTING, 2)
+    assert before.root_hash == world.worker(1).active_hash == "hash(1, 2)"
+    assert world.worker(1).active.version == 2
+
+
+@pytest.mark.parametrize("state", ["Paused", "Asleep"])
+@pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
+def test_a_commit_that_somebody_refuses_keeps_no_pool_awake(strategy: str, state: str) -> None:
+    """Nobody is sent away for it, so it is never finished: the trainer would wait for ever."""
+    world = World(spec_of(weights={"strategy": strategy}))
+    world.run()
+    world.worker(1).broken_commit = True
+    world.set(weights=target(1, 1))
+    world.run()
+    assert phase(world) is UpdatePhase.COMMITTING
+    world.set(state=state)
+    for _ in range(10):
+        world.step()
+    assert {w.lifecycle for w in world.workers.values()} == {state}
+    world.worker(1).broken_commit = False
+    world.set(state="Active")
+    world.run()
+    assert committed(world) == (1, 1)
+    assert all(w.serving and w.active.version == 1 for w in world.workers.values())
+    assert ready(world)
+
+
+@pytest.mark.parametrize("verb", [Verb.STAGE, Verb.COMMIT])
+def test_an_error_of_any_length_fits_into_status(world: World, verb: Verb) -> None:
+    """The API server would refuse the status, and nothing of the pool goes on without it."""
+    world.set(weights=target(1, 1))
+    until(world, UpdatePhase.STAGING if verb is Verb.STAGE else UpdatePhase.COMMITTING)
+    uid = world.pods["pool-0-0"].uid
+    about = WeightsId(epoch=1, version=1)
+    world.failures[uid, verb] = CallError("x" * 5000, 1, world.tick + 99, about=about)
+    world.frozen = {Verb.STAGE, Verb.COMMIT}
+    world.worker(0).staged = None
+    document = plan_of(world).status.document()
+    assert "xxx" in document["weights"]["lastUpdate"]["message"]
+    assert document == RolloutReplicaStatus.model_validate(document).document()
+
+
+@pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
 def test_quick_publishes_leave_no_replica_behind(strategy: str) -> None:
     world = World(spec_of(replicas=3, weights={"strategy": strategy}))
     world.run()
@@ -716,6 +771,40 @@ def test_a_pool_that_a_trainer_holds_is_rolled_one_by_one_too(state: str, held: 
     world.run()
     world.set(podTemplate={"labels": {"a": "b"}})
     assert [d.name for d in plan_of(world).delete] == ["pool-3-0"]
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+@pytest.mark.parametrize("state", ["Paused", "Asleep"])
+def test_a_pool_at_rest_that_is_silent_is_not_replaced_at_once(state: str, forgotten: bool) -> None:
+    """Nobody can see whether they rest, and the one who looks may be the one that is cut off."""
+    world = World(spec_of(replicas=4, state=state))
+    world.run()
+    for worker in world.workers.values():
+        worker.silent = True
+    if forgotten:
+        world.forget()
+    world.set(podTemplate={"labels": {"a": "b"}})
+    assert not plan_of(world).delete
+    for index in range(3):
+        world.worker(index).silent = False
+    assert [d.name for d in plan_of(world).delete] == ["pool-3-0"]
+    world.fail("pool-2-0")
+    world.worker(1).silent = True
+    assert [d.name for d in plan_of(world).delete] == ["pool-2-0"], (
+        "the one that is known to be gone"
+    )
+
+
+def test_a_held_pool_that_is_silent_is_not_replaced_at_once() -> None:
+    world = World(spec_of(replicas=4))
+    world.run()
+    for worker in world.workers.values():
+        worker.foreign_hold = "Paused"
+    world.run()
+    for worker in world.workers.values():
+        worker.silent = True
+    world.set(podTemplate={"labels": {"a": "b"}})
+    assert not plan_of(world).delete
 
 
 @pytest.mark.parametrize(("before", "after"), [("Active", "Paused"), ("Asleep", "Active")])

@@ -29,7 +29,7 @@ ACTIONS = (
     *("raise", "raise", "epoch", "template", "up", "down", "pause", "sleep",
       "wake", "wake", "suspend", "kill", "fail", "reboot", "break", "mend", "forget", "intrude",
       "leave", "silence", "unask", "speak", "hold", "let go", "slow", "quick", "lag", "no lag",
-      "publishes", "ahead", "ask too much", "ask less"),
+      "publishes", "ahead", "ask too much", "ask less", "publish to refusers and rest"),
     *("finalize", "free", "set clock", "refuse writes", "take writes", "unlabel", "make again",
       "drain"),
     *["refuse", "raise", "pause, raise and hush"] * 3,
@@ -199,6 +199,21 @@ class History:
         for worker in self._workers:
             serves = worker.serving and not worker.silent and not worker.unasked
             assert not serves or len(worker.commits) > before.get(worker.boot, 0), "left behind"
+
+    def publish_to_refusers_and_rest(self) -> None:
+        """Some can't commit, and the trainer wants the memory back: it gets it all the same."""
+        for action in ("leave", "speak", "let go", "quick", "no lag", "free", "take writes", "wake",
+                       "ask less", "raise"):  # fmt: skip
+            self.happen(action)
+        for worker in self._workers[1:]:
+            worker.broken_commit = True
+        for _ in range(self.random.randint(2, 12)):
+            self.world.step()
+        state = self.random.choice(["Paused", "Asleep"])
+        self.world.set(state=state)
+        for _ in range(40):
+            self.world.step()
+        assert {worker.lifecycle for worker in self._workers} <= {state}, self.world.status.message
 
     def ask_too_much(self) -> None:
         """Some engines can't do what the spec asks of a commit."""

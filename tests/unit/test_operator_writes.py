@@ -292,6 +292,79 @@ async def test_what_was_refused_is_told_until_it_is_tried_again(
     ]
 
 
+@pytest.mark.parametrize("reason", ["NameConflict", "Rejected"])
+async def test_the_next_leader_tells_what_is_in_the_way_until_it_is_gone(
+    api: Loopback, ctx: Context, written: list[Obj], reason: str
+) -> None:
+    """It has tried nothing yet: that is no recovery, and an alert would begin to wait anew."""
+    settled_services(ctx)
+    ctx.store.upsert("pools", pool(replicas=2))
+    taken = {
+        "reason": "AlreadyExists" if reason == "NameConflict" else "Forbidden",
+        "message": "no",
+    }
+    api.answer("POST", PODS, taken, 409 if reason == "NameConflict" else 403)
+    for replica in (0, 1):
+        api.answer("GET", f"{PODS}/math-{replica}-0", pod(replica, ownerReferences=[]))
+    reconciler = Reconciler(ctx)
+    for _ in range(3):
+        await reconciler.reconcile(KEY)
+    before = len(written)
+    reconciler = Reconciler(ctx)
+    for _ in range(3):
+        await reconciler.reconcile(KEY)
+    told = [condition(status, "Degraded") for status in written]
+    assert told == [("False", "AsExpected"), *[("True", reason)] * (len(told) - 1)]
+    assert before == len(told), "nothing is news"
+    api.answer("POST", PODS, pod(), 201)
+    reconciler = Reconciler(ctx)
+    for _ in range(3):
+        await reconciler.reconcile(KEY)
+    assert condition(written[-1], "Degraded") == ("False", "AsExpected")
+
+
+async def test_a_refusal_in_ever_other_words_is_not_tried_without_end(
+    api: Loopback, ctx: Context, written: list[Obj], clock: Clock
+) -> None:
+    """Webhooks name the time or the request; that is no news."""
+    settled_services(ctx)
+    ctx.store.upsert("pools", pool(replicas=2))
+    tries = 0
+
+    async def create(request: web.Request) -> web.StreamResponse:
+        nonlocal tries
+        tries += 1
+        answer = {"reason": "Forbidden", "message": f"denied, request {tries}"}
+        return web.json_response(answer, status=403)
+
+    api.answers["POST", PODS] = create
+    reconciler = Reconciler(ctx)
+    waits = []
+    for _ in range(5):
+        waits.append(await reconciler.reconcile(KEY))
+        clock.steady += 2
+    assert waits == [0, 10, 10, 10, 10]
+    assert [condition(status, "Degraded") for status in written] == [
+        ("False", "AsExpected"),
+        ("True", "Rejected"),
+    ]
+    clock.steady += 10
+    await reconciler.reconcile(KEY)
+    await reconciler.reconcile(KEY)
+    assert len(written) == 3, "but it is told anew after a while"
+
+
+async def test_a_label_that_a_pod_does_not_take_is_no_reason_to_look_again_at_once(
+    api: Loopback, ctx: Context
+) -> None:
+    lost = pod(resourceVersion="6")
+    del lost["metadata"]["labels"][names.LABEL_POOL]
+    api.answer("PATCH", f"{PODS}/math-0-0/status", lost)
+    writer = Writer(ctx, KEY, "ours")
+    await writer.relabel("math-0-0", "uid of math-0-0", names.worker_labels("math", 0, 0))
+    assert not writer.relabelled
+
+
 async def test_a_finalizer_of_somebody_else_holds_nothing_else_up(
     api: Loopback, ctx: Context, written: list[Obj], clock: Clock
 ) -> None:

@@ -50,12 +50,13 @@ def plan_weights(
         if plan.running is None:
             return plan
     settle(spec, plan, target, heads, now)
+    begun = plan.begun
     if plan.update is not None and plan.running is not None:
         _advance(spec, plan, plan.update, heads, now, wait)
     else:
         plan.barrier = None
     learn_hash(plan, heads)
-    assign_joiners(spec, plan, heads)
+    assign_joiners(spec, plan, heads, begun=begun)
     return plan
 
 

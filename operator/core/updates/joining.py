@@ -11,11 +11,13 @@ from .content import bound
 from .weights_plan import WeightsPlan, version_of
 
 
-def assign_joiners(spec: RolloutReplicaSpec, plan: WeightsPlan, heads: Mapping[str, Head]) -> None:
-    """Tell heads below the committed weights what to load; they may commit at any time.
+def assign_joiners(
+    spec: RolloutReplicaSpec, plan: WeightsPlan, heads: Mapping[str, Head], *, begun: bool
+) -> None:
+    """Tell heads below the committed weights what to load; they may commit that at any time.
 
-    Without a barrier that is what the others move to. They finish it before the newest is taken,
-    so that quick publishes let a joiner finish, too.
+    Without a barrier that is what the others move to, once it is `begun` in status. They finish it
+    before the newest is taken, so that quick publishes let a joiner finish, too.
     """
     floor = brought = _committed(plan)
     single = spec.weights.strategy is not Strategy.ALL_AT_ONCE and not plan.unsupported
@@ -25,7 +27,8 @@ def assign_joiners(spec: RolloutReplicaSpec, plan: WeightsPlan, heads: Mapping[s
         if uid in plan.version_for or head.at_least(floor.identity):
             continue
         plan.version_for[uid] = brought
-        plan.may_commit.add(uid)
+        if begun or brought is floor:
+            plan.may_commit.add(uid)
 
 
 def learn_hash(plan: WeightsPlan, heads: Mapping[str, Head]) -> None:

@@ -136,13 +136,17 @@ def _maybe_retarget(
     """Rolling, Eager: turn to a newer target once no replica can finish what it has begun.
 
     Before that each publish would undo the last one's work, and quick ones leave replicas behind
-    for ever.
+    for ever. Nor does the pool stay awake for it: nobody is sent away, so it may never be finished.
     """
     update = plan.update
-    if update is None or target.identity <= update.identity:
+    if update is None:
+        return
+    falling = spec.state is State.ASLEEP and not spec.suspend
+    if not falling and target.identity <= update.identity:
         return
     if _is_stuck(spec, plan, update, heads, now):
-        _supersede(plan, f"{target.identity} is newer")
+        why = "the pool is going to sleep" if falling else f"{target.identity} is newer"
+        _supersede(plan, why)
 
 
 def _is_stuck(

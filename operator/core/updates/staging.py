@@ -63,9 +63,11 @@ def advance_singly(
     if _refused(spec, plan, update, serving, version):
         return
     waiting = _stage(plan, serving.values(), version)
-    staged = sum(not h.at_least(version.identity) for h in serving.values()) - len(waiting)
+    # One that waits to join may be the first: it commits when the decision stands in status, too.
+    behind = [h for h in heads.values() if not h.at_least(version.identity)]
+    staged = sum(h.has_staged(version) for h in behind)
     if staged or not waiting:
-        text = f"committing one by one: {staged} of {len(serving)} replicas have staged"
+        text = f"committing one by one: {staged} of {len(heads)} replicas have staged"
         enter_committing(plan, version.root_hash, now, text)
         return
     _report(plan, update, f"0 of {len(serving)} replicas have staged", waiting)

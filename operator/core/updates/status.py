@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rollout_operator.api.status import ActiveRange, StatusId, WeightsStatus
+from rollout_operator.api.status import ActiveRange, LastUpdate, StatusId, WeightsStatus
 from rollout_operator.core.heads import Head
 
 from .weights_plan import WeightsPlan, version_of
@@ -26,5 +26,10 @@ def weights_status(plan: WeightsPlan, heads: Mapping[str, Head]) -> WeightsStatu
         if serving
         else None,
         staged_replicas=sum(h.has_staged(running) for h in heads.values()) if running else 0,
-        last_update=plan.update,
+        last_update=_valid(plan.update),
     )
+
+
+def _valid(update: LastUpdate | None) -> LastUpdate | None:
+    """Cut its texts to their bounds: copies with changes are not validated."""
+    return None if update is None else LastUpdate.model_validate(update.model_dump())

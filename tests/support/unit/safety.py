@@ -176,9 +176,8 @@ def _commits(one: Pass) -> None:
             and after is not None
             and after.root_hash == call.body.root_hash  # status is written before any call
         ) or any(_active(one, uid) == identity for uid in one.ours)  # there is no way back
-        serves = state.serving and one.ours[call.uid].gate
-        assert decided or not serves or identity <= one.committed, "not decided, or not persisted"
-        busy += serves
+        assert decided or identity <= one.committed, "not decided, or not persisted"
+        busy += state.serving and one.ours[call.uid].gate
     busy += sum(_commits_while_it_serves(one, uid) for uid in one.ours)
     if one.spec.weights.strategy is Strategy.ROLLING and busy:
         assert busy <= one.spec.weights.max_unavailable, "too many commit at once"
@@ -303,9 +302,9 @@ def _works(one: Pass, head: Pod) -> bool:
     ranks = [p for p in one.ours.values() if p.replica == head.replica and not p.deleting]
     if len(ranks) < one.spec.parallelism.nodes or any(p.finished for p in ranks):
         return False
+    worker = one.seen.workers.get(head.uid)
+    state = worker.last if worker else None  # of who is silent nothing else is known
     if one.spec.state is State.ACTIVE:
-        state = one.state(head.uid)
         held = state is not None and any(h.holder != state.caller for h in state.holds)
         return head.ready or held
-    state = one.state(head.uid)
     return state is not None and state.lifecycle == one.spec.state.value
