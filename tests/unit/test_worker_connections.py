@@ -201,6 +201,7 @@ async def test_requests_leave_places_to_probes(tmp_path: Path) -> None:
         await until(lambda: len(worker.tiny.flights) == 4, what="the requests")
         reader, _ = await worker.open(worker.data, head + body)
         assert b" 429 " in await asyncio.wait_for(reader.readline(), 10)
+        assert b'refused_total{reason="queue-full"} 1.0' in worker.tiny.worker.metrics()
         assert await worker.reachable()
         worker.tiny.engine.free = True
         for reader, _ in worker.raw[:4]:

@@ -73,9 +73,11 @@ class _Server(uvicorn.Server):
 class AtMost:
     """Refuses requests beyond a number of them at once; probes and scrapes are always answered."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
+    def __init__(self, app: ASGIApp, most: int, refused: Callable[[str], object]) -> None:
+        """`refused` is told the slug of each refusal."""
         self._app = app
         self._most = most
+        self._refused = refused
         self._now = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,6 +88,7 @@ class AtMost:
         if self._now >= self._most:
             detail = f"{self._now} requests are open: try again, or use another replica"
             refusal = ProblemError("queue-full", detail, retry_after=1)
+            self._refused(refusal.slug)
             await problem_response(refusal)(scope, receive, send)
             return
         self._now += 1
@@ -135,7 +138,7 @@ class Servers:
             bind(settings.data_host, settings.data_port, "--data-port"),
             bind(settings.control_host, settings.control_port, "--control-port"),
         ]
-        data = AtMost(data_app(worker), max(1, places.data - PROBES))
+        data = AtMost(data_app(worker), max(1, places.data - PROBES), worker.count_refusal)
         control = control_app(worker, authorizer)
         held = self._certificate
         self._servers = [
