@@ -16,6 +16,7 @@ from .engines import EngineOptions, create
 from .lifecycle.governor import Governor
 from .lifecycle.supervisor import Supervisor
 from .lifecycle.verbs import Verbs
+from .observe.telemetry import resident_bytes
 from .requests.admission import check_room, check_version, expand, not_serving
 from .requests.flights import Flight, Flights
 from .schemas import (
@@ -27,12 +28,16 @@ from .schemas import (
 )
 from .settings import Settings
 from .sources.hub import local_model
+from .threads import Shared
 from .updates.commits import Commits
 from .updates.state import Updates
 from .wire.bodies import Limits, data_limits
 from .wire.problems import ProblemError
 
 logger = logging.getLogger(__name__)
+
+MEASURE_SECONDS = 5.0
+"""How long a scrape waits for the memory to be counted; then it gets what was counted last."""
 
 
 def engine_factory(settings: Settings) -> Callable[[], Engine]:
@@ -60,6 +65,7 @@ class Worker:
     def __init__(self, settings: Settings, make_engine: Callable[[], Engine] | None = None) -> None:
         self.settings = settings
         self.runtime = Runtime(settings)
+        self._memory = Shared(resident_bytes, "memory")
         self.flights = Flights(self.runtime)
         self.updates = Updates(self.runtime)
         self.commits = Commits(self.runtime, self.updates, self.flights)
@@ -150,7 +156,7 @@ class Worker:
             raise
 
     def count_refusal(self, slug: str) -> None:
-        """Count a request that is refused before it gets here, or here."""
+        """Count a request that was refused with this problem."""
         self.runtime.telemetry.refused.labels(slug).inc()
 
     def _check_serving(self) -> None:
@@ -193,6 +199,11 @@ class Worker:
                 update={"chat": chat, "tool_parser": tool_parser}
             ),
         )
+
+    async def measure(self) -> None:
+        """Bring up to date what takes too long to be counted in `metrics`."""
+        with contextlib.suppress(TimeoutError):
+            self.runtime.telemetry.memory.set(await self._memory.get(MEASURE_SECONDS))
 
     def metrics(self) -> bytes:
         """The metrics page that Prometheus scrapes."""

@@ -9,21 +9,25 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from loopwatch import watched
+from rollout_worker.ports import connections
 from rollout_worker.ports.auth import Anyone
 from rollout_worker.ports.connections import (
     CONTROL_PLACES,
     DATA_PLACES,
     OTHER_DESCRIPTORS,
+    Listener,
     Places,
+    Room,
     places,
     raise_descriptors,
 )
-from rollout_worker.ports.server import PROBES, Servers
+from rollout_worker.ports.server import PROBES, Servers, bind
 from tiny_worker import TinyWorker, tiny_worker
 from waiting import until
 
@@ -91,6 +95,81 @@ async def test_half_open_connections_give_way(tmp_path: Path, sent: bytes) -> No
         assert await closed(streams[-20])
 
 
+async def test_a_crowd_at_once_takes_the_places_of_who_asks_for_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path, Places(data=30, control=30)) as worker:
+        for port in (worker.data, worker.control):
+            idle = [await worker.open(port) for _ in range(30)]
+            crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+            assert await worker.get(port, "/openapi.json") == 200
+            for each in crowd:
+                each.setblocking(False)
+                with pytest.raises(BlockingIOError):  # neither closed nor reset
+                    each.recv(1)
+                each.close()
+            assert all([await closed(each) for each in idle[:20]])
+            assert not idle[-1][0].at_eof()
+
+
+async def test_who_reads_no_answer_keeps_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "SWEEP_SECONDS", 0.05)
+    async with served(tmp_path, Places(data=3, control=4)) as worker:
+        loop, asks = asyncio.get_running_loop(), b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n"
+        with contextlib.ExitStack() as kept:
+            for _ in range(3):
+                sock = kept.enter_context(socket.socket())
+                sock.setblocking(False)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                await loop.sock_connect(sock, ("127.0.0.1", worker.data))
+                await loop.sock_sendall(sock, asks * 1000)
+                await loop.sock_recv(sock, 1)  # it is being answered
+            async with asyncio.timeout(30):
+                while True:
+                    with contextlib.suppress(httpx.TransportError):
+                        assert await worker.get(worker.data, "/health") == 200
+                        break
+                    await asyncio.sleep(0.1)
+
+
+class Telling(asyncio.Protocol):
+    """Says much, and gives up before the end."""
+
+    cycle = SimpleNamespace(response_complete=False)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(bytes(MUCH))
+        transport.close()
+
+
+MUCH = 2**25
+
+
+async def test_the_end_of_an_answer_is_waited_for_while_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "SWEEP_SECONDS", 0.05)
+    room = Room(4)
+    sock = bind("127.0.0.1", 0, "--data-port")
+    listener = Listener(sock, Telling, room)
+    reader, writer = await asyncio.open_connection(*sock.getsockname(), limit=2**16)
+    _, other = await asyncio.open_connection(*sock.getsockname(), limit=2**16)
+    await until(lambda: len(room.connections) == 2, what="both")
+    found = 0
+    while piece := await reader.read(2**20):
+        found += len(piece)
+        await asyncio.sleep(0.01)
+    assert found == MUCH, "who reads slowly gets everything"
+    await until(lambda: not room.connections, what="the end of who reads nothing")
+    for each in (writer, other):
+        each.close()
+    listener.close()
+    await listener.wait_closed()
+
+
 async def test_a_header_that_does_not_end_is_given_up(tmp_path: Path) -> None:
     async with served(tmp_path, header_seconds=0.2) as worker:
         for port in (worker.data, worker.control):
@@ -122,6 +201,7 @@ async def test_requests_leave_places_to_probes(tmp_path: Path) -> None:
         await until(lambda: len(worker.tiny.flights) == 4, what="the requests")
         reader, _ = await worker.open(worker.data, head + body)
         assert b" 429 " in await asyncio.wait_for(reader.readline(), 10)
+        assert b'refused_total{reason="queue-full"} 1.0' in worker.tiny.worker.metrics()
         assert await worker.reachable()
         worker.tiny.engine.free = True
         for reader, _ in worker.raw[:4]:

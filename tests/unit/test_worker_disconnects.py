@@ -67,6 +67,39 @@ class Deaf:
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/generate", GENERATE), ("/v1/completions", COMPLETIONS)]
 )
+async def test_a_client_that_leaves_is_no_error(
+    worker: TinyWorker, path: str, body: dict[str, Any]
+) -> None:
+    said: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: said.append(context["message"]))
+    gone, asked = asyncio.Event(), [json.dumps(body).encode()]
+
+    async def receive() -> Message:
+        if asked:
+            return {"type": "http.request", "body": asked.pop(), "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    app: Any = data_app(worker.worker)
+    serving = asyncio.create_task(app({**scope, "asgi": {"version": "3.0"}}, receive, send))
+    await until(lambda: len(worker.engine.known) == 2, what="the requests")
+    gone.set()
+    await asyncio.wait_for(serving, 10)
+    assert not worker.engine.known
+    del serving
+    gc.collect()
+    await asyncio.sleep(0)
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/generate", GENERATE), ("/v1/completions", COMPLETIONS)]
+)
 async def test_an_unread_stream_takes_no_more_than_its_output(
     worker: TinyWorker, path: str, body: dict[str, Any]
 ) -> None:

@@ -17,6 +17,7 @@ from rollout_worker.openai.text import Texts
 from rollout_worker.ports.access import SEE
 from rollout_worker.ports.auth import BearerToken
 from rollout_worker.ports.data import data_app
+from rollout_worker.schemas import Checkpoint, DiscardRequest, StageRequest, WeightsSource
 from rollout_worker.service import Worker
 from rollout_worker.sources import resolve
 from rollout_worker.threads import Shared
@@ -67,6 +68,10 @@ async def test_a_volume_that_hangs_is_told(tmp_path: Path) -> None:
         with refused("deadline-exceeded"):
             await tiny.begin_stage(1, 7, deadline_seconds=0.05)
         assert tiny.updates.slot is None
+        own = WeightsSource(checkpoint=Checkpoint())
+        back = StageRequest(epoch=1, version=1, source=own, deadline_seconds=1)
+        assert (await tiny.updates.stage("me", back)).phase == "Staging", "the way out"
+        await tiny.updates.discard("me", DiscardRequest(epoch=1, version=1))
         released.set()
         assert all(each.result(30) for each in hanging)
         assert (await tiny.begin_stage(1, 7)).phase == "Staging"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from asgi import call
 from rollout_worker.openai.messages import plain
 from rollout_worker.openai.models import ChatRequest, CompletionRequest
-from rollout_worker.openai.text import Growing
+from rollout_worker.openai.text import Growing, Texts
 from rollout_worker.openai.tool_calls import Gate, parse, parser_of
+from rollout_worker.ports.data import data_app
 from rollout_worker.wire.problems import ProblemError
+from tiny_worker import tiny_worker
 
 
 def utf8(ids: Sequence[int], special: bool) -> str:
@@ -26,6 +31,31 @@ def utf8(ids: Sequence[int], special: bool) -> str:
 def grow(pieces: list[bytes], stops: Sequence[str] = ()) -> list[str]:
     growing = Growing(utf8, stops)
     return [*(growing.push(list(piece)) for piece in pieces), growing.end()]
+
+
+async def test_an_answer_is_written_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For many tokens with logprobs that takes seconds."""
+    threads: list[int] = []
+
+    def decode(ids: Sequence[int], special: bool) -> str:
+        threads.append(threading.get_ident())
+        return "é" * len(ids)
+
+    async def decoder(self: Texts) -> Any:
+        return decode
+
+    monkeypatch.setattr(Texts, "decoder", decoder)
+    async with tiny_worker(tmp_path) as tiny:
+        tiny.engine.free = True
+        asked = {"prompt": [5], "max_tokens": 3, "n": 2, "logprobs": 1}
+        answer = await call(data_app(tiny.worker), "/v1/completions", json.dumps(asked).encode())
+    assert answer.status == 200, answer.content
+    assert answer.headers["content-type"] == "application/json"
+    assert [each["text"] for each in answer.body["choices"]] == ["ééé", "ééé"]
+    assert len(threads) > 6
+    assert threading.get_ident() not in threads
 
 
 def test_half_characters_are_held_back() -> None:

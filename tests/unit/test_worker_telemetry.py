@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from asgi import call
+from rollout_worker.observe import telemetry
 from rollout_worker.observe.telemetry import REFUSALS, Telemetry
 from rollout_worker.ports.data import data_app
 from rollout_worker.ports.server import AtMost
@@ -100,6 +103,39 @@ async def test_what_is_refused_before_admission_is_counted(
         monkeypatch.setattr(bodies, "BUDGET_BYTES", 1)
         assert (await call(data_app(tiny.worker), "/v1/generate", asked)).status == 429
         assert by_problem(tiny.worker) == {"queue-full": 2}
+
+
+async def test_a_request_before_anything_is_loaded_is_counted() -> None:
+    worker = Worker(settings())
+    for path in ("/v1/generate", "/v1/completions"):
+        answer = await call(data_app(worker), path, b'{"token_ids": [5]}')
+        assert (answer.status, answer.slug) == (503, "starting")
+    page = worker.metrics().decode()
+    assert value(page, 'rollout_worker_refused_total{reason="starting"}') == 2
+
+
+async def test_memory_is_counted_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, counted = threading.Event(), threading.Event()
+
+    def count(pid: int) -> int:
+        begun.set()
+        counted.wait(5)
+        return 7
+
+    monkeypatch.setattr(telemetry, "_proportional_bytes", count)
+    async with tiny_worker(tmp_path) as tiny:
+        app = data_app(tiny.worker)
+        scrapes = [asyncio.create_task(call(app, "/metrics", method="GET")) for _ in range(3)]
+        assert await asyncio.to_thread(begun.wait, 10)
+        assert (await call(app, "/health", method="GET")).status == 200
+        assert not any(scrape.done() for scrape in scrapes)
+        counted.set()
+        for scrape in scrapes:
+            page = (await asyncio.wait_for(scrape, 10)).content.decode()
+            assert value(page, "rollout_worker_memory_resident_bytes") % 7 == 0
+            assert value(page, "rollout_worker_memory_resident_bytes") > 0
 
 
 async def test_the_time_between_tokens_is_measured_within_an_output(worker: TinyWorker) -> None:

@@ -16,9 +16,10 @@ from localkube.pki import Authority
 from rollout_client.control import ControlUnreachable, WorkerControl
 from rollout_client.discovery.members import static_members
 from rollout_client.steering.control_ports import ControlPorts
+from rollout_worker.ports import connections
 from rollout_worker.ports.auth import Anyone
-from rollout_worker.ports.connections import CONTROL_PLACES
-from rollout_worker.ports.server import Servers
+from rollout_worker.ports.connections import CONTROL_PLACES, Listener, Room
+from rollout_worker.ports.server import Servers, bind
 from rollout_worker.ports.tls import Certificate
 from rollout_worker.settings import BadSettings
 from tiny_worker import settings, tiny_worker
@@ -70,6 +71,34 @@ async def test_the_client_steers_over_tls_and_trusts_nobody_else(tmp_path: Path)
 
 async def _nobody() -> None:
     return None
+
+
+class Closing(asyncio.Protocol):
+    """Says much to nobody, and closes twice."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(bytes(2**24))
+        transport.close()
+        transport.close()
+
+
+async def test_an_end_that_nobody_waits_for_stops_no_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "SWEEP_SECONDS", 0.01)
+    certificate = Certificate(*issue(tmp_path, "worker"))
+    sock, room = bind("127.0.0.1", 0, "--control-port"), Room(4)
+    listener = Listener(sock, Closing, room, lambda: certificate.context)
+    trusting = ssl.create_default_context(cafile=tmp_path / "ca.crt")
+    _, writer = await asyncio.open_connection(*sock.getsockname(), ssl=trusting)
+    await until(lambda: room.connections, what="the connection")
+    await asyncio.sleep(0.1)
+    assert not any(task.done() for task in listener._tasks)
+    writer.transport.abort()
+    await until(lambda: not room.connections, what="its end")
+    listener.close()
+    await listener.wait_closed()
 
 
 async def test_handshakes_that_do_not_end_give_way(tmp_path: Path) -> None:

@@ -88,12 +88,11 @@ class Telemetry:
         )
         self._traffic(registry)
         self._changes(registry)
-        memory = Gauge(
+        self.memory = Gauge(
             "rollout_worker_memory_resident_bytes",
             "Resident memory of the worker and its engine.",
             registry=registry,
         )
-        memory.set_function(resident_bytes)
         # Exported from the start: a rate over a series that appears later misses its first event.
         for reason in StopReason:
             self.requests.labels(reason.value)
@@ -219,7 +218,8 @@ class Telemetry:
 def resident_bytes() -> float:
     """Memory of this process and its engine's processes; shared memory counts once.
 
-    It is the sum of their proportional set sizes; 0 where the system does not report them.
+    It is the sum of their proportional set sizes; 0 where the system does not report them. Blocks:
+    the kernel looks at every page, which takes some 50 ms for each GiB.
     """
     pids = (os.getpid(), *(process.pid for process in descendants(os.getpid())))
     return float(sum(map(_proportional_bytes, pids)))

@@ -213,7 +213,9 @@ class _Call:
         if self._body.stream:
             return await self._stream(exchange)
         await finish(self._worker.flights, flights, DEADLINE_SECONDS, self._request)
-        return JSONResponse(exchange.answer(), headers=self._headers(exchange))
+        # In a thread: texts and logprobs of many tokens take seconds.
+        said = await asyncio.to_thread(lambda: _written(exchange.answer()))
+        return Response(said, media_type="application/json", headers=self._headers(exchange))
 
     def _headers(self, exchange: Exchange) -> dict[str, str]:
         found = exchange.oldest() or self._worker.updates.identity
@@ -285,6 +287,12 @@ async def _events(
     finally:
         await asyncio.shield(drop(worker.flights, exchange.flights))
     yield b"data: [DONE]\n\n"
+
+
+def _written(answer: dict[str, Any]) -> bytes:
+    """JSON, written in steps: in one, C would hold Python's lock until the end."""
+    writer = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return "".join(writer.iterencode(answer)).encode()
 
 
 def _event(data: dict[str, Any]) -> bytes:

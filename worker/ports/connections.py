@@ -29,6 +29,10 @@ FEWEST_PLACES = 64
 
 HEADER_SECONDS = 10.0
 """What the header of a request may take to arrive; also the handshake of TLS."""
+DALLY_SECONDS = 0.5
+"""Whoever takes longer for a handshake gives its place up before anybody else."""
+UNREAD_SECONDS = 60.0
+"""A client that takes nothing for so long of what it was sent is not waited for."""
 SWEEP_SECONDS = 1.0
 RETRY_SECONDS = 0.1
 """After which a connection is accepted again when there was no descriptor for one."""
@@ -69,12 +73,31 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.waits_since: float | None = None
         """When the header that has not ended began; None while there is none."""
+        self._tls = False
+        self._unread, self._unread_since = 0, 0.0
+        self.stuck = False
+        """Whether the client takes nothing of what it was sent; as `look` has seen it."""
 
     @property
     def busy(self) -> bool:
         """Whether a request is being answered."""
         cycle: Any = getattr(self._inner, "cycle", None)
         return cycle is not None and not cycle.response_complete
+
+    @property
+    def over(self) -> bool:
+        """Whether it ends as soon as the client has taken the rest."""
+        return self._transport is not None and self._transport.is_closing()
+
+    def look(self, now: float) -> None:
+        """See whether the client has taken anything since the last look."""
+        unread, transport = 0, self._transport
+        # With TLS, asyncio itself bounds the end, and may have let go of what could tell.
+        if transport is not None and not (self._tls and self.over):
+            unread = transport.get_write_buffer_size()
+        if not unread or unread != self._unread:
+            self._unread, self._unread_since = unread, now
+        self.stuck = now - self._unread_since > UNREAD_SECONDS
 
     def abort(self) -> None:
         """Close at once."""
@@ -86,6 +109,7 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own transports
         self._transport = transport
+        self._tls = transport.get_extra_info("ssl_object") is not None
         self.waits_since = time.monotonic()
         self._room.connections[self] = None
         self._inner.connection_made(transport)
@@ -123,8 +147,8 @@ class Room:
         self._most = most
         self.header_seconds = header_seconds
         self.connections: dict[Connection, None] = {}
-        self.greetings: dict[asyncio.Task[None], None] = {}
-        """Of those that are accepted and not in `connections` yet; with TLS, the other side may dally."""
+        self.greetings: dict[asyncio.Task[None], float] = {}
+        """Of those that are accepted and not in `connections` yet: since when. With TLS they may dally."""
 
     def make_place(self) -> bool:
         """Whether one more may come; the oldest that asks for nothing leaves for it."""
@@ -133,25 +157,30 @@ class Room:
         return self.close_one()
 
     def close_one(self) -> bool:
-        """Close the oldest connection that asks for nothing, if there is one."""
-        for greeting in self.greetings:
-            del self.greetings[greeting]
-            greeting.cancel()
-            return True
-        for each in self.connections:
-            if not each.busy:
-                del self.connections[each]
-                each.abort()
-                return True
-        return False
+        """Close who dallies, else the oldest that asks for nothing or reads nothing, if there is one."""
+        greeting, since = next(iter(self.greetings.items()), (None, 0.0))
+        if greeting is None or since > time.monotonic() - DALLY_SECONDS:
+            for each in self.connections:
+                if each.stuck or not each.busy:
+                    del self.connections[each]
+                    each.abort()
+                    return True
+        if greeting is None:
+            return False
+        del self.greetings[greeting]
+        greeting.cancel()
+        return True
 
     async def sweep(self) -> None:
-        """Close, until cancelled, whatever takes too long for a header."""
+        """Close, until cancelled, who takes too long for a header, or for the end of an answer."""
         while True:
             await asyncio.sleep(min(SWEEP_SECONDS, self.header_seconds))
-            late = time.monotonic() - self.header_seconds
+            now = time.monotonic()
+            late = now - self.header_seconds
             for each in list(self.connections):
-                if each.waits_since is not None and each.waits_since < late and not each.busy:
+                each.look(now)
+                asks = each.waits_since is None or each.waits_since > late or each.busy
+                if not asks or (each.stuck and each.over):
                     each.abort()
 
 
@@ -186,7 +215,7 @@ class Listener:
                 sock.close()
                 continue
             greeting = asyncio.create_task(self._greet(sock))
-            self._room.greetings[greeting] = None
+            self._room.greetings[greeting] = time.monotonic()
             greeting.add_done_callback(lambda done: self._room.greetings.pop(done, None))
             await asyncio.sleep(
                 0

@@ -122,4 +122,5 @@ def _add_probes(app: FastAPI, worker: Worker) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Return metrics in the Prometheus text format, including the engine's own."""
+        await worker.measure()
         return Response(worker.metrics(), media_type=CONTENT_TYPE)

@@ -73,7 +73,8 @@ class _Server(uvicorn.Server):
 class AtMost:
     """Refuses requests beyond a number of them at once; probes and scrapes are always answered."""
 
-    def __init__(self, app: ASGIApp, most: int, refused: Callable[[str], None]) -> None:
+    def __init__(self, app: ASGIApp, most: int, refused: Callable[[str], object]) -> None:
+        """`refused` is told the slug of each refusal."""
         self._app = app
         self._most = most
         self._refused = refused
@@ -137,8 +138,7 @@ class Servers:
             bind(settings.data_host, settings.data_port, "--data-port"),
             bind(settings.control_host, settings.control_port, "--control-port"),
         ]
-        most = max(1, places.data - PROBES)
-        data = AtMost(data_app(worker), most, worker.count_refusal)
+        data = AtMost(data_app(worker), max(1, places.data - PROBES), worker.count_refusal)
         control = control_app(worker, authorizer)
         held = self._certificate
         self._servers = [

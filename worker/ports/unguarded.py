@@ -44,14 +44,25 @@ def _refusal(method: str, headers: Headers) -> ProblemError | None:
             "forbidden",
             f"Origin {origin[:80]!r} is a web page: use --auth token to let one in",
         )
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if method == "POST" and kind != "application/json":
+    kind = headers.get("content-type")
+    nothing = kind is None and _empty(headers)  # whose Origin no page can leave out
+    if method == "POST" and not nothing and _essence(kind or "") != "application/json":
         return ProblemError(
             "not-json",
-            "with --auth none every POST says that it is JSON: send Content-Type: application/json"
+            "with --auth none every body says that it is JSON: send Content-Type: application/json"
             " (curl --json '{}')",
         )
     return None
+
+
+def _empty(headers: Headers) -> bool:
+    """Whether no body follows, as `curl -X POST` and most clients without one have it."""
+    return headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+
+
+def _essence(kind: str) -> str:
+    """`application/json; charset=utf-8` → `application/json`."""
+    return kind.partition(";")[0].strip().lower()
 
 
 def _name(host: str) -> str:

@@ -78,6 +78,8 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         ClientGone: the client disconnected first; the work is cancelled.
     """
     task = asyncio.ensure_future(work)
+    # Nobody hears of its end once the client is gone, which is no error to be logged.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
     gone = asyncio.create_task(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -26,6 +26,8 @@ async def resolve_within(
     Raises:
         ProblemError: 422, as `resolve`; 504.
     """
+    if source.path is None:  # there is nothing to look up, and the threads may hang
+        return source
     call = asyncio.get_running_loop().run_in_executor(_THREADS, resolve, source, settings)
     try:
         async with asyncio.timeout(seconds):
