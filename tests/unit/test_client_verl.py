@@ -21,7 +21,7 @@ class Listener:
     async def info(self, *, seconds: float = 30) -> WorkerInfo:
         """Note how long somebody would wait."""
         self.waited.append(seconds)
-        able = {"logprobs": [], "in_flight": [], "sleep_levels": []}
+        able: dict[str, object] = {"logprobs": [], "in_flight": [], "sleep_levels": []}
         flags = ("seed", "priority", "stop_strings", "memory_release", "prefix_cache", "cache_salt")
         return WorkerInfo(
             engine="e",
