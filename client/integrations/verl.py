@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from rollout_client.generating.prompts import GenerateOptions
+from rollout_client.generating.prompts import DEADLINE_SECONDS, GenerateOptions
 from rollout_client.pool import AsyncRolloutPool
 from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.spool import SHARD_BYTES
@@ -145,6 +145,7 @@ class VerlClient:
         response_length: Budget of an answer whose sampling parameters have none.
         deadline_seconds: Of each generation; None: the pool's.
         seed: Of every generation; None: each draws its own.
+        ignore_eos: Of every generation that does not say.
     """
 
     tokenizer: Any = None
@@ -158,12 +159,14 @@ class VerlClient:
         response_length: int | None = None,
         deadline_seconds: float | None = None,
         seed: int | None = None,
+        ignore_eos: bool = False,
     ) -> None:
         self._pools = _Pools(make)
         self._prompt_length = prompt_length
         self._response_length = response_length
         self._deadline_seconds = deadline_seconds
         self._seed = seed
+        self._ignore_eos = ignore_eos
         self._info: WorkerInfo | None = None
 
     @classmethod
@@ -176,6 +179,7 @@ class VerlClient:
             response_length=config.response_length,
             deadline_seconds=settings.deadline_seconds,
             seed=config.seed if config.full_determinism else None,
+            ignore_eos=config.ignore_eos,
         )
 
     async def close(self) -> None:
@@ -217,7 +221,9 @@ class VerlClient:
             raise NotImplementedError(f"workers take only token ids, not {', '.join(given)}")
         sampling, wants_logprobs = self._sampling(sampling_params)
         pool = self._pools.here()
-        info = self._info = self._info or await pool.info()
+        # At the first prompt replicas may still load: that takes as long as a generation may wait.
+        wait = self._deadline_seconds or DEADLINE_SECONDS
+        info = self._info = self._info or await pool.info(seconds=wait)
         sampling["max_tokens"] = self._budget(sampling["max_tokens"], len(prompt_ids), info)
         options: GenerateOptions = {
             "session_id": request_id,
@@ -265,6 +271,7 @@ class VerlClient:
             raise ValueError(f"these sampling parameters can't be sent: {', '.join(unknown)}")
         if self._seed is not None:
             left.setdefault("seed", self._seed)
+        left.setdefault("ignore_eos", self._ignore_eos)
         budget = next((b for b in budgets if b is not None), None)
         return {**left, "top_k": max(0, top_k), "max_tokens": budget}, wants
 

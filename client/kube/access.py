@@ -12,7 +12,7 @@ import os
 import ssl
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,21 @@ Obj = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to reach an API server."""
+    """How to reach an API server.
+
+    Attributes:
+        server: URL.
+        tls: With the CA, and the client's certificate if it has one.
+        token: Returns the bearer token for a request; may block.
+        namespace: Where nobody names another one.
+        forget: Told a token that the API server refused; returns whether there may be another one.
+    """
 
     server: str
     tls: ssl.SSLContext
     token: Callable[[], str | None]
     namespace: str
+    forget: Callable[[str | None], bool] = lambda refused: False
 
 
 def access(kubeconfig: str | Path | None = None, context: str | None = None) -> Access:
@@ -45,11 +54,14 @@ def access(kubeconfig: str | Path | None = None, context: str | None = None) -> 
         ClusterError: There is none, or it can't be used.
     """
     if kubeconfig is None and "KUBECONFIG" not in os.environ and (ACCOUNT / "token").exists():
-        return _of_pod()
+        try:
+            return _of_pod()
+        except (OSError, ValueError) as error:
+            raise ClusterError(f"the service account can't be used: {error!r}") from error
     path = Path(kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config").split(os.pathsep)[0])
     try:
         return _of_file(path.expanduser(), context)
-    except (OSError, KeyError, ValueError, TypeError) as error:
+    except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise ClusterError(f"the kubeconfig {path} can't be used: {error!r}") from error
 
 
@@ -77,24 +89,24 @@ def _of_file(path: Path, context: str | None) -> Access:
     if cluster.get("insecure-skip-tls-verify"):
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     _load_certificate(tls, user, path)
-    return Access(
+    found = Access(
         server=str(cluster["server"]).rstrip("/"),
         tls=tls,
-        token=_token(user, cluster, path, tls),
+        token=_token(user, path),
         namespace=chosen.get("namespace") or "default",
     )
+    if "exec" not in user or user.get("tokenFile") or user.get("token"):
+        return found
+    plugin = ExecPlugin(user["exec"], cluster, path, lambda pem: _load_pem(tls, pem))
+    return replace(found, token=plugin.token, forget=plugin.forget)
 
 
-def _token(user: Obj, cluster: Obj, path: Path, tls: ssl.SSLContext) -> Callable[[], str | None]:
-    """Return what gives a user's token: a file, the kubeconfig itself, or a program."""
+def _token(user: Obj, path: Path) -> Callable[[], str | None]:
+    """Return what gives a user's token: a file, or the kubeconfig itself."""
     if "auth-provider" in user:
         raise ValueError("users with auth-provider are not supported: use exec, or a token")
     file, given = _file(user, "tokenFile", path), user.get("token")
-    if file:
-        return lambda: Path(file).read_text().strip()
-    if given or "exec" not in user:
-        return lambda: given
-    return ExecPlugin(user["exec"], cluster, path, lambda pem: _load_pem(tls, pem)).token
+    return (lambda: Path(file).read_text().strip()) if file else lambda: given
 
 
 def _parsed(text: str) -> Obj:
@@ -103,7 +115,10 @@ def _parsed(text: str) -> Obj:
     except ValueError:
         import yaml
 
-        document = yaml.safe_load(text)
+        try:
+            document = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"it is no YAML: {error}") from error
     if not isinstance(document, dict):
         raise ValueError("it is not a mapping")
     return document

@@ -21,6 +21,7 @@ WATCH_SECONDS = 240
 missed stays unknown for longer."""
 
 SLACK_SECONDS = 15.0
+UNAUTHORIZED = 401
 FIRST_PAUSE = 0.2
 LONGEST_PAUSE = 10.0
 
@@ -39,7 +40,7 @@ class Kube:
 
     def __init__(self, where: Access) -> None:
         self.namespace = where.namespace
-        self._token = where.token
+        self._token, self._forget = where.token, where.forget
         self._http = httpx.AsyncClient(
             base_url=where.server, verify=where.tls, timeout=REQUEST_SECONDS, trust_env=False
         )
@@ -86,18 +87,23 @@ class Kube:
         content: bytes | None = None,
         kind: str | None = None,
     ) -> Obj:
-        headers = await self._headers() | ({"Content-Type": kind} if kind else {})
-        try:
-            answer = await self._http.request(
-                method, path, params=params, content=content, headers=headers
-            )
-        except httpx.HTTPError as error:
-            raise _no_answer(f"{method} {path}", error) from error
+        more = {"Content-Type": kind} if kind else {}
+        for again in (True, False):
+            token = await self._bearer()
+            try:
+                answer = await self._http.request(
+                    method, path, params=params, content=content, headers=_headers(token) | more
+                )
+            except httpx.HTTPError as error:
+                raise _no_answer(f"{method} {path}", error) from error
+            # Withdrawn, or over by the clock of the other side: one more, with a new one.
+            if answer.status_code != UNAUTHORIZED or not (again and self._forget(token)):
+                break
         if not answer.is_success:
             raise _refused(answer.status_code, answer.content)
         return _object(f"{method} {path}", answer.content)
 
-    async def _headers(self) -> dict[str, str]:
+    async def _bearer(self) -> str | None:
         try:
             # In a thread: it may be a file on a slow volume, or a program that asks a cloud.
             token = await asyncio.to_thread(self._token)
@@ -105,7 +111,7 @@ class Kube:
             raise ClusterError(f"the token for the API server can't be read: {error}") from error
         if token and not (token.isascii() and token.isprintable()):
             raise ClusterError("the token for the API server has characters that no token has")
-        return {"Authorization": f"Bearer {token}"} if token else {}
+        return token
 
     async def follow(
         self, path: str, params: Mapping[str, str], trouble: Trouble
@@ -155,11 +161,13 @@ class Kube:
         watch = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS)}
         # Bookmarks come every minute: a stream that is silent for longer than two is dead.
         limits = httpx.Timeout(REQUEST_SECONDS, read=WATCH_SECONDS / 2 + SLACK_SECONDS)
-        headers = await self._headers()
+        token = await self._bearer()
         try:
             async with self._http.stream(
-                "GET", path, params={**params, **watch}, headers=headers, timeout=limits
+                "GET", path, params={**params, **watch}, headers=_headers(token), timeout=limits
             ) as answer:
+                if answer.status_code == UNAUTHORIZED and self._forget(token):
+                    return  # listing again shows whether a new token is refused as well
                 if not answer.is_success:
                     raise _refused(answer.status_code, await answer.aread())
                 async for line in answer.aiter_lines():
@@ -167,6 +175,10 @@ class Kube:
                         yield _object(f"watch {path}", line)
         except httpx.HTTPError as error:
             raise _no_answer(f"watch {path}", error) from error
+
+
+def _headers(token: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _object(what: str, content: str | bytes) -> Obj:

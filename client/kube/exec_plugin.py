@@ -1,7 +1,7 @@
 """Credentials from the program that a kubeconfig names, as kubectl gets them (`users[].user.exec`).
 
-Clouds hand out short-lived tokens this way. The program is run when there is no token yet or the last
-one is about to expire; it gets no terminal, so it can't ask anything.
+Clouds hand out short-lived tokens this way. The program is run when there is no token yet, or the last
+one is about to expire or was refused; it gets no terminal, so it can't ask anything.
 """
 
 from __future__ import annotations
@@ -85,10 +85,18 @@ class ExecPlugin:
         """
         with self._lock:
             if self._kept is None or time.time() >= self._kept.until:
-                self._kept = self._credential(self._run())
-                if self._kept.certificate is not None:
-                    self._use_certificate(self._kept.certificate)
+                found = self._credential(self._run())
+                if found.certificate is not None:
+                    self._use_certificate(found.certificate)
+                self._kept = found
             return self._kept.token
+
+    def forget(self, refused: str | None) -> bool:
+        """Note that the API server refused a token: the program is run before the next request."""
+        kept = self._kept
+        if kept is not None and kept.token == refused:
+            self._kept = None
+        return True
 
     def _run(self) -> str:
         info: dict[str, Any] = {"interactive": False}

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 
+import httpx
+
 from rollout_client.discovery.members import Member
 from rollout_client.errors import NoReplica
 from rollout_client.routing.connections import Connections
 from rollout_client.routing.router import Router
 from rollout_worker.schemas import WorkerInfo
+
+INFO_SECONDS = 5.0
+"""How long one replica may take to say what it is."""
 
 
 class Presence:
@@ -65,11 +70,24 @@ class Presence:
     async def info(self, *, seconds: float = 30) -> WorkerInfo:
         """Return what a replica says about its model, lengths and capabilities.
 
+        If one fails to answer, another one is asked.
+
         Raises:
-            NoReplica: None serves within these seconds.
+            NoReplica: None serves and answers within these seconds.
         """
-        member = (await self.wait_serving(seconds=seconds))[0]
-        with self._connections.to(member.url) as client:
-            answer = await client.get("/v1/info", timeout=seconds)
-        answer.raise_for_status()
-        return WorkerInfo.model_validate_json(answer.content, extra="ignore")
+        until = time.monotonic() + seconds
+        while True:
+            left = max(0.0, until - time.monotonic())
+            member = (await self.wait_serving(seconds=left))[0]
+            try:
+                with self._connections.to(member.url) as client:
+                    answer = await client.get("/v1/info", timeout=INFO_SECONDS)
+                answer.raise_for_status()
+            except httpx.HTTPError as error:
+                why = f"GET /v1/info: {type(error).__name__}: {error}".rstrip(": ")
+                now = time.monotonic()
+                self._router.balancer.exclude(member.url, why, now)
+                if now >= until:
+                    raise NoReplica(why, replica=member.name) from None
+            else:
+                return WorkerInfo.model_validate_json(answer.content, extra="ignore")

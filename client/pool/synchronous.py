@@ -244,9 +244,11 @@ class RolloutPool:
 
         Tensors are made in the caller's thread, which alone may have the right device.
         """
-        pool, versions = self.asynchronous, Versions.at(folder, mounted_at, keep)
+        pool = self.asynchronous
         try:
+            versions = Versions.at(folder, mounted_at, keep)
             identity = self._thread.call(pool._identity(version))
+            versions.check(identity)
         except BaseException:
             drain_here(weights)
             raise

@@ -101,7 +101,12 @@ class ControlPorts:
         return found
 
     async def _token(self) -> str | None:
-        return self._bearer() if callable(self._bearer) else self._bearer
+        try:
+            return self._bearer() if callable(self._bearer) else self._bearer
+        except (OSError, ValueError) as error:
+            # A file that is renewed this moment: in passing, like a worker that does not answer.
+            why = f"the token of the control ports can't be read: {error}"
+            raise ControlUnreachable(why) from error
 
 
 def _checked_against(ca: str | Path) -> ssl.SSLContext:

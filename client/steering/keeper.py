@@ -74,14 +74,21 @@ class Keeper:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            async with self.lock:
-                answers = await self._ports.ask(self._ports.names(), self._mend)
-                seeded = [name for name, answer in answers.items() if answer is True]
-                if self.target is not None:
-                    self._on_weights(seeded, self.target)
-            for name, answer in answers.items():
-                if isinstance(answer, ControlError):
-                    logger.warning("%s lacks the pool's weights or state: %s", name, answer)
+            try:
+                await self._look()
+            except Exception:
+                logger.exception("the keeper of the pool failed and goes on")
+
+    async def _look(self) -> None:
+        """Give every replica that answers what it lacks."""
+        async with self.lock:
+            answers = await self._ports.ask(self._ports.names(), self._mend)
+            seeded = [name for name, answer in answers.items() if answer is True]
+            if self.target is not None:
+                self._on_weights(seeded, self.target)
+        for name, answer in answers.items():
+            if isinstance(answer, ControlError):
+                logger.warning("%s lacks the pool's weights or state: %s", name, answer)
 
     async def _mend(self, control: WorkerControl) -> bool:
         """Give one replica what it lacks; whether it was given weights."""

@@ -10,9 +10,10 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_worker.wire.roothash import HASH, Hashed, root_hash_of
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
         | AsyncIterable[tuple[str, torch.Tensor]]
     )
     """A model, its state dict, or a plain or asynchronous stream of (name, whole parameter)."""
+
+T = TypeVar("T")
 
 SHARD_BYTES = 4 * 2**30
 INDEX, MANIFEST = "model.safetensors.index.json", "manifest.json"
@@ -89,14 +92,29 @@ async def spool(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) 
     writer = _Writer(folder, shard_bytes)
     try:
         # In a thread: gigabytes are written while generations run in this loop.
-        await asyncio.to_thread(writer.begin)
+        await _to_its_end(writer.begin)
         async for name, tensor in source:
-            await asyncio.to_thread(writer.take, name, tensor)
-        return await asyncio.to_thread(writer.end)
+            await _to_its_end(writer.take, name, tensor)
+        return await _to_its_end(writer.end)
     except BaseException:
-        async for _ in source:
-            pass
-        writer.give_up()
+        try:
+            async for _ in source:
+                pass
+        finally:
+            writer.give_up()
+        raise
+
+
+async def _to_its_end(work: Callable[..., T], *args: Any) -> T:
+    """Work in a thread, and leave it only once it has ended: what it still writes can't be removed.
+
+    Were a folder removed while its thread renames it, half of it would stay under its final name.
+    """
+    running = asyncio.get_running_loop().run_in_executor(None, partial(work, *args))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
         raise
 
 
@@ -110,9 +128,11 @@ def spool_here(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) -
             writer.take(name, tensor)
         return writer.end()
     except BaseException:
-        for _ in source:
-            pass
-        writer.give_up()
+        try:
+            for _ in source:
+                pass
+        finally:
+            writer.give_up()
         raise
 
 
@@ -137,8 +157,11 @@ class _Writer:
         if self._final.exists():
             raise FileExistsError(f"{self._final} exists: publish under a new version")
         self.give_up()
+        made = [self._folder, *(each for each in self._final.parents if not each.exists())]
         self._folder.mkdir(parents=True)
-        self._folder.chmod(LISTABLE)
+        for each in made:
+            each.chmod(LISTABLE)
+            _flush(each.parent)
 
     def give_up(self) -> None:
         """Remove what was written."""

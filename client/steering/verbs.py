@@ -135,7 +135,7 @@ class SteeringVerbs:
             weights: A model, its state dict, or a plain or asynchronous generator of (name, tensor),
                 with the names, shapes and dtypes of the model's checkpoint.
             version: As of `publish_weights`.
-            folder: Where this process writes versions.
+            folder: Where this process writes versions, of this pool alone.
             mounted_at: The same folder as the workers see it: absolute, or relative to the weights'
                 claim; None: as here.
             keep: How many committed versions stay, at least the one that serves.
@@ -144,13 +144,14 @@ class SteeringVerbs:
             progress: Called with how far publishing is.
 
         Raises:
-            OSError: It can't be written; FileExistsError: it was written before.
+            OSError: It can't be written; FileExistsError: it, or a later one, was written before.
             ValueError: A name came twice, or there was no tensor.
             PublishError, EpochLost: See `publish_weights`.
         """
-        versions = Versions.at(folder, mounted_at, keep)
         try:
+            versions = Versions.at(folder, mounted_at, keep)
             identity = await self._identity(version)
+            await asyncio.to_thread(versions.check, identity)
         except BaseException:
             await drain(weights)
             raise

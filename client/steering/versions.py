@@ -53,24 +53,49 @@ class Versions:
         base = self.folder.absolute() if self.mounted_at is None else self.mounted_at
         return str(PurePosixPath(base) / self.place(identity).name)
 
+    def check(self, identity: WeightsId) -> None:
+        """Refuse to write among the versions of another pool, or of one that is gone.
+
+        Epochs begin anew with a pool. Without this, the version that both have would be met in the
+        middle of a run.
+
+        Raises:
+            FileExistsError: The folder has a version of this epoch that is not older.
+        """
+        if not self.folder.exists():
+            return
+        epoch, number = identity.as_tuple()
+        there = [each for each, path in self._found() if path.suffix != ".partial"]
+        if met := [version for each, version in there if each == epoch and version >= number]:
+            raise FileExistsError(
+                f"{self.folder} has version {max(met)} of epoch {epoch}: publish under a new version; "
+                "if it is of another pool, or of one that is gone, use a folder of your own, or delete it"
+            )
+
     def prune(self, committed: WeightsId) -> None:
         """Delete what nobody loads any more: versions before the committed one, except the newest.
 
         What is left half-written by a trainer that died goes as well. Nothing else in the folder is
-        touched, and a failure is only logged.
+        touched, and a failure is only logged: one folder that stays keeps no other.
         """
-        old: list[tuple[WeightsId, Path]] = []
+        failures: list[str] = []
         try:
-            for path in self.folder.iterdir():
-                match = _NAME.fullmatch(path.name)
-                if match is not None:
-                    identity = WeightsId(epoch=int(match[1]), version=int(match[2]))
-                    if identity < committed:
-                        old.append((identity, path))
-            whole = sorted((e for e in old if e[1].suffix != ".partial"), reverse=True)
-            stay = {path for _, path in whole[: self.keep - 1]}
-            for _, path in old:
-                if path not in stay:
+            old = [each for each in self._found() if each[0] < committed.as_tuple()]
+        except OSError as error:
+            old, failures = [], [str(error)]
+        whole = sorted((e for e in old if e[1].suffix != ".partial"), reverse=True)
+        stay = {path for _, path in whole[: self.keep - 1]}
+        for _, path in old:
+            if path not in stay:
+                try:
                     shutil.rmtree(path)
-        except (OSError, ValueError) as error:
-            logger.warning("old versions in %s were not all deleted: %s", self.folder, error)
+                except OSError as error:
+                    failures.append(str(error))
+        if failures:
+            said = "; ".join(failures)
+            logger.warning("old versions in %s were not all deleted: %s", self.folder, said)
+
+    def _found(self) -> list[tuple[tuple[int, int], Path]]:
+        """Return which versions there are, whole or not, and where they lie."""
+        matches = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
+        return [((int(match[1]), int(match[2])), path) for match, path in matches if match]

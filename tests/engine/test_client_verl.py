@@ -60,6 +60,7 @@ class Config:
     response_length: int = 5
     seed: int = 42
     full_determinism: bool = False
+    ignore_eos: bool = False
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -206,6 +207,26 @@ async def test_who_was_restarted_comes_back_to_the_pools_state(steered: Steered)
     await steered.direct.change_state("Paused", 10)
     steered.controls[0].holds = []
     await until(lambda: steered.controls[0].holds == ["Paused"], what="the keeper to pause it")
+
+
+async def test_a_token_that_can_not_be_read_for_a_while_ends_no_care(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("t")
+    async with scripted_controls(1) as (control,):
+        direct = DirectSteering(
+            lambda: [control.member], DirectOptions(token=lambda: file.read_text().strip())
+        )
+        await direct.change_state("Paused", 10)
+        file.unlink()
+        with pytest.raises(SteeringFailed, match="the token of the control ports can't be read"):
+            await direct.acquire(10)
+        (keeper,) = [t for t in asyncio.all_tasks() if t.get_name() == "keeper of the pool"]
+        await asyncio.wait({keeper}, timeout=1.5)  # it looks every second
+        assert not keeper.done()
+        file.write_text("t")
+        control.holds = []
+        await until(lambda: control.holds == ["Paused"], what="the keeper to pause it")
+        await direct.close()
 
 
 async def test_a_state_that_one_refuses_fails_and_one_that_is_held_does_not(

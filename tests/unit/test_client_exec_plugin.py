@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from loopback import kubeconfig, loopback
 from rollout_client import ClusterError
@@ -123,9 +124,33 @@ async def test_requests_carry_the_token(tmp_path: Path) -> None:
         assert server.headers[0]["Authorization"] == "Bearer t-0"
 
 
+async def test_a_token_that_is_refused_is_replaced_at_once(tmp_path: Path) -> None:
+    """As for kubectl: it may be withdrawn before its end, and one without an end has none of ours."""
+    async with loopback() as server:
+
+        async def version(request: web.Request) -> web.StreamResponse:
+            known = request.headers["Authorization"] == "Bearer t-1"
+            return web.json_response({"message": "who?"}, status=200 if known else 401)
+
+        server.answers["GET", "/version"] = version
+        path = configured(tmp_path, server.url)
+        answers(tmp_path, status={"token": "t", "expirationTimestamp": in_seconds(3600)})
+        kube = Kube(access(path))
+        for _ in range(2):
+            await kube.get("/version")
+        assert len(runs(tmp_path)) == 2
+        server.answer("GET", "/version", {"message": "nobody"}, 401)
+        with pytest.raises(ClusterError, match="nobody"):
+            await kube.get("/version")
+        assert len(runs(tmp_path)) == 3, "one more, not for ever"
+        await kube.close()
+
+
 def test_a_certificate_that_is_none_is_told(tmp_path: Path) -> None:
     path = configured(tmp_path)
     pair = {"clientCertificateData": "no certificate", "clientKeyData": "no key"}
     answers(tmp_path, status=pair)
-    with pytest.raises(ssl.SSLError):
-        access(path).token()
+    found = access(path)
+    for _ in range(2):  # at each request, not only at the first one
+        with pytest.raises(ssl.SSLError):
+            found.token()

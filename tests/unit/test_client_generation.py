@@ -48,6 +48,25 @@ async def pool(worker: ScriptedWorker) -> AsyncIterator[AsyncRolloutPool]:
         yield pool
 
 
+async def test_what_a_pool_serves_is_said_by_who_answers(worker: ScriptedWorker) -> None:
+    """A replica may die at any moment, this one included."""
+
+    async def hang_up(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    worker.server.answers["GET", "/v1/info"] = hang_up
+    async with loopback() as server:
+        other = ScriptedWorker(server)
+        other.says_ends(7)
+        async with AsyncRolloutPool.from_urls([worker.url, other.url]) as pool:
+            assert (await pool.info(seconds=30)).eos_token_ids == (7,)
+    async with AsyncRolloutPool.from_urls([worker.url]) as pool:
+        with pytest.raises(NoReplica, match="GET /v1/info"):
+            await pool.info(seconds=0.1)
+
+
 def told(pool: AsyncRolloutPool, worker: ScriptedWorker, step: Step) -> Step:
     """Do a step once the client knows which ids end outputs there."""
     records = pool._router.balancer.records

@@ -7,12 +7,14 @@ import errno
 import json
 import os
 import stat
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from rollout_client import AsyncRolloutPool, RolloutPool
 from rollout_client.steering.spool import drain_here, spool, spool_here
 from rollout_client.steering.versions import Versions
 from rollout_worker.schemas import WeightsId
@@ -89,12 +91,13 @@ async def test_a_model_its_state_and_any_stream_of_it_are_the_same(tmp_path: Pat
 def test_others_may_read_it_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        spool_here(tensors(), tmp_path / "v")
+        spool_here(tensors(), tmp_path / "runs" / "one" / "v")
     finally:
         os.umask(before)
-    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "v").iterdir()}
-    assert modes == {0o644}
-    assert stat.S_IMODE((tmp_path / "v").stat().st_mode) == 0o755
+    folder = tmp_path / "runs" / "one" / "v"
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o644}
+    made = (folder, folder.parent, folder.parent.parent)
+    assert [stat.S_IMODE(each.stat().st_mode) for each in made] == [0o755] * 3
 
 
 def test_all_is_on_the_disk_before_it_has_its_name(
@@ -150,6 +153,44 @@ def test_the_other_ranks_are_never_left_waiting(tmp_path: Path) -> None:
     assert drain_here(failing(3)) == 3
 
 
+async def test_nor_are_they_by_a_setting_that_is_refused(tmp_path: Path) -> None:
+    one, other = failing(5), failing(5)
+    async with AsyncRolloutPool.from_urls(["http://127.0.0.1:9"]) as pool:
+        with pytest.raises(ValueError, match="keep must be 1 or more"):
+            await pool.save_and_publish(one, 1, tmp_path, keep=0)
+    waits = RolloutPool.from_urls(["http://127.0.0.1:9"])
+    with waits, pytest.raises(ValueError, match="keep must be 1 or more"):
+        waits.save_and_publish(other, 1, tmp_path, keep=0)
+    assert [*one, *other, *os.listdir(tmp_path)] == []
+
+
+async def test_who_is_cancelled_leaves_a_version_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled while a thread is about to give the folder its name."""
+    about, go_on = threading.Event(), threading.Event()
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        real(handle)
+        if os.readlink(f"/proc/self/fd/{handle}").endswith(".v.partial"):
+            about.set()
+            assert go_on.wait(60)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    writing = asyncio.create_task(spool(tensors(), tmp_path / "v"))
+    assert await asyncio.to_thread(about.wait, 60)
+    writing.cancel()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert (tmp_path / ".v.partial" / "manifest.json").exists(), "nothing is taken from the thread"
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    assert names(tmp_path) == {"v"}
+    assert as_worker(tmp_path / "v")
+
+
 def test_what_was_published_is_never_written_again(tmp_path: Path) -> None:
     spool_here(failing(1), tmp_path / "v")
     written = json.loads((tmp_path / "v" / "manifest.json").read_text())
@@ -158,7 +199,7 @@ def test_what_was_published_is_never_written_again(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "v" / "manifest.json").read_text()) == written
 
 
-# Which versions may go.
+# Which versions may come, and which may go.
 
 
 def version(epoch: int, number: int) -> WeightsId:
@@ -190,6 +231,44 @@ def test_versions_before_the_committed_one_go(tmp_path: Path, keep: int, stay: s
     Versions.at(tmp_path, keep=keep).prune(version(2, 10))
     kept = {"epoch-2-version-10", "epoch-2-version-11", "epoch-3-version-1"}
     assert names(tmp_path) == foreign | kept | {".epoch-2-version-12.partial"} | stay
+
+
+def test_nobody_writes_among_the_versions_of_another_pool(tmp_path: Path) -> None:
+    """Epochs begin anew with a pool: told at its first version, not at the one that both have."""
+    versions = Versions.at(tmp_path / "runs")
+    versions.check(version(1, 1))
+    for name in ("epoch-1-version-99", ".epoch-2-version-7.partial", "epoch-2-version-5", "notes"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    for fine in (version(1, 100), version(2, 6), version(3, 1)):
+        versions.check(fine)
+    for taken in (version(1, 1), version(1, 99), version(2, 5)):
+        with pytest.raises(FileExistsError, match="publish under a new version"):
+            versions.check(taken)
+
+
+async def test_whatever_lies_there_other_ranks_go_on(tmp_path: Path) -> None:
+    (tmp_path / "epoch-1-version-5").mkdir()
+    one, other = failing(5), failing(5)
+    async with AsyncRolloutPool.from_urls(["http://127.0.0.1:9"]) as pool:
+        pool.epoch = 1
+        with pytest.raises(FileExistsError):
+            await pool.save_and_publish(one, 4, tmp_path)
+    waits = RolloutPool.from_urls(["http://127.0.0.1:9"])
+    waits.asynchronous.epoch = 1
+    with waits, pytest.raises(FileExistsError):
+        waits.save_and_publish(other, 4, tmp_path)
+    assert [*one, *other] == []
+
+
+def test_one_that_can_not_be_deleted_keeps_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (1, 2, 3, 10**20):
+        (tmp_path / f"epoch-1-version-{number}").mkdir()
+    (tmp_path / "epoch-1-version-4").symlink_to(tmp_path / "elsewhere")
+    Versions.at(tmp_path, keep=1).prune(version(2, 1))
+    assert names(tmp_path) == {"epoch-1-version-4"}
+    assert "not all deleted" in caplog.text
 
 
 def test_a_folder_that_can_not_be_pruned_fails_nothing(

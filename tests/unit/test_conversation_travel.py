@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -61,12 +62,14 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b or (a != a and b != b))  # NaN is what differs from itself
 
 
-@pytest.mark.parametrize("way", ["json", "msgpack"])
+@pytest.mark.parametrize("way", ["json", "msgpack", "pickle"])
 @pytest.mark.parametrize("make", [talked, seen])
 def test_a_request_comes_back_and_goes_on(way: str, make: Any) -> None:
     request = make()
     if way == "json":
         again = RolloutRequest.model_validate_json(request.model_dump_json())
+    elif way == "pickle":  # as Ray does, after its template was used
+        again = pickle.loads(pickle.dumps(request))
     else:
         pytest.importorskip("msgpack")
         again = RolloutRequest.from_msgpack(request.to_msgpack())

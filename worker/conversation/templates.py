@@ -231,7 +231,7 @@ class Template:
         return self.render(windows.PLAIN).rpartition(windows.MARK)[2]
 
     def _trusts(self, window: Sequence[Message], group: Sequence[Message]) -> bool:
-        """Return whether a window stands for windows.longer conversations; windows.tried once for each shape."""
+        """Return whether a window stands for longer conversations; tried once for each shape."""
         key = windows.shape_of(window), windows.shape_of(group)
         if key not in self._trusted:
             self._trusted[key] = self._try(window, windows.tried(group))

@@ -31,6 +31,11 @@ class Writing(Conversation):
 
     _template: tuple[Any, Template] | None = PrivateAttr(default=None)
 
+    def __getstate__(self) -> dict[Any, Any]:
+        """Return the data alone for pickle: a template and its tokenizer stay in their process."""
+        state = super().__getstate__()
+        return {**state, "__pydantic_private__": {"_template": None}}
+
     def _begin(self, processing_class: Any, ids: Sequence[int] | None) -> None:
         limit = min(self.max_prompt_len, self.max_model_len)
         begun = begin(
