@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,15 @@ from rollout_worker.threads import Shared
 from rollout_worker.wire.problems import ProblemError
 from tiny_worker import refused, settings, tiny_worker
 from waiting import until
+
+
+@pytest.fixture(autouse=True)
+def _readers_end(tmp_path: Path) -> Iterator[None]:
+    """Let readers go that a failed test has left: their threads would keep the process from ending."""
+    yield
+    for pipe in tmp_path.rglob("*"):
+        if pipe.is_fifo():
+            os.close(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))
 
 
 def answers(pipe: Path, text: str) -> None:
