@@ -14,22 +14,11 @@ def conditions_for_invalid(
     stored: RolloutReplicaStatus, pool: Mapping[str, Any], why: str, now: float
 ) -> RolloutReplicaStatus:
     """Return the stored status, Degraded: this operator can't read the spec and touches nothing."""
-    generation = pool["metadata"].get("generation", 0)
-    before = stored.condition(Condition.DEGRADED)
-    moment = datetime.fromtimestamp(now, UTC)
-    same = before is not None and before.status == "True"
-    degraded = PoolCondition(
-        type=Condition.DEGRADED,
-        status="True",
-        reason="InvalidSpec",
-        message=why,
-        last_transition_time=before.last_transition_time if same and before else moment,
-        observed_generation=generation,
-    )
+    degraded = _degraded(stored, pool, "InvalidSpec", why, now)
     others = tuple(c for c in stored.conditions if c.type != Condition.DEGRADED)
     return stored.model_copy(
         update={
-            "observed_generation": generation,
+            "observed_generation": degraded.observed_generation,
             "phase": Phase.DEGRADED,
             "message": why[:1024],
             "conditions": (*others, degraded),
@@ -45,24 +34,30 @@ def status_kept_as_is(
     What this operator can't read, a newer one needs: a status written from what was understood
     would erase it, committed weights first of all.
     """
-    before = stored.condition(Condition.DEGRADED)
-    moment = datetime.fromtimestamp(now, UTC)
-    same = before is not None and before.status == "True"
-    degraded = PoolCondition(
-        type=Condition.DEGRADED,
-        status="True",
-        reason="UnreadableStatus",
-        message=why,
-        last_transition_time=before.last_transition_time if same and before else moment,
-        observed_generation=pool["metadata"].get("generation", 0),
-    )
-    if before == degraded:
+    degraded = _degraded(stored, pool, "UnreadableStatus", why, now)
+    if stored.condition(Condition.DEGRADED) == degraded:
         return None
     kept = dict(pool["status"])
     found = kept.get("conditions")
     others = [c for c in found if not _is_degraded(c)] if isinstance(found, list) else []
     kept["conditions"] = [*others, degraded.model_dump(mode="json", by_alias=True)]
     return kept
+
+
+def _degraded(
+    stored: RolloutReplicaStatus, pool: Mapping[str, Any], reason: str, why: str, now: float
+) -> PoolCondition:
+    """Return the condition Degraded, which keeps its time while it stays true."""
+    before = stored.condition(Condition.DEGRADED)
+    since = before.last_transition_time if before and before.status == "True" else None
+    return PoolCondition(
+        type=Condition.DEGRADED,
+        status="True",
+        reason=reason,
+        message=why,
+        last_transition_time=since or datetime.fromtimestamp(now, UTC),
+        observed_generation=pool["metadata"].get("generation", 0),
+    )
 
 
 def _is_degraded(condition: object) -> bool:

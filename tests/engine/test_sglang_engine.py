@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from engine_kinds import KINDS
 from engines import (
     PROMPT,
     V1,
@@ -38,8 +39,7 @@ from rollout_worker.sources.files import open_source
 from rollout_worker.updates.slot import fill
 from tinymodels import TinyModels
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-sglang", "bin", "python")
+PYTHON = KINDS["sglang"].python
 STEP_DEADLINE = 3
 V3, V4, V5 = (WeightsId(epoch=1, version=version) for version in (3, 4, 5))
 BOTH: tuple[MemoryTag, ...] = ("weights", "kv_cache")

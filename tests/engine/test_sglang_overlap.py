@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from engine_kinds import KINDS
 from engines import PROMPT, V1, Output, follow, reaches, request, update
 from reference import Reference
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.engine import SglangEngine
 from tinymodels import TinyModels
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-sglang", "bin", "python")
+PYTHON = KINDS["sglang"].python
 OVERLAPPING = """#!/bin/bash
 for word; do [ "$word" = --disable-overlap-schedule ] || words+=("$word"); done
 exec {} "${{words[@]}}"

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
+from engine_kinds import KINDS
 from engines import PROMPT, V1, nothing, request, run, update
 from reference import Reference
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.engine import SglangEngine
 from tinymodels import TinyModels
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-sglang", "bin", "python")
+PYTHON = KINDS["sglang"].python
 CPU = {
     "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # a group of cores for each rank
     "SGLANG_NCCL_SO_PATH": "/nowhere",  # else it looks for a GPU

@@ -18,8 +18,9 @@ from rollout_worker.engines import EngineOptions, tested
 from rollout_worker.engines.checkpoint import dtype_of
 from rollout_worker.engines.dtypes import TORCH_DTYPES
 from rollout_worker.engines.sglang import loader, model, settings
-from rollout_worker.engines.sglang.process import Process, title
+from rollout_worker.engines.sglang.process import Process
 from rollout_worker.engines.vllm.intake import Model, check
+from rollout_worker.observe.processes import title_of
 from rollout_worker.schemas import SamplingParams
 from waiting import until
 
@@ -151,7 +152,7 @@ wait
 
 
 def named(process: Process, name: str) -> list[int]:
-    return [pid for pid in process.pids() if title(pid).startswith(name)]
+    return [pid for pid in process.pids() if title_of(pid).startswith(name)]
 
 
 async def test_only_the_end_of_what_sglang_names_ends_the_engine(tmp_path: Path) -> None:

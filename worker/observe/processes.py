@@ -27,17 +27,22 @@ class Process:
 
     def title(self) -> str:
         """Return its command line; empty once it is gone."""
-        try:
-            line = (PROC / str(self.pid) / "cmdline").read_bytes()
-        except OSError:
-            return ""
-        return line.replace(b"\0", b" ").decode(errors="replace")
+        return title_of(self.pid)
 
     def kill(self) -> None:
         """Kill it, if it is still alive."""
         if self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
+
+
+def title_of(pid: int) -> str:
+    """Return the command line of a process, which may be a title of its own; empty once it is gone."""
+    try:
+        line = (PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return ""
+    return line.replace(b"\0", b" ").decode(errors="replace")
 
 
 def _stat(pid: int) -> tuple[int, int, str] | None:

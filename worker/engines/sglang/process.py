@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollout_worker.engine import EngineError
+from rollout_worker.observe.processes import title_of
 
 logger = logging.getLogger("rollout_worker.sglang")
 
@@ -119,7 +120,7 @@ class Process:
         Others may: torch's compile workers do after a minute without work.
         """
         for pid in self.pids():
-            if title(pid).startswith(TITLE):
+            if title_of(pid).startswith(TITLE):
                 self._watch(pid)
 
     def pids(self) -> list[int]:
@@ -210,14 +211,6 @@ def session(leader: int) -> list[int]:
         if int(number) == leader and not ended:
             found.append(int(entry))
     return found
-
-
-def title(pid: int) -> str:
-    """Return what a process calls itself, empty once it is gone."""
-    try:
-        return Path("/proc", str(pid), "cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def sweep() -> None:
