@@ -36,28 +36,34 @@ def prometheus(stage: Stage, program: Path) -> Iterator[str]:
     with (
         tempfile.TemporaryDirectory(prefix="rollout-prometheus-") as folder,
         _discovery(stage) as targets,
+        run_prometheus(program, Path(folder), _config(targets)) as address,
     ):
-        home = Path(folder)
-        config = home / "prometheus.yml"
-        config.write_text(json.dumps(_config(targets)))  # JSON is YAML
-        port = _free_port()
-        with (home / "log").open("w") as log:
-            process = subprocess.Popen(
-                [
-                    str(program),
-                    f"--config.file={config}",
-                    f"--storage.tsdb.path={home / 'data'}",
-                    f"--web.listen-address=127.0.0.1:{port}",
-                    "--log.level=warn",
-                ],
-                stdout=log,
-                stderr=log,
-            )
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait(timeout=15)
+        yield address
+
+
+@contextmanager
+def run_prometheus(program: Path, home: Path, settings: dict[str, Any]) -> Iterator[str]:
+    """Run Prometheus on loopback with these settings, its files in `home`; yields its address."""
+    config = home / "prometheus.yml"
+    config.write_text(json.dumps(settings))  # JSON is YAML
+    port = _free_port()
+    with (home / "log").open("w") as log:
+        process = subprocess.Popen(
+            [
+                str(program),
+                f"--config.file={config}",
+                f"--storage.tsdb.path={home / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+                "--log.level=warn",
+            ],
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(timeout=15)
 
 
 def _config(targets: str) -> dict[str, Any]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
-import subprocess
 import time
 import urllib.parse
 import urllib.request
@@ -23,6 +21,7 @@ from typing import Any
 from aiohttp import web
 
 from charts import CHART, case, every
+from demo.monitoring import run_prometheus
 from localkube.debian import unpack_prometheus
 from rollout_operator.api.names import LABEL_POOL, LABEL_REPLICA
 from rollout_operator.api.objects import Key
@@ -153,27 +152,9 @@ def monitored(port: int) -> list[Job]:
 def prometheus(folder: Path, jobs: list[Job]) -> Iterator[str]:
     """Run Prometheus with these jobs; yields its address."""
     folder.mkdir()
-    config = folder / "prometheus.yml"
-    config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [
-                str(unpack_prometheus() / "prometheus"),
-                f"--config.file={config}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=log,
-        )
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait(timeout=15)
+    settings = {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}
+    with run_prometheus(unpack_prometheus() / "prometheus", folder, settings) as address:
+        yield address
 
 
 def panels() -> Iterator[tuple[str, str]]:
