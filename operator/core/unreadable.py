@@ -14,7 +14,7 @@ def conditions_for_invalid(
     stored: RolloutReplicaStatus, pool: Mapping[str, Any], why: str, now: float
 ) -> RolloutReplicaStatus:
     """Return the stored status, Degraded: this operator can't read the spec and touches nothing."""
-    degraded = _degraded(stored, pool, "InvalidSpec", why, now)
+    degraded = _degraded(stored, pool, why, now, reason="InvalidSpec")
     others = tuple(c for c in stored.conditions if c.type != Condition.DEGRADED)
     return stored.model_copy(
         update={
@@ -34,7 +34,7 @@ def status_kept_as_is(
     What this operator can't read, a newer one needs: a status written from what was understood
     would erase it, committed weights first of all.
     """
-    degraded = _degraded(stored, pool, "UnreadableStatus", why, now)
+    degraded = _degraded(stored, pool, why, now, reason="UnreadableStatus")
     if stored.condition(Condition.DEGRADED) == degraded:
         return None
     kept = dict(pool["status"])
@@ -45,7 +45,7 @@ def status_kept_as_is(
 
 
 def _degraded(
-    stored: RolloutReplicaStatus, pool: Mapping[str, Any], reason: str, why: str, now: float
+    stored: RolloutReplicaStatus, pool: Mapping[str, Any], why: str, now: float, *, reason: str
 ) -> PoolCondition:
     """Return the condition Degraded, which keeps its time while it stays true."""
     before = stored.condition(Condition.DEGRADED)

@@ -182,7 +182,8 @@ async def tiny_worker(home: Path, *flags: str, rows: int = 8) -> AsyncIterator[T
         running.cancel()
         await asyncio.wait({running})
         await worker.worker.supervisor.stop_engine()
-    assert [rule for engine in worker.engines for rule in engine.broken] == []
+    broken = [rule for engine in worker.engines for rule in engine.broken]
+    assert not broken, f"the worker treated its engine badly: {broken}"
 
 
 def made_by(output: Output) -> list[tuple[int, int, bool]]:
