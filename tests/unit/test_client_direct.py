@@ -142,6 +142,32 @@ async def test_a_commit_that_one_refuses_goes_on(steered: Steered) -> None:
     await until(lambda: bad.active == (1, 5), what="the keeper to seed it")
 
 
+async def test_who_is_restarted_while_it_is_given_the_weights_gets_them_all_the_same(
+    steered: Steered,
+) -> None:
+    await steered.publish()
+    behind = steered.controls[0]
+    behind.active, behind.phase = (1, 3), "Staging"
+    asked = behind.verbs.count("stage")
+    await until(lambda: behind.verbs.count("stage") > asked, what="the keeper to seed it")
+    behind.slot = None
+    behind.phase = "Staged"
+    await until(lambda: behind.active == (1, 5), what="the keeper to seed it again")
+
+
+async def test_who_can_not_use_the_weights_is_told_of_and_tried_again(
+    steered: Steered, caplog: pytest.LogCaptureFixture
+) -> None:
+    await steered.publish()
+    behind = steered.controls[0]
+    behind.active, behind.phase, behind.error = (1, 3), "Failed", "no such tensor"
+    said = "w0 lacks the pool's weights or state: 409 stage-failed: no such tensor"
+    await until(lambda: said in caplog.messages, what=said)
+    assert behind.active == (1, 3)
+    behind.phase = "Staged"
+    await until(lambda: behind.active == (1, 5), what="the keeper to seed it")
+
+
 async def test_a_commit_that_nobody_answers_fails_but_holds(steered: Steered) -> None:
     """Some may have flipped unheard, so there is no way back."""
     members = list(steered.members)
