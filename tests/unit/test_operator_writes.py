@@ -4,116 +4,60 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
 
-from loopback import Loopback, kubeconfig, loopback
+from loopback import Loopback
+from passlab import (
+    KEY,
+    PODS,
+    POOL,
+    Clock,
+    PassLab,
+    condition,
+    pass_lab,
+    pod,
+    pool,
+    settled_services,
+)
 from poolspecs import NOW
 from rollout_operator.api import names
-from rollout_operator.api.objects import Key, Obj
-from rollout_operator.api.revision import revision
-from rollout_operator.api.spec import parse_spec
-from rollout_operator.cache.expectations import Expectations
-from rollout_operator.cache.store import Store
-from rollout_operator.config import Config, EngineDefaults
+from rollout_operator.api.objects import Obj
 from rollout_operator.core.plan import DeletePod, SetGate
 from rollout_operator.core.services import pool_services
-from rollout_operator.kube.client import Kube
 from rollout_operator.kube.errors import Invalid, KubeError, Unavailable
-from rollout_operator.kube.events import Recorder
 from rollout_operator.passes.context import Context
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_operator.passes.writes import Writer
-from rollout_operator.telemetry import Telemetry
-from rollout_operator.workers.calls import Calls
-from rollout_operator.workers.poller import Poller
-from rollout_operator.workers.talk import Workers
-
-KEY = Key("rl", "math")
-PODS = "/api/v1/namespaces/rl/pods"
-POOL = "/apis/rollout.dev/v1alpha1/namespaces/rl/rolloutreplicas/math"
-
-
-@dataclass
-class Clock:
-    """What the process reads: a wall clock that people set, and one that only goes on."""
-
-    wall: float = NOW
-    steady: float = 1.0
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
+    async with pass_lab(tmp_path, monkeypatch) as made:
+        yield made
 
 
 @pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loopback]:
-    async with loopback() as server:
-        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
-        yield server
+def api(lab: PassLab) -> Loopback:
+    return lab.api
 
 
 @pytest.fixture
-async def ctx(api: Loopback, clock: Clock) -> AsyncIterator[Context]:
-    async with Kube() as kube:
-        yield context(kube, clock)
+def ctx(lab: PassLab) -> Context:
+    return lab.ctx
 
 
-def context(kube: Kube, clock: Clock) -> Context:
-    """Everything around a pass; nothing runs beside it."""
-
-    async def silent(*_: object) -> Any:
-        raise OSError("nobody is there")
-
-    def control(*_: object) -> Any:
-        raise AssertionError("no worker is called")
-
-    return Context(
-        config=Config(engines={"hf": EngineDefaults(image="localhost/none")}),
-        store=Store(),
-        expectations=Expectations(),
-        kube=kube,
-        workers=Workers(Poller(silent, lambda key: None), Calls(lambda key: None), control),
-        recorder=Recorder(kube, instance="o"),
-        telemetry=Telemetry(),
-        clock=lambda: clock.wall,
-        monotonic=lambda: clock.steady,
-    )
+@pytest.fixture
+def clock(lab: PassLab) -> Clock:
+    return lab.clock
 
 
-def pod(replica: int = 0, owner: str = "ours", **meta: Any) -> Obj:
-    name = f"math-{replica}-0"
-    return {
-        "metadata": {
-            "namespace": "rl",
-            "name": name,
-            "uid": f"uid of {name}",
-            "resourceVersion": "5",
-            "labels": {
-                **names.worker_labels("math", replica, 0),
-                names.LABEL_REVISION: revision(parse_spec(pool())),
-            },
-            "ownerReferences": [names.controller_reference("math", owner)],
-            **meta,
-        },
-        "status": {"phase": "Running"},
-    }
-
-
-def pool(**spec: Any) -> Obj:
-    return {
-        "apiVersion": names.API_VERSION,
-        "kind": names.KIND,
-        "metadata": {
-            "namespace": "rl", "name": "math", "uid": "ours", "generation": 1, "resourceVersion": "7",
-        },
-        "spec": {"replicas": 1, "engine": {"type": "hf"}, "model": {"source": {"path": "/m"}}} | spec,
-    }  # fmt: skip
+@pytest.fixture
+def written(lab: PassLab) -> list[Obj]:
+    """Statuses as they are written."""
+    return lab.written
 
 
 @pytest.mark.parametrize("status", [503, 500, 403, 429])
@@ -219,32 +163,6 @@ async def test_an_unreadable_pool_that_is_gone_is_no_error(api: Loopback, ctx: C
     ctx.store.upsert("pools", pool(engine={"type": "unknown"}))
     api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
     assert await Reconciler(ctx).reconcile(KEY) is None
-
-
-@pytest.fixture
-def written(api: Loopback) -> list[Obj]:
-    """Statuses as they are written; the answer is the pool with it."""
-    found: list[Obj] = []
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        body = json.loads(await request.text())
-        found.append(body["status"])
-        now = pool(replicas=2)
-        now["metadata"]["resourceVersion"] = str(int(body["metadata"]["resourceVersion"]) + 1)
-        return web.json_response({**now, "status": body["status"]})
-
-    api.answers["PATCH", f"{POOL}/status"] = answer
-    return found
-
-
-def condition(status: Obj, kind: str) -> tuple[str, str]:
-    return next((c["status"], c["reason"]) for c in status["conditions"] if c["type"] == kind)
-
-
-def settled_services(ctx: Context) -> None:
-    for service in pool_services("math", "rl", "ours"):
-        service["metadata"]["uid"] = f"uid of {service['metadata']['name']}"
-        ctx.store.upsert("services", service)
 
 
 async def test_a_restart_whose_deletion_fails_counts_once(
