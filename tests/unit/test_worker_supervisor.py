@@ -137,6 +137,19 @@ async def test_weights_that_are_lost_leave_the_worker_fenced(
     worker.worker.check_serving()
 
 
+async def test_what_was_staged_dies_with_its_engine(worker: TinyWorker) -> None:
+    await worker.stage(1, 7)
+    worker.engine.die()
+    await restarted(worker)
+    staged = worker.updates.view().staged
+    assert staged is not None
+    assert (staged.phase, staged.error) == ("Failed", "the engine was restarted: stage again")
+    with refused("not-staged"):
+        await worker.commit(1)
+    await worker.update(1, 7)
+    assert worker.engine.active.number == 7
+
+
 async def test_a_higher_floor_stays_when_weights_are_lost(worker: TinyWorker) -> None:
     await worker.update(1, 7)
     worker.updates.require("me", RequireRequest(epoch=1, min_version=5))
@@ -341,11 +354,11 @@ async def test_a_load_and_its_seeding_may_take_their_time_and_no_more(
         await restarted(worker)
 
 
-@pytest.mark.parametrize(("spent", "healthy"), [(100.0, True), (111.0, False)])
+@pytest.mark.parametrize(("spent", "healthy"), [(190.0, True), (201.0, False)])
 async def test_a_burial_may_take_its_time_and_no_more(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, spent: float, healthy: bool
 ) -> None:
-    monkeypatch.setattr(supervisor, "STOP_SECONDS", 5.0)
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 50.0)
     monkeypatch.setattr(supervisor, "CALL_SECONDS", 100.0)
     gate = worker.engine.before["stop"] = Gate()
     monkeypatch.setattr(supervisor, "HEARTBEAT_SECONDS", -spent)
