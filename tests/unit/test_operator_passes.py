@@ -20,6 +20,7 @@ from passlab import (
     pass_lab,
     pod,
     pool,
+    settled_services,
     worker_of,
 )
 from poolspecs import target
@@ -145,7 +146,7 @@ async def test_an_update_is_decided_in_status_before_anybody_is_told_to_commit(
 ) -> None:
     uids = await serving(lab, 2)
     changed(lab, weights=target(1, 1))
-    await lab.reconcile()
+    assert await lab.reconcile() != 0.0, "calls are under way"
     assert all(lab.poller.fast[uid] for uid in uids), "they serve, and have something to say"
     again: float | None = None
     while phase(lab) != "Committing":
@@ -160,6 +161,8 @@ async def test_an_update_is_decided_in_status_before_anybody_is_told_to_commit(
     assert [verb for _, verb in lab.asked].count("commit") == 2
     assert phase(lab) == "Complete"
     assert {w.active for w in lab.workers.values()} == {ONE}
+    notes = [reason for _, reason, _ in lab.told.events if reason.startswith("Weights")]
+    assert notes == ["WeightsStaging", "WeightsCommitting", "WeightsCommitted"]
     page = lab.ctx.telemetry.page().decode()
     at = 'namespace="rl",outcome="Complete",pool="math"'
     assert f"rollout_pool_weights_update_seconds_count{{{at}}} 1.0" in page
@@ -266,6 +269,7 @@ async def test_a_paused_pool_is_told_of_and_not_touched(lab: PassLab) -> None:
     assert names.ANNOTATION_PAUSED in lab.status["message"]
     assert lab.status["weights"]["committed"] == before["weights"]["committed"]
     assert "lastUpdate" not in lab.status["weights"]
+    assert not [e for e in lab.told.events if e[1].startswith("Weights")]
     changed(lab)
     lab.api.answer("POST", PODS, pod(2), 201)
     await lab.reconcile()
@@ -294,6 +298,7 @@ async def test_a_spec_that_can_not_be_read_is_told_and_its_pods_are_left_alone(
     await serving(lab)
     lab.api.requests.clear()
     changed(lab, engine={"type": "unknown"})
+    assert await lab.reconcile() is None
     assert await lab.reconcile() is None
     assert condition(lab.status, "Degraded") == ("True", "InvalidSpec")
     assert condition(lab.status, "Ready")[0] == "True"
@@ -419,6 +424,7 @@ def _page(lab: PassLab) -> str:
 
 async def test_the_figures_are_those_of_the_pool(lab: PassLab) -> None:
     await serving(lab, 2)
+    assert 'rollout_pool_weights_epoch{namespace="rl",pool="math",which="target"} 0.0' in _page(lab)
     changed(lab, replicas=3, weights=target(2, 5))
     lab.api.answer("POST", PODS, pod(2), 201)
     await lab.reconcile()
@@ -446,7 +452,31 @@ async def test_what_changes_is_an_event_once(lab: PassLab) -> None:
     lab.told.events.clear()
     changed(lab, suspend=True)
     await lab.reconcile()
-    assert ("Normal", "NotReady") in [e[:2] for e in lab.told.events]
+    assert [e[:2] for e in lab.told.events] == [("Normal", "NotReady")]
+    [gone] = lab.ctx.store.pods(KEY)
+    lab.ctx.store.take("pods", "DELETED", gone)
+    lab.ctx.expectations.observe("pods", "DELETED", gone)
+    await lab.reconcile()
+    assert [e[:2] for e in lab.told.events][1:] == [("Normal", "Suspended")]
+
+
+async def test_sleep_is_an_event_when_all_sleep(lab: PassLab) -> None:
+    await serving(lab)
+    changed(lab, state="Asleep")
+    await lab.settled(2)
+    assert ("Normal", "Asleep") in [e[:2] for e in lab.told.events]
+    assert 'rollout_pool_replicas_asleep{namespace="rl",pool="math"} 1.0' in _page(lab)
+
+
+async def test_a_pool_whose_spec_leaves_replicas_out_has_one(lab: PassLab) -> None:
+    found = pool()
+    del found["spec"]["replicas"]
+    lab.ctx.store.upsert("pools", found)
+    settled_services(lab.ctx)
+    lab.api.answer("POST", PODS, pod(), 201)
+    await lab.reconcile()
+    assert lab.pod_writes == [("POST", "")]
+    assert 'rollout_pool_replicas_desired{namespace="rl",pool="math"} 1.0' in _page(lab)
 
 
 async def test_being_degraded_for_another_reason_is_news(lab: PassLab) -> None:
@@ -464,6 +494,18 @@ async def test_being_degraded_for_another_reason_is_news(lab: PassLab) -> None:
     lab.api.answer("POST", PODS, pod(), 201)
     await lab.reconcile(3)
     assert [e[:2] for e in lab.told.events] == [("Normal", "Recovered")]
+
+
+async def test_in_order_for_another_reason_is_no_news(lab: PassLab) -> None:
+    found = pool(replicas=0)
+    before = {"type": "Degraded", "status": "False", "reason": "AsAnOlderOneSaid", "message": ""}
+    when = {"lastTransitionTime": "2026-01-01T00:00:00Z"}
+    found["status"] = {"conditions": [before | when]}
+    lab.ctx.store.upsert("pools", found)
+    settled_services(lab.ctx)
+    await lab.reconcile()
+    assert condition(lab.status, "Degraded") == ("False", "AsExpected")
+    assert "Recovered" not in [reason for _, reason, _ in lab.told.events]
 
 
 async def test_a_new_process_does_not_tell_the_same_again(lab: PassLab) -> None:

@@ -30,7 +30,7 @@ from rollout_operator.core.services import pool_services
 from rollout_operator.kube.errors import Invalid, KubeError, Unavailable
 from rollout_operator.passes.context import Context
 from rollout_operator.passes.reconcile import Reconciler
-from rollout_operator.passes.writes import Writer
+from rollout_operator.passes.writes import AT_ONCE, Obstacles, Writer
 
 
 @pytest.fixture
@@ -327,3 +327,140 @@ async def test_progress_is_told_when_the_clock_was_set_back(
     clock.steady += 0.5
     await reconciler.reconcile(KEY)
     assert len(written) == count + 1
+
+
+# Services.
+
+SERVICES = "/api/v1/namespaces/rl/services"
+
+
+async def test_missing_services_are_made_and_waited_for(api: Loopback, ctx: Context) -> None:
+    async def create(request: web.Request) -> web.StreamResponse:
+        made = json.loads(await request.text())
+        made["metadata"] |= {"uid": f"uid of {made['metadata']['name']}", "resourceVersion": "9"}
+        return web.json_response(made, status=201)
+
+    api.answers["POST", SERVICES] = create
+    await Writer(ctx, KEY, "ours").services()
+    assert [s["metadata"]["name"] for s in ctx.store.services(KEY)] == ["math", "math-heads"]
+    assert ctx.expectations.pending(KEY) == 2
+    api.requests.clear()
+    await Writer(ctx, KEY, "ours").services()
+    assert api.requests == [], "they are as they should be"
+
+
+async def test_a_damaged_service_is_mended(
+    api: Loopback, ctx: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    settled_services(ctx)
+    data, _ = pool_services("math", "rl", "ours")
+    broken = {**data, "spec": {**data["spec"], "selector": {"app": "else"}}}
+    broken["metadata"] = {**data["metadata"], "uid": "uid of math", "resourceVersion": "8"}
+    ctx.store.upsert("services", broken)
+    mended = {**data, "metadata": {**broken["metadata"], "resourceVersion": "9"}}
+    api.answer("PATCH", f"{SERVICES}/math", mended)
+    await Writer(ctx, KEY, "ours").services()
+    [(_, _, body)] = api.requests
+    assert {"op": "add", "path": "/spec/selector", "value": data["spec"]["selector"]} in json.loads(
+        body
+    )
+    assert api.headers[0]["Content-Type"] == "application/json-patch+json"
+    assert ctx.store.services(KEY)[0]["spec"]["selector"] == data["spec"]["selector"]
+
+
+@pytest.mark.parametrize("going", [True, False], ids=["ours, terminating", "a stranger's"])
+async def test_a_service_that_is_in_the_way_is_not_touched(
+    api: Loopback, ctx: Context, going: bool
+) -> None:
+    settled_services(ctx)
+    data, _ = pool_services("math", "rl", "ours")
+    meta = {**data["metadata"], "uid": "another", "resourceVersion": "20"}
+    if going:
+        meta["deletionTimestamp"] = "1970-01-12T13:46:40Z"
+    else:
+        meta["ownerReferences"] = []
+    there = {**data, "metadata": meta, "spec": {}}
+    ctx.store.upsert("services", there)
+    api.answer("POST", SERVICES, {"reason": "AlreadyExists", "message": "exists"}, 409)
+    api.answer("GET", f"{SERVICES}/math", there)
+    writer = Writer(ctx, KEY, "ours")
+    await writer.services()
+    assert [method for method, *_ in api.requests] == ([] if going else ["POST", "GET"])
+    assert set(writer.obstacles.conflicts) == (set() if going else {"service/math"})
+
+
+# One child.
+
+
+async def test_a_pod_that_the_watch_showed_first_is_not_waited_for(
+    api: Loopback, ctx: Context
+) -> None:
+    api.answer("POST", PODS, pod(), 201)
+    await Writer(ctx, KEY, "ours").create("pods", {"kind": "Pod", **pod()})
+    assert ctx.expectations.pending(KEY) == 1
+    ctx.expectations.forget(KEY)
+    await Writer(ctx, KEY, "ours").create("pods", {"kind": "Pod", **pod()})
+    assert ctx.expectations.pending(KEY) == 0
+
+
+@pytest.mark.parametrize("hint", [True, False])
+async def test_a_refused_pod_is_told_with_the_fix_for_a_missing_account(
+    api: Loopback, ctx: Context, hint: bool
+) -> None:
+    why = "error looking up service account rl/none" if hint else "exceeded quota"
+    api.answer("POST", PODS, {"reason": "Forbidden", "message": why}, 403)
+    writer = Writer(ctx, KEY, "ours")
+    await writer.create("pods", {"kind": "Pod", **pod()})
+    said = writer.obstacles.rejections["pod/math-0-0"]
+    assert said.startswith("pod/math-0-0 was rejected: ")
+    assert why in said
+    assert ("set spec.serviceAccountName" in said) is hint
+    assert ctx.store.pods(KEY) == []
+
+
+async def test_a_namesake_that_is_gone_again_is_no_conflict(api: Loopback, ctx: Context) -> None:
+    api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
+    api.answer("GET", f"{PODS}/math-0-0", {"reason": "NotFound", "message": "gone"}, 404)
+    writer = Writer(ctx, KEY, "ours")
+    await writer.create("pods", {"kind": "Pod", **pod()})
+    assert writer.obstacles.labels == set()
+
+
+@pytest.mark.parametrize(("status", "reason"), [(404, "NotFound"), (409, "Conflict")])
+async def test_a_pod_that_is_gone_or_another_one_is_no_error(
+    api: Loopback, ctx: Context, status: int, reason: str
+) -> None:
+    for method, path in (("PATCH", f"{PODS}/math-0-0/status"), ("DELETE", f"{PODS}/math-0-0")):
+        api.answer(method, path, {"reason": reason, "message": "no"}, status)
+    writer = Writer(ctx, KEY, "ours")
+    await writer.gate(SetGate("math-0-0", "u", True, "b", "Serving"))
+    await writer.relabel("math-0-0", "u", {})
+    await writer.delete(DeletePod("math-0-0", "u", 7, "a test"))
+    assert (writer.relabelled, ctx.expectations.pending(KEY)) == (0, 0)
+    gate, _, delete = (json.loads(body) for *_, body in api.requests)
+    assert gate["metadata"] == {"name": "math-0-0", "namespace": "rl", "uid": "u"}
+    assert (delete["preconditions"], delete["gracePeriodSeconds"]) == ({"uid": "u"}, 7)
+
+
+# Many at once.
+
+
+async def test_a_failure_among_many_writes_is_raised_once_all_have_ended(
+    api: Loopback, ctx: Context
+) -> None:
+    for number in range(30):
+        api.delay("DELETE", f"{PODS}/math-{number}-0", {"kind": "Pod"}, 0.02)
+    api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "Busy", "message": "busy"}, 503)
+    writer = Writer(ctx, KEY, "ours")
+    gone = [DeletePod(f"math-{number}-0", f"u{number}", 0, "a test") for number in range(30)]
+    with pytest.raises(Unavailable):
+        await writer.all(writer.delete(each) for each in gone)
+    assert len(api.requests) == 30
+    assert 1 < api.most_at_once <= AT_ONCE
+    assert ctx.expectations.pending(KEY) == 29
+
+
+def test_what_was_met_before_counts_unless_it_is_known_better() -> None:
+    before = Obstacles({"pod/a": "old", "pod/b": "b"}, {"pod/c": "c"})
+    found = Obstacles({"pod/a": "new"}, {"pod/d": "d"}).added_to(before)
+    assert found == Obstacles({"pod/a": "new", "pod/b": "b"}, {"pod/c": "c", "pod/d": "d"})
