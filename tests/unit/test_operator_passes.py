@@ -270,6 +270,7 @@ async def test_a_paused_pool_is_told_of_and_not_touched(lab: PassLab) -> None:
     assert lab.status["weights"]["committed"] == before["weights"]["committed"]
     assert "lastUpdate" not in lab.status["weights"]
     assert not [e for e in lab.told.events if e[1].startswith("Weights")]
+    assert lab.reconciler._memory[KEY].barrier is None, "no update has begun"
     changed(lab)
     lab.api.answer("POST", PODS, pod(2), 201)
     await lab.reconcile()
@@ -527,6 +528,9 @@ async def test_a_sentence_is_logged_when_it_is_new(
     assert len(told) == len(set(told))
     await lab.reconcile(3)
     assert len([r for r in caplog.records if r.name.endswith("tell")]) == len(told)
+    changed(lab, {names.ANNOTATION_PAUSED: "true"})
+    await lab.reconcile()
+    assert names.ANNOTATION_PAUSED in caplog.messages[-1]
 
 
 async def test_a_call_that_failed_waits_for_its_turn(lab: PassLab) -> None:

@@ -107,7 +107,12 @@ async def test_nothing_is_served_by_an_engine_that_was_found_dead(worker: TinyWo
 async def test_a_new_engine_serves_the_last_weights(worker: TinyWorker) -> None:
     await worker.update(3, 7, in_flight="Abort")
     active = worker.updates.active
+    gate = worker.before_start["open_slot"] = Gate()
     worker.engine.die()
+    await gate.reached.wait()
+    assert worker.runtime.progress is not None
+    assert worker.runtime.progress.message == "reloading weights (1, 3)"
+    gate.open()
     await restarted(worker)
     assert (worker.updates.active, worker.updates.commit_seq) == (active, 1)
     assert worker.engine.sinks == []
