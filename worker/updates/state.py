@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ class Updates:
             async with asyncio.timeout(seconds):
                 await self._runtime.call(
                     self._fill(slot),
-                    seconds * 2 + 60,  # the timeout above ends it first
+                    inf,  # the timeout above ends it
                     "stage",
                     fatal=False,
                 )
