@@ -184,14 +184,28 @@ class Supervisor:
             runtime.lifecycle.move(Lifecycle.FAILED)
             await self._updates.engine_lost()
             self._flights.fail()
-            await self.stop_engine()
+            await self._stop_engine()
 
-    async def stop_engine(self) -> None:
+    async def end(self) -> None:
+        """Free the engine for good, once nothing that is under way uses it any more."""
+        runtime = self._runtime
+        runtime.shutting_down = True
+        runtime.crashed("the worker has ended")  # so no verb goes on with it
+        self._flights.fail()
+        try:
+            async with asyncio.timeout(STOP_SECONDS), runtime.exclusive:
+                await self._updates.engine_lost()
+        except TimeoutError:
+            logger.warning("a verb still uses the engine after %g s", STOP_SECONDS)
+        await self._stop_engine()
+
+    async def _stop_engine(self) -> None:
         """Stop the engine; give up on it after `STOP_SECONDS`."""
         runtime = self._runtime
         engine, runtime.engine = runtime.engine, None
         if engine is None:
             return
+        await asyncio.sleep(0)  # calls that were made before this moment begin before it stops
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await engine.stop()

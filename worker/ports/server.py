@@ -237,5 +237,5 @@ async def _end(
     await asyncio.wait({serving}, timeout=FLUSH_SECONDS + 5)
     running.cancel()
     await asyncio.wait({running}, timeout=FLUSH_SECONDS)
-    await worker.supervisor.stop_engine()
+    await worker.supervisor.end()
     logger.info("stopped")
