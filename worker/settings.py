@@ -360,6 +360,8 @@ def _check_gang(settings: Settings) -> None:
         return
     if settings.leader_address is None:
         raise BadSettings("--nodes above 1 needs --leader-address HOST: where rank 0 runs")
+    if settings.rank > 0:
+        return  # the others' addresses are the head's to know
     if settings.member_addresses and len(settings.member_addresses) != settings.nodes - 1:
         raise BadSettings(
             f"--member-addresses names {len(settings.member_addresses)} workers: name each of the"
@@ -370,7 +372,7 @@ def _check_gang(settings: Settings) -> None:
             f"--leader-address {settings.leader_address!r} does not say where the other ranks are: its"
             " first label must end in -0, or give --member-addresses"
         )
-    if settings.auth == "kubernetes" and settings.rank == 0 and settings.gang_token_file is None:
+    if settings.auth == "kubernetes" and settings.gang_token_file is None:
         raise BadSettings(
             "--auth kubernetes with --nodes above 1 needs --gang-token-file: a token of this pod,"
             f" issued for {settings.audience!r}"

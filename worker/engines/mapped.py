@@ -80,7 +80,8 @@ class MappedSink:
                 + ("free space there or set another spill_dir" if folder else "raise its limit")
             ) from error
         self._map[: len(first)] = first
-        self.slot, self._link = "", None
+        self.slot = ""
+        self._link: Path | None = None
         if slots is not None:
             self._publish(slots, slot or uuid.uuid4().hex)
 
