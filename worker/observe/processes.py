@@ -25,6 +25,11 @@ class Process:
         seen = _stat(self.pid)
         return seen is not None and seen[1] == self.started and seen[2] != "Z"
 
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it."""
+        seen = _stat(self.pid)
+        return seen is not None and seen[1] == self.started and seen[2] == "T"
+
     def title(self) -> str:
         """Return its command line; empty once it is gone."""
         return title_of(self.pid)
