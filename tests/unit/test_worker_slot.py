@@ -24,6 +24,8 @@ CHECKPOINT = WeightsSource(checkpoint=Checkpoint())
 class Bytes:
     """A sink of plain bytes, which notes what is done to it and holds its reader when told to."""
 
+    slot = ""
+
     def __init__(self, memory: Literal["host", "device"] = "host") -> None:
         self.memory = memory
         self.held: dict[str, bytearray] = {}
