@@ -63,6 +63,10 @@ def create_member(engine: str, options: EngineOptions) -> Member:
     Raises:
         EngineError: this engine runs on one node.
     """
+    if engine == "sglang":
+        from .sglang.member import SglangMember
+
+        return SglangMember(options)
     raise _one_node(engine)
 
 
