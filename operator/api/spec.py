@@ -102,6 +102,12 @@ class RolloutReplicaSpec(ApiModel):
             path=".parallelism",
         ),
         cel(
+            "self.engine.type != 'sglang' || self.parallelism.pipeline == 1",
+            "spec.parallelism.pipeline: engine sglang cannot pause a pipeline for an update: set it to "
+            "1 and raise tensor",
+            path=".parallelism",
+        ),
+        cel(
             "self.engine.type != 'sglang' || self.parallelism.data == 1",
             "spec.parallelism.data: engine sglang updates no weights of data-parallel ranks: set it "
             "to 1 and raise replicas",

@@ -167,6 +167,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "engine hf runs on one device, not 2: set tensor, pipeline and data to 1 or choose "
         "another engine",
     ),
+    "sglang with a pipeline": (
+        {"engine": {"type": "sglang"}, "accelerator": GPU, "parallelism": {"pipeline": 2}},
+        "engine sglang cannot pause a pipeline for an update: set it to 1 and raise tensor",
+    ),
     "sglang with data-parallel ranks": (
         {"engine": {"type": "sglang"}, "accelerator": GPU, "parallelism": {"data": 2}},
         "engine sglang updates no weights of data-parallel ranks: set it to 1 and raise replicas",

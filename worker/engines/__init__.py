@@ -67,6 +67,10 @@ def create_member(engine: str, options: EngineOptions) -> Member:
         from .vllm.member import VllmMember
 
         return VllmMember(options)
+    if engine == "sglang":
+        from .sglang.member import SglangMember
+
+        return SglangMember(options)
     raise _one_node(engine)
 
 

@@ -50,6 +50,12 @@ def title_of(pid: int) -> str:
     return line.replace(b"\0", b" ").decode(errors="replace")
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal or a debugger."""
+    seen = _stat(pid)
+    return seen is not None and seen[2] in "Tt"
+
+
 def _stat(pid: int) -> tuple[int, int, str] | None:
     """Return (parent, start time, state) of a process."""
     try:
