@@ -63,6 +63,22 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "spec.podTemplate.sidecars and initContainers share their names: rename one container",
     ),
+    "two init containers of a name": (
+        template(initContainers=[{"name": "a", "image": "x"}, {"name": "a", "image": "y"}]),
+        "spec.podTemplate.initContainers: two entries have the same name: rename one",
+    ),
+    "two sidecars of a name": (
+        template(sidecars=[{"name": "a", "image": "x"}, {"name": "a", "image": "y"}]),
+        "spec.podTemplate.sidecars: two entries have the same name: rename one",
+    ),
+    "two claims of a name": (
+        template(resourceClaims=[{"name": "a", "resourceClaimName": "b"}] * 2),
+        "spec.podTemplate.resourceClaims: two entries have the same name: rename one",
+    ),
+    "a claim used twice": (
+        {"resources": {"claims": [{"name": "a"}, {"name": "a"}]}},
+        "spec.resources.claims: two entries have the same name: rename one",
+    ),
     "sidecar that ends": (
         template(sidecars=[{"name": "a", "image": "x", "restartPolicy": "Never"}]),
         "spec.podTemplate.sidecars[0].restartPolicy: Unsupported value",

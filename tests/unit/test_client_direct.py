@@ -17,6 +17,7 @@ from rollout_client import (
     WeightsId,
 )
 from rollout_client.discovery.members import Member
+from rollout_client.steering import control_ports
 from rollout_client.steering.direct import DirectSteering
 from rollout_worker.schemas import WeightsSource
 from scripted_control import ScriptedControl, scripted_controls
@@ -96,6 +97,27 @@ async def test_all_stage_then_all_commit_and_all_are_fenced(steered: Steered) ->
     assert steered.direct.floor == NEW
     assert [told.phase for told in steered.told][-2:] == ["Committing", "Complete"]
     assert (steered.told[-1].done, steered.told[-1].total) == (2, 2)
+
+
+@pytest.mark.parametrize("verb", ["state", "stage", "commit", "require"])
+@pytest.mark.parametrize("answer", [(429, "queue-full"), (503, "auth-unavailable"), (502, "")])
+async def test_a_busy_control_port_is_asked_again(
+    steered: Steered, verb: str, answer: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_ports, "AGAIN_SECONDS", 0.01)
+    steered.controls[1].busy[verb] = [answer] * 2
+    assert await steered.publish() == "2 of 2 replicas serve weights (1, 5)"
+    assert not steered.controls[1].busy[verb], "it was busy"
+
+
+async def test_one_that_stays_busy_ends_the_publish(
+    steered: Steered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_ports, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(control_ports, "BUSY_SECONDS", 0.1)
+    steered.controls[1].refuse["state"] = (429, "queue-full")
+    with pytest.raises(SteeringFailed, match="no state: queue-full"):
+        await steered.publish()
 
 
 async def test_a_commit_drains_no_longer_than_the_publish_may_take(steered: Steered) -> None:
