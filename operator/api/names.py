@@ -49,6 +49,8 @@ PROVEN = f"{GROUP}/proven"
 that fails long after it counts its failures from zero."""
 
 WORKER_CONTAINER = "worker"
+EXIT_GANG = 3
+"""Exit status of a worker that ends because another rank of its gang did."""
 
 MODEL_MOUNT = "/rollout/model"
 WEIGHTS_MOUNT = "/rollout/weights"

@@ -217,8 +217,8 @@ def _replace_failed(
     plan: PodPlan,
     wait: Wait,
 ) -> None:
-    # Who ended first says why; the others followed it.
-    pod = min(failed, key=lambda p: (p.ended_at, p.rank))
+    # Who ended first says why; the clocks of nodes differ, but who followed says so itself.
+    pod = min(failed, key=lambda p: (p.followed, p.ended_at, p.rank))
     count = failures(spec, seen, gang, pod) + 1
     policy = spec.restart_policy
     why = pod.trouble or f"pod {pod.name!r} ended with phase {pod.phase}"

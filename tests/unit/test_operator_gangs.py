@@ -272,6 +272,10 @@ def test_who_ended_first_says_why_a_gang_failed() -> None:
     found, _ = plan(spec, head, pod(spec, rank=1), member)
     assert found.restarts == {0: 1}
     assert {d.reason for d in found.delete} == {"its replica failed (pool-0-2: OOMKilled)"}
+    # The head's node is a minute behind.
+    early = replace(head, finished_at=NOW - 60, followed=True)
+    found, _ = plan(spec, early, pod(spec, rank=1), member)
+    assert {d.reason for d in found.delete} == {"its replica failed (pool-0-2: OOMKilled)"}
     waiting = [replace(p, restarts=1) for p in (head, pod(spec, rank=1), member)]
     found, seconds = plan(spec, *waiting)
     assert "pool-0-2: OOMKilled" in found.backing_off[0]
