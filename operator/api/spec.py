@@ -114,6 +114,14 @@ class RolloutReplicaSpec(ApiModel):
             path=".parallelism",
         ),
         cel(
+            "self.engine.type != 'vllm' || self.parallelism.data == 1 || self.parallelism.nodes == 1",
+            "'spec.parallelism.data: engine vllm spreads data-parallel ranks within one pod, not %d over "
+            "%d pods: set data or nodes to 1 and raise replicas'"
+            ".format([self.parallelism.data, self.parallelism.nodes])",
+            expression=True,
+            path=".parallelism",
+        ),
+        cel(
             "self.engine.type == 'hf' || !has(self.weights) || !has(self.weights.inFlight) || "
             "!has(self.weights.inFlight.policy) || self.weights.inFlight.policy != 'Pin'",
             "'spec.weights.inFlight.policy: engine %s cannot run two versions at once (Pin): use "

@@ -175,6 +175,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"engine": {"type": "sglang"}, "accelerator": GPU, "parallelism": {"data": 2}},
         "engine sglang updates no weights of data-parallel ranks: set it to 1 and raise replicas",
     ),
+    "vllm with data-parallel ranks over pods": (
+        {
+            "engine": {"type": "vllm"},
+            "accelerator": GPU,
+            "parallelism": {"tensor": 4, "data": 2, "nodes": 4},
+        },
+        "engine vllm spreads data-parallel ranks within one pod, not 2 over 4 pods: set data or "
+        "nodes to 1 and raise replicas",
+    ),
     "CPU with a world": (
         {"engine": {"type": "vllm"}, "parallelism": {"tensor": 4}},
         "without spec.accelerator a pool runs on CPU with one rank, not 4: set spec.accelerator",
