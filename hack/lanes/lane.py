@@ -14,6 +14,7 @@ BUDGETS = {
     "api": 200,
     "scale": 80,
     "contract": 700,
+    "gpu": 30,
     "engine": 600,
     "cluster": 1300,
 }
