@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from passlab import (
     KEY,
@@ -27,6 +28,7 @@ from poolspecs import target
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.config import Config
+from rollout_operator.passes.act import soonest
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_worker.schemas import WeightsId
 
@@ -191,6 +193,32 @@ async def test_the_barrier_goes_from_pass_to_pass(lab: PassLab) -> None:
         await lab.reconcile()
         await lab.polled()
         assert lab.reconciler._memory[KEY].barrier == frozenset({"b0", "b1"})
+
+
+async def test_a_pool_gets_its_services(lab: PassLab) -> None:
+    async def create(request: web.Request) -> web.StreamResponse:
+        made = json.loads(await request.text())
+        made["metadata"]["uid"] = f"uid of {made['metadata']['name']}"
+        return web.json_response(made, status=201)
+
+    lab.api.answers["POST", "/api/v1/namespaces/rl/services"] = create
+    lab.ctx.store.upsert("pools", pool(replicas=0))
+    for _ in range(2):
+        await lab.reconcile()
+        assert [s["metadata"]["name"] for s in lab.ctx.store.services(KEY)] == [
+            "math",
+            "math-heads",
+        ]
+    assert [method for method, *_ in lab.api.requests].count("POST") == 2
+
+
+@pytest.mark.parametrize(
+    ("waits", "least"), [((3.0, None, 1.0), 1.0), ((None, 0.0), 0.0), ((None, None), None)]
+)
+def test_the_next_look_is_at_the_earliest_time(
+    waits: tuple[float | None, ...], least: float | None
+) -> None:
+    assert soonest(*waits) == least
 
 
 async def test_a_status_that_somebody_else_wrote_meanwhile_is_tried_again_soon(

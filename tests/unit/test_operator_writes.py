@@ -124,6 +124,8 @@ async def test_a_name_that_gets_free_is_no_conflict(
     writer = Writer(ctx, KEY, "ours")
     await writer.create("pods", {"kind": "Pod", **pod()})
     assert bool(writer.obstacles.conflicts) == conflict
+    [known] = ctx.store.pods(KEY)
+    assert known["metadata"] == found["metadata"], "the next pass sees what is there"
 
 
 async def test_a_service_that_will_go_is_waited_for_without_asking(
