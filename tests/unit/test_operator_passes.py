@@ -376,9 +376,12 @@ async def test_a_pool_that_goes_is_let_go(lab: PassLab, goes: str) -> None:
     assert lab.ctx.expectations.pending(KEY) == (0 if goes == "deleted" else 1)
 
 
-async def test_a_pool_made_again_under_the_name_is_another_one(lab: PassLab) -> None:
+@pytest.mark.parametrize("left", [False, True], ids=["without a trace", "with a pod left"])
+async def test_a_pool_made_again_under_the_name_is_another_one(lab: PassLab, left: bool) -> None:
     """What its predecessor met, or was found out about it, is not true of it."""
     lab.has_pool()
+    if left:
+        lab.has_pod(pod(1))
     lab.api.answer("POST", PODS, {"reason": "Forbidden", "message": "exceeded quota"}, 403)
     await lab.reconcile(2)
     assert condition(lab.status, "Degraded") == ("True", "Rejected")
