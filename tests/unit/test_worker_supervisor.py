@@ -320,6 +320,46 @@ async def test_an_engine_that_does_not_stop_is_left_behind(
     assert worker.state is Lifecycle.ACTIVE
 
 
+# The end.
+
+
+@pytest.mark.parametrize("policy", ["Drain", "Pin"])
+async def test_a_commit_under_way_ends_before_the_engine(worker: TinyWorker, policy: str) -> None:
+    await worker.runs("r")
+    await worker.update(1, 7, in_flight="Pin")
+    await worker.stage(2, 8)
+    fields = {"in_flight": policy, "deadline_seconds": 600}
+    committing = asyncio.create_task(worker.commit(2, **fields))
+    await until(worker.runtime.exclusive.locked, what="the commit to begin")
+    await worker.worker.supervisor.end()
+    with refused("failed"):
+        await committing
+    assert worker.engines[0].stopped
+    assert worker.active == WeightsId(epoch=1, version=1)
+
+
+async def test_a_stage_under_way_ends_before_the_engine(worker: TinyWorker) -> None:
+    gate = worker.engine.before["open_slot"] = Gate()
+    await worker.begin_stage(1, 7)
+    await gate.reached.wait()
+    slot = worker.updates.slot
+    assert slot is not None
+    assert slot.task is not None
+    await worker.worker.supervisor.end()
+    assert slot.task.done(), "nothing is left that could fill it"
+    assert worker.engines[0].sinks == []
+
+
+async def test_a_call_made_in_the_moment_of_the_end_comes_before_it(worker: TinyWorker) -> None:
+    """An abort waits for no verb: what it called may not have begun when the engine is stopped."""
+    await worker.runs("r")
+    aborting = asyncio.create_task(worker.flights.abort_all(AbortReason.CONTROL))
+    await asyncio.sleep(0)
+    await worker.worker.supervisor.end()
+    await asyncio.wait_for(aborting, 5)
+    assert worker.engines[0].stopped
+
+
 # Health.
 
 
