@@ -29,6 +29,7 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.config import Config
 from rollout_operator.passes.act import soonest
+from rollout_operator.passes.memory import Memory
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_worker.schemas import WeightsId
 
@@ -107,6 +108,21 @@ async def test_a_finished_head_is_not_asked(lab: PassLab) -> None:
     await lab.reconcile()
     assert lab.poller.fast == {}
     assert lab.written
+
+
+def test_a_spec_and_a_status_are_parsed_once() -> None:
+    """A pool of hundreds of replicas has a long status, and a pass every second."""
+    memory, first = Memory(), pool()
+    stored, spec = memory.read_status(first), memory.read_spec(first)
+    assert memory.read_status(first) is stored
+    told = {**first, "metadata": first["metadata"] | {"resourceVersion": "8"}}
+    told["status"] = {"message": "new"}
+    assert memory.read_status(told).message == "new"
+    assert memory.read_spec(told) is spec, "of the same generation"
+    for change in ({"generation": 2}, {"uid": "another"}):
+        other = {**pool(replicas=3), "metadata": first["metadata"] | change}
+        assert memory.read_spec(other).replicas == 3
+        assert memory.read_spec(first).replicas == 1
 
 
 # The order of what a pass does.
@@ -456,7 +472,9 @@ def _page(lab: PassLab) -> str:
 
 async def test_the_figures_are_those_of_the_pool(lab: PassLab) -> None:
     await serving(lab, 2)
-    assert 'rollout_pool_weights_epoch{namespace="rl",pool="math",which="target"} 0.0' in _page(lab)
+    for figure in ("epoch", "version"):
+        at = 'namespace="rl",pool="math",which="target"'
+        assert f"rollout_pool_weights_{figure}{{{at}}} 0.0" in _page(lab)
     changed(lab, replicas=3, weights=target(2, 5))
     lab.api.answer("POST", PODS, pod(2), 201)
     await lab.reconcile()
