@@ -68,7 +68,7 @@ async def write_status(
     """
     show_figures(ctx, key, pool, status)
     before, after = memory.stored_fields, owned_fields(status)
-    if before == after and pool.get("status"):
+    if before == after:
         return None
     now = ctx.monotonic()
     wait = 0.0 if memory.written_at is None else memory.written_at + PROGRESS_SECONDS - now

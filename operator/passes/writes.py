@@ -207,7 +207,7 @@ class Writer:
         self.ctx.store.upsert("pods", answer)
         logger.info("gate of %s: %s", gate.name, gate.reason, extra=self._extra())
 
-    async def status(self, resource_version: str, status: Mapping[str, Any]) -> Obj:
+    async def status(self, resource_version: str, status: Mapping[str, Any]) -> None:
         """Apply the whole status, as a document; refused (`Conflict`) if somebody else wrote in between."""
         body = {
             "apiVersion": names.API_VERSION,
@@ -229,7 +229,6 @@ class Writer:
             subresource="status",
         )
         self.ctx.store.upsert("pools", answer)
-        return answer
 
     def _extra(self) -> dict[str, str]:
         return {"pool": str(self.key)}

@@ -232,9 +232,30 @@ async def test_a_worker_that_only_refuses_until_the_deadline_took_nothing(
 async def test_the_weights_that_made_the_last_token_are_noted(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
-    worker.steps = [tokens([1, 2], "stop", version=[4, 5])]
-    await pool.generate(PROMPT, sampling=END)
-    assert record(pool, worker).active == WeightsId(epoch=0, version=5)
+    worker.steps = [tokens([1, 2], "stop", version=[4, 5]), tokens([1], "stop", version=6)]
+    for version in (5, 6):
+        await pool.generate(PROMPT, sampling=END)
+        assert record(pool, worker).active == WeightsId(epoch=0, version=version)
+
+
+async def test_an_output_that_has_ended_is_streamed_whole_though_another_goes_on(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    go = asyncio.Event()
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await go.wait()
+        return await tokens([3], "stop")(request, body)
+
+    worker.steps = [tokens([1, 2], "stop"), slow]
+    sampling = {**END, "n": 2}
+    got: list[int] = []
+    async with pool.stream(PROMPT, sampling=sampling, on_version_change="restart") as stream:
+        async for delta in stream:
+            got += delta.token_ids
+            if got == [1, 2]:
+                go.set()
+    assert got == [1, 2, 3]
 
 
 async def test_a_replica_that_is_behind_is_known_by_its_weights(

@@ -50,7 +50,8 @@ class Steered:
 
 
 @pytest.fixture
-async def steered() -> AsyncIterator[Steered]:
+async def steered(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Steered]:
+    monkeypatch.setattr(keeper, "LOOK_SECONDS", 0.1)
     async with scripted_controls(2) as controls:
         made = Steered(controls)
         yield made
@@ -257,8 +258,9 @@ async def test_states_reach_all_that_answer(steered: Steered) -> None:
 
 
 async def test_who_wakes_with_old_weights_gets_the_new_ones_before_its_cache(
-    steered: Steered,
+    steered: Steered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(keeper, "LOOK_SECONDS", 60)  # else it may be quicker
     await steered.direct.change_state("Asleep", 10)
     await steered.publish()
     await steered.direct.change_state("Active", 10)
@@ -313,6 +315,13 @@ async def test_the_keeper_leaves_alone_who_sleeps_or_lacks_nothing(steered: Stee
     assert len(steered.serving) == count
 
 
+async def test_a_pool_that_serves_is_not_woken_again(steered: Steered) -> None:
+    await steered.direct.change_state("Active", 10)
+    before = [list(each.verbs) for each in steered.controls]
+    await steered.direct._keeper._look()
+    assert [each.verbs for each in steered.controls] == before
+
+
 async def test_a_token_that_can_not_be_read_for_a_while_ends_no_care(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("t")
@@ -358,5 +367,5 @@ async def test_closing_ends_the_care(steered: Steered) -> None:
     await steered.publish()
     await steered.direct.close()
     steered.controls[0].active = (1, 3)
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(0.3)
     assert steered.controls[0].active == (1, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -215,6 +216,16 @@ async def test_an_attempt_whose_time_is_over_is_not_cut_off() -> None:
     lease.cut_off("not begun")
     assert lease.cut == ""
     assert await attempt(lease, 0.01) == ""
+
+
+async def test_an_attempt_that_ends_by_its_deadline_is_not_cut_off_at_that_moment() -> None:
+    lease = Lease(members(1)[0])
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.01) as scope:
+            lease.watch(scope)
+            await asyncio.sleep(60)
+    lease.cut_off("its replica is gone")
+    assert lease.cut == ""
 
 
 async def test_a_lease_notes_when_the_worker_was_heard() -> None:

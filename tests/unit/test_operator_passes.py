@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from passlab import (
     KEY,
@@ -27,6 +28,8 @@ from poolspecs import target
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.config import Config
+from rollout_operator.passes.act import soonest
+from rollout_operator.passes.memory import Memory
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_worker.schemas import WeightsId
 
@@ -105,6 +108,21 @@ async def test_a_finished_head_is_not_asked(lab: PassLab) -> None:
     await lab.reconcile()
     assert lab.poller.fast == {}
     assert lab.written
+
+
+def test_a_spec_and_a_status_are_parsed_once() -> None:
+    """A pool of hundreds of replicas has a long status, and a pass every second."""
+    memory, first = Memory(), pool()
+    stored, spec = memory.read_status(first), memory.read_spec(first)
+    assert memory.read_status(first) is stored
+    told = {**first, "metadata": first["metadata"] | {"resourceVersion": "8"}}
+    told["status"] = {"message": "new"}
+    assert memory.read_status(told).message == "new"
+    assert memory.read_spec(told) is spec, "of the same generation"
+    for change in ({"generation": 2}, {"uid": "another"}):
+        other = {**pool(replicas=3), "metadata": first["metadata"] | change}
+        assert memory.read_spec(other).replicas == 3
+        assert memory.read_spec(first).replicas == 1
 
 
 # The order of what a pass does.
@@ -191,6 +209,32 @@ async def test_the_barrier_goes_from_pass_to_pass(lab: PassLab) -> None:
         await lab.reconcile()
         await lab.polled()
         assert lab.reconciler._memory[KEY].barrier == frozenset({"b0", "b1"})
+
+
+async def test_a_pool_gets_its_services(lab: PassLab) -> None:
+    async def create(request: web.Request) -> web.StreamResponse:
+        made = json.loads(await request.text())
+        made["metadata"]["uid"] = f"uid of {made['metadata']['name']}"
+        return web.json_response(made, status=201)
+
+    lab.api.answers["POST", "/api/v1/namespaces/rl/services"] = create
+    lab.ctx.store.upsert("pools", pool(replicas=0))
+    for _ in range(2):
+        await lab.reconcile()
+        assert [s["metadata"]["name"] for s in lab.ctx.store.services(KEY)] == [
+            "math",
+            "math-heads",
+        ]
+    assert [method for method, *_ in lab.api.requests].count("POST") == 2
+
+
+@pytest.mark.parametrize(
+    ("waits", "least"), [((3.0, None, 1.0), 1.0), ((None, 0.0), 0.0), ((None, None), None)]
+)
+def test_the_next_look_is_at_the_earliest_time(
+    waits: tuple[float | None, ...], least: float | None
+) -> None:
+    assert soonest(*waits) == least
 
 
 async def test_a_status_that_somebody_else_wrote_meanwhile_is_tried_again_soon(
@@ -348,9 +392,12 @@ async def test_a_pool_that_goes_is_let_go(lab: PassLab, goes: str) -> None:
     assert lab.ctx.expectations.pending(KEY) == (0 if goes == "deleted" else 1)
 
 
-async def test_a_pool_made_again_under_the_name_is_another_one(lab: PassLab) -> None:
+@pytest.mark.parametrize("left", [False, True], ids=["without a trace", "with a pod left"])
+async def test_a_pool_made_again_under_the_name_is_another_one(lab: PassLab, left: bool) -> None:
     """What its predecessor met, or was found out about it, is not true of it."""
     lab.has_pool()
+    if left:
+        lab.has_pod(pod(1))
     lab.api.answer("POST", PODS, {"reason": "Forbidden", "message": "exceeded quota"}, 403)
     await lab.reconcile(2)
     assert condition(lab.status, "Degraded") == ("True", "Rejected")
@@ -425,7 +472,9 @@ def _page(lab: PassLab) -> str:
 
 async def test_the_figures_are_those_of_the_pool(lab: PassLab) -> None:
     await serving(lab, 2)
-    assert 'rollout_pool_weights_epoch{namespace="rl",pool="math",which="target"} 0.0' in _page(lab)
+    for figure in ("epoch", "version"):
+        at = 'namespace="rl",pool="math",which="target"'
+        assert f"rollout_pool_weights_{figure}{{{at}}} 0.0" in _page(lab)
     changed(lab, replicas=3, weights=target(2, 5))
     lab.api.answer("POST", PODS, pod(2), 201)
     await lab.reconcile()

@@ -49,6 +49,7 @@ def status(
         (status(1, STAGING, 0, began=2000), status(2, STAGING, 0, began=2000), [(1, SUPERSEDED)]),
         (status(1, STAGING, 0), status(1, SUPERSEDED, 0), [(1, SUPERSEDED)]),
         (status(1, STAGING, 0), status(2, STAGING, 0), [(1, SUPERSEDED)]),
+        (status(1, STAGING, 0), WeightsStatus(), [(1, SUPERSEDED)]),
         (status(1, COMMITTING, 0), status(2, STAGING, 1), [(1, COMPLETE)]),
         (status(1, COMPLETE, 1), status(2, COMPLETE, 2), [(2, COMPLETE)]),
         (WeightsStatus(), status(1, COMPLETE, 1), [(1, COMPLETE)]),

@@ -99,9 +99,10 @@ async def test_a_gate_says_since_when_its_worker_has_proven_itself(
     await Writer(ctx, KEY, "ours").gate(SetGate("math-0-0", "u", True, "b", "Serving", NOW - 60))
     await Writer(ctx, KEY, "ours").gate(SetGate("math-0-0", "u", False, "b", "off"))
     [first, second] = [json.loads(body)["status"]["conditions"] for *_, body in api.requests]
-    assert [(c["type"], c["status"], c["lastTransitionTime"]) for c in first] == [
-        ("rollout.dev/serving", "True", "1970-01-12T13:46:40Z"),
-        ("rollout.dev/proven", "True", "1970-01-12T13:45:40Z"),
+    told = [(c["type"], c["status"], c["reason"], c["lastTransitionTime"]) for c in first]
+    assert told == [
+        ("rollout.dev/serving", "True", "Serving", "1970-01-12T13:46:40Z"),
+        ("rollout.dev/proven", "True", "AsExpected", "1970-01-12T13:45:40Z"),
     ]
     assert [(c["type"], c["status"]) for c in second] == [("rollout.dev/serving", "False")]
 
@@ -124,6 +125,8 @@ async def test_a_name_that_gets_free_is_no_conflict(
     writer = Writer(ctx, KEY, "ours")
     await writer.create("pods", {"kind": "Pod", **pod()})
     assert bool(writer.obstacles.conflicts) == conflict
+    [known] = ctx.store.pods(KEY)
+    assert known["metadata"] == found["metadata"], "the next pass sees what is there"
 
 
 async def test_a_service_that_will_go_is_waited_for_without_asking(
@@ -438,6 +441,7 @@ async def test_a_pod_that_is_gone_or_another_one_is_no_error(
     await writer.delete(DeletePod("math-0-0", "u", 7, "a test"))
     assert (writer.relabelled, ctx.expectations.pending(KEY)) == (0, 0)
     gate, _, delete = (json.loads(body) for *_, body in api.requests)
+    assert (gate["apiVersion"], gate["kind"]) == ("v1", "Pod"), "an apply needs both"
     assert gate["metadata"] == {"name": "math-0-0", "namespace": "rl", "uid": "u"}
     assert (delete["preconditions"], delete["gracePeriodSeconds"]) == ({"uid": "u"}, 7)
 

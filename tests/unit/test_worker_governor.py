@@ -494,12 +494,15 @@ async def test_a_crash_in_a_drain_fails_the_verb_at_once(worker: TinyWorker) -> 
     running = await worker.runs("r")
     pausing = asyncio.create_task(worker.pause(deadline_seconds=600))
     await worker.reaches(Lifecycle.PAUSING)
-    asked = [worker.engine.before.setdefault(call, Gate()) for call in ("abort", "pause", "resume")]
+    asked = {call: Gate() for call in ("abort", "pause", "resume")}
+    worker.engine.before.update(asked)
     worker.engine.die()
     worker.runtime.crashed("it died")
     with refused("failed"):
         await asyncio.wait_for(pausing, 5)
-    assert not any(gate.reached.is_set() for gate in asked), "a dead engine is asked for nothing"
+    assert not any(gate.reached.is_set() for gate in asked.values()), (
+        "a dead engine is asked for nothing"
+    )
     assert running.outputs[0].abort_reason is AbortReason.ENGINE
 
 

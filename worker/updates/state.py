@@ -124,8 +124,10 @@ class Updates:
         # However short the deadline, the slot tells that it passed: the path alone takes no time.
         seconds = max(request.deadline_seconds, LOOK_UP_SECONDS)
         resolved = await resolve_within(request.source, settings, seconds)
-        if self.active is not None and identity == self.active.identity:
-            return self._already_active(request, self.active, resolved)
+        active = self.active
+        assert active is not None, "an engine has loaded weights"
+        if identity == active.identity:
+            return self._already_active(request, active, resolved)
         try:
             async with asyncio.timeout(request.deadline_seconds), self.slot_lock:
                 return await self._begin(caller, request, resolved)

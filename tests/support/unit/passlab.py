@@ -55,7 +55,7 @@ class Clock:
     """What the process reads: a wall clock that people set, and one that only goes on."""
 
     wall: float = NOW
-    steady: float = 1.0
+    steady: float = 1000.0
 
 
 class Told(Recorder):
