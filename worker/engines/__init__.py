@@ -5,6 +5,9 @@ An adapter for another engine implements `rollout_worker.engine.Engine` and gets
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -38,16 +41,27 @@ def create(engine: str, options: EngineOptions) -> Engine:
     Raises:
         EngineError: an unknown engine or flag; the text says which there are.
     """
-    if engine == "hf":
-        from .hf.engine import HfEngine
+    with _uncollected():
+        if engine == "hf":
+            from .hf.engine import HfEngine
 
-        return HfEngine(options)
-    if engine == "vllm":
-        from .vllm.engine import VllmEngine
+            return HfEngine(options)
+        if engine == "vllm":
+            from .vllm.engine import VllmEngine
 
-        return VllmEngine(options)
-    if engine == "sglang":
-        from .sglang.engine import SglangEngine
+            return VllmEngine(options)
+        if engine == "sglang":
+            from .sglang.engine import SglangEngine
 
-        return SglangEngine(options)
+            return SglangEngine(options)
     raise EngineError(f"engine {engine!r} is unknown: use one of {', '.join(ENGINES)}")
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Import without garbage collection: modules stay, and looking for garbage takes a tenth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
