@@ -5,6 +5,9 @@ An adapter for another engine implements `rollout_worker.engine.Engine` and gets
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,21 +43,32 @@ def create(engine: str, options: EngineOptions) -> Engine:
     Raises:
         EngineError: an unknown engine or flag; the text says which there are.
     """
-    if engine == "hf":
-        if options.gang is not None:
-            raise _one_node(engine)
-        from .hf.engine import HfEngine
+    with _uncollected():
+        if engine == "hf":
+            if options.gang is not None:
+                raise _one_node(engine)
+            from .hf.engine import HfEngine
 
-        return HfEngine(options)
-    if engine == "vllm":
-        from .vllm.engine import VllmEngine
+            return HfEngine(options)
+        if engine == "vllm":
+            from .vllm.engine import VllmEngine
 
-        return VllmEngine(options)
-    if engine == "sglang":
-        from .sglang.engine import SglangEngine
+            return VllmEngine(options)
+        if engine == "sglang":
+            from .sglang.engine import SglangEngine
 
-        return SglangEngine(options)
+            return SglangEngine(options)
     raise EngineError(f"engine {engine!r} is unknown: use one of {', '.join(ENGINES)}")
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Import without garbage collection: modules stay, and looking for garbage takes a tenth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def create_member(engine: str, options: EngineOptions) -> Member:
@@ -63,14 +77,15 @@ def create_member(engine: str, options: EngineOptions) -> Member:
     Raises:
         EngineError: this engine runs on one node.
     """
-    if engine == "vllm":
-        from .vllm.member import VllmMember
+    with _uncollected():
+        if engine == "vllm":
+            from .vllm.member import VllmMember
 
-        return VllmMember(options)
-    if engine == "sglang":
-        from .sglang.member import SglangMember
+            return VllmMember(options)
+        if engine == "sglang":
+            from .sglang.member import SglangMember
 
-        return SglangMember(options)
+            return SglangMember(options)
     raise _one_node(engine)
 
 
