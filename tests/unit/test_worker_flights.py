@@ -310,12 +310,20 @@ async def test_a_death_ends_all_and_keeps_what_was_made(worker: TinyWorker) -> N
 async def test_a_request_whose_engine_goes_before_it_is_handed_over_ends(
     worker: TinyWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stopping = asyncio.create_task(worker.worker.supervisor.stop_engine())
+    stopping = asyncio.create_task(worker.worker.supervisor.end())
     flight = worker.worker.submit(asked())
     await flight.finish(5)
     await stopping
     assert flight.outputs[0].abort_reason is AbortReason.ENGINE
     assert "the engine failed during a request" not in caplog.text
+
+
+async def test_a_request_that_is_failed_before_its_first_step_ends(worker: TinyWorker) -> None:
+    flight = worker.worker.submit(asked())
+    worker.flights.fail()
+    await flight.finish(5)
+    assert flight.outputs[0].abort_reason is AbortReason.ENGINE
+    assert len(worker.flights) == 0
 
 
 async def test_who_waits_for_a_change_is_woken_by_the_end_of_a_request(worker: TinyWorker) -> None:
