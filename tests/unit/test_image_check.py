@@ -176,3 +176,23 @@ def test_the_probe_asks_for_what_an_adapter_imports_and_for_no_other_engine(engi
     assert not modules & others
     assert {"torch", "transformers", "fastapi", "rollout_worker"} <= modules
     assert engine == "hf" or engine in modules
+
+
+def targets() -> dict[str, str]:
+    """The Dockerfile's stages by name."""
+    parts = re.split(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("target", "requirements"),
+    [("worker", "worker"), *((f"worker-{name}", name) for name in versions.IMAGES)]
+    + [(f"worker-{name}-cpu", f"{name}-cpu") for name in ("vllm", "sglang")],
+)
+def test_every_worker_is_a_target_that_ends_alike(target: str, requirements: str) -> None:
+    stage = targets()[target]
+    assert f"COPY requirements/{requirements}.txt /opt/rollout/requirements.txt" in stage
+    assert (ROOT / "requirements" / f"{requirements}.txt").exists()
+    assert f"USER {judge.USER}:{judge.USER}\n" in stage
+    steps = [line for line in stage.splitlines() if line and not line.startswith("#")]
+    assert steps[-1] == 'ENTRYPOINT ["rollout-worker"]'
