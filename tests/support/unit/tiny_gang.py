@@ -187,6 +187,6 @@ async def head(home: Path, address: str, *flags: str, wait: bool = True) -> Asyn
     finally:
         gang.running.cancel()
         await asyncio.wait({gang.running})
-        await gang.worker.supervisor.stop_engine()
+        await gang.worker.supervisor.end()
     broken = [rule for engine in gang.engines for rule in engine.broken]
     assert not broken, f"the worker treated its engine badly: {broken}"
