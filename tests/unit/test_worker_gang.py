@@ -65,6 +65,11 @@ def held(member: Node) -> list[tuple[str, str | None]]:
     return [(slot.phase, slot.root_hash) for slot in member.worker.state().slots]
 
 
+async def never() -> None:
+    """What waits for a rank that is gone."""
+    await asyncio.Event().wait()
+
+
 # Updates.
 
 
@@ -241,15 +246,28 @@ async def test_a_rank_that_can_not_start_tells_the_head_why(tmp_path: Path, root
     async with node(tmp_path, root_hash) as member:
         member.member.start_fails = "no such device"
         async with head(tmp_path, f"127.0.0.1:{member.port}", wait=False) as gang:
-            gang.before_start["start"] = asyncio.Event().wait
+            gang.before_start["start"] = never
             assert "the ranks did not start: no such device" in await gang.why()
             assert "no such device" in await member.why()
 
 
 async def test_a_member_whose_head_is_gone_ends(tmp_path: Path, member: Node) -> None:
     async with head(tmp_path, f"127.0.0.1:{member.port}"):
-        assert member.worker.ready
+        # From then on its silence counts at once.
+        await until(lambda: member.worker._leader_started, what="the head's engine")
     assert "the head has not asked for" in await member.why()
+
+
+async def test_a_member_told_to_end_stays_while_its_head_drains(
+    tmp_path: Path, member: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "LEAVING_SECONDS", 0.3)
+    async with head(tmp_path, f"127.0.0.1:{member.port}"):
+        await until(lambda: member.worker._leader_started, what="the head's engine")
+        leaving = asyncio.create_task(member.worker.leave())
+        await asyncio.sleep(0.5)
+        assert not leaving.done()
+    await asyncio.wait_for(leaving, 10)
 
 
 async def test_another_head_finds_no_member_of_the_former(
@@ -283,7 +301,7 @@ async def test_a_member_that_dies_in_a_commit_ends_the_gang_with_a_clear_answer(
     gang: TinyGang, member: Node
 ) -> None:
     assert (await gang.stage(1, 7)).phase == "Staged"
-    gang.engine.before["commit"] = asyncio.Event().wait  # as a collective step without a rank
+    gang.engine.before["commit"] = never  # as a collective step without a rank
     committing = asyncio.create_task(gang.commit(1))
     await until(lambda: gang.runtime.holds.committing is not None, what="the commit")
     member.member.wrong = "one of vLLM's ranks died"
@@ -298,7 +316,7 @@ def test_a_stall_of_our_own_is_not_somebody_elses_silence() -> None:
     now = 100.0
     assert quiet.seconds() == silence.GAP_SECONDS
     now += silence.GAP_SECONDS / 2
-    assert quiet.seconds() == silence.GAP_SECONDS * 1.5
+    assert quiet.seconds() == pytest.approx(silence.GAP_SECONDS * 1.5)
     quiet.heard()
     assert quiet.seconds() == 0
 

@@ -172,7 +172,7 @@ def slot(**fields: Any) -> Slot:
 async def test_a_slot_is_staged_once_it_is_filled(source: Located, layout: Layout) -> None:
     sink, found = Bytes(), slot()
     assert found.view().phase == "Staging"
-    await found.fill(engine(sink).open_slot, layout, source)
+    await found.fill(engine(sink), layout, source)
     view = found.view()
     assert (view.phase, view.bytes_done, view.bytes_total) == ("Staged", 72, 72)
     assert found.take() is sink
@@ -184,7 +184,7 @@ async def test_a_slot_is_staged_once_it_is_filled(source: Located, layout: Layou
 async def test_other_content_than_was_promised_is_refused(source: Located, layout: Layout) -> None:
     sink, found = Bytes(), slot(root_hash="xxh3_128:0")
     with pytest.raises(WeightsRejected, match=r"content-mismatch: .* should have root_hash"):
-        await found.fill(engine(sink).open_slot, layout, source)
+        await found.fill(engine(sink), layout, source)
     assert sink.done == ["closed"]
     assert not found.staged
     assert found.view().root_hash == "xxh3_128:0"
@@ -194,7 +194,7 @@ async def test_dropping_what_is_staged_gives_its_memory_back_once(
     source: Located, layout: Layout
 ) -> None:
     sink, found = Bytes(), slot()
-    await found.fill(engine(sink).open_slot, layout, source)
+    await found.fill(engine(sink), layout, source)
     await found.drop()
     await found.drop()
     assert sink.done == ["sealed", "closed"]
@@ -205,7 +205,7 @@ async def test_dropping_what_is_being_filled_waits_for_its_thread(
 ) -> None:
     sink, found = Bytes(), slot()
     sink.go.clear()
-    found.task = asyncio.create_task(found.fill(engine(sink).open_slot, layout, source))
+    found.task = asyncio.create_task(found.fill(engine(sink), layout, source))
     await asyncio.to_thread(sink.reading.wait, 10)
     dropping = asyncio.create_task(found.drop())
     await asyncio.sleep(0.02)

@@ -13,7 +13,7 @@ from rollout_worker.settings import Settings
 from rollout_worker.threads import Shared
 from rollout_worker.wire.gang import GangSlot, GangState, SlotRequest
 
-ANSWER_SECONDS = 1.5
+ANSWER_SECONDS = 3.0
 """What a member gets to answer: from memory, so it is the network's time."""
 TOKEN_SECONDS = 1.0
 TLS_NAME = "rollout-worker"

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5
 SILENCE_SECONDS = 8.0
 """Silence after which the head counts as dead; with what else it takes, this node ends within 10 s."""
+LEAVING_SECONDS = 3.0
+"""The same once this member was told to end: it stays while its head drains."""
 STARTING_SECONDS = 60.0
 """The same while either of the two still loads."""
 TELL_SECONDS = 3.0
@@ -102,6 +104,7 @@ class MemberWorker:
         self._leader: str | None = None
         self._leader_started = False
         self._silence = Silence()
+        self._leaving = False
         self._wrong: str | None = None
         self._told = asyncio.Event()
         self._held: dict[str, Held] = {}
@@ -140,6 +143,16 @@ class MemberWorker:
             self._info = await self._member.start(self._report)
         logger.info("the ranks of this node run", extra={"root_hash": self._info.root_hash})
 
+    async def leave(self) -> None:
+        """Wait, not for long, until the head needs these ranks no more: it may finish requests."""
+        self._leaving = True
+        limit = self.settings.drain_seconds + self.settings.shutdown_grace
+        until = asyncio.get_running_loop().time() + limit
+        while self._leader_started and self._wrong is None:
+            if asyncio.get_running_loop().time() > until:
+                return
+            await asyncio.sleep(WATCH_SECONDS)
+
     def _report(self, progress: Progress) -> None:
         logger.info("loading: %s", progress.message)
 
@@ -153,6 +166,8 @@ class MemberWorker:
         quiet = self._silence.seconds()
         started = self._info is not None and self._leader_started
         limit = SILENCE_SECONDS if started else STARTING_SECONDS
+        if self._leaving:
+            limit = LEAVING_SECONDS
         if self._leader is not None and quiet > limit:
             return f"the head has not asked for {quiet:.0f} s"
         return None if self._member is None or self._info is None else self._member.alive()
@@ -213,10 +228,11 @@ class MemberWorker:
         return self._held[slot].view()
 
     async def close_slot(self, slot: str) -> None:
-        """Give a slot back, if there is one."""
-        held = self._held.pop(slot, None)
+        """Give a slot back, if there is one; it is listed as long as its memory is there."""
+        held = self._held.get(slot)
         if held is not None:
             await held.close()
+            self._held.pop(slot, None)
 
     async def _fill(self, held: Held, member: Member, info: MemberInfo) -> None:
         seconds = held.request.deadline_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-GAP_SECONDS = 3.0
+GAP_SECONDS = 4.5
 """What counts at most between two looks: while this process stood still it could hear nobody."""
 
 

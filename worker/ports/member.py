@@ -162,7 +162,10 @@ async def serve_member(settings: Settings, gang: Gang, create: Callable[[], Memb
         tasks.append(asyncio.create_task(held.keep()))
     try:
         await asyncio.wait([*tasks, asked], return_when=asyncio.FIRST_COMPLETED)
-        return 0 if asked.done() else _status(tasks)
+        if asked.done():
+            await worker.leave()
+            return 0
+        return _status(tasks)
     finally:
         asked.cancel()
         server.should_exit = True

@@ -48,7 +48,8 @@ class MemberCommand:
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [
-                    *(kind.python, *SERVE, "--engine", kind.name, "--model", str(model)),
+                    str(kind.python),
+                    *(*SERVE, "--engine", kind.name, "--model", str(model)),
                     *(*LOOPBACK, *ports, *FLAGS, *kind.flags, *flags),
                 ],
                 stderr=stderr,

@@ -40,7 +40,7 @@ from rollout_worker.schemas import (
 )
 from rollout_worker.sources.files import ReadCancelled
 
-from . import launch, leftovers, settings
+from . import environment, launch, leftovers, settings
 from .gate import Gate
 from .intake import check
 from .labels import Labels
@@ -70,7 +70,7 @@ class VllmEngine:
     """Serves one model with vLLM."""
 
     def __init__(self, options: EngineOptions) -> None:
-        launch.prepare_environment()
+        environment.prepare_environment()
         leftovers.prepare()
         self._options = options
         self._settings = settings.parse(options.args, options.gang)
