@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from localkube import Cluster
 
-TIERS = ("unit", "api", "chart", "engine", "cluster", "scale")
+TIERS = ("unit", "api", "chart", "engine", "gpu", "cluster", "scale")
 MARKERS = dict(zip(TIERS, TIERS, strict=True)) | {"contract": "engine"}
 """Marker of the tests in each folder."""
 HERE = Path(__file__).parent
