@@ -91,5 +91,5 @@ def create_member(engine: str, options: EngineOptions) -> Member:
 
 def _one_node(engine: str) -> EngineError:
     return EngineError(
-        f"parallelism.nodes: the {engine} engine runs on one node: set it to 1, or use vllm"
+        f"parallelism.nodes: the {engine} engine runs on one node: set it to 1, or use vllm or sglang"
     )
