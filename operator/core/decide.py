@@ -63,6 +63,7 @@ def decide(
     status = build_status(view, stored, now)
     return Plan(
         status=status,
+        seek=tuple(pods.seek),
         create=tuple(pods.create),
         delete=tuple(pods.delete),
         gates=tuple(gates),

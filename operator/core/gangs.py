@@ -15,7 +15,7 @@ from rollout_operator.api import names
 from rollout_operator.api.revision import is_current
 from rollout_operator.api.spec import RolloutReplicaSpec
 
-from .plan import CreatePod, DeletePod, Wait
+from .plan import CreatePod, DeletePod, SeekPod, Wait
 from .world import Observed, Pod
 
 HEALTHY_SECONDS = 600.0
@@ -33,6 +33,7 @@ UNSETTLED_SECONDS = 1.0
 class PodPlan:
     """What `plan_pods` decides."""
 
+    seek: list[SeekPod] = field(default_factory=list)
     create: list[CreatePod] = field(default_factory=list)
     delete: list[DeletePod] = field(default_factory=list)
     exhausted: dict[int, str] = field(default_factory=dict)
@@ -156,8 +157,14 @@ def force(pod: Pod) -> DeletePod:
     return DeletePod(pod.name, pod.uid, 0, "it outlived its grace period", forced=True)
 
 
+def _missing(gang: Gang) -> set[int]:
+    return {*range(gang.size)} - {p.rank for p in gang.pods} if gang.pods else set()
+
+
 def _let_go(spec: RolloutReplicaSpec, gang: Gang, plan: PodPlan, reason: str) -> None:
     """Delete a gang, its members once nothing of it drains any more: they run the head's requests."""
+    if gang.size > 1 and len(gang.living) == len(gang.pods):
+        plan.seek += [SeekPod(gang.index, rank) for rank in sorted(_missing(gang))]
     head = next((p for p in gang.pods if p.rank == 0 and p.owned), None)
     members = [p for p in gang.living if p is not head]
     whole = len(members) == gang.size - 1 and not any(p.finished for p in members)
@@ -184,7 +191,7 @@ def _keep_whole(
     """Replace a gang that failed or lost a pod; create a missing one."""
     failed = [p for p in gang.living if p.finished]
     going = len(gang.living) < len(gang.pods)
-    missing = {*range(gang.size)} - {p.rank for p in gang.pods}
+    missing = _missing(gang)
     if going:
         # What ends beside a pod that somebody deletes ends because of it: that is no failure.
         _let_go(spec, gang, plan, "its replica lost a pod and restarts as a whole")

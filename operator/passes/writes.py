@@ -137,6 +137,10 @@ class Writer:
             labels = {label: body["metadata"]["labels"][label] for label in ours}
             await self.relabel(name, found["metadata"]["uid"], labels)
 
+    async def seek(self, body: Obj) -> None:
+        """Look for a pod that the watch does not show; ours gets its labels back."""
+        await self._look_at_namesake("pods", body, f"pod/{body['metadata']['name']}")
+
     async def relabel(self, name: str, uid: str, labels: Mapping[str, str]) -> None:
         """Give a pod of ours these labels again: without them neither we nor Services find it.
 

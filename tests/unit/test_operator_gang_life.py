@@ -53,6 +53,22 @@ def test_status_counts_gangs_and_names_heads(world: World) -> None:
     assert len(world.pods) == 4
 
 
+@pytest.mark.parametrize("name", ["pool-1-0", "pool-1-1"])
+@pytest.mark.parametrize("replicas", [2, 1])
+def test_a_rank_without_labels_is_found_and_ends_no_gang(
+    world: World, name: str, replicas: int
+) -> None:
+    uids = {p.uid for p in world.pods.values()}
+    world.unlabelled.add(world.pods[name].uid)
+    world.set(replicas=replicas)
+    world.run()
+    if replicas == 2:
+        assert {p.uid for p in world.pods.values()} == uids
+        assert world.status.ready_replicas == 2
+    else:
+        assert sorted(world.pods) == ["pool-0-0", "pool-0-1"], "nothing of it is left behind"
+
+
 ENDS: dict[str, Callable[[World], None]] = {
     "member-dies": lambda world: world.fail("pool-1-1"),
     "head-dies": lambda world: world.fail("pool-1-0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -153,6 +154,38 @@ async def test_a_pod_of_ours_that_lost_a_label_gets_it_back(api: Loopback, ctx: 
     }
     assert [p["metadata"]["name"] for p in ctx.store.pods(KEY)] == ["math-0-0"]
     assert writer.obstacles.conflicts == {}
+
+
+@pytest.mark.parametrize("found", [True, False])
+async def test_a_rank_without_labels_is_sought_before_its_gang_is_ended(
+    api: Loopback, ctx: Context, written: list[Obj], found: bool
+) -> None:
+    settled_services(ctx)
+    gang = {
+        "engine": {"type": "vllm", "image": "worker:1"},
+        "parallelism": {"tensor": 2, "nodes": 2},
+        "accelerator": {"resource": "nvidia.com/gpu"},
+    }
+    ctx.store.upsert("pools", pool(**gang))
+    ran = {"name": "worker", "state": {"running": {"startedAt": "1970-01-12T13:00:00Z"}}}
+    ctx.store.upsert("pods", {**pod(), "status": {"phase": "Running", "containerStatuses": [ran]}})
+    member: dict[str, Any] = {"name": "math-0-1", "uid": "uid of math-0-1"}
+    gone: Obj = {"reason": "NotFound", "message": "gone"}
+    api.answer(
+        "GET",
+        f"{PODS}/math-0-1",
+        pod(**member, labels={}) if found else gone,
+        200 if found else 404,
+    )
+    labels = names.worker_labels("math", 0, 1)
+    api.answer(
+        "PATCH", f"{PODS}/math-0-1/status", pod(**member, labels=labels, resourceVersion="6")
+    )
+    api.answer("DELETE", f"{PODS}/math-0-0", {"kind": "Pod"})
+    await Reconciler(ctx).reconcile(KEY)
+    ended = [path for method, path, _ in api.requests if method == "DELETE"]
+    assert bool(ended) is not found
+    assert len(ctx.store.pods(KEY)) == 1 + found
 
 
 async def test_nothing_is_made_for_a_pool_that_is_gone(api: Loopback, ctx: Context) -> None:

@@ -110,6 +110,8 @@ class World(SimPods):
         self._count_restarts(seen, plan)
         self.status = plan.status
         self.barrier = plan.barrier
+        if self._found(plan):
+            return
         gates = sorted(plan.gates, key=lambda g: g.serving)
         off = [g for g in gates if not g.serving]
         for deletion in plan.delete:
@@ -129,6 +131,13 @@ class World(SimPods):
         elif self._each("gate", gates[len(off) :], self.set_gate):
             for call in plan.calls:
                 self.call(call)
+
+    def _found(self, plan: Plan) -> bool:
+        """Whether some that were missing are there, without their labels: they get them back."""
+        sought = (self.pods.get(f"pool-{each.replica}-{each.rank}") for each in plan.seek)
+        found = {pod.uid for pod in sought if pod is not None} & self.unlabelled
+        self.unlabelled -= found
+        return bool(found)
 
     def _count_restarts(self, seen: Observed, plan: Plan) -> None:
         """However many pods of a replica end, and in whatever order: it has failed once."""
