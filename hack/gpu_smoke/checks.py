@@ -145,11 +145,7 @@ def deaths(scene: Scene) -> str:
         core = max(scene.family(), key=_resident)
         began = time.monotonic()
         os.kill(core.pid, number)
-        until_sync(
-            lambda restarts=restarts: scene.worker.state()["restarts"] > restarts,
-            RESTART_SECONDS,
-            what="the death to be noticed",
-        )
+        _await_restart(scene, restarts)
         scene.await_active(RESTART_SECONDS)
         outputs(scene)
         told.append(f"{number.name} {time.monotonic() - began:.0f} s")
@@ -179,6 +175,15 @@ CHECKS: dict[str, Check] = {
     "deaths": deaths,
     "idle": idle,
 }
+
+
+def _await_restart(scene: Scene, restarts: int) -> None:
+    """Wait until the worker has noticed a death after so many restarts."""
+    until_sync(
+        lambda: scene.worker.state()["restarts"] > restarts,
+        RESTART_SECONDS,
+        what="the death to be noticed",
+    )
 
 
 def _running(scene: Scene, name: str, *, stream: bool) -> Future[dict[str, Any]]:

@@ -74,9 +74,9 @@ async def engine(tiny_models: TinyModels) -> AsyncIterator[SglangEngine]:
 
 def resident(engine: SglangEngine) -> int:
     """Bytes that the child's processes hold, shared memory left out."""
-    assert engine._process is not None
+    assert engine._node._process is not None
     total = 0
-    for pid in engine._process.pids():
+    for pid in engine._node._process.pids():
         fields = Path("/proc", str(pid), "status").read_text().splitlines()
         total += sum(int(f.split()[1]) for f in fields if f.startswith("RssAnon"))
     return total * 1024
@@ -217,11 +217,11 @@ async def test_a_dead_or_hung_scheduler_is_noticed_and_nothing_is_left(
     output = Output()
     try:
         await engine.start(lambda _: None)
-        assert engine._process is not None
-        assert engine._process._folder is not None
-        folder, leader = engine._process._folder, engine._process._main
+        assert engine._node._process is not None
+        assert engine._node._process._folder is not None
+        folder, leader = engine._node._process._folder, engine._node._process._main
         assert leader is not None
-        scheduler = max(engine._process.pids(), key=lambda pid: pid != leader)
+        scheduler = max(engine._node._process.pids(), key=lambda pid: pid != leader)
         task = asyncio.create_task(follow(engine, request(max_tokens=240), output))
         await reaches(output, 3)
         os.kill(scheduler, how)
