@@ -33,7 +33,8 @@ def cluster() -> Iterator[Cluster]:
         yield running
         return
     images.build()
-    with run_cluster("tier", nodes=2) as made:
+    # One accelerator on each, so that the two pods of a gang run on two nodes.
+    with run_cluster("tier", nodes=2, gpus=1) as made:
         _install(made)
         yield made
 

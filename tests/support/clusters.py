@@ -34,18 +34,18 @@ def nodes_cluster(purpose: str, nodes: int, gpus: int = 0) -> Iterator[Cluster]:
 
 
 @contextmanager
-def run_cluster(purpose: str, nodes: int) -> Iterator[Cluster]:
+def run_cluster(purpose: str, nodes: int, gpus: int = 0) -> Iterator[Cluster]:
     """Yield a cluster that every pytest process of one `make test` shares.
 
     What failed is tried again on the very same cluster: `hack/lanes` removes it at the end.
     """
     run = os.environ.get("ROLLOUT_TEST_RUN")
     if run is None:
-        with nodes_cluster(purpose, nodes) as cluster:
+        with nodes_cluster(purpose, nodes, gpus) as cluster:
             yield cluster
         return
     remove_left_behind()
-    yield Cluster.start(f"test-{purpose}-{run}", nodes=nodes)
+    yield Cluster.start(f"test-{purpose}-{run}", nodes=nodes, gpus=gpus)
 
 
 @contextmanager

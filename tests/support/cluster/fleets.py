@@ -46,14 +46,15 @@ class Fleet(Pool):
         self.bytes_of: dict[Identity, str] = {(0, 0): "checkpoint"}
         self._tokens: dict[str, list[int]] = {}
 
-    def create(self, replicas: int) -> None:
+    def create(self, replicas: int, **spec: Any) -> None:
         """Create the pool with a pointer from the start; returns at once."""
         self.volume.clean()
         path = self.publish("1", epoch=1)
         epoch, version = self.identity
         target = {"epoch": epoch, "version": version, "source": {"path": path}}
         restarts = {"baseDelaySeconds": 1}
-        self.apply(replicas=replicas, restartPolicy=restarts, weights={**WEIGHTS, "target": target})
+        weights = {**WEIGHTS, "target": target}
+        self.apply(replicas=replicas, restartPolicy=restarts, weights=weights, **spec)
 
     def steady(self, replicas: int) -> None:
         """Bring the pool back to serving with default settings, however it was left."""
