@@ -115,6 +115,10 @@ cluster-down: ## remove every local cluster
 images: ## build the images and put them onto the running cluster's nodes
 	@$(PYTHON3) hack/images.py
 
+.PHONY: gpu-smoke
+gpu-smoke: $(VENV) ## try each engine on this machine's GPU in ten minutes (ENGINES="hf" SMOKE_ARGS="--device cpu")
+	PYTHONPATH=hack:src $(BIN)/python -m gpu_smoke $(ENGINES) $(SMOKE_ARGS)
+
 .PHONY: images-gpu
 images-gpu: ## build the complete images one after the other and check each (ENGINES="vllm sglang"; 45 GB)
 	@$(PYTHON3) hack/images.py --gpu $(ENGINES)

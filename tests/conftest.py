@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from localkube import Cluster
 
-TIERS = ("unit", "api", "chart", "engine", "cluster", "scale")
+TIERS = ("unit", "api", "chart", "engine", "gpu", "cluster", "scale")
 MARKERS = dict(zip(TIERS, TIERS, strict=True)) | {"contract": "engine"}
 """Marker of the tests in each folder."""
 HERE = Path(__file__).parent
@@ -42,6 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("soak"):
         settings.load_profile("soak")
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported out of every later collection of garbage, of which engines cause many."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ CACHE_TOKENS = 20480
 """Of KV cache, enough for every load without a preemption."""
 ONLY_OURS = "--custom-weight-loader"
 """The adapter's own code, for updates of weights, of which the loads have none."""
-ENVIRON: Mapping[str, str] = environ(cpu=True)
+ENVIRON: Mapping[str, str] = environ(EngineOptions(model=Path()), cpu=True)
 
 OURS = worker(ENGINE, FLAGS, CACHE_TOKENS)
 

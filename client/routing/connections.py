@@ -7,6 +7,7 @@ hundreds in flight spends most of its time on that. So a member gets one client 
 from __future__ import annotations
 
 import asyncio
+import functools
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,16 @@ SHARE = 32
 TIMEOUT = httpx.Timeout(None, connect=CONNECT_SECONDS, write=WRITE_SECONDS)
 
 
+@functools.cache
+def authorities(*, environment: bool) -> ssl.SSLContext:
+    """What https servers are checked against by default, loaded once: it takes longer than a request.
+
+    Args:
+        environment: Whether `SSL_CERT_FILE` and `SSL_CERT_DIR` count.
+    """
+    return httpx.create_ssl_context(trust_env=environment)
+
+
 @dataclass(slots=True)
 class _Client:
     client: httpx.AsyncClient
@@ -37,7 +48,6 @@ class Connections:
 
     def __init__(self) -> None:
         self._clients: dict[str, list[_Client]] = {}
-        self._tls: ssl.SSLContext | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     @contextmanager
@@ -55,8 +65,6 @@ class Connections:
             lent.in_flight -= 1
 
     def _new(self, url: str) -> httpx.AsyncClient:
-        if self._tls is None:
-            self._tls = httpx.create_ssl_context()
         limits = httpx.Limits(
             max_connections=None,
             max_keepalive_connections=SHARE,
@@ -64,7 +72,11 @@ class Connections:
         )
         # A proxy named in the environment is not meant for pods of the same cluster.
         return httpx.AsyncClient(
-            base_url=url, timeout=TIMEOUT, limits=limits, verify=self._tls, trust_env=False
+            base_url=url,
+            timeout=TIMEOUT,
+            limits=limits,
+            verify=authorities(environment=True),
+            trust_env=False,
         )
 
     def drop(self, url: str) -> None:

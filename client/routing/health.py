@@ -90,8 +90,6 @@ class Health:
                 self._start(("ends", url), partial(self._ask_ends, known))
         for lease in self._router.leases:
             silent = now - lease.heard_at
-            if silent < min(self._silent, self._gone):
-                continue
             found = self._router.balancer.records.get(lease.member.url)
             if (found is None or not found.present) and silent >= self._gone:
                 lease.cut_off("its replica is gone")

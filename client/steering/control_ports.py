@@ -14,6 +14,7 @@ import httpx
 from rollout_client.control import ControlError, ControlUnreachable, WorkerControl
 from rollout_client.discovery.members import Member
 from rollout_client.errors import SteeringFailed
+from rollout_client.routing.connections import authorities
 from rollout_worker.schemas import WorkerState
 
 BUSY_SECONDS = 20.0
@@ -42,7 +43,7 @@ class ControlPorts:
         self._members = members
         self._bearer = token
         self._http = httpx.AsyncClient(
-            verify=True if ca is None else _checked_against(ca),
+            verify=authorities(environment=False) if ca is None else _checked_against(ca),
             limits=httpx.Limits(max_connections=None),
             trust_env=False,
         )

@@ -227,7 +227,7 @@ class PodTemplate(ApiModel):
         default=(),
         max_length=16,
         description="Containers that end before the worker starts, as in a pod spec. They may mount the "
-        "operator's volumes: rollout-tmp, rollout-spill, rollout-model, rollout-weights.",
+        "operator's volumes: rollout-tmp, rollout-spill, rollout-shm, rollout-gang, rollout-model, rollout-weights.",
         json_schema_extra=named_list("spec.podTemplate.initContainers"),
     )
     sidecars: tuple[Sidecar, ...] = Field(

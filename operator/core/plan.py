@@ -43,6 +43,14 @@ class DeletePod:
 
 
 @dataclass(frozen=True, slots=True)
+class SeekPod:
+    """See whether the pod of `(replica, rank)` is there after all, without the labels that show it."""
+
+    replica: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class SetGate:
     """Set the readiness gate of a head, bound to the worker process `boot`."""
 
@@ -112,6 +120,7 @@ class Plan:
     """Everything one pass does, and the status that describes the world it saw."""
 
     status: RolloutReplicaStatus
+    seek: tuple[SeekPod, ...] = ()
     create: tuple[CreatePod, ...] = ()
     delete: tuple[DeletePod, ...] = ()
     gates: tuple[SetGate, ...] = ()

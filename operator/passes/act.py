@@ -68,7 +68,7 @@ async def write_status(
     """
     show_figures(ctx, key, pool, status)
     before, after = memory.stored_fields, owned_fields(status)
-    if before == after and pool.get("status"):
+    if before == after:
         return None
     now = ctx.monotonic()
     wait = 0.0 if memory.written_at is None else memory.written_at + PROGRESS_SECONDS - now
@@ -106,6 +106,10 @@ async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) 
         for p in seen.pods
         if p.mislabelled
     )
+    before = writer.relabelled
+    await writer.all(writer.seek(builder.build(s.replica, s.rank, 0)) for s in plan.seek)
+    if writer.relabelled > before:
+        return writer  # its gang is whole: the plan was made without it
     # Out of the Service first, then away.
     await writer.all(writer.gate(g) for g in plan.gates if not g.serving)
     for deletion in plan.delete:

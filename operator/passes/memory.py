@@ -38,13 +38,14 @@ class Memory:
     """When status was last written, monotonic."""
     sentence: str = ""
     pool: Obj | None = None
-    """The object that `stored` and `spec` were read from; the store never changes one."""
+    """The object that `stored` was read from; the store never changes one."""
     stored: RolloutReplicaStatus = field(default_factory=RolloutReplicaStatus)
     unreadable: str | None = None
     """What of the object's status could not be read: none of it may be written then."""
     stored_fields: dict[str, Any] = field(default_factory=dict)
     """What of `stored` the operator owns, as a document."""
-    spec: RolloutReplicaSpec | None = None
+    spec: tuple[tuple[str, int], RolloutReplicaSpec] | None = None
+    """The last spec that could be read, and of which object and generation it is."""
 
     def recall(self) -> None:
         """Take for true, until it is tried, what the last process met: it has not gone since."""
@@ -70,21 +71,21 @@ class Memory:
     def read_status(self, pool: Obj) -> RolloutReplicaStatus:
         """Return the object's status, parsed once."""
         if self.pool is not pool:
+            self.pool = pool
             self.stored, self.unreadable = parse_status(pool)
             self.stored_fields = owned_fields(self.stored)
         return self.stored
 
     def read_spec(self, pool: Obj) -> RolloutReplicaSpec:
-        """Return the object's spec, parsed once for each generation; call `read_status` before.
+        """Return the object's spec, parsed once for each generation.
 
         Raises:
             InvalidSpec: this operator can't read it.
         """
-        known, self.pool = self.pool, None
-        if self.spec is None or known is None or _generation(known) != _generation(pool):
-            self.spec = parse_spec(pool)
-        self.pool = pool
-        return self.spec
+        generation = _generation(pool)
+        if self.spec is None or self.spec[0] != generation:
+            self.spec = (generation, parse_spec(pool))
+        return self.spec[1]
 
 
 def _generation(pool: Obj) -> tuple[str, int]:

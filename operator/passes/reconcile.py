@@ -78,7 +78,6 @@ class Reconciler:
         memory = self._memory.setdefault(key, Memory())
         for uid in memory.polled:
             self.ctx.workers.forget(uid)
-        memory.polled = frozenset()
         self.ctx.telemetry.forget(key)
         if pool is None:
             self.ctx.expectations.forget(key)

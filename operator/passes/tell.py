@@ -56,14 +56,14 @@ def count_update(ctx: Context, look: Look, plan: Plan) -> None:
 def outcomes(stored: WeightsStatus, new: WeightsStatus) -> Iterator[tuple[LastUpdate, UpdatePhase]]:
     """Yield the updates that reached an outcome between two statuses, and which one."""
     before, after = stored.last_update, new.last_update
-    same = before is not None and after is not None and _same(before, after)
-    if before is not None and not same and before.phase not in FINAL:
+    is_told = False
+    if before is not None and after is not None and _same(before, after):
+        is_told = before.phase is after.phase
+    elif before is not None and before.phase not in FINAL:
         # Within one pass it ended and another one began.
         there = new.committed is not None and new.committed.identity >= before.identity
         yield before, UpdatePhase.COMPLETE if there else UpdatePhase.SUPERSEDED
-    if after is None or after.phase not in (*FINAL, UpdatePhase.FAILED):
-        return
-    if not (same and before is not None and before.phase is after.phase):
+    if after is not None and after.phase in (*FINAL, UpdatePhase.FAILED) and not is_told:
         yield after, after.phase
 
 
@@ -94,10 +94,10 @@ def show_figures(ctx: Context, key: Key, pool: Obj, status: RolloutReplicaStatus
 
 def _changed(condition: PoolCondition, before: PoolCondition | None) -> bool:
     """Another status; or degraded for another reason."""
-    if condition.status != (before.status if before else "False"):
-        return True
+    if before is None:
+        return condition.status != "False"
     degraded = condition.type == Condition.DEGRADED and condition.status == "True"
-    return degraded and before is not None and before.reason != condition.reason
+    return condition.status != before.status or (degraded and condition.reason != before.reason)
 
 
 def _event_of(condition: PoolCondition) -> tuple[EventType, str] | None:

@@ -137,6 +137,10 @@ class Writer:
             labels = {label: body["metadata"]["labels"][label] for label in ours}
             await self.relabel(name, found["metadata"]["uid"], labels)
 
+    async def seek(self, body: Obj) -> None:
+        """Look for a pod that the watch does not show; ours gets its labels back."""
+        await self._look_at_namesake("pods", body, f"pod/{body['metadata']['name']}")
+
     async def relabel(self, name: str, uid: str, labels: Mapping[str, str]) -> None:
         """Give a pod of ours these labels again: without them neither we nor Services find it.
 
@@ -207,7 +211,7 @@ class Writer:
         self.ctx.store.upsert("pods", answer)
         logger.info("gate of %s: %s", gate.name, gate.reason, extra=self._extra())
 
-    async def status(self, resource_version: str, status: Mapping[str, Any]) -> Obj:
+    async def status(self, resource_version: str, status: Mapping[str, Any]) -> None:
         """Apply the whole status, as a document; refused (`Conflict`) if somebody else wrote in between."""
         body = {
             "apiVersion": names.API_VERSION,
@@ -229,7 +233,6 @@ class Writer:
             subresource="status",
         )
         self.ctx.store.upsert("pools", answer)
-        return answer
 
     def _extra(self) -> dict[str, str]:
         return {"pool": str(self.key)}

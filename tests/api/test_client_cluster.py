@@ -17,6 +17,8 @@ import pytest
 import yaml
 from aiohttp import web
 
+from apiclient import POOLS, Obj, api_of
+from charts import rendered
 from localkube import Cluster
 from manifests import pool as manifest
 from manifests import text
@@ -33,7 +35,6 @@ from rollout_client import (
 )
 from waiting import until
 
-CHART = Path(__file__).parents[2] / "charts" / "rollout-operator"
 NAMESPACE = "client"
 NAME = "math"
 
@@ -41,9 +42,8 @@ NAME = "math"
 @pytest.fixture(scope="module")
 def cluster(crd: Cluster) -> Iterator[Cluster]:
     crd.kubectl("create", "namespace", NAMESPACE)
-    rendered = crd.helm("template", "rollout", CHART, "--namespace", NAMESPACE)
     kinds = {"ClusterRole", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
-    wanted = [d for d in yaml.safe_load_all(rendered) if d and d["kind"] in kinds]
+    wanted = [d for d in rendered("--namespace", NAMESPACE) if d["kind"] in kinds]
     crd.kubectl("apply", "--server-side", "-f", "-", input=yaml.safe_dump_all(wanted))
     for account in ("trainer", "nobody"):
         crd.kubectl("-n", NAMESPACE, "create", "serviceaccount", account)
@@ -65,15 +65,16 @@ class Object:
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.cluster = cluster
+        self.api = api_of(cluster)
         self.name = name
+        self.path = f"{POOLS.format(NAMESPACE)}/{name}"
         self.kubectl("create", "-f", "-", input=text(manifest(name)))
 
     def kubectl(self, *words: str, **more: Any) -> str:
         return self.cluster.kubectl("-n", NAMESPACE, *words, **more)
 
-    def get(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.kubectl("get", "rr", self.name, "-o", "json"))
-        return found
+    def get(self) -> Obj:
+        return self.api.get(self.path)
 
     def target(self) -> tuple[int, int] | None:
         found = self.get()["spec"].get("weights", {}).get("target")
@@ -82,10 +83,7 @@ class Object:
     def status(self, **fields: Any) -> None:
         generation = self.get()["metadata"]["generation"]
         body = {"status": {"observedGeneration": generation, **fields}}
-        self.kubectl(
-            *("patch", "rr", self.name, "--subresource=status", "--type=merge"),
-            *("-p", json.dumps(body)),
-        )
+        self.api.patch(f"{self.path}/status", body)
 
     def update(self, phase: str, message: str, committed: bool = False) -> None:
         """Status of the update to the target."""

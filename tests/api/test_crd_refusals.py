@@ -167,9 +167,22 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "engine hf runs on one device, not 2: set tensor, pipeline and data to 1 or choose "
         "another engine",
     ),
+    "sglang with a pipeline": (
+        {"engine": {"type": "sglang"}, "accelerator": GPU, "parallelism": {"pipeline": 2}},
+        "engine sglang cannot pause a pipeline for an update: set it to 1 and raise tensor",
+    ),
     "sglang with data-parallel ranks": (
         {"engine": {"type": "sglang"}, "accelerator": GPU, "parallelism": {"data": 2}},
         "engine sglang updates no weights of data-parallel ranks: set it to 1 and raise replicas",
+    ),
+    "vllm with data-parallel ranks over pods": (
+        {
+            "engine": {"type": "vllm"},
+            "accelerator": GPU,
+            "parallelism": {"tensor": 4, "data": 2, "nodes": 4},
+        },
+        "engine vllm spreads data-parallel ranks within one pod, not 2 over 4 pods: set data or "
+        "nodes to 1 and raise replicas",
     ),
     "CPU with a world": (
         {"engine": {"type": "vllm"}, "parallelism": {"tensor": 4}},

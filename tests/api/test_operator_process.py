@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from apiclient import POOLS, ApiError, api_of
 from clusters import await_crd
 from localkube import Cluster
 from localkube.processes import recorded
@@ -64,7 +65,7 @@ class Process:
                 stdout=log,
                 stderr=log,
             )
-        until_sync(lambda: self.port_file.exists() and self.port_file.read_text(), 20, what="port")
+        until_sync(lambda: self.port_file.exists() and self.port_file.read_text(), 60, what="port")
 
     @property
     def port_file(self) -> Path:
@@ -113,17 +114,22 @@ def start(cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest) -> I
         process.popen.wait(10)
 
 
+POOL = f"{POOLS.format(NAMESPACE)}/math"
+LEASES = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
+
+
 def holder(cluster: Cluster, lease: str) -> str:
-    path = "jsonpath={.spec.holderIdentity}"
-    return cluster.kubectl("-n", NAMESPACE, "get", "lease", lease, "-o", path)
+    found: str = api_of(cluster).get(f"{LEASES}/{lease}")["spec"].get("holderIdentity") or ""
+    return found
 
 
 def label(cluster: Cluster, value: str) -> None:
-    cluster.kubectl("-n", NAMESPACE, "label", "rr", "math", f"seen={value}", "--overwrite")
+    api_of(cluster).patch(POOL, {"metadata": {"labels": {"seen": value}}})
 
 
 def message(cluster: Cluster) -> str:
-    return cluster.kubectl("-n", NAMESPACE, "get", "rr", "math", "-o", "jsonpath={.status.message}")
+    found: str = api_of(cluster).get(POOL).get("status", {}).get("message", "")
+    return found
 
 
 def test_one_process_serves_a_pool_and_stops_well(cluster: Cluster, start: Any) -> None:
@@ -212,8 +218,10 @@ def test_a_deleted_lease_is_made_again(cluster: Cluster, start: Any) -> None:
 
 
 def holder_or_none(cluster: Cluster, lease: str) -> str:
-    path = "jsonpath={.spec.holderIdentity}"
-    return cluster.kubectl("-n", NAMESPACE, "get", "lease", lease, "-o", path, check=False)
+    try:
+        return holder(cluster, lease)
+    except ApiError:
+        return ""
 
 
 def test_an_outage_of_the_api_server_fences_and_passes(cluster: Cluster, start: Any) -> None:
@@ -282,9 +290,11 @@ def test_kopf_run_works_as_well(cluster: Cluster, tmp_path: Path, target: list[s
         )
     try:
         until_sync(lambda: answers(f"http://127.0.0.1:{port}/readyz"), 20, what="readiness")
-        path = "jsonpath={.status.observedGeneration}"
-        get = ("-n", NAMESPACE, "get", "rr", "math", "-o", path)
-        until_sync(lambda: cluster.kubectl(*get), 10, what="the real pass's status")
+        until_sync(
+            lambda: "observedGeneration" in api_of(cluster).get(POOL).get("status", {}),
+            10,
+            what="the real pass's status",
+        )
         popen.send_signal(signal.SIGTERM)
         assert popen.wait(25) == 0
         assert holder(cluster, f"kopf-{len(target)}") == ""

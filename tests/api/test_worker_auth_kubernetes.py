@@ -15,6 +15,7 @@ import yaml
 from localkube import Cluster
 from rollout_worker.ports.access import CONTROL, SEE, STAGE, Right
 from rollout_worker.ports.kubeauth import KubernetesReview
+from rollout_worker.ports.leader import LeaderReview
 from rollout_worker.ports.reviews import DENIED_SECONDS
 from rollout_worker.settings import BadSettings, Settings, add_flags, parse
 from rollout_worker.wire.problems import ProblemError
@@ -200,3 +201,61 @@ def test_outside_a_pod_it_does_not_start(
         KubernetesReview(replace(settings(cluster, tmp_path), kube_api_url=None))
     with pytest.raises(BadSettings, match="can't be used"):
         KubernetesReview(replace(settings(cluster, tmp_path), kube_ca=tmp_path / "none"))
+
+
+# The members of a gang.
+
+GANG_POD = """
+apiVersion: v1
+kind: Pod
+metadata: {{name: {name}, namespace: {namespace}}}
+spec:
+  serviceAccountName: {account}
+  containers: [{{name: worker, image: none}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def pods(cluster: Cluster) -> Cluster:
+    """Heads of two gangs and a member."""
+    for name, account in (("math-0-0", "worker"), ("math-0-1", "worker"), ("math-1-0", "worker")):
+        manifest = GANG_POD.format(name=name, namespace=NAMESPACE, account=account)
+        cluster.kubectl("apply", "-f", "-", input=manifest)
+    return cluster
+
+
+def bound(cluster: Cluster, pod: str, audience: str = AUDIENCE) -> str:
+    """A token as the kubelet projects it into a pod."""
+    arguments = [f"--audience={audience}", "--bound-object-kind=Pod", f"--bound-object-name={pod}"]
+    return cluster.kubectl("-n", NAMESPACE, "create", "token", "worker", *arguments).strip()
+
+
+@pytest.fixture
+async def member(cluster: Cluster, tmp_path: Path) -> AsyncIterator[LeaderReview]:
+    """Rank 1 of the first gang."""
+    given = replace(settings(cluster, tmp_path), nodes=2, rank=1)
+    authorizer = LeaderReview(replace(given, leader_address="math-0-0.math-heads"))
+    yield authorizer
+    await authorizer.close()
+
+
+async def test_a_member_lets_its_head_in(pods: Cluster, member: LeaderReview) -> None:
+    assert await member.check(f"Bearer {bound(pods, 'math-0-0')}", CONTROL) == "math-0-0"
+
+
+@pytest.mark.parametrize("pod", ["math-0-1", "math-1-0"])
+async def test_a_member_lets_no_other_pod_in(pods: Cluster, member: LeaderReview, pod: str) -> None:
+    with pytest.raises(ProblemError, match=f"of pod {pod} is not the head of this gang") as refused:
+        await member.check(f"Bearer {bound(pods, pod)}", CONTROL)
+    assert refused.value.problem.status == 403
+
+
+async def test_a_member_lets_nobody_in_without_a_pod(pods: Cluster, member: LeaderReview) -> None:
+    """Not even the operator: what it wants it asks the head for."""
+    for account in ("worker", "operator"):
+        with pytest.raises(ProblemError, match="of pod none is not the head") as refused:
+            await member.check(f"Bearer {token(pods, account)}", CONTROL)
+        assert refused.value.problem.status == 403
+    with pytest.raises(ProblemError) as refused:
+        await member.check(f"Bearer {bound(pods, 'math-0-0', 'rollout.dev/other/math')}", CONTROL)
+    assert refused.value.problem.status == 401

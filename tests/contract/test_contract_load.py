@@ -1,4 +1,4 @@
-"""A thousand requests, 64 at once: nothing is lost, nothing mixed up, and probes stay quick."""
+"""Hundreds of requests, 64 at once: nothing is lost, nothing mixed up, and probes stay quick."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from contracts import Served, pieces, sound
 from reference import Reference
 from workers import events
 
-REQUESTS = 1000
 AT_ONCE = 64
 
 
@@ -44,7 +43,7 @@ async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]
     return dict(output)
 
 
-async def all_of_it(url: httpx.URL) -> list[dict[str, Any]]:
+async def all_of_it(url: httpx.URL, count: int) -> list[dict[str, Any]]:
     limits = httpx.Limits(max_connections=AT_ONCE)
     places = asyncio.Semaphore(AT_ONCE)
     async with httpx.AsyncClient(
@@ -55,7 +54,7 @@ async def all_of_it(url: httpx.URL) -> list[dict[str, Any]]:
             async with places:
                 return await one(client, work(number))
 
-        return await asyncio.gather(*(limited(n) for n in range(REQUESTS)))
+        return await asyncio.gather(*(limited(n) for n in range(count)))
 
 
 @contextlib.contextmanager
@@ -79,24 +78,25 @@ def probing(worker: Served) -> Iterator[list[float]]:
         done.result(60)
 
 
-def test_a_thousand_requests(worker: Served, reference: dict[int, Reference]) -> None:
+@pytest.mark.parametrize("count", [320, pytest.param(3000, marks=pytest.mark.soak)])
+def test_many_requests(worker: Served, reference: dict[int, Reference], count: int) -> None:
     before = worker.state()
     began = time.monotonic()
     with probing(worker) as probes:
-        outputs = asyncio.run(all_of_it(worker.data.base_url))
+        outputs = asyncio.run(all_of_it(worker.data.base_url, count))
     seconds = time.monotonic() - began
-    assert len(outputs) == REQUESTS
+    assert len(outputs) == count
     for number, output in enumerate(outputs):
         body = work(number)
         sound(output)
         assert output["stop_reason"] == "length"
         assert len(output["token_ids"]) == body["sampling"]["max_tokens"]
-        if number % 10 == 0:  # nobody got somebody else's tokens
+        if number % 4 == 0:  # nobody got somebody else's tokens
             expected = reference[1].raw_logprobs(body["token_ids"], output["token_ids"])
             assert output["logprobs"] == pytest.approx(expected, abs=1e-4)
     after = worker.state()
     assert after["in_flight"] == after["queued"] == 0
     assert after["restarts"] == before["restarts"]
-    slowest = sorted(probes)[int(len(probes) * 0.99)]
+    slowest = sorted(probes)[int(len(probes) * 0.95)]
     # 100 ms on an idle machine; tests share theirs.
-    assert slowest < 0.5, f"p99 of /health {slowest * 1e3:.0f} ms in {seconds:.0f} s of load"
+    assert slowest < 0.5, f"p95 of /health {slowest * 1e3:.0f} ms in {seconds:.0f} s of load"

@@ -15,7 +15,7 @@ from reference import Reference
 from waiting import until_sync
 from workers import PROMPT, slug
 
-LOAD = 32
+LOAD = 16
 TOKENS = 250
 POLICIES = ("Drain", "Abort", "Keep", "Recompute", "Pin")
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -43,7 +43,7 @@ def answers(responses: list[Any]) -> list[Output]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_update_below_32_running_requests(
+def test_an_update_below_running_requests(
     worker: Served, reference: dict[int, Reference], policy: str
 ) -> None:
     old = worker.state()["weights"]["active"]["version"]
@@ -100,7 +100,7 @@ def test_a_drain_may_keep_what_still_runs_at_its_deadline(
         assert answer.json()["errors"][0]["field"] == "on_deadline"
         worker.post("weights/discard", epoch=epoch, version=new)
         return
-    running = worker.long("r", sampling={"max_tokens": 900, "ignore_eos": True})
+    running = worker.long("r", sampling={"max_tokens": 600, "ignore_eos": True})
     worker.makes(20)
     assert worker.commit(epoch, new, **drain)["kept"] == 1
     [output] = answers([running.result(60)])
@@ -245,11 +245,11 @@ def test_many_updates_below_a_steady_load(worker: Served, reference: dict[int, R
     for policy in policies:
         seed = 3 - seed
         identity = worker.stage_next(seed)
-        loads.append(worker.busy(8, 200))
+        loads.append(worker.busy(6, 200))
         worker.commit(*identity, in_flight=policy, deadline_seconds=30)
         judges[identity[1]] = reference[seed]
     outputs = answers([response for load in loads for response in load()])
-    assert len(outputs) == 8 * len(policies)
+    assert len(outputs) == 6 * len(policies)
     for output in outputs:
         true_to(output, judges)
         assert output["stop_reason"] == "length" or output["abort_reason"] == "weights"

@@ -177,7 +177,7 @@ def test_a_pinned_request_that_may_not_span_ends_before_its_weights_sleep(
 ) -> None:
     worker.stage(1, 1, tiny_models.weights(2))
     exact = worker.long("exact", exact_version=0)
-    free = worker.long("free")
+    free = worker.long("free", sampling={"max_tokens": 500, "ignore_eos": True})
     worker.commit(1, 1, in_flight="Pin")
     worker.post("sleep", mode="keep")
     output = exact.result(60).json()["outputs"][0]
@@ -197,7 +197,7 @@ def test_a_pinned_request_that_may_not_span_ends_before_its_weights_sleep(
 def test_a_third_version_waits_for_the_first_until_the_deadline(
     worker: InProcess, tiny_models: TinyModels, past: str, ends: Any, made: Any
 ) -> None:
-    sampling = {"max_tokens": 500, "ignore_eos": True}
+    sampling = {"max_tokens": 350, "ignore_eos": True}
     first = worker.long("first", sampling=sampling)
     worker.update(1, 1, tiny_models.weights(2), in_flight="Pin")
     second = worker.long("second", sampling=sampling)

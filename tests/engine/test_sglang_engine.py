@@ -36,7 +36,7 @@ from rollout_worker.engines.sglang.process import session
 from rollout_worker.engines.sglang.streams import UNREAD_SECONDS
 from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId
 from rollout_worker.sources.files import open_source
-from rollout_worker.updates.slot import fill
+from rollout_worker.sources.filling import fill
 from tinymodels import TinyModels
 
 PYTHON = KINDS["sglang"].python
@@ -74,9 +74,9 @@ async def engine(tiny_models: TinyModels) -> AsyncIterator[SglangEngine]:
 
 def resident(engine: SglangEngine) -> int:
     """Bytes that the child's processes hold, shared memory left out."""
-    assert engine._process is not None
+    assert engine._node._process is not None
     total = 0
-    for pid in engine._process.pids():
+    for pid in engine._node._process.pids():
         fields = Path("/proc", str(pid), "status").read_text().splitlines()
         total += sum(int(f.split()[1]) for f in fields if f.startswith("RssAnon"))
     return total * 1024
@@ -108,7 +108,7 @@ async def test_a_bad_version_is_refused_by_the_tensor_and_the_old_one_serves(
     save_file(tensors, tmp_path / "model.safetensors")
     assert engine._model is not None
     with pytest.raises(WeightsRejected) as refused:
-        await fill(engine, engine._model.layout, (tmp_path, ()), lambda _: None)
+        await fill(engine.open_slot, engine._model.layout, (tmp_path, ()), lambda _: None)
     assert refused.value.tensor == name
     sink = await engine.open_slot(open_source(tmp_path).entries)
     with pytest.raises(WeightsRejected, match="sealed"):
@@ -217,11 +217,11 @@ async def test_a_dead_or_hung_scheduler_is_noticed_and_nothing_is_left(
     output = Output()
     try:
         await engine.start(lambda _: None)
-        assert engine._process is not None
-        assert engine._process._folder is not None
-        folder, leader = engine._process._folder, engine._process._main
+        assert engine._node._process is not None
+        assert engine._node._process._folder is not None
+        folder, leader = engine._node._process._folder, engine._node._process._main
         assert leader is not None
-        scheduler = max(engine._process.pids(), key=lambda pid: pid != leader)
+        scheduler = max(engine._node._process.pids(), key=lambda pid: pid != leader)
         task = asyncio.create_task(follow(engine, request(max_tokens=240), output))
         await reaches(output, 3)
         os.kill(scheduler, how)

@@ -101,8 +101,8 @@ import json, sys
 from pathlib import Path
 from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.vllm import launch, settings
-launch.prepare_environment()
+from rollout_worker.engines.vllm import environment, launch, settings
+environment.prepare_environment()
 try:
     options = EngineOptions(model=Path(sys.argv[1]))
     launch.launch(options, settings.parse(()), lambda _: None, lambda: False)

@@ -87,7 +87,10 @@ def test_sglangs_server_gets_the_flags_of_our_child(tmp_path: Path, dtype: str) 
 
 
 def test_sglangs_server_gets_the_environment_of_our_child() -> None:
-    assert sglang_settings.environ(cpu=True).items() <= sglang_server.ENVIRON.items()
+    assert (
+        sglang_settings.environ(EngineOptions(model=Path()), cpu=True).items()
+        <= sglang_server.ENVIRON.items()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

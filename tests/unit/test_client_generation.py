@@ -507,6 +507,18 @@ async def test_connections_to_a_member_that_left_end_with_its_last_request(
     assert pool._connections._clients == {}
 
 
+async def test_clients_share_what_servers_are_checked_against() -> None:
+    """Loading it takes some 20 ms: a pool has a client for every member, a trainer many pools."""
+    seen = []
+    for _ in range(2):
+        connections = Connections()
+        with connections.to("https://worker") as client:
+            transport: Any = client._transport
+            seen.append(transport._pool._ssl_context)
+        await connections.close()
+    assert seen[0] is seen[1]
+
+
 async def test_a_client_of_httpx_gets_no_more_than_its_share() -> None:
     connections, url = Connections(), "http://worker"
     with ExitStack() as stack:

@@ -18,7 +18,7 @@ from rollout_client.discovery.members import Member
 from rollout_client.routing.balancer import Balancer
 from rollout_client.routing.bounds import Bounds
 from rollout_client.routing.connections import Connections
-from rollout_client.routing.health import Health, pause_after
+from rollout_client.routing.health import WEIGHTS_PAUSE, Health, pause_after
 from rollout_client.routing.router import Lease, Router
 from waiting import until
 
@@ -198,9 +198,11 @@ async def test_who_does_not_serve_is_not_asked_again_at_once(watched: Watched) -
 
 async def test_who_is_too_old_for_somebody_is_asked_until_it_is_not(watched: Watched) -> None:
     watched.record.active = WeightsId(epoch=1, version=3)
+    began = time.monotonic()
     async with watching(watched):
         waiting = asyncio.create_task(watched.router.choose(None, time.monotonic() + 30, FLOOR))
         await until(lambda: watched.asked("/v1/weights") == 2, what="two looks at its weights")
+        assert watched.record.probe_at >= began + WEIGHTS_PAUSE, "not with every look around"
         assert not waiting.done()
         assert watched.record.active == WeightsId(epoch=1, version=4)
         watched.server.answer("GET", "/v1/weights", weights(5))
@@ -274,18 +276,26 @@ class Attempts:
 
 async def test_who_is_silent_but_alive_is_waited_for(watched: Watched) -> None:
     attempts = Attempts(watched)
+    began = time.monotonic()
+    running = asyncio.create_task(attempts.run())
     async with watching(watched, silent_seconds=0.3):
-        await attempts.run(1.2)
-    assert attempts.cut == [""]
-    assert 1 <= watched.asked("/health") <= 4, "once in so many seconds"
+        await until(lambda: watched.asked("/health") == 3, what="three questions")
+        assert time.monotonic() - began >= 3 * 0.3, "one in so many seconds"
+    assert attempts.cut == []
+    running.cancel()
+    await asyncio.wait({running})
 
 
 async def test_who_is_silent_and_not_alive_is_left(watched: Watched) -> None:
     watched.server.answer("GET", "/health", {"status": "bad"}, 503)
     attempts = Attempts(watched)
     began = time.monotonic()
+    running = [asyncio.create_task(attempts.run()) for _ in range(2)]
+    await until(lambda: len(attempts.leases) == 2, what="both attempts")
+    for lease in attempts.leases:
+        lease.heard_at = began
     async with watching(watched, silent_seconds=0.3):
-        await asyncio.wait_for(asyncio.gather(attempts.run(), attempts.run()), 10)
+        await asyncio.wait_for(asyncio.gather(*running), 10)
     assert attempts.cut == ["silent for 0.3 s, and then GET /health: 503"] * 2
     assert watched.asked("/health") == 1, "one question for all of them"
     assert time.monotonic() - began >= 0.3

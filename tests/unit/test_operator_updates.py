@@ -578,16 +578,22 @@ def test_a_joiner_loads_what_is_served_beside_an_update(strategy: str, brought: 
 
 
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
-def test_a_joiner_of_a_failed_update_serves_what_the_others_do(strategy: str) -> None:
+def test_a_joiner_that_can_not_take_the_update_serves_what_the_others_do(strategy: str) -> None:
     pool = Pool(strategy)
     pool.under_way(UpdatePhase.FAILED, 90)
     pool.sims[2] = SimWorker("b9", loading=False)
     for index in (0, 1):
         pool.fail(index, "stage")
+    uid = pool.pods[2].uid
+    assert pool.plan().version_for[uid].identity == NEW, "it may be better off than they"
+    pool.fail(2, "stage")
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Failed")
-    assert plan.version_for[pool.pods[2].uid].identity == OLD
+    assert plan.version_for[uid].identity == OLD
     assert 2 in pool.names(plan.may_commit)
+    del pool.failed[2, "stage"]
+    pool.stage(2, identity=OLD)
+    assert pool.plan().version_for[uid].identity == OLD, "it has begun, and goes on with it"
 
 
 def test_the_hash_is_learned_once_and_of_what_is_committed() -> None:

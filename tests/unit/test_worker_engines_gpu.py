@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from rollout_worker.engine import EngineError, EngineRequest, Entry, InvalidRequ
 from rollout_worker.engines import EngineOptions, tested
 from rollout_worker.engines.checkpoint import dtype_of
 from rollout_worker.engines.dtypes import TORCH_DTYPES
-from rollout_worker.engines.sglang import loader, model, settings
+from rollout_worker.engines.sglang import model, settings, spilling
 from rollout_worker.engines.sglang.process import Process
 from rollout_worker.engines.vllm.intake import Model, check
 from rollout_worker.observe.processes import title_of
@@ -128,20 +130,40 @@ class Latent(nn.Module):
         self.tied = self.both
 
 
-def test_sleeping_keeps_what_a_model_made_of_its_parameters(tmp_path: Path) -> None:
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Any]:
+    """The only rank of its group."""
+    where = f"file://{tmp_path / 'meet'}"
+    torch.distributed.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def test_sleeping_keeps_what_a_model_made_of_its_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Any
+) -> None:
+    monkeypatch.setenv(settings.FOLDER_VARIABLE, str(tmp_path))
     layers = [Latent(), Latent()]
-    latent = nn.Sequential(*layers)
+    runner = SimpleNamespace(model=nn.Sequential(*layers))
+    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), tp_cpu_group=alone)
     tensors = [t for each in layers for t in (each.both, each.w_kc, each.w_vc)]
     before = [t.detach().clone() for t in tensors]
-    spilled = tmp_path / "weights"
-    spilled.touch()
     with torch.no_grad():
-        loader._spill(latent, str(spilled))
+        spilling.keep(scheduler)
         for tensor in tensors:
             tensor.zero_()
-        loader._restore(latent, str(spilled))
+        spilling.bring_back(scheduler)
     assert all(torch.equal(was, now) for was, now in zip(before, tensors, strict=True))
-    assert spilled.stat().st_size == sum(t.nbytes for t in before)
+
+
+def test_who_has_no_room_for_its_weights_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Any
+) -> None:
+    monkeypatch.setenv(settings.FOLDER_VARIABLE, str(tmp_path / "gone"))
+    runner = SimpleNamespace(model=Latent())
+    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), tp_cpu_group=alone)
+    with pytest.raises(OSError, match="gone': No such file or directory"):
+        spilling.keep(scheduler)
 
 
 CHILD = """#!/bin/bash

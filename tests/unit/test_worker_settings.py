@@ -87,6 +87,31 @@ def test_delays_are_a_list() -> None:
         pytest.param(ALONE, {"ROLLOUT_ENGINE_ARG": "'"}, "ROLLOUT_ENGINE_ARG", id="words"),
         pytest.param([*ALONE, "--weights-roots", "a:b"], {}, "absolute paths", id="roots"),
         pytest.param([*ALONE, "--pool", "p"], {}, "--pool needs --namespace", id="namespace"),
+        pytest.param([*ALONE, "--rank", "1"], {}, "--rank 1 is not below --nodes 1", id="rank"),
+        pytest.param([*ALONE, "--rank", "-1"], {}, "at least 0", id="negative rank"),
+        pytest.param([*ALONE, "--nodes", "2"], {}, "needs --leader-address HOST", id="leader"),
+        pytest.param(
+            [*ALONE, "--nodes", "2", "--leader-address", "10.0.0.1"],
+            {},
+            "must end in -0, or give --member-addresses",
+            id="members",
+        ),
+        pytest.param(
+            [*ALONE, "--nodes", "3", "--leader-address", "a-0", "--member-addresses", "b:1"],
+            {},
+            "names 1 workers: name each of the 2",
+            id="too few members",
+        ),
+        pytest.param([*ALONE, "--member-addresses", "b"], {}, "'b' is not HOST:PORT", id="address"),
+        pytest.param(
+            [
+                *("--model", "m", "--auth", "kubernetes", "--pool", "p", "--namespace", "n"),
+                *("--nodes", "2", "--leader-address", "p-0-0.p-heads"),
+            ],
+            {},
+            "needs --gang-token-file: a token of this pod, issued for 'rollout.dev/n/p'",
+            id="gang token",
+        ),
         pytest.param(
             ["--model", "m", "--auth", "kubernetes"], {}, "needs --pool and --namespace", id="pool"
         ),

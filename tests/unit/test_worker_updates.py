@@ -259,6 +259,16 @@ async def test_nothing_is_staged_while_the_weights_sleep(worker: TinyWorker) -> 
     await worker.update(1, 7)
 
 
+async def test_that_the_weights_sleep_is_told_before_anything_else(worker: TinyWorker) -> None:
+    """Whoever brings the active weights again must not hear that they are there."""
+    await worker.update(1, 7)
+    await worker.sleep()
+    for body in ({"version": 1}, {"version": 0}, {"version": 2, "source": {"path": "/nowhere"}}):
+        request = {"epoch": 1, "source": {"path": str(worker.home / "w7")}, **body}
+        with refused("asleep"):
+            await worker.updates.stage("me", StageRequest.model_validate(request))
+
+
 async def test_the_kv_cache_may_sleep_while_weights_are_staged(worker: TinyWorker) -> None:
     await worker.sleep(tags=("kv_cache",))
     await worker.update(1, 7)
@@ -388,6 +398,30 @@ async def test_both_phases_are_timed_and_told(
     assert re.search(r"^rollout_worker_weights_version\S* 1\.0$", page, re.MULTILINE)
     levels = [r.levelname for r in caplog.records if "(1, 1)" in r.getMessage()]
     assert levels == ["INFO", "WARNING", "INFO", "INFO", "INFO", "INFO"]
+
+
+async def test_a_stage_that_waited_for_a_commit_is_judged_by_what_that_left(
+    worker: TinyWorker,
+) -> None:
+    await worker.stage(2, 8)
+    gate = worker.engine.before["commit"] = Gate()
+    committing = asyncio.create_task(worker.commit(2))
+    await gate.reached.wait()
+    staging = asyncio.create_task(worker.begin_stage(1, 7))
+    await until(lambda: worker.updates.slot_lock._waiters, what="the stage to wait for the slot")
+    gate.open()
+    await committing
+    with refused("version-regressed"):
+        await staging
+    assert worker.updates.slot is None
+
+
+async def test_only_a_requirement_that_names_it_changes_the_drain(worker: TinyWorker) -> None:
+    before = worker.runtime.drain_seconds
+    worker.updates.require("me", RequireRequest(epoch=1))
+    assert worker.runtime.drain_seconds == before
+    worker.updates.require("me", RequireRequest(epoch=1, drain_seconds=before + 1))
+    assert worker.runtime.drain_seconds == before + 1
 
 
 async def test_a_floor_wakes_who_waits(worker: TinyWorker) -> None:

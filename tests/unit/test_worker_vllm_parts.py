@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rollout_worker.engine import EngineError, EngineRequest, InvalidRequest
+from rollout_worker.engine import EngineError, EngineRequest, Gang, InvalidRequest
+from rollout_worker.engines import network
 from rollout_worker.engines.vllm import settings
 from rollout_worker.engines.vllm.gate import Gate
 from rollout_worker.engines.vllm.intake import Model, check
@@ -21,6 +25,7 @@ from rollout_worker.engines.vllm.launch import Steps
 from rollout_worker.engines.vllm.steering import Steering
 from rollout_worker.observe.processes import descendants, end
 from rollout_worker.schemas import SamplingParams, WeightsId
+from rollout_worker.sources.files import ReadCancelled
 from waiting import until_sync
 
 
@@ -129,6 +134,52 @@ def test_what_the_model_can_not_do_is_refused(
 def test_a_flag_of_the_workers_own_is_refused(flag: str) -> None:
     with pytest.raises(EngineError, match=rf"{flag[:5]}.* can't be given: .*(set|give) "):
         settings.parse((flag, "/f.yaml"))
+
+
+@pytest.mark.parametrize("flag", ["--nnodes", "--node-rank", "--master-addr", "--master-port"])
+def test_what_a_gang_sets_is_refused(flag: str) -> None:
+    with pytest.raises(EngineError, match=f"{flag} can't be given: .*parallelism.nodes"):
+        settings.parse((flag, "2"))
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"data_parallel_size": 2}, "parallelism.data: .* on one node only"),
+        ({"distributed_executor_backend": "ray"}, "ray finds its nodes itself"),
+        ({"tensor_parallel_size": 3}, "3 ranks can't be spread over 2 nodes"),
+        ({"tensor_parallel_size": 2, "nnodes": 2}, "-n and -r can't be given"),
+    ],
+)
+def test_what_does_not_go_over_several_nodes_is_refused(given: dict[str, Any], why: str) -> None:
+    one = {f"{kind}_parallel_size": 1 for kind in ("tensor", "pipeline", "data")}
+    free = {"nnodes": 1, "node_rank": 0, "distributed_executor_backend": None}
+    gang = Gang(nodes=2, rank=0, leader="a-0", port=8003, slots=Path("slots"))
+    with pytest.raises(EngineError, match=why):
+        settings._spread(argparse.Namespace(**{**one, **free, **given}), set(one), gang)
+
+
+def test_a_node_knows_its_own_address_and_interface() -> None:
+    """What engines would guess from the host's name may be loopback, which no other node reaches."""
+    assert network.own_address("127.0.0.1") == "127.0.0.1"
+    assert network.interface_of("127.0.0.1") == "lo"
+    assert network.address_of("localhost", lambda: False) in ("127.0.0.1", "::1")
+    with pytest.raises(ReadCancelled):
+        network.address_of("no-such-host.invalid", lambda: True)
+    with pytest.raises(EngineError, match=r"no network interface has the address 203.0.113.7"):
+        network.interface_of("203.0.113.7")
+
+
+def test_a_stopped_process_is_told_from_a_running_one() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        try:
+            (found,) = {each for each in descendants(os.getpid()) if each.pid == child.pid}
+            assert not found.stopped()
+            child.send_signal(signal.SIGSTOP)
+            until_sync(found.stopped, what="the signal")
+            assert found.alive(), "which is why it has to be looked at"
+        finally:
+            child.kill()
 
 
 @dataclass

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from functools import partial
 
 from rollout_worker.core.runtime import Runtime
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
@@ -48,6 +49,8 @@ class Flight:
         self.request_id = request_id
         self.exact = exact
         self.outputs = [Output(index, request) for index, request in enumerate(requests)]
+        self.landing = len(self.outputs)
+        """Outputs whose pump has not ended."""
         self.created = time.monotonic()
         self.first_token: float | None = None
         self.ended: float | None = None
@@ -138,12 +141,12 @@ class Flight:
         )
 
     def _timing(self) -> Timing:
-        ended = self.ended if self.ended is not None else time.monotonic()
+        assert self.ended is not None, "only a finished flight is answered"
         first = None if self.first_token is None else self.first_token - self.created
         return Timing(
             queued_seconds=min(output.queued_seconds for output in self.outputs),
             first_token_seconds=first,
-            total_seconds=ended - self.created,
+            total_seconds=self.ended - self.created,
             preemptions=sum(output.preemptions for output in self.outputs),
         )
 
@@ -196,6 +199,8 @@ class Flights:
         self._runtime.telemetry.prompt_tokens.inc(len(flight.outputs[0].request.token_ids))
         for output in flight.outputs:
             output.pump = asyncio.create_task(self._pump(flight, output))
+            # Not in the pump itself: one that is cancelled before its first step runs nothing.
+            output.pump.add_done_callback(partial(self._land, flight, output))
 
     def _expire(self, flight: Flight) -> None:
         abort = asyncio.create_task(self.abort([flight], AbortReason.DEADLINE))
@@ -217,9 +222,6 @@ class Flights:
             logger.exception(
                 "the engine failed during a request", extra={"request": flight.request_id}
             )
-        finally:
-            output.end(output.aborting or AbortReason.ENGINE)
-            self._land(flight, output)
 
     async def _generate(self, output: Output) -> AsyncIterator[EngineDelta]:
         engine = self._runtime.engine
@@ -244,11 +246,13 @@ class Flights:
         output.latest = now
         telemetry.generated_tokens.inc(tokens)
 
-    def _land(self, flight: Flight, output: Output) -> None:
+    def _land(self, flight: Flight, output: Output, _: asyncio.Task[None]) -> None:
         telemetry = self._runtime.telemetry
+        output.end(output.aborting or AbortReason.ENGINE)
         assert output.stop_reason is not None
         telemetry.requests.labels(output.stop_reason.value).inc()
-        if any(each.stop_reason is None for each in flight.outputs):
+        flight.landing -= 1
+        if flight.landing:
             return
         flight.ended = time.monotonic()
         if flight.deadline is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rollout_operator.api.spec import RolloutReplicaSpec, Strategy
-from rollout_operator.api.status import UpdatePhase
 from rollout_operator.core.heads import Head, Version
+from rollout_operator.core.plan import Verb
 
 from .content import bound
 from .weights_plan import WeightsPlan, version_of
@@ -18,20 +18,28 @@ def assign_joiners(
     """Tell heads below the committed weights what to load; they may commit that at any time.
 
     Without a barrier that is what the others move to, once it is `begun` in status. They finish it
-    before the newest is taken, so that quick publishes let a joiner finish, too. While it fails, who
-    joins loads what is served: weights that nobody can take would keep it from serving at all.
+    before the newest is taken, so that quick publishes let a joiner finish, too.
+    Who can't take it loads what is served: else it would not serve at all.
     """
     floor = brought = _committed(plan)
     single = spec.weights.strategy is not Strategy.ALL_AT_ONCE and not plan.unsupported
-    failed = plan.update is not None and plan.update.phase is UpdatePhase.FAILED
-    if single and plan.update and plan.running and not failed:
+    if single and plan.update and plan.running:
         brought = bound(version_of(plan.update, plan.committed.source), heads)
     for uid, head in heads.items():
         if uid in plan.version_for or head.at_least(floor.identity):
             continue
-        plan.version_for[uid] = brought
-        if begun or brought is floor:
+        version = floor if _keeps_to(floor, head, brought) else brought
+        plan.version_for[uid] = version
+        if begun or version is floor:
             plan.may_commit.add(uid)
+
+
+def _keeps_to(floor: Version, head: Head, brought: Version) -> bool:
+    """Whether a head that could not take what the others move to loads what is served."""
+    slot = head.staged
+    if slot is not None and (slot.epoch, slot.version) == floor.identity.as_tuple():
+        return slot.phase != "Failed"  # it has begun to
+    return head.failure(brought.identity, Verb.STAGE, Verb.COMMIT) is not None
 
 
 def learn_hash(plan: WeightsPlan, heads: Mapping[str, Head]) -> None:

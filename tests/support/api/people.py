@@ -6,16 +6,15 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from charts import rendered
 from localkube import Cluster, ClusterError
 from manifests import pool, text
 
-CHART = Path(__file__).parents[3] / "charts" / "rollout-operator"
 PROBE = "probe"
 """A pool that is there from the start; nothing of it but `replicas` has changed."""
 
@@ -80,11 +79,8 @@ def policed(cluster: Cluster, namespace: str, *people: str) -> Iterator[None]:
     system = f"{namespace}-system"
     for each in (namespace, system):
         cluster.kubectl("create", "namespace", each)
-    rendered = cluster.helm(
-        *("template", "rollout", CHART, "--namespace", system),
-        *("--set", f"workers.namespaces={{{namespace}}}"),
-    )
-    wanted = [d for d in yaml.safe_load_all(rendered) if d and d["kind"] in INSTALLED]
+    every = rendered("--namespace", system, "--set", f"workers.namespaces={{{namespace}}}")
+    wanted = [document for document in every if document["kind"] in INSTALLED]
     manifest = yaml.safe_dump_all(wanted)
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=manifest)
     for account in people:

@@ -22,7 +22,7 @@ from engine_kinds import ROOT, EngineKind
 from processes import Process, descendants
 from tinymodels import TinyModels
 from waiting import until_sync
-from workers import PROMPT, Command
+from workers import PROMPT, TLS, Command
 
 VOCAB = 4096
 EOS = (2, 0)
@@ -64,7 +64,11 @@ class Served(Command):
             each.timeout = httpx.Timeout(180)  # a full machine may be slow, and so be right
         headers = {"Authorization": "Bearer trainer"}
         self.trainer = httpx.Client(
-            base_url=self.control.base_url, timeout=180, headers=headers, trust_env=False
+            base_url=self.control.base_url,
+            timeout=180,
+            headers=headers,
+            verify=TLS,
+            trust_env=False,
         )
         self.said: list[str] = []
         """Distinct messages of progress while it started."""

@@ -35,6 +35,8 @@ SERVE = ["-m", "rollout_worker", "serve"]
 COMMAND = [sys.executable, *SERVE]
 FREE_PORTS = ["--data-port", "0", "--control-port", "0"]
 START_SECONDS = 120.0
+TLS = httpx.create_ssl_context()
+"""Unused by plain HTTP; each client would load its own, which takes longer than most requests."""
 
 
 class Client:
@@ -44,12 +46,13 @@ class Client:
         self._threads = ThreadPoolExecutor(80)
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self.data = httpx.Client(
-            base_url=f"http://127.0.0.1:{data_port}", timeout=60, trust_env=False
+            base_url=f"http://127.0.0.1:{data_port}", timeout=60, verify=TLS, trust_env=False
         )
         self.control = httpx.Client(
             base_url=f"http://127.0.0.1:{control_port}",
             timeout=60,
             headers=headers,
+            verify=TLS,
             trust_env=False,
         )
 
@@ -188,7 +191,7 @@ class InProcess(Client):
         finally:
             running.cancel()
             await asyncio.wait({running}, timeout=10)
-            await self.worker.supervisor.stop_engine()
+            await self.worker.supervisor.end()
 
     def call(self, function: Callable[[], T], seconds: float = 10) -> T:
         """Run a function in the worker's loop."""

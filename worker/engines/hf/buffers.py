@@ -33,6 +33,7 @@ class Buffers:
     """
 
     memory: Literal["host"] = "host"
+    slot = ""
 
     def __init__(
         self, dtype: torch.dtype | Mapping[str, torch.dtype] | None, device: torch.device

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import logging
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -114,10 +115,13 @@ class HfEngine:
         self._give_up.set()
         parts, self._parts = self._parts, None
         if parts is not None:
+            large = (weakref.ref(parts.loaded.model), weakref.ref(parts.core))
             await self._halt(parts)
             del parts
-            gc.unfreeze()  # the model's cycles, too
             await asyncio.to_thread(release_freed)
+            if any(each() is not None for each in large):
+                gc.unfreeze()  # a cycle holds them, such as an error and its frames
+                await asyncio.to_thread(release_freed)
 
     async def _halt(self, parts: Parts) -> None:
         with contextlib.suppress(EngineCrashed, TimeoutError):

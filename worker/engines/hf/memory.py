@@ -209,7 +209,8 @@ def settle_heap() -> None:
     """Take what is alive now out of every later collection: it stays for the engine's whole life.
 
     A collection stops all threads. Over the objects of torch and transformers it lasts a quarter of
-    a second, over what came since some milliseconds.
+    a second, over what came since some milliseconds. So it stays that way for the engines that
+    follow in this process, unless one could not be freed without (`HfEngine.stop`).
     """
     gc.collect()
     gc.freeze()

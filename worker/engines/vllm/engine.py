@@ -40,7 +40,7 @@ from rollout_worker.schemas import (
 )
 from rollout_worker.sources.files import ReadCancelled
 
-from . import launch, leftovers, settings
+from . import environment, launch, leftovers, settings
 from .gate import Gate
 from .intake import check
 from .labels import Labels
@@ -70,10 +70,10 @@ class VllmEngine:
     """Serves one model with vLLM."""
 
     def __init__(self, options: EngineOptions) -> None:
-        launch.prepare_environment()
+        environment.prepare_environment()
         leftovers.prepare()
         self._options = options
-        self._settings = settings.parse(options.args)
+        self._settings = settings.parse(options.args, options.gang)
         self._parts: _Parts | None = None
         self._ended: str | None = None
         self._give_up = threading.Event()
@@ -137,11 +137,13 @@ class VllmEngine:
     async def _assemble(self, launched: launch.Launched) -> _Parts:
         labels, llm = Labels(), launched.llm
         await llm.engine_core.set_weight_version_async(labels.current)
+        if launched.config.parallel_config.pipeline_parallel_size > 1:
+            await llm.collective_rpc("rollout_prepare")
         # vLLM counts for each of its data-parallel ranks.
         ranks = int(launched.config.parallel_config.data_parallel_size)
         gate = Gate(int(launched.config.scheduler_config.max_num_seqs) * ranks)
         steering = Steering(launched, gate, labels)
-        versions = Versions(launched, steering, labels, self._options.spill_dir)
+        versions = Versions(launched, steering, labels, self._options)
         traffic = Traffic(launched, gate, steering, labels)
         return _Parts(launched, gate, steering, versions, traffic)
 
@@ -241,6 +243,9 @@ class VllmEngine:
             return self._ended
         if parts.launched.llm.errored or not all(p.alive() for p in parts.launched.vital):
             self._ended = "vLLM's engine core or one of its workers died"
+            return self._ended
+        if self._options.gang is not None and any(p.stopped() for p in parts.launched.vital):
+            self._ended = "one of vLLM's processes was stopped"
             return self._ended
         since, deadline = parts.steering.idle_since(), self._settings.step_deadline_seconds
         if since is not None and (age := time.monotonic() - since) > deadline:

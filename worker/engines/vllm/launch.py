@@ -24,6 +24,7 @@ from rollout_worker.observe.processes import Process, descendants
 from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import open_source
 
+from .environment import join_gang
 from .intake import Model
 from .leftovers import segments, temporary_files
 from .settings import Settings
@@ -76,20 +77,6 @@ class Launched:
     vital: set[Process]
 
 
-def prepare_environment() -> None:
-    """Set what vLLM reads of the environment, unless somebody did."""
-    defaults = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if "OMP_NUM_THREADS" in os.environ:
-        # Else vLLM binds its workers to cores of its own choice, those of other workers included.
-        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-
-
 def launch(
     options: EngineOptions, settings: Settings, report: Report, cancelled: Callable[[], bool]
 ) -> Launched:
@@ -101,7 +88,10 @@ def launch(
     """
     report(Progress(message="reading the model's configuration"))
     read_config(options.model)
-    config, cpu = _configure(options, settings)
+    gang, leader = options.gang, None
+    if gang is not None:
+        leader = join_gang(gang, settings, cancelled)
+    config, cpu = configure(options, settings, leader)
     hf_config = config.model_config.hf_text_config
     eos = eos_ids(options.model, getattr(hf_config, "eos_token_id", None))
     tied = bool(getattr(hf_config, "tie_word_embeddings", False))
@@ -110,7 +100,7 @@ def launch(
     before = descendants(os.getpid())
     steps = Steps()
     with ThreadPoolExecutor(1) as pool:
-        hashing = pool.submit(_hash, options.model, report, cancelled)
+        hashing = pool.submit(hash_model, options.model, report, cancelled)
         llm = _construct(config, steps)
         try:
             root_hash = hashing.result()
@@ -143,7 +133,9 @@ def launch(
     )
 
 
-def _hash(folder: Path, report: Report, cancelled: Callable[[], bool]) -> str:
+def hash_model(folder: Path, report: Report, cancelled: Callable[[], bool]) -> str:
+    """Return the root hash of the checkpoint, and tell of the progress."""
+
     def advance(done: int, total: int) -> None:
         if done < total:
             report(Progress(message=f"checking weights {done / total:.0%}", fraction=done / total))
@@ -159,8 +151,10 @@ def _ours(before: set[Process]) -> set[Process]:
     return {p for p in descendants(os.getpid()) - before if p.pid != helper}
 
 
-def _configure(options: EngineOptions, settings: Settings) -> tuple[Any, bool]:
-    """Return vLLM's configuration and whether it runs on the CPU."""
+def configure(
+    options: EngineOptions, settings: Settings, leader: str | None = None
+) -> tuple[Any, bool]:
+    """Return vLLM's configuration and whether it runs on the CPU; `leader`: a gang's head."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
@@ -175,9 +169,12 @@ def _configure(options: EngineOptions, settings: Settings) -> tuple[Any, bool]:
     flags = argparse.Namespace(**vars(settings.vllm))
     for name, value in _arguments(options, settings, cpu=cpu).items():
         setattr(flags, name, value)
+    if leader is not None:
+        flags.master_addr = leader
     args = AsyncEngineArgs.from_cli_args(flags)
     try:
-        config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        headless = options.gang is not None and options.gang.rank > 0
+        config = args.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
     except (ValueError, NotImplementedError, OSError) as error:
         raise EngineError(f"vLLM can't serve this model so: {error}") from error
     if cpu:
@@ -204,6 +201,13 @@ def _arguments(options: EngineOptions, settings: Settings, *, cpu: bool) -> dict
         "enable_sleep_mode": not cpu,
         "disable_log_stats": False,
     }
+    if options.gang is not None:
+        ours |= {
+            "nnodes": options.gang.nodes,
+            "node_rank": options.gang.rank,
+            "master_port": options.gang.port,
+            "distributed_executor_backend": "mp",
+        }
     if not cpu and "distributed_executor_backend" not in settings.given:
         # A single GPU's model would run inside the core, where nobody sees to it that it ends.
         ours["distributed_executor_backend"] = "mp"

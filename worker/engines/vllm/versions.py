@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollout_worker.engine import EngineCrashed, EngineError, Entry, KvPolicy, Refill, Sink
+from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.mapped import MappedSink, open_mapped, sealed
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 
@@ -25,19 +26,21 @@ class Versions:
     """The weights of one running vLLM."""
 
     def __init__(
-        self, launched: Launched, steering: Steering, labels: Labels, spill_dir: Path | None
+        self, launched: Launched, steering: Steering, labels: Labels, options: EngineOptions
     ) -> None:
         self._launched = launched
         self._steering = steering
         self._labels = labels
-        self._spill_dir = spill_dir or Path(tempfile.gettempdir())
+        self._spill_dir = options.spill_dir or Path(tempfile.gettempdir())
+        self._slots = None if options.gang is None else options.gang.slots
         self._spill: MappedSink | None = None
         self._dropped = False  # the sleeping weights have no copy (level 2)
         self._lock = asyncio.Lock()
 
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool) -> Sink:
         """See `Engine.open_slot`."""
-        return await open_mapped(entries, self._spill_dir if on_disk else None)
+        folder = self._spill_dir if on_disk else None
+        return await open_mapped(entries, folder, slots=self._slots)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""

@@ -1,0 +1,129 @@
+"""vLLM over two nodes: the same tokens as on one, updates that all ranks take, and deaths seen by both.
+
+Both nodes are this machine; tests/unit/test_worker_gang.py has everything that needs no engine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engine_kinds import KINDS, left_out
+from gangs import PP2, Gang, gang
+from reference import Reference
+from tinymodels import TinyModels
+from waiting import until_sync
+from workers import PROMPT
+
+KIND = KINDS["vllm"]
+EXIT_GANG = 3
+SEEN_SECONDS = 10
+"""Within which a death is seen; ending what is left takes a few more."""
+END_SECONDS = 15
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(left_out(KIND) is not None, reason=str(left_out(KIND))),
+]
+
+
+@pytest.fixture(scope="module")
+def both(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    with gang(KIND, tiny_models.model(1), tmp_path_factory.mktemp("gang")) as both:
+        yield both
+
+
+@pytest.fixture
+def fresh(tiny_models: TinyModels, tmp_path: Path) -> Iterator[Gang]:
+    """A gang that a test may break."""
+    with gang(KIND, tiny_models.model(1), tmp_path) as both:
+        yield both
+
+
+def greedy(both: Gang) -> list[int]:
+    tokens: list[int] = both.head.sample(12)["token_ids"]
+    return tokens
+
+
+def test_two_nodes_make_the_tokens_of_one(both: Gang, reference: Reference) -> None:
+    assert greedy(both) == reference.greedy(PROMPT, 12)
+    assert len(both.ranks()) == 1, "half of the model is the member's"
+
+
+def test_an_update_under_load_reaches_all_ranks(
+    both: Gang, tiny_models: TinyModels, reference_2: Reference
+) -> None:
+    running = both.head.long(sampling={"max_tokens": 100, "ignore_eos": True, "temperature": 0})
+    both.head.update(1, 1, tiny_models.weights(2), in_flight="Recompute")
+    answer = running.result(120).json()["outputs"][0]
+    assert [span["version"] for span in answer["spans"]] == [0, 1]
+    assert greedy(both) == reference_2.greedy(PROMPT, 12)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_both_nodes_sleep_and_wake(both: Gang, level: int) -> None:
+    before = greedy(both)
+    assert both.head.post("sleep", level=level).status_code == 200
+    assert both.head.post("wake").status_code == 200
+    assert greedy(both) == before
+
+
+def test_a_pipeline_over_two_nodes_makes_the_tokens_of_one(
+    tiny_models: TinyModels, tmp_path: Path, reference: Reference, reference_2: Reference
+) -> None:
+    with gang(KIND, tiny_models.model(1), tmp_path, env=PP2) as both:
+        assert greedy(both) == reference.greedy(PROMPT, 12)
+        both.head.update(1, 1, tiny_models.weights(2))
+        assert greedy(both) == reference_2.greedy(PROMPT, 12)
+
+
+def ends(both: Gang, *, member: int) -> None:
+    """Wait until both workers have ended; `member` is the status of the member's."""
+    assert both.head.process.wait(SEEN_SECONDS + END_SECONDS) == EXIT_GANG
+    assert both.member.process.wait(SEEN_SECONDS + END_SECONDS) == member
+
+
+def reason(both: Gang) -> str:
+    """Why the head gave the gang up."""
+    said: list[str] = [line["message"] for line in both.head.logged()]
+    return next(line for line in said if line.startswith("the gang is broken"))
+
+
+def test_a_killed_member_ends_the_gang_while_it_serves(fresh: Gang) -> None:
+    running = fresh.head.long()
+    ranks = fresh.ranks()
+    fresh.member.process.kill()
+    ends(fresh, member=-signal.SIGKILL)
+    assert "rank 1 at 127.0.0.1" in reason(fresh)
+    until_sync(lambda: not any(rank.alive for rank in ranks), what="the end of the member's ranks")
+    with suppress(httpx.HTTPError):  # cut off with the rest: a client tries elsewhere
+        output = running.result(10).json()["outputs"][0]
+        assert output["stop_reason"] == "aborted"
+
+
+def test_a_stopped_rank_ends_both_in_the_middle_of_a_commit(
+    fresh: Gang, tiny_models: TinyModels
+) -> None:
+    """A rank that stands still answers no collective call; nothing of vLLM ever says so."""
+    slot = fresh.head.stage(1, 1, tiny_models.weights(2))
+    assert slot["phase"] == "Staged", slot
+    (rank,) = fresh.ranks()
+    os.kill(rank.pid, signal.SIGSTOP)
+    answer = fresh.head.in_background(lambda: fresh.head.post("weights/commit", epoch=1, version=1))
+    ends(fresh, member=EXIT_GANG)
+    assert "was stopped" in reason(fresh)
+    with suppress(httpx.HTTPError):
+        assert answer.result(10).status_code == 503
+
+
+def test_a_member_without_its_head_ends(fresh: Gang) -> None:
+    ranks = fresh.ranks()
+    fresh.head.process.kill()
+    assert fresh.member.process.wait(SEEN_SECONDS + END_SECONDS) == EXIT_GANG
+    until_sync(lambda: not any(rank.alive for rank in ranks), what="the end of its ranks")

@@ -1,0 +1,79 @@
+"""Weights of a sleeping rank of SGLang, without SGLang: a model, and a group of this process alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from rollout_worker.engines.sglang import spilling
+from rollout_worker.engines.sglang.settings import FOLDER_VARIABLE
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """What the functions see of a scheduler; its folder is `spill`."""
+    (tmp_path / "spill").mkdir()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "spill"))
+    meeting = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    # As latent attention has it: made of a parameter, seen the other way round.
+    model[0].w_kc = torch.arange(12.0).reshape(3, 4).t()
+    runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    found = SimpleNamespace(tp_worker=runner, tp_cpu_group=torch.distributed.group.WORLD)
+    yield found
+    spilling.forget(found)
+    torch.distributed.destroy_process_group()
+
+
+def values(scheduler: SimpleNamespace) -> list[torch.Tensor]:
+    model = scheduler.tp_worker.model_runner.model
+    return [*(each.detach() for each in model.parameters()), model[0].w_kc]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_all_that_the_model_computes_with_comes_back(
+    scheduler: SimpleNamespace, tmp_path: Path
+) -> None:
+    before = [each.clone() for each in values(scheduler)]
+    files = open_files()
+    for _ in range(2):  # the second one takes the first one's place
+        spilling.keep(scheduler)
+    assert open_files() == files + 1
+    assert not list((tmp_path / "spill").iterdir()), "the file has no name"
+    for each in values(scheduler):
+        each.zero_()
+    spilling.bring_back(scheduler)
+    for was, now in zip(before, values(scheduler), strict=True):
+        assert torch.equal(was, now)
+    assert open_files() == files
+
+
+def test_what_is_forgotten_takes_no_room(scheduler: SimpleNamespace) -> None:
+    files = open_files()
+    spilling.keep(scheduler)
+    spilling.forget(scheduler)
+    spilling.forget(scheduler)
+    assert open_files() == files
+
+
+def test_a_folder_without_room_is_named_and_nothing_stays(
+    scheduler: SimpleNamespace, tmp_path: Path
+) -> None:
+    before = [each.clone() for each in values(scheduler)]
+    files = open_files()
+    (tmp_path / "spill").rmdir()
+    with pytest.raises(OSError, match="spill': No such file or directory"):
+        spilling.keep(scheduler)
+    assert open_files() == files
+    for was, now in zip(before, values(scheduler), strict=True):
+        assert torch.equal(was, now)

@@ -1,0 +1,146 @@
+"""The ranks of one more node of a gang: launched here, commanded by the head's vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout_worker.engine import EngineError, Entry, MemberInfo, Sink
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.checkpoint import layout_of
+from rollout_worker.engines.folder import read_config
+from rollout_worker.engines.mapped import open_mapped
+from rollout_worker.observe import processes
+from rollout_worker.schemas import Progress
+from rollout_worker.sources.files import ReadCancelled, open_source
+
+from . import environment, launch, leftovers, settings
+
+STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A member's running ranks, and the executor that owns them."""
+
+    executor: Any
+    info: MemberInfo
+    processes: set[processes.Process]
+
+
+class VllmMember:
+    """The `Member` of vLLM."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        assert options.gang is not None, "a member has a gang"
+        environment.prepare_environment()
+        leftovers.prepare()
+        self._options = options
+        self._gang = options.gang
+        self._settings = settings.parse(options.args, options.gang)
+        self._give_up = threading.Event()
+        self._before = processes.descendants(os.getpid())
+        self._ranks: Ranks | None = None
+
+    async def start(self, report: Callable[[Progress], None]) -> MemberInfo:
+        """See `Member.start`."""
+        loop = asyncio.get_running_loop()
+
+        def relay(progress: Progress) -> None:
+            loop.call_soon_threadsafe(report, progress)
+
+        def work(cancelled: Callable[[], bool]) -> Ranks:
+            return launch_ranks(self._options, self._settings, relay, cancelled)
+
+        starting = loop.run_in_executor(None, work, self._give_up.is_set)
+        try:
+            self._ranks = await asyncio.shield(starting)
+        except ReadCancelled:
+            raise EngineError("the ranks were stopped while they loaded") from None
+        except asyncio.CancelledError:
+            await self.stop()
+            done, _ = await asyncio.wait([starting], timeout=STOP_SECONDS)
+            for future in done:
+                future.exception()  # looked at: a start that was given up is no unheard error
+            raise
+        return self._ranks.info
+
+    async def open_slot(
+        self, slot: str, entries: Sequence[Entry], *, on_disk: bool = False
+    ) -> Sink:
+        """See `Member.open_slot`."""
+        spill_dir = self._options.spill_dir or Path(tempfile.gettempdir())
+        folder = spill_dir if on_disk else None
+        return await open_mapped(entries, folder, slots=self._gang.slots, slot=slot)
+
+    def alive(self) -> str | None:
+        """See `Member.alive`."""
+        ranks = set() if self._ranks is None else self._ranks.processes
+        if not all(rank.alive() for rank in ranks):
+            return "one of vLLM's ranks died"
+        if any(rank.stopped() for rank in ranks):
+            return "one of vLLM's ranks was stopped"
+        return None
+
+    async def stop(self) -> None:
+        """See `Member.stop`."""
+        self._give_up.set()
+        began = processes.descendants(os.getpid()) - self._before
+        shared = leftovers.segments(began)
+        await asyncio.to_thread(processes.end, began, STOP_SECONDS)
+        await asyncio.to_thread(leftovers.remove, shared)
+
+
+def launch_ranks(
+    options: EngineOptions,
+    flags: settings.Settings,
+    report: launch.Report,
+    cancelled: Callable[[], bool],
+) -> Ranks:
+    """Start the ranks of a member's node.
+
+    Raises:
+        EngineError: as `launch`.
+        ReadCancelled: `cancelled` said so.
+    """
+    report(Progress(message="reading the model's configuration"))
+    read_config(options.model)
+    assert options.gang is not None, "a member has a gang"
+    leader = environment.join_gang(options.gang, flags, cancelled)
+    config, _ = launch.configure(options, flags, leader)
+    tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
+    layout = layout_of(open_source(options.model).entries, tied=tied)
+    # Not forked: the worker has threads, and its sockets are nobody else's.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ[settings.MEMBER_VARIABLE] = str(os.getpid())
+
+    before = processes.descendants(os.getpid())
+    with ThreadPoolExecutor(1) as pool:
+        hashing = pool.submit(launch.hash_model, options.model, report, cancelled)
+        executor = _executor(config)
+        try:
+            root_hash = hashing.result()
+        except BaseException:
+            executor.shutdown()
+            raise
+    ranks = {worker.proc.pid for worker in executor.workers}
+    running = {each for each in processes.descendants(os.getpid()) - before if each.pid in ranks}
+    return Ranks(executor, MemberInfo(str(options.model), root_hash, layout), running)
+
+
+def _executor(config: Any) -> Any:
+    """Start what `vllm serve --headless` starts; its ranks then obey the head's."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    try:
+        with leftovers.temporary_files():
+            return MultiprocExecutor(config, monitor_workers=False)
+    except Exception as error:  # what a rank could not do is an exception of just that kind
+        raise EngineError(f"vLLM's ranks did not start: {error}; its own log says why") from error
