@@ -74,13 +74,13 @@ def findings(ended: Ended) -> Any:
 
 
 def _place(box: Box, found: dict[str, Any]) -> Verdict:
-    found.update(findings(box.probe("place", seconds=120)))
+    found.update(findings(box.probe("place", seconds=300)))
     seen = f"PID {found['pid']}, user {found['user'][0]}, writes to {' and '.join(found['writable'])} only"
     return Verdict(f"{seen}, Python {found['python']}", judge.place(found))
 
 
 def _help(box: Box) -> Verdict:
-    ended = box.run([*box.config["Entrypoint"], "--help"], seconds=120)
+    ended = box.run([*box.config["Entrypoint"], "--help"], seconds=300)
     if ended.status != 0 or "serve" not in ended.output:
         return Verdict(
             "", [f"status {ended.status}: {ended.last()}; the worker itself does not start"]
@@ -95,13 +95,13 @@ def _libraries(box: Box) -> Verdict:
 
 
 def _imports(box: Box, engine: str) -> Verdict:
-    found = findings(box.probe("imports", engine, seconds=900, LD_LIBRARY_PATH=DRIVER))
+    found = findings(box.probe("imports", engine, seconds=1800, LD_LIBRARY_PATH=DRIVER))
     seen = f"{found['imports']} imports, of {len(found['packages'])} packages"
     return Verdict(seen, judge.imports(found))
 
 
 def _kernel(box: Box) -> Verdict:
-    found = findings(box.probe("kernel", seconds=300, LD_LIBRARY_PATH=DRIVER))
+    found = findings(box.probe("kernel", seconds=600, LD_LIBRARY_PATH=DRIVER))
     seen = f"{found['target']}, {found['cubin']} bytes of code by Triton {found['triton']}, launcher built"
     return Verdict(seen, judge.kernel(found))
 
@@ -112,7 +112,7 @@ def _nvcc(box: Box, found: dict[str, Any]) -> Verdict:
 
 
 def _rope(box: Box) -> Verdict:
-    found = findings(box.probe("rope", seconds=900, LD_LIBRARY_PATH=DRIVER))
+    found = findings(box.probe("rope", seconds=1800, LD_LIBRARY_PATH=DRIVER))
     seen = (
         f"rotary embedding for sm_90a compiled, linked and loaded: {', '.join(found['functions'])}"
     )
@@ -120,7 +120,7 @@ def _rope(box: Box) -> Verdict:
 
 
 def _preload(box: Box) -> Verdict:
-    found = findings(box.probe("preload", seconds=120, LD_LIBRARY_PATH=DRIVER))
+    found = findings(box.probe("preload", seconds=300, LD_LIBRARY_PATH=DRIVER))
     return Verdict(found["library"].rpartition("/")[2], judge.preload(found))
 
 
@@ -137,12 +137,14 @@ def _serving(box: Box) -> Verdict:
         "cpu",
         "--auth",
         "none",
+        "--control-host",
+        "127.0.0.1",
         "--log-format",
         "text",
     ]
     ended = box.run(
         [*box.config["Entrypoint"], "serve", *flags],
-        seconds=400,
+        seconds=600,
         variables={"OMP_NUM_THREADS": "1"},
         beside=f"python3 {SHARED}/client.py",
     )

@@ -10,8 +10,23 @@ from typing import Any
 from imagecheck import versions
 
 USER = 65532
-ELSEWHERE: tuple[tuple[str, str, str], ...] = ()
-"""Libraries that may lack something: file, what it lacks, why that is right (patterns of fnmatch)."""
+ELSEWHERE: tuple[tuple[str, str, str], ...] = (
+    ("*/libcufile_rdma.so.1", "*", "storage over RDMA: opened where a node has it"),
+    ("*/nvshmem_bootstrap_*.so.3", "*", "torch starts NVSHMEM, not MPI, PMIx or OpenSHMEM"),
+    ("*/nvshmem_transport_*.so.3", "*", "opened by NVSHMEM on the fabric whose libraries it wants"),
+    ("*/numba/np/ufunc/tbbpool.*", "libtbb.so.*", "numba has another pool of threads"),
+    ("*/torchcodec/libtorchcodec_*", "lib*", "video, for each FFmpeg that a user may add"),
+    (
+        "*/torch_memory_saver_hook_*",
+        "libcudart.so.12",
+        "for CUDA 12; `preload` shows the one in use",
+    ),
+)
+"""Libraries that may lack something: file, what it lacks (patterns of fnmatch), why that is right."""
+
+
+SHARED = frozenset({"build_backend.py"})
+"""Files that several packages may bring: only who builds such a package reads them."""
 
 
 def config(found: Mapping[str, Any]) -> list[str]:
@@ -45,6 +60,7 @@ def agreement(found: Mapping[str, Any]) -> list[str]:
         f"{file} is installed by {' and by '.join(owners)}, and differs: pin versions that share no file "
         f"({versions.PINNED})"
         for file, *owners in found["shared_files"]
+        if file not in SHARED
     ]
     return [
         *versions.differences(wanted, found["installed"]),
@@ -55,17 +71,16 @@ def agreement(found: Mapping[str, Any]) -> list[str]:
 
 def libraries(found: Mapping[str, Any]) -> list[str]:
     """Judge what shared libraries lack; what another package ships, Python has loaded by then."""
-    shipped = set(found["shipped"])
-    problems = []
+    wanted: dict[str, list[str]] = {}
     for file, names in sorted(found["missing"].items()):
         for name in names:
-            if name in shipped or _known(file, name):
-                continue
-            problems.append(
-                f"{file} needs {name}: add its package to the Dockerfile, or, if nobody loads the file, "
-                "say why in imagecheck/judge.py"
-            )
-    return problems
+            if name not in found["shipped"] and not _known(file, name):
+                wanted.setdefault(name, []).append(file)
+    return [
+        f"{name}, which {' and '.join(files[:2])} {'need' if len(files) > 1 else 'needs'}, is missing: add its "
+        "package to the Dockerfile, or, if nobody loads that, say why in imagecheck/judge.py"
+        for name, files in wanted.items()
+    ]
 
 
 def _known(file: str, name: str) -> bool:

@@ -123,7 +123,12 @@ def test_a_library_that_nobody_has_is_noticed_and_one_that_another_package_ships
     shipped = ["libtorch.so", "libcudart.so.13"]
     missing = {"lib/a.so": ["libtorch.so", "libcudart.so.12"], "lib/b.so": ["libtorch.so"]}
     (problem,) = judge.libraries({"shipped": shipped, "missing": missing})
-    assert "lib/a.so needs libcudart.so.12" in problem
+    assert "libcudart.so.12, which lib/a.so needs, is missing" in problem
+
+
+def test_plugins_for_fabrics_may_lack_the_libraries_of_their_fabric() -> None:
+    missing = {"lib/nvidia/nvshmem/lib/nvshmem_transport_ucx.so.3": ["libucp.so.0"]}
+    assert judge.libraries({"shipped": [], "missing": missing}) == []
 
 
 def test_every_exception_to_that_has_a_reason() -> None:

@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 DATA = "http://127.0.0.1:8000"
-SECONDS = 240.0
+SECONDS = 400.0
 ANSWER = Path("/tmp/check/answer.json")
 
 

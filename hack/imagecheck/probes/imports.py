@@ -25,14 +25,18 @@ def imported(file: Path, package: str) -> Iterator[tuple[str, str]]:
 
 
 def of_worker(engine: str) -> set[tuple[str, str]]:
-    """Return every import of the worker's modules but those of other engines."""
+    """Return every import of the worker's modules but those of other engines.
+
+    Nor of `conversation`, which is a trainer's and brings requirements of its own.
+    """
     import rollout_worker
 
     root = Path(rollout_worker.__file__).parent
     found: set[tuple[str, str]] = set()
     for file in root.rglob("*.py"):
         parts = file.relative_to(root.parent).with_suffix("").parts
-        if parts[1] == "engines" and len(parts) > 3 and parts[2] != engine:
+        elsewhere = parts[1] == "engines" and len(parts) > 3 and parts[2] != engine
+        if elsewhere or parts[1] == "conversation":
             continue
         module = ".".join(parts)
         package = (

@@ -23,12 +23,18 @@ NO_DEVICE = 100
 
 
 def libraries() -> Iterator[Path]:
-    """Every ELF file that is a library, under whatever name it comes."""
+    """Every library of this machine: some packages bring those of others, to compile for them."""
+    own = machine(Path("/bin/sh"))
     for path in sorted(ROOT.rglob("*.so*")):
-        if path.is_file() and not path.is_symlink():
-            with path.open("rb") as file:
-                if file.read(4) == b"\x7fELF":
-                    yield path
+        if path.is_file() and not path.is_symlink() and machine(path) == own:
+            yield path
+
+
+def machine(path: Path) -> bytes | None:
+    """Return what an ELF file says of the machine it is for, None for any other file."""
+    with path.open("rb") as file:
+        head = file.read(20)
+    return head[18:] if head[:4] == b"\x7fELF" else None
 
 
 def missing(path: Path) -> list[str]:

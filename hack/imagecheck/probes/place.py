@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import sys
@@ -25,9 +26,10 @@ def shared_files() -> list[list[str]]:
     """Return files that several packages install with different contents: the last one won."""
     owners: dict[str, dict[str, str]] = {}
     for each in distributions():
-        for file in each.files or ():
-            if file.hash is not None:
-                owners.setdefault(str(file), {})[each.metadata["Name"]] = file.hash.value
+        name = each.metadata["Name"]
+        for file, digest, *_ in csv.reader((each.read_text("RECORD") or "").splitlines()):
+            if digest:
+                owners.setdefault(file, {})[name] = digest
     return [
         [file, *sorted(hashes)]
         for file, hashes in sorted(owners.items())
