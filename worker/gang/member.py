@@ -154,7 +154,8 @@ class MemberWorker:
             await asyncio.sleep(WATCH_SECONDS)
 
     def _report(self, progress: Progress) -> None:
-        logger.info("loading: %s", progress.message)
+        if progress.fraction is None:  # what has one is told a hundred times
+            logger.info("loading: %s", progress.message)
 
     def _look(self, starting: asyncio.Task[None]) -> str | None:
         """None while the gang can go on, else what is wrong."""
