@@ -20,7 +20,7 @@ from rollout_worker.ports.auth import BearerToken
 from rollout_worker.ports.data import data_app
 from rollout_worker.schemas import Checkpoint, DiscardRequest, StageRequest, WeightsSource
 from rollout_worker.service import Worker
-from rollout_worker.sources import resolve
+from rollout_worker.sources import filling
 from rollout_worker.threads import Shared
 from rollout_worker.wire.problems import ProblemError
 from tiny_worker import refused, settings, tiny_worker
@@ -74,7 +74,7 @@ async def test_a_token_file_that_hangs_lets_nobody_in(tmp_path: Path) -> None:
 async def test_a_volume_that_hangs_is_told(tmp_path: Path) -> None:
     released = threading.Event()
     async with tiny_worker(tmp_path) as tiny:
-        hanging = [resolve._THREADS.submit(released.wait, 30) for _ in range(4)]
+        hanging = [filling._THREADS.submit(released.wait, 30) for _ in range(4)]
         with refused("deadline-exceeded"):
             await tiny.begin_stage(1, 7, deadline_seconds=0.05)
         assert tiny.updates.slot is None

@@ -9,7 +9,7 @@ import pytest
 
 from rollout_worker.schemas import Checkpoint, WeightsSource
 from rollout_worker.settings import Settings, add_flags, parse
-from rollout_worker.sources.resolve import locate, resolve
+from rollout_worker.sources.filling import locate, resolve
 from rollout_worker.wire.problems import ProblemError
 
 

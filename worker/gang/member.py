@@ -14,8 +14,7 @@ from pathlib import Path
 from rollout_worker.engine import EngineError, Gang, Member, MemberInfo, Sink, WeightsRejected
 from rollout_worker.schemas import Progress
 from rollout_worker.settings import Settings
-from rollout_worker.sources.filling import Located, fill
-from rollout_worker.sources.resolve import locate, resolve_within
+from rollout_worker.sources.filling import Located, fill, locate, resolve_within
 from rollout_worker.wire.gang import GangSlot, GangState, SlotRequest
 from rollout_worker.wire.problems import ProblemError, conflict
 

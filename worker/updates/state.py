@@ -30,8 +30,7 @@ from rollout_worker.schemas import (
     WeightsSource,
     WeightsState,
 )
-from rollout_worker.sources.filling import Elsewhere, Located, fill
-from rollout_worker.sources.resolve import locate, resolve_within
+from rollout_worker.sources.filling import Elsewhere, Located, fill, locate, resolve_within
 from rollout_worker.wire.problems import ProblemError, conflict
 
 from .slot import Slot, mismatch, same_content
