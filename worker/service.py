@@ -13,6 +13,7 @@ from pathlib import Path
 from .core.runtime import Runtime
 from .engine import Engine
 from .engines import EngineOptions, create
+from .engines.room import Staging
 from .lifecycle.governor import Governor
 from .lifecycle.supervisor import Supervisor
 from .lifecycle.verbs import Verbs
@@ -42,6 +43,7 @@ MEASURE_SECONDS = 5.0
 
 def engine_factory(settings: Settings) -> Callable[[], Engine]:
     """How to create the engine that the settings name, downloading a Hub model first."""
+    staging = Staging(settings.staging_memory)
 
     def make() -> Engine:
         options = EngineOptions(
@@ -52,6 +54,7 @@ def engine_factory(settings: Settings) -> Callable[[], Engine]:
             max_batch_tokens=settings.max_batch_tokens,
             logprobs=settings.logprobs,
             args=settings.engine_arg,
+            staging=staging,
             **({} if settings.spill_dir is None else {"spill_dir": settings.spill_dir}),
         )
         return create(settings.engine, options)

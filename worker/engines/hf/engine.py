@@ -193,7 +193,7 @@ class HfEngine:
 
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
         """See `Engine.open_slot`; the engine itself never asks for one on disk."""
-        return self._live().versions.open_slot(entries)
+        return await self._live().versions.open_slot(entries)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""

@@ -52,7 +52,8 @@ class Versions:
 
     async def open_slot(self, entries: Sequence[Entry]) -> Sink:
         """See `Engine.open_slot`; SGLang reads a file of safetensors, a tied head it makes itself."""
-        return await open_mapped(entries, header=True, skip=self._model.layout.tied)
+        skip = self._model.layout.tied
+        return await open_mapped(entries, header=True, skip=skip, staging=self._options.staging)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""

@@ -141,7 +141,7 @@ class VllmEngine:
         ranks = int(launched.config.parallel_config.data_parallel_size)
         gate = Gate(int(launched.config.scheduler_config.max_num_seqs) * ranks)
         steering = Steering(launched, gate, labels)
-        versions = Versions(launched, steering, labels, self._options.spill_dir)
+        versions = Versions(launched, steering, labels, self._options)
         traffic = Traffic(launched, gate, steering, labels)
         return _Parts(launched, gate, steering, versions, traffic)
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollout_worker.engine import EngineCrashed, EngineError, Entry, KvPolicy, Refill, Sink
+from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.mapped import MappedSink, open_mapped, sealed
+from rollout_worker.engines.room import check_room
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 
 from .labels import Labels
@@ -25,19 +27,21 @@ class Versions:
     """The weights of one running vLLM."""
 
     def __init__(
-        self, launched: Launched, steering: Steering, labels: Labels, spill_dir: Path | None
+        self, launched: Launched, steering: Steering, labels: Labels, options: EngineOptions
     ) -> None:
         self._launched = launched
         self._steering = steering
         self._labels = labels
-        self._spill_dir = spill_dir or Path(tempfile.gettempdir())
+        self._options = options
         self._spill: MappedSink | None = None
         self._dropped = False  # the sleeping weights have no copy (level 2)
         self._lock = asyncio.Lock()
 
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool) -> Sink:
         """See `Engine.open_slot`."""
-        return await open_mapped(entries, self._spill_dir if on_disk else None)
+        spill = self._options.spill_dir or Path(tempfile.gettempdir())
+        folder = spill if on_disk else None
+        return await open_mapped(entries, folder, staging=self._options.staging)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
@@ -92,6 +96,9 @@ class Versions:
             if "weights" in fresh and level == 1 and self._launched.cpu:
                 # A copy in a file, so that they come back whatever happens to their source.
                 self._spill = sealed(await refill(on_disk=True))
+            if "weights" in fresh and level == 1 and not self._launched.cpu:
+                # vLLM's own copy is in main memory, locked, and asked for without a look.
+                check_room(self._copied_bytes())
             if not fresh:
                 return
             async with self._steering.frozen():
@@ -101,6 +108,12 @@ class Versions:
                 await self._call("rollout_release", level, sorted(fresh))
             if "weights" in fresh:
                 self._dropped = level == 2
+
+    def _copied_bytes(self) -> int:
+        """Return how many bytes of weights vLLM's processes of this worker hold together."""
+        parallel = self._launched.config.parallel_config
+        once = sum(spec.nbytes for spec in self._launched.layout.required.values())
+        return once * int(parallel.data_parallel_size)
 
     async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
         """See `Engine.wake`."""
