@@ -15,7 +15,14 @@ from collections.abc import Callable
 
 from rollout_worker.core.holds import Want
 from rollout_worker.core.runtime import Runtime
-from rollout_worker.engine import Engine, EngineCrashed, EngineError, EngineInfo, WeightsRejected
+from rollout_worker.engine import (
+    Engine,
+    EngineCrashed,
+    EngineError,
+    EngineInfo,
+    ProcessSpent,
+    WeightsRejected,
+)
 from rollout_worker.requests.flights import Flights
 from rollout_worker.schemas import CHECKPOINT, Lifecycle, Progress, WeightsId
 from rollout_worker.updates.state import Updates
@@ -61,7 +68,11 @@ class Supervisor:
         self._busy_until = time.monotonic() + seconds + HEARTBEAT_SECONDS
 
     async def run(self) -> None:
-        """Supervise until cancelled; no engine failure ends it."""
+        """Supervise until cancelled; no failure of an engine ends it but one.
+
+        Raises:
+            ProcessSpent: no engine would work in this process any more; its requests have ended.
+        """
         runtime, failures, first = self._runtime, 0, True
         delays = runtime.settings.restart_delays
         while True:
@@ -70,7 +81,11 @@ class Supervisor:
                 runtime.telemetry.restarts.inc()
             first = False
             began = time.monotonic()
-            reason = await self._live_once()
+            try:
+                reason = await self._live_once()
+            except ProcessSpent as error:
+                await self._bury(str(error))
+                raise
             failures = 0 if time.monotonic() - began > HEALTHY_SECONDS else failures
             await self._bury(reason)
             delay = delays[min(failures, len(delays) - 1)]
@@ -85,6 +100,8 @@ class Supervisor:
         try:
             with runtime.telemetry.transition("load"):
                 await self._load()
+        except ProcessSpent:
+            raise
         except EngineError as error:
             return str(error)
         except TimeoutError:
@@ -167,6 +184,7 @@ class Supervisor:
             self._expect(WATCH_SECONDS)
             await asyncio.wait({died}, timeout=WATCH_SECONDS)
             if died.done():
+                engine.alive()  # it may know more than who saw its end
                 return died.result()
             wrong = engine.alive()
             if wrong is not None:

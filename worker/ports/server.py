@@ -14,7 +14,7 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_worker.engine import Engine
+from rollout_worker.engine import Engine, ProcessSpent
 from rollout_worker.service import Worker
 from rollout_worker.settings import BadSettings, Settings
 from rollout_worker.wire.problems import ProblemError
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5
 """What open connections get to take their last bytes."""
+EXIT_SPENT = 3
+"""Exit status of a process in which no engine works any more: only a new one helps."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pools of usual clients, so that they close first and never hit a closed one."""
 
@@ -210,13 +212,22 @@ async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = N
     try:
         await asyncio.wait({serving, running, asked}, return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
-            logger.critical("a part of the worker broke", exc_info=_cause(serving, running))
-            return 1
+            return _broken(_cause(serving, running))
         await worker.shut_down()
         return 0
     finally:
         asked.cancel()
         await _end(servers, serving, running, worker)
+
+
+def _broken(cause: BaseException | None) -> int:
+    """Say what ended the worker; returns the exit status."""
+    spent = cause.subgroup(ProcessSpent) if isinstance(cause, BaseExceptionGroup) else None
+    if spent is not None:
+        logger.critical("the process ends, since no engine works in it any more", exc_info=spent)
+        return EXIT_SPENT
+    logger.critical("a part of the worker broke", exc_info=cause)
+    return 1
 
 
 def _cause(*tasks: asyncio.Task[None]) -> BaseException | None:

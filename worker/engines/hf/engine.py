@@ -29,6 +29,7 @@ from rollout_worker.engine import (
     Entry,
     InvalidRequest,
     KvPolicy,
+    ProcessSpent,
     Refill,
     Sink,
 )
@@ -39,6 +40,7 @@ from rollout_worker.threads import in_thread
 
 from . import metrics, settings
 from .core import Core, Delivery
+from .faults import lasting, spent
 from .intake import check, sequence_of
 from .loading import Loaded, load
 from .memory import release_freed, settle_heap
@@ -93,6 +95,10 @@ class HfEngine:
             loaded = await in_thread(work, self._give_up)
         except ReadCancelled:
             raise EngineError("the engine was stopped while it loaded") from None
+        except RuntimeError as error:
+            if (why := lasting(error)) is not None:
+                raise ProcessSpent(spent(why)) from error
+            raise
         self._parts = assemble(loaded, self._options, self._settings, self._deliver, self._on_crash)
         self._parts.thread.start()
         self.capabilities = capabilities(
@@ -227,9 +233,9 @@ class HfEngine:
 
     def alive(self) -> str | None:
         """See `Engine.alive`."""
-        if self._ended is not None or self._parts is None:
+        if self._parts is None:
             return self._ended
-        return self._parts.thread.wrong(self._settings.step_deadline_seconds)
+        return self._parts.thread.wrong(self._settings.step_deadline_seconds) or self._ended
 
     def metrics(self) -> str:
         """See `Engine.metrics`."""
