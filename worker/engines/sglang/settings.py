@@ -14,6 +14,7 @@ from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions, tested
 
 from .model import Model
+from .refused import REFUSED
 
 SLACK_TOKENS = 16
 """SGLang ends outputs a few tokens before its context is full: it gets a context so much longer."""
@@ -23,28 +24,6 @@ CPU_BATCH_TOKENS = 16384
 
 ONE_PIECE = 1 << 20
 """How many requests' tokens SGLang passes on before it lets others work: those of a whole step."""
-
-REFUSED = {
-    "--model-path": "set by --model",
-    "--model": "set by --model",
-    "--device": "set by --device",
-    "--dtype": "set by --dtype",
-    "--context-length": "set by --max-length",
-    "--sampling-backend": "the worker brings its own sampler",
-    "--skip-tokenizer-init": "always set: the worker itself speaks token ids",
-    "--custom-weight-loader": "the worker brings its own",
-    "--weight-version": "set by commits",
-    "--tokenizer-worker-num": "the worker talks to one",
-    "--dp-size": "SGLang updates no weights of data-parallel replicas: use more replicas",
-    "--data-parallel-size": "SGLang updates no weights of data-parallel replicas: use more replicas",
-    "--nnodes": "one pod a replica",
-    "--speculative-algorithm": "drafts would leave the logprobs of the sampler out",
-    "--host": "the engine listens on no port",
-    "--port": "the engine listens on no port",
-    "--quantization": "a version has the checkpoint's layout: quantise the checkpoint",
-    "--config": "a file could set what the worker sets: give its flags one by one",
-}
-
 
 WORLD = {
     "ROLLOUT_TENSOR": ("--tp-size", "--tensor-parallel-size"),
