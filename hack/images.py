@@ -3,10 +3,13 @@
 
     sudo python3 hack/images.py                 # build what changed, into the cache's images/
     sudo python3 hack/images.py --load          # ... and import it into every node of a cluster
+    sudo python3 hack/images.py --gpu           # build each complete image, check it, remove it
+    sudo python3 hack/images.py --gpu vllm --keep
 
-The worker image is the light one: it holds our code and its web framework. The heavy engine
+The cluster's worker image is the light one: it holds our code and its web framework. The heavy engine
 environment is mounted from this machine (`cluster.py env-volume`), instead of being copied into
-every node. Elsewhere, `docker build --target worker-hf .` makes the complete image.
+every node. The complete images come from the same Dockerfile; they take 10 GB and more, so one is
+built at a time, in a store of its own.
 """
 
 from __future__ import annotations
@@ -14,32 +17,24 @@ from __future__ import annotations
 import argparse
 import hashlib
 import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
 
-from localkube import Cluster, ClusterError, debian, oci, preflight, volumes
+import check_image
+from buildah import BASE, PACKAGES, SUITE, Store, is_current, stamp_file
+from localkube import Cluster, ClusterError, debian, preflight, volumes
 from localkube.home import DEFAULT_NAME, REPOSITORY, cache, exclusive, images, say, step
 
-BASE = "localhost/python:3.11"
-_SUITE = "bookworm"
-# libnuma1 is what vLLM's CPU build links against.
-_PACKAGES = "python3,python3-venv,ca-certificates,libnuma1"
-# Not needed in an image, and half of it.
-_PRUNED = ("var/cache/apt/archives", "var/lib/apt/lists", "usr/share/doc", "usr/share/man",
-           "usr/share/locale", "var/log")  # fmt: skip
 _SOURCES = ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md", "LICENSE",
-            "operator", "worker", "client")  # fmt: skip
-_PIP_SETTINGS = (
-    "cert", "default-timeout", "extra-index-url", "index-url", "proxy", "retries", "trusted-host",
-)  # fmt: skip
-BUILD_SECONDS = 1800
+            "operator", "worker", "client", "hack/image")  # fmt: skip
+GPU_ENGINES = ("hf", "vllm", "sglang")
+GPU_SECONDS = 5400
+# Wheels, what they unpack to, and the layer made of that; 15 GiB stay for the rest of the machine.
+GPU_GIB = 45
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +61,9 @@ IMAGES = (
     Image("rollout-operator", "operator", "operator"),
     Image(
         "rollout-worker-hf",
-        "worker-hf",
+        "worker",
         "worker",
         {
-            "WORKER_EXTRAS": "worker",
             "ENGINE_SITE_PACKAGES": f"{volumes.ENVIRONMENT_MOUNT}/lib/python3.11/site-packages",
         },
     ),
@@ -83,8 +77,15 @@ def main() -> int:
     )
     parser.add_argument("--load", action="store_true", help="import them into a cluster's nodes")
     parser.add_argument("--name", default=DEFAULT_NAME, help="that cluster (default: %(default)s)")
+    parser.add_argument(
+        "--gpu", nargs="*", choices=GPU_ENGINES, metavar="ENGINE",
+        help=f"build and check complete images: {', '.join(GPU_ENGINES)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--keep", action="store_true", help="with --gpu: don't remove them again")
     arguments = parser.parse_args()
     try:
+        if arguments.gpu is not None:
+            return build_gpu(arguments.gpu or GPU_ENGINES, keep=arguments.keep)
         build()
         if arguments.load:
             load(Cluster.attach(arguments.name))
@@ -100,18 +101,53 @@ def build() -> list[Path]:
     Raises:
         ClusterError: the surroundings don't allow it, or a step failed.
     """
-    outdated = [image for image in IMAGES if not _is_current(image.archive, _inputs(image))]
+    outdated = [image for image in IMAGES if not is_current(image.archive, _inputs(image))]
     if outdated:
         preflight.root("building images")
         debian.ensure(debian.IMAGE_PACKAGES)
         preflight.writable_cache()
         preflight.disk(preflight.RUN_GIB)
         with exclusive("images"):
-            _ensure_base()
             for image in outdated:
                 with step(f"image {image.name}"):
                     _build(image)
     return [image.archive for image in IMAGES]
+
+
+def build_gpu(engines: Sequence[str], *, keep: bool) -> int:
+    """Build and check the complete image of each engine; returns the greatest exit status.
+
+    Raises:
+        ClusterError: the surroundings don't allow it, or a build failed.
+    """
+    preflight.root("building images")
+    debian.ensure(debian.IMAGE_PACKAGES)
+    preflight.writable_cache()
+    store, worst = gpu_store(), 0
+    with exclusive(store.folder.name):
+        with step("what all engines need of the system"):
+            store.build("engine", "localhost/rollout-engine:gpu", {})
+        for engine in engines:
+            preflight.disk(GPU_GIB)
+            reference = gpu_reference(engine)
+            with step(f"image {reference}"):
+                store.build(f"worker-{engine}", reference, {})
+            worst = max(worst, check_image.check(store, reference))
+            if not keep:
+                store.do("rmi", "--force", reference)
+                store.do("rmi", "--prune")
+        if not keep:
+            shutil.rmtree(store.folder)
+    return worst
+
+
+def gpu_store() -> Store:
+    """Return the store of the complete images: nothing else is in it."""
+    return Store(cache() / "buildah-gpu", GPU_SECONDS)
+
+
+def gpu_reference(engine: str) -> str:
+    return f"localhost/rollout-worker-{engine}:gpu"
 
 
 def load(cluster: Cluster) -> None:
@@ -124,80 +160,21 @@ def load(cluster: Cluster) -> None:
 def _build(image: Image) -> None:
     stamp = _inputs(image)
     image.archive.parent.mkdir(parents=True, exist_ok=True)
-    arguments = {"BASE_IMAGE": BASE, **image.arguments}
-    words = [
-        word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")
-    ]
     partial = image.archive.with_suffix(".partial")
     partial.unlink(missing_ok=True)
-    with _pip_secrets() as secrets:
-        _buildah(
-            "build", "--isolation", "chroot", "--network", "host", "--layers", "--quiet",
-            "--target", image.target, "--tag", image.reference, *words, *secrets, str(REPOSITORY),
-        )  # fmt: skip
-    _buildah(
+    store = Store(cache() / "buildah")
+    store.build(image.target, image.reference, image.arguments)
+    store.do(
         "push", "--quiet", "--disable-compression", image.reference,
         f"oci-archive:{partial}:{image.reference}",
     )  # fmt: skip
     partial.replace(image.archive)
-    _stamp_file(image.archive).write_text(stamp)
-
-
-def _ensure_base() -> None:
-    """Make the base image and hand it to buildah, once."""
-    archive = cache() / "images-base/python.tar"
-    stamp = hashlib.sha256(f"{_SUITE} {_PACKAGES} {_PRUNED}".encode()).hexdigest()
-    if _is_current(archive, stamp):
-        return
-    preflight.program("debootstrap")
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
-        root = Path(folder, "root")
-        with step(f"base image ({_SUITE})"):
-            log = archive.with_suffix(".log")
-            _run(
-                ["debootstrap", "--variant=minbase", f"--include={_PACKAGES}", _SUITE, str(root)],
-                log,
-            )
-            for name in _PRUNED:
-                shutil.rmtree(root / name, ignore_errors=True)
-                (root / name).mkdir()
-            oci.write_archive(root, BASE, archive, ["python3"])
-    with step("base image into buildah"):
-        _buildah("pull", "--quiet", f"oci-archive:{archive}")
-    _stamp_file(archive).write_text(stamp)
-
-
-@contextmanager
-def _pip_secrets() -> Iterator[list[str]]:
-    """Yield the flags that give pip in the build this machine's index, proxy and authority."""
-    settings = {name: value for name, value in _pip_settings().items() if name in _PIP_SETTINGS}
-    with tempfile.TemporaryDirectory(dir=cache()) as folder:
-        flags = []
-        if authority := settings.get("cert"):
-            shutil.copy(authority, Path(folder, "ca.pem"))
-            settings["cert"] = "/run/secrets/ca.pem"
-            flags += ["--secret", f"id=ca.pem,src={folder}/ca.pem"]
-        lines = "".join(f"{name} = {value}\n" for name, value in settings.items())
-        Path(folder, "pip.conf").write_text(f"[global]\n{lines}")
-        yield [*flags, "--secret", f"id=pip.conf,src={folder}/pip.conf"]
-
-
-def _pip_settings() -> dict[str, str]:
-    """Return pip's settings by option, those of the environment last, as it ranks them."""
-    if shutil.which("pip") is None:
-        return {}
-    done = subprocess.run(
-        ["pip", "config", "list"], capture_output=True, text=True, timeout=60, check=False
-    )
-    lines = [line.partition("=") for line in done.stdout.splitlines() if "=" in line]
-    ranked = sorted(lines, key=lambda line: line[0].startswith(":env:"))
-    return {name.rpartition(".")[2]: value.strip("'\"") for name, _, value in ranked}
+    stamp_file(image.archive).write_text(stamp)
 
 
 def _inputs(image: Image) -> str:
     """Hash everything the image is made of."""
-    digest = hashlib.sha256(f"{BASE} {_SUITE} {_PACKAGES} {image}".encode())
+    digest = hashlib.sha256(f"{BASE} {SUITE} {PACKAGES} {image}".encode())
     for name in (*_SOURCES, f"requirements/{image.requirements}.txt"):
         path = REPOSITORY / name
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
@@ -206,41 +183,6 @@ def _inputs(image: Image) -> str:
                 digest.update(str(file.relative_to(REPOSITORY)).encode() + b"\0")
                 digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def _stamp_file(archive: Path) -> Path:
-    return archive.with_suffix(".stamp")
-
-
-def _is_current(archive: Path, stamp: str) -> bool:
-    file = _stamp_file(archive)
-    return archive.exists() and file.exists() and file.read_text() == stamp
-
-
-def _buildah(*arguments: str) -> None:
-    # In the cache, not in /var/lib: removing the cache removes everything.
-    store = cache() / "buildah"
-    places = ["--root", str(store / "root"), "--runroot", str(store / "run")]
-    log = cache() / "logs" / "buildah.log"
-    # In a mount namespace of its own, so that none of its mounts outlives it.
-    command = ["unshare", "--mount", "buildah", *places, "--storage-driver", "overlay"]
-    _run([*command, *arguments], log)
-
-
-def _run(command: Sequence[str], log: Path) -> None:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=BUILD_SECONDS,
-            check=False,
-        )
-    if done.returncode:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
-        raise ClusterError(f"{Path(command[0]).name} failed, see {log}:\n{tail}")
 
 
 if __name__ == "__main__":

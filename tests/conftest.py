@@ -18,9 +18,14 @@ MARKERS = dict(zip(TIERS, TIERS, strict=True)) | {"contract": "engine"}
 HERE = Path(__file__).parent
 
 # How long an example takes says how busy the machine is, and nothing of the code.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("soak", parent=settings.get_profile("untimed"), max_examples=2000)
-settings.load_profile("untimed")
+# Every day the same examples, so that a failure is the change's; `--soak` looks for new ones.
+settings.register_profile(
+    "daily", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "soak", parent=settings.get_profile("daily"), derandomize=False, max_examples=2000
+)
+settings.load_profile("daily")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,8 +80,8 @@ def api_server() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def crd(api_server: Cluster) -> Cluster:
     """The control plane with the CustomResourceDefinition."""
+    from clusters import await_crd
+
     api_server.kubectl("apply", "--server-side", "-f", HERE.parent / "operator" / "crd.yaml")
-    api_server.kubectl(
-        "wait", "--for=condition=Established", "crd/rolloutreplicas.rollout.dev", "--timeout=30s"
-    )
+    await_crd(api_server)
     return api_server

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 from .schemas import (
@@ -208,6 +209,11 @@ class Sink(Protocol):
     """
 
     @property
+    def slot(self) -> str:
+        """Id under which the members of a gang open the same slot; empty without a gang."""
+        ...
+
+    @property
     def memory(self) -> Literal["host", "device"]:
         """Where `allocate`'s buffers lie; device memory needs a transport that writes to it."""
         ...
@@ -253,6 +259,62 @@ class Refill(Protocol):
 
 
 KvPolicy = Literal["keep", "recompute", "pin"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """What an engine has to know that runs on several nodes; one worker runs on each.
+
+    `nodes`: how many, `rank`: which one this is; rank 0 is the head. `leader`: host name or address
+    of the head, `port`: the engine's own rendezvous there. `slots`: a private folder of this node,
+    in which the entry named by a slot's id leads to that slot's bytes on this node.
+    """
+
+    nodes: int
+    rank: int
+    leader: str
+    port: int
+    slots: Path
+
+
+@dataclass(frozen=True, slots=True)
+class MemberInfo:
+    """What a member has loaded; the fields are those of `EngineInfo`."""
+
+    model: str
+    root_hash: str
+    layout: Layout
+
+
+class Member(Protocol):
+    """The part of an engine that runs on a node beside the head's; the head's part commands it.
+
+    Called from one asyncio loop as `Engine` is, and its errors are the same. The worker stages each
+    version on every node; the head's `commit`, `sleep` and `wake` reach all ranks by the engine's
+    own means, and these find the bytes by the slot's id.
+    """
+
+    async def start(self, report: Callable[[Progress], None]) -> MemberInfo:
+        """Launch this node's ranks; returns once they run, for which the head must start, too.
+
+        Raises:
+            EngineError: as `Engine.start`.
+        """
+        ...
+
+    async def open_slot(
+        self, slot: str, entries: Sequence[Entry], *, on_disk: bool = False
+    ) -> Sink:
+        """Give memory under the id of the head's sink; see `Engine.open_slot`."""
+        ...
+
+    def alive(self) -> str | None:
+        """Return None while all ranks of this node run, else what is wrong; from memory."""
+        ...
+
+    async def stop(self) -> None:
+        """Free everything, leave no process behind; works on what is dead or half started, too."""
+        ...
 
 
 class Engine(Protocol):

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .core.runtime import Runtime
-from .engine import Engine
-from .engines import EngineOptions, create
+from .engine import Engine, Gang, Member
+from .engines import EngineOptions, create, create_member
 from .engines.room import Staging
+from .gang.head import Head
 from .lifecycle.governor import Governor
 from .lifecycle.supervisor import Supervisor
 from .lifecycle.verbs import Verbs
@@ -41,33 +42,46 @@ MEASURE_SECONDS = 5.0
 """How long a scrape waits for the memory to be counted; then it gets what was counted last."""
 
 
-def engine_factory(settings: Settings) -> Callable[[], Engine]:
+def engine_factory(settings: Settings, gang: Gang | None = None) -> Callable[[], Engine]:
     """How to create the engine that the settings name, downloading a Hub model first."""
     staging = Staging(settings.staging_memory)
+    return lambda: create(settings.engine, _options(settings, gang, staging))
 
-    def make() -> Engine:
-        options = EngineOptions(
-            model=local_model(settings.model, settings.model_revision),
-            dtype=settings.dtype,
-            max_length=settings.max_length,
-            device=settings.device,
-            max_batch_tokens=settings.max_batch_tokens,
-            logprobs=settings.logprobs,
-            args=settings.engine_arg,
-            staging=staging,
-            **({} if settings.spill_dir is None else {"spill_dir": settings.spill_dir}),
-        )
-        return create(settings.engine, options)
 
-    return make
+def member_factory(settings: Settings, gang: Gang) -> Callable[[], Member]:
+    """The same for the part of the engine that runs on a node beside the head's."""
+    staging = Staging(settings.staging_memory)
+    return lambda: create_member(settings.engine, _options(settings, gang, staging))
+
+
+def _options(settings: Settings, gang: Gang | None, staging: Staging) -> EngineOptions:
+    return EngineOptions(
+        model=local_model(settings.model, settings.model_revision),
+        dtype=settings.dtype,
+        max_length=settings.max_length,
+        device=settings.device,
+        max_batch_tokens=settings.max_batch_tokens,
+        logprobs=settings.logprobs,
+        args=settings.engine_arg,
+        gang=gang,
+        staging=staging,
+        **({} if settings.spill_dir is None else {"spill_dir": settings.spill_dir}),
+    )
 
 
 class Worker:
     """One worker process without its sockets."""
 
-    def __init__(self, settings: Settings, make_engine: Callable[[], Engine] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        make_engine: Callable[[], Engine] | None = None,
+        gang: Gang | None = None,
+    ) -> None:
         self.settings = settings
         self.runtime = Runtime(settings)
+        if gang is not None:
+            self.runtime.gang = Head(settings, gang, self.runtime.boot_id, self.runtime.crashed)
         self._memory = Shared(resident_bytes, "memory")
         self.flights = Flights(self.runtime)
         self.updates = Updates(self.runtime)
@@ -79,7 +93,7 @@ class Worker:
             self.updates,
             self.flights,
             self.governor,
-            make_engine or engine_factory(settings),
+            make_engine or engine_factory(settings, gang),
         )
 
     async def run(self) -> None:
@@ -87,6 +101,8 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.supervisor.run())
             tasks.create_task(self.governor.run())
+            if self.runtime.gang is not None:
+                tasks.create_task(self.runtime.gang.run())
 
     # The data port.
 

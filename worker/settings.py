@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -28,6 +29,9 @@ RESTART_DELAYS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 AuthMode = Literal["none", "token", "kubernetes"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+
+
+_LEADER = re.compile(r"[^.]+-0(\.|$)")
 
 
 class BadSettings(ValueError):
@@ -68,6 +72,12 @@ class Settings:
     engine_arg: tuple[str, ...]
     log_level: str
     log_format: str
+    nodes: int
+    rank: int
+    leader_address: str | None
+    gang_port: int
+    gang_token_file: Path | None
+    member_addresses: tuple[str, ...]
     kube_api_url: str | None
     kube_ca: Path
     kube_token_file: Path
@@ -128,6 +138,22 @@ def _positive(text: str) -> int:
     if value < 1:
         raise ValueError("must be at least 1")
     return value
+
+
+def _rank(text: str) -> int:
+    rank = int(text)
+    if rank < 0:
+        raise ValueError("must be at least 0")
+    return rank
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    found = tuple(part.strip() for part in text.split(","))
+    for each in found:
+        host, _, port = each.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"{each!r} is not HOST:PORT")
+    return found
 
 
 def _seconds(text: str) -> float:
@@ -208,6 +234,16 @@ FLAGS: tuple[Flag, ...] = (
          "folder for weights that sleep moves out of memory; default: $TMPDIR", metavar="DIR"),
     Flag("engine-arg", str, (), "flag to pass to the engine, repeatable; the variable takes shell"
          " words", repeated=True, metavar="ARG"),
+    Flag("nodes", _positive, 1, "nodes that the engine spans, each with a worker of its own; above 1 they"
+         " form a gang"),
+    Flag("rank", _rank, 0, "which of these nodes this is; 0 is the head, which serves", metavar="N"),
+    Flag("leader-address", _name, None, "host name or address of the head's node, for --nodes above 1",
+         metavar="HOST"),
+    Flag("gang-port", _port, 8003, "port on the head's node at which the engine's ranks meet"),
+    Flag("gang-token-file", Path, None, "token that the head shows its members with --auth kubernetes"),
+    Flag("member-addresses", _addresses, (), "comma-separated control ports of ranks 1, 2, …; default:"
+         " --leader-address with their rank in place of the 0 that ends its first label, and"
+         " --control-port", metavar="HOST:PORT,…"),
     Flag("log-level", str, "info", "minimum log level", ("debug", "info", "warning", "error")),
     Flag("log-format", str, "json", "log format", ("json", "text")),
     Flag("kube-api-url", str, None, "URL of the Kubernetes API; default: in-cluster", hidden=True),
@@ -246,6 +282,7 @@ def parse(given: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
     settings = Settings(**{field.name: values[field.name] for field in fields(Settings)})
     _check_auth(settings)
     _check_spill(settings.spill_dir)
+    _check_gang(settings)
     return settings
 
 
@@ -315,6 +352,34 @@ def _check_spill(folder: Path | None) -> None:
         raise BadSettings(
             f"--spill-dir {folder} is not a folder that this process may write: create or mount it (in a"
             " pool, spec.sleep.spill.path names a mount of spec.podTemplate.volumeMounts)"
+        )
+
+
+def _check_gang(settings: Settings) -> None:
+    if settings.rank >= settings.nodes:
+        raise BadSettings(
+            f"--rank {settings.rank} is not below --nodes {settings.nodes}: ranks count from 0"
+        )
+    if settings.nodes == 1:
+        return
+    if settings.leader_address is None:
+        raise BadSettings("--nodes above 1 needs --leader-address HOST: where rank 0 runs")
+    if settings.rank > 0:
+        return  # the others' addresses are the head's to know
+    if settings.member_addresses and len(settings.member_addresses) != settings.nodes - 1:
+        raise BadSettings(
+            f"--member-addresses names {len(settings.member_addresses)} workers: name each of the"
+            f" {settings.nodes - 1} with a rank above 0"
+        )
+    if not settings.member_addresses and not _LEADER.match(settings.leader_address):
+        raise BadSettings(
+            f"--leader-address {settings.leader_address!r} does not say where the other ranks are: its"
+            " first label must end in -0, or give --member-addresses"
+        )
+    if settings.auth == "kubernetes" and settings.gang_token_file is None:
+        raise BadSettings(
+            "--auth kubernetes with --nodes above 1 needs --gang-token-file: a token of this pod,"
+            f" issued for {settings.audience!r}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +15,10 @@ from rollout_client.control import ControlError, ControlUnreachable, WorkerContr
 from rollout_client.discovery.members import Member
 from rollout_client.errors import SteeringFailed
 from rollout_worker.schemas import WorkerState
+
+BUSY_SECONDS = 20.0
+"""How long an overloaded control port, or a proxy before it, is asked again."""
+AGAIN_SECONDS = 0.5
 
 T = TypeVar("T")
 Token = str | Callable[[], str | None] | None
@@ -78,16 +83,25 @@ class ControlPorts:
     async def ask(
         self, names: Sequence[str], question: Callable[[WorkerControl], Awaitable[T]]
     ) -> dict[str, T | ControlError | ControlUnreachable]:
-        """Ask all of these at the same time; refusals and silence are answers, too."""
+        """Ask all of these at the same time; refusals and silence are answers, too.
+
+        Who was too busy to look at the question is asked again, for `BUSY_SECONDS`.
+        """
         controls = self._controls()
 
         async def one(name: str) -> T | ControlError | ControlUnreachable:
             if name not in controls:
                 return ControlUnreachable(f"{name} is not a member any more")
-            try:
-                return await question(controls[name])
-            except (ControlError, ControlUnreachable) as error:
-                return error
+            until = time.monotonic() + BUSY_SECONDS
+            while True:
+                try:
+                    return await question(controls[name])
+                except ControlUnreachable as error:
+                    return error
+                except ControlError as error:
+                    if not _is_busy(error) or time.monotonic() > until:
+                        return error
+                await asyncio.sleep(AGAIN_SECONDS)
 
         return dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
 
@@ -107,6 +121,13 @@ class ControlPorts:
             # A file that is renewed this moment: in passing, like a worker that does not answer.
             why = f"the token of the control ports can't be read: {error}"
             raise ControlUnreachable(why) from error
+
+
+def _is_busy(error: ControlError) -> bool:
+    """Whether nobody has looked at the question: too many calls, or the gateway's own answer."""
+    if error.status == 429 or error.slug == "auth-unavailable":
+        return True
+    return error.slug == "" and error.status in (502, 503, 504)
 
 
 def _checked_against(ca: str | Path) -> ssl.SSLContext:

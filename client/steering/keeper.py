@@ -18,9 +18,10 @@ from rollout_worker.schemas import (
     RequireRequest,
     StageRequest,
     WakeRequest,
+    WeightsId,
 )
 
-from .barrier import POLL_SECONDS, Version
+from .barrier import POLL_SECONDS, Lost, Staged, Unusable, Version, progress_of
 from .control_ports import ControlPorts
 from .options import DirectOptions
 from .protocol import PoolState
@@ -114,15 +115,10 @@ class Keeper:
             return False
         identity = version.identity
         await control.require(RequireRequest(epoch=identity.epoch, min_version=identity.version))
-        slot = await control.stage(
+        await control.stage(
             StageRequest(epoch=identity.epoch, version=identity.version, source=version.source)
         )
-        until = time.monotonic() + SEED_SECONDS
-        while slot.phase == "Staging" and time.monotonic() < until:
-            await asyncio.sleep(POLL_SECONDS)
-            slot = (await control.state()).weights.staged or slot
-        if slot.phase != "Staged":
-            raise ControlError(409, "stage-failed", slot.error or "it was not staged in time")
+        await _until_staged(identity, control)
         await control.commit(self._options.commit_request(identity))
         return True
 
@@ -149,6 +145,25 @@ class Keeper:
             await self._seed(self.target, control)
         await _unless_held(control.wake(WakeRequest(tags=tags[1])))
         return None
+
+
+async def _until_staged(identity: WeightsId, control: WorkerControl) -> None:
+    """Wait until a replica has staged a version.
+
+    Raises:
+        ControlError: It can't, or took too long, or has lost it: the next look begins anew.
+    """
+    until = time.monotonic() + SEED_SECONDS
+    while time.monotonic() < until:
+        match progress_of(await control.state(), identity):
+            case Staged():
+                return
+            case Unusable(why):
+                raise ControlError(409, "stage-failed", why)
+            case Lost():
+                raise ControlError(409, "stage-failed", "it was restarted while it staged them")
+        await asyncio.sleep(POLL_SECONDS)
+    raise ControlError(409, "stage-failed", "it was not staged in time")
 
 
 async def _unless_held(wake: Awaitable[object]) -> None:

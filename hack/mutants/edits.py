@@ -158,7 +158,7 @@ class _Finder:
         given: list[ast.expr | ast.keyword] = [*node.args, *node.keywords]
         parts = [self._at(part) for part in given]
         for index, keyword in enumerate(node.keywords, len(node.args)):
-            if keyword.arg != "extra":
+            if keyword.arg != "extra" and not _names_a_task(node, keyword):
                 yield self._without(parts, index)
 
     def _dict(self, node: ast.Dict) -> Iterator[Edit]:
@@ -197,11 +197,11 @@ def _is_silent(node: ast.AST) -> bool:
     """What no test should hold: wording, logs, assertions, types."""
     if isinstance(node, ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
         return True
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
-        names = [n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)]
-        return isinstance(node.value.op, ast.BitOr) and all(n[:1].isupper() for n in names)
-    if isinstance(node, ast.If) and isinstance(node.test, ast.Name):
-        return node.test.id == "TYPE_CHECKING"
+    if isinstance(node, ast.Assign):
+        return _is_type(node.value)
+    if isinstance(node, ast.If):
+        checks_types = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        return checks_types or (not node.orelse and all(_is_silent(each) for each in node.body))
     if isinstance(node, ast.Expr):
         value = node.value
         return isinstance(value, ast.Constant) or (
@@ -211,6 +211,21 @@ def _is_silent(node: ast.AST) -> bool:
             and value.func.value.id == "logger"
         )
     return False
+
+
+def _names_a_task(call: ast.Call, keyword: ast.keyword) -> bool:
+    """A task's name is for whoever debugs it."""
+    made = isinstance(call.func, ast.Attribute) and call.func.attr == "create_task"
+    return made and keyword.arg == "name"
+
+
+def _is_type(value: ast.expr) -> bool:
+    """`One | Other` and `Literal[1, 2]`, which mean something to a type checker only."""
+    if isinstance(value, ast.Subscript):
+        return isinstance(value.value, ast.Name) and value.value.id == "Literal"
+    names = [n.id for n in ast.walk(value) if isinstance(n, ast.Name)]
+    joined = isinstance(value, ast.BinOp) and isinstance(value.op, ast.BitOr)
+    return joined and all(n[:1].isupper() for n in names)
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:

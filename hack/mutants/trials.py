@@ -22,7 +22,10 @@ from typing import Literal
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("operator", "worker", "client", "tests", "hack", "src", "examples", "pyproject.toml")
-LIBRARIES = ("pytest", "hypothesis", "pydantic", "aiohttp", "httpx", "kopf", "prometheus_client")
+LIBRARIES = (
+    *("pytest", "pytest_asyncio", "hypothesis", "pydantic", "aiohttp", "httpx", "kopf"),
+    *("prometheus_client", "numpy", "safetensors.numpy"),
+)
 ARGUMENTS = (
     "-x",
     "-q",

@@ -16,8 +16,12 @@ MANAGER = "rollout-operator"
 
 DATA_PORT = 8000
 CONTROL_PORT = 8001
+GANG_PORT = 8003
+"""Where the engines of a gang's pods find each other."""
 CONTROL_TLS_NAME = "rollout-worker"
 """The name for which the certificate of every control port is: pods are called by address."""
+CONTROL_TLS_CERT = "ROLLOUT_CONTROL_TLS_CERT_FILE"
+"""Variable of a worker whose control port speaks TLS only."""
 
 # Labels and annotations. The value of a label has at most 63 characters.
 LABEL_NAME = "app.kubernetes.io/name"
@@ -45,10 +49,13 @@ PROVEN = f"{GROUP}/proven"
 that fails long after it counts its failures from zero."""
 
 WORKER_CONTAINER = "worker"
+EXIT_GANG = 3
+"""Exit status of a worker that ends because another rank of its gang did."""
 
 MODEL_MOUNT = "/rollout/model"
 WEIGHTS_MOUNT = "/rollout/weights"
 SPILL_MOUNT = "/rollout/spill"
+GANG_MOUNT = "/rollout/gang"
 
 MAX_NAME = 50
 """Longest name of a RolloutReplica: `<name>-<replica ≤ 9998>-<rank ≤ 998>` stays ≤ 63 and the

@@ -73,6 +73,12 @@ def map_list(*keys: str) -> Extra:
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(keys)}
 
 
+def named_list(path: str) -> Extra:
+    """Make a list that is replaced as a whole and whose entries have names of their own."""
+    unique = "self.all(a, self.exists_one(b, b.name == a.name))"
+    return rules(cel(unique, f"{path}: two entries have the same name: rename one"), **ATOMIC_LIST)
+
+
 ATOMIC_LIST: Extra = {"x-kubernetes-list-type": "atomic"}
 ATOMIC_MAP: Extra = {"x-kubernetes-map-type": "atomic"}
 OPEN_OBJECT: Extra = {"x-kubernetes-preserve-unknown-fields": True}

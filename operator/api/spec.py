@@ -102,9 +102,23 @@ class RolloutReplicaSpec(ApiModel):
             path=".parallelism",
         ),
         cel(
+            "self.engine.type != 'sglang' || self.parallelism.pipeline == 1",
+            "spec.parallelism.pipeline: engine sglang cannot pause a pipeline for an update: set it to "
+            "1 and raise tensor",
+            path=".parallelism",
+        ),
+        cel(
             "self.engine.type != 'sglang' || self.parallelism.data == 1",
             "spec.parallelism.data: engine sglang updates no weights of data-parallel ranks: set it "
             "to 1 and raise replicas",
+            path=".parallelism",
+        ),
+        cel(
+            "self.engine.type != 'vllm' || self.parallelism.data == 1 || self.parallelism.nodes == 1",
+            "'spec.parallelism.data: engine vllm spreads data-parallel ranks within one pod, not %d over "
+            "%d pods: set data or nodes to 1 and raise replicas'"
+            ".format([self.parallelism.data, self.parallelism.nodes])",
+            expression=True,
             path=".parallelism",
         ),
         cel(

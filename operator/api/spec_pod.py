@@ -21,6 +21,7 @@ from .schema import (
     cel,
     checked,
     map_list,
+    named_list,
     rules,
 )
 from .spec_containers import InitContainer, OpenObject, PodClaim, Sidecar, WorkerContainer
@@ -64,7 +65,7 @@ class Resources(ApiModel):
         default=(),
         max_length=16,
         description="ResourceClaims (DRA) whose devices the container uses.",
-        json_schema_extra=map_list("name"),
+        json_schema_extra=named_list("spec.resources.claims"),
     )
 
 
@@ -226,14 +227,14 @@ class PodTemplate(ApiModel):
         default=(),
         max_length=16,
         description="Containers that end before the worker starts, as in a pod spec. They may mount the "
-        "operator's volumes: rollout-tmp, rollout-spill, rollout-model, rollout-weights.",
-        json_schema_extra=map_list("name"),
+        "operator's volumes: rollout-tmp, rollout-spill, rollout-shm, rollout-gang, rollout-model, rollout-weights.",
+        json_schema_extra=named_list("spec.podTemplate.initContainers"),
     )
     sidecars: tuple[Sidecar, ...] = Field(
         default=(),
         max_length=16,
         description="Containers that run beside the worker, as in a pod spec; they end after it.",
-        json_schema_extra=map_list("name"),
+        json_schema_extra=named_list("spec.podTemplate.sidecars"),
     )
     container: WorkerContainer = Field(
         default=WorkerContainer(), description="The worker's own container."
@@ -243,7 +244,7 @@ class PodTemplate(ApiModel):
         max_length=16,
         description="ResourceClaims (DRA) of the pods; spec.resources.claims says which the worker uses. "
         "Kubernetes before 1.34 drops them without a word, unless DRA is turned on there.",
-        json_schema_extra=map_list("name"),
+        json_schema_extra=named_list("spec.podTemplate.resourceClaims"),
     )
     host_network: bool | None = Field(
         default=None,

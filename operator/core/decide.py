@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rollout_operator.api.spec import RolloutReplicaSpec, State
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_worker.schemas import WorkerState
@@ -14,7 +16,7 @@ from .report import build_status
 from .updates.decide import plan_weights
 from .updates.weights_plan import WeightsPlan, target_of
 from .view import View
-from .world import Observed, is_loaded
+from .world import UNKNOWN, Observed, Pod, is_loaded
 
 KUBELET_SECONDS = 30.0
 """How long a pod whose gate is on may take to be Ready before something is wrong with it."""
@@ -79,7 +81,15 @@ def _heads(spec: RolloutReplicaSpec, seen: Observed) -> dict[str, Head]:
         return {}
     found = (p for p in seen.pods if p.rank == 0 and not p.deleting and p.owned)
     wanted = sorted((p for p in found if p.replica < spec.replicas), key=lambda p: p.replica)
-    return {pod.uid: Head(pod, seen.worker(pod)) for pod in wanted}
+    return {pod.uid: _head(seen, pod) for pod in wanted}
+
+
+def _head(seen: Observed, pod: Pod) -> Head:
+    """A head with its gang; what it says once a member has ended is of no use to anybody."""
+    beside = (p for p in seen.pods if p.replica == pod.replica and p.rank and p.owned)
+    members = sorted((p for p in beside if not p.deleting), key=lambda p: p.rank)
+    head = Head(pod, seen.worker(pod), tuple(members))
+    return replace(head, worker=UNKNOWN) if head.lost else head
 
 
 def _was_at_rest(spec: RolloutReplicaSpec, stored: RolloutReplicaStatus) -> bool:
@@ -91,7 +101,7 @@ def _healthy(spec: RolloutReplicaSpec, heads: dict[str, Head]) -> frozenset[int]
     """Replicas whose head does what spec asks for, or would if nobody else held it."""
 
     def works(head: Head) -> bool:
-        if spec.state is State.ACTIVE and head.pod.ready:
+        if spec.state is State.ACTIVE and head.pod.ready and not head.finished:
             return True
         return head.worker.state is not None and _rests(spec, head.worker.state)
 

@@ -208,7 +208,7 @@ def _first_wait(view: View) -> str:
             if waited is not None:
                 return f"pod {waited!r} of a deleted RolloutReplica of this name has yet to go"
             return f"replica {index} has no pod yet"
-        if not head.pod.ready:
+        if not head.pod.ready or head.finished:
             between = ":" if head.pod.trouble else ""
             return f"{head.pod.name}{between} {waits_for(head)}"
     return ""
@@ -217,13 +217,17 @@ def _first_wait(view: View) -> str:
 def waits_for(head: Head) -> str:
     """What a head is doing, for a person; empty if it serves."""
     state = head.worker.state
-    if head.pod.ready and head.pod.gate:
+    if head.serves:
         return ""
     if head.pod.trouble:
         return head.pod.trouble
+    if trouble := _troubled_member(head):
+        return trouble
     if state is None:
-        if not head.pod.started:
-            return "is waiting for its container" if head.pod.node else "is not scheduled yet"
+        for pod in (head.pod, *head.members):
+            if not pod.started:
+                what = "is waiting for its container" if pod.node else "is not scheduled yet"
+                return what if pod is head.pod else f"waits for {pod.name}, which {what}"
         return f"does not answer yet ({head.worker.error})" if head.worker.error else "is starting"
     if state.progress is not None:
         told = state.progress.fraction is None or "%" in state.progress.message
@@ -236,6 +240,15 @@ def waits_for(head: Head) -> str:
     if staged is not None and staged.phase == "Staging":
         return f"is staging weights ({staged.epoch}, {staged.version})"
     return f"is {state.lifecycle}" + ("" if state.serving else " but does not serve yet")
+
+
+def _troubled_member(head: Head) -> str:
+    """Which member keeps a head from serving, as far as its pod says so."""
+    for member in head.members:
+        if member.trouble or member.finished:
+            verb = "lost" if member.finished else "waits for"
+            return f"{verb} {member.name}: {member.trouble or 'it has ended'}"
+    return ""
 
 
 CHECKS: tuple[Check, ...] = (

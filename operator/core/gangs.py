@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from rollout_operator.api import names
 from rollout_operator.api.revision import is_current
 from rollout_operator.api.spec import RolloutReplicaSpec
 
@@ -103,7 +104,7 @@ def plan_pods(
     for gang in gangs.values():
         if spec.suspend or gang.index >= spec.replicas:
             reason = "the pool is suspended" if spec.suspend else "scaled down"
-            _delete_all(spec, gang.living, plan, reason)
+            _let_go(spec, gang, plan, reason)
     harmless = list(plan.delete)
     if not spec.suspend:
         for gang in gangs.values():
@@ -155,6 +156,17 @@ def force(pod: Pod) -> DeletePod:
     return DeletePod(pod.name, pod.uid, 0, "it outlived its grace period", forced=True)
 
 
+def _let_go(spec: RolloutReplicaSpec, gang: Gang, plan: PodPlan, reason: str) -> None:
+    """Delete a gang, its members once nothing of it drains any more: they run the head's requests."""
+    head = next((p for p in gang.pods if p.rank == 0 and p.owned), None)
+    members = [p for p in gang.living if p is not head]
+    whole = len(members) == gang.size - 1 and not any(p.finished for p in members)
+    if head is not None and not head.finished and whole:
+        _delete_all(spec, [] if head.deleting else [head], plan, reason)
+    else:
+        _delete_all(spec, gang.living, plan, reason)
+
+
 def _delete_all(spec: RolloutReplicaSpec, pods: Sequence[Pod], plan: PodPlan, reason: str) -> None:
     plan.delete += [DeletePod(p.name, p.uid, _grace(spec, p), reason) for p in pods if p.owned]
 
@@ -171,20 +183,29 @@ def _keep_whole(
 ) -> None:
     """Replace a gang that failed or lost a pod; create a missing one."""
     failed = [p for p in gang.living if p.finished]
-    if failed:
+    going = len(gang.living) < len(gang.pods)
+    missing = {*range(gang.size)} - {p.rank for p in gang.pods}
+    if going:
+        # What ends beside a pod that somebody deletes ends because of it: that is no failure.
+        _let_go(spec, gang, plan, "its replica lost a pod and restarts as a whole")
+    elif failed:
         _replace_failed(spec, seen, gang, failed, now, plan, wait)
-    elif gang.pods and not gang.complete:
-        if gang.size == 1:
-            return  # its one pod is terminating; the next pass creates the new one
-        missing = {*range(gang.size)} - {p.rank for p in gang.pods}
-        if missing and not any(p.started or p.deleting for p in gang.pods):
+    elif gang.pods and missing:
+        if _never_came(seen, gang, missing) or not any(p.started for p in gang.pods):
             restarts = max(p.restarts for p in gang.pods)
             plan.create += [CreatePod(gang.index, r, restarts) for r in sorted(missing)]
         else:
-            _delete_all(spec, gang.living, plan, "its replica lost a pod and restarts as a whole")
+            _let_go(spec, gang, plan, "its replica lost a pod and restarts as a whole")
     elif not gang.pods and not any(p.replica == gang.index for p in seen.predecessors):
         restarts = seen.restarts_of.get(gang.index, 0)
         plan.create += [CreatePod(gang.index, r, restarts) for r in range(gang.size)]
+
+
+def _never_came(seen: Observed, gang: Gang, missing: set[int]) -> bool:
+    """The API server has refused these ranks so far: the others wait for them, and lost none."""
+    refused = seen.conflicts.keys() | seen.rejections.keys()
+    wanted = {f"pod/{names.pod_name(seen.name, gang.index, rank)}" for rank in missing}
+    return wanted <= refused
 
 
 def _replace_failed(
@@ -196,10 +217,13 @@ def _replace_failed(
     plan: PodPlan,
     wait: Wait,
 ) -> None:
-    pod = failed[0]
+    # Who ended first says why; the clocks of nodes differ, but who followed says so itself.
+    pod = min(failed, key=lambda p: (p.followed, p.ended_at, p.rank))
     count = failures(spec, seen, gang, pod) + 1
     policy = spec.restart_policy
     why = pod.trouble or f"pod {pod.name!r} ended with phase {pod.phase}"
+    if gang.size > 1 and pod.trouble:
+        why = f"{pod.name}: {why}"
     if policy.max_restarts is not None and count > policy.max_restarts:
         plan.exhausted[gang.index] = (
             f"replica {gang.index} failed {count} times (maxRestarts {policy.max_restarts}): {why}; "
@@ -264,4 +288,4 @@ def _roll(
             budget -= 1
         elif gang.index in settling and budget < 0:
             continue  # with those that are down already it would be one too many
-        _delete_all(spec, gang.living, plan, "its pod template is outdated")
+        _let_go(spec, gang, plan, "its pod template is outdated")

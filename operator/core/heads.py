@@ -30,6 +30,23 @@ class Head:
 
     pod: Pod
     worker: Worker
+    members: tuple[Pod, ...] = ()
+    """The other pods of its gang that are not being deleted, by rank."""
+
+    @property
+    def lost(self) -> Pod | None:
+        """A member that has ended: no engine goes on without one of its ranks."""
+        return next((pod for pod in self.members if pod.finished), None)
+
+    @property
+    def finished(self) -> bool:
+        """It has ended, or its gang has: it comes back as new pods only."""
+        return self.pod.finished or self.lost is not None
+
+    @property
+    def serves(self) -> bool:
+        """It is in the data Service."""
+        return self.pod.ready and self.pod.gate and not self.finished
 
     @property
     def boot(self) -> str | None:
@@ -40,12 +57,12 @@ class Head:
     def has(self) -> WeightsId | None:
         """Identity of its weights as its last answer says."""
         active = self.worker.last.weights.active if self.worker.last else None
-        return None if active is None or self.pod.finished else active.identity
+        return None if active is None or self.finished else active.identity
 
     @property
     def silent(self) -> bool:
         """Its process may live, and does not answer: nothing is known of it."""
-        return self.worker.state is None and not self.pod.finished
+        return self.worker.state is None and not self.finished
 
     @property
     def staged(self) -> StagedWeights | None:
@@ -75,7 +92,7 @@ class Head:
         Silence proves nothing: of who is silent the last answer counts, and if this process has
         heard none, whether it ever was in the Service.
         """
-        if self.pod.finished:
+        if self.finished:
             return False
         if self.worker.last is not None:
             return _serves(self.worker.last, committed)

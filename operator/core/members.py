@@ -249,6 +249,8 @@ class MemberPlanner:
         active = self.spec.state is State.ACTIVE and not self.spec.suspend
         if leaving:
             return self._off(head, "it is being deleted")
+        if head.lost is not None:
+            return self._off(head, f"{head.lost.name} of its gang has ended")
         if not active:
             return self._off(head, "the pool is not active") or self._prove(head)
         if pod.uid in self.weights.out_of_service:

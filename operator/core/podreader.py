@@ -64,6 +64,7 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         node=(obj.get("spec") or {}).get("nodeName"),
         restarts=restarts,
         retry=notes.get(names.ANNOTATION_RETRY, ""),
+        followed=_has_followed(status),
         finished_at=max(_ends(status), default=None),
         last_known_at=_last_known(meta, status),
         trouble=_trouble(status, conditions),
@@ -96,6 +97,16 @@ def _ends(status: Obj) -> list[float]:
     )
     ends = (timestamp((state.get("terminated") or {}).get("finishedAt")) for state in states)
     return [end for end in ends if end]
+
+
+def _has_followed(status: Obj) -> bool:
+    """Whether the worker says by its exit status that it gave its gang up."""
+    return any(
+        container["name"] == names.WORKER_CONTAINER
+        and ((container.get("state") or {}).get("terminated") or {}).get("exitCode")
+        == names.EXIT_GANG
+        for container in status.get("containerStatuses") or ()
+    )
 
 
 def _has_run(status: Obj) -> bool:

@@ -245,14 +245,14 @@ def _member(head: Head) -> Member:
         state=state.lifecycle if state else told,
         epoch=active.epoch if active else None,
         version=active.version if active else None,
-        ready=pod.ready and pod.gate,
+        ready=head.serves,
         restarts=pod.restarts,
         message=waits_for(head),
     )
 
 
 def _members(view: View) -> tuple[Member, ...]:
-    order = sorted(view.heads.values(), key=lambda h: (h.pod.ready and h.pod.gate, h.pod.replica))
+    order = sorted(view.heads.values(), key=lambda h: (h.serves, h.pod.replica))
     return tuple(_member(head) for head in order[:MAX_MEMBERS])
 
 

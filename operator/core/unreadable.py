@@ -40,7 +40,7 @@ def status_kept_as_is(
     kept = dict(pool["status"])
     found = kept.get("conditions")
     others = [c for c in found if not _is_degraded(c)] if isinstance(found, list) else []
-    kept["conditions"] = [*others, degraded.model_dump(mode="json", by_alias=True)]
+    kept["conditions"] = [*others, degraded.model_dump(by_alias=True)]
     return kept
 
 

@@ -36,7 +36,7 @@ class View:
     @property
     def ready(self) -> int:
         """Replicas whose head is Ready: it serves."""
-        return sum(h.pod.ready and h.pod.gate for h in self.heads.values())
+        return sum(h.serves for h in self.heads.values())
 
     def count(self, lifecycle: Lifecycle) -> int:
         """Replicas whose worker says that it is in this state."""
@@ -49,7 +49,7 @@ class View:
     def unknown(self) -> int:
         """Replicas that did once what was asked of them and do not say what they do now."""
         return sum(
-            h.worker.state is None and h.pod.proven_since is not None and not h.pod.finished
+            h.worker.state is None and h.pod.proven_since is not None and not h.finished
             for h in self.heads.values()
         )
 

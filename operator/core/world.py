@@ -44,6 +44,8 @@ class Pod:
     """Failures of this replica that were answered by a new pod before this one."""
     retry: str = ""
     """Value of the retry annotation of the object when the pod was made."""
+    followed: bool = False
+    """Its worker ended because another rank of its gang had."""
     finished_at: float | None = None
     """When its last container ended, if it ran any."""
     last_known_at: float = 0.0

@@ -94,10 +94,10 @@ def show_figures(ctx: Context, key: Key, pool: Obj, status: RolloutReplicaStatus
 
 def _changed(condition: PoolCondition, before: PoolCondition | None) -> bool:
     """Another status; or degraded for another reason."""
-    if condition.status != (before.status if before else "False"):
-        return True
+    if before is None:
+        return condition.status != "False"
     degraded = condition.type == Condition.DEGRADED and condition.status == "True"
-    return degraded and before is not None and before.reason != condition.reason
+    return condition.status != before.status or (degraded and condition.reason != before.reason)
 
 
 def _event_of(condition: PoolCondition) -> tuple[EventType, str] | None:

@@ -192,7 +192,7 @@ class Poller:
             head.answered_at = self._clock()
             head.failures = 0
         else:
-            changed = (error is None) != (head.error is None) or head.failures == 0
+            changed = head.failures == 0
             head.failures += 1
         head.error = error
         stale = self._is_stale(head)

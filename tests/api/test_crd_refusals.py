@@ -74,6 +74,22 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "spec.podTemplate.sidecars and initContainers share their names: rename one container",
     ),
+    "two init containers of a name": (
+        template(initContainers=[{"name": "a", "image": "x"}, {"name": "a", "image": "y"}]),
+        "spec.podTemplate.initContainers: two entries have the same name: rename one",
+    ),
+    "two sidecars of a name": (
+        template(sidecars=[{"name": "a", "image": "x"}, {"name": "a", "image": "y"}]),
+        "spec.podTemplate.sidecars: two entries have the same name: rename one",
+    ),
+    "two claims of a name": (
+        template(resourceClaims=[{"name": "a", "resourceClaimName": "b"}] * 2),
+        "spec.podTemplate.resourceClaims: two entries have the same name: rename one",
+    ),
+    "a claim used twice": (
+        {"resources": {"claims": [{"name": "a"}, {"name": "a"}]}},
+        "spec.resources.claims: two entries have the same name: rename one",
+    ),
     "sidecar that ends": (
         template(sidecars=[{"name": "a", "image": "x", "restartPolicy": "Never"}]),
         "spec.podTemplate.sidecars[0].restartPolicy: Unsupported value",
@@ -162,9 +178,22 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "engine hf runs on one device, not 2: set tensor, pipeline and data to 1 or choose "
         "another engine",
     ),
+    "sglang with a pipeline": (
+        {"engine": {"type": "sglang"}, "accelerator": GPU, "parallelism": {"pipeline": 2}},
+        "engine sglang cannot pause a pipeline for an update: set it to 1 and raise tensor",
+    ),
     "sglang with data-parallel ranks": (
         {"engine": {"type": "sglang"}, "accelerator": GPU, "parallelism": {"data": 2}},
         "engine sglang updates no weights of data-parallel ranks: set it to 1 and raise replicas",
+    ),
+    "vllm with data-parallel ranks over pods": (
+        {
+            "engine": {"type": "vllm"},
+            "accelerator": GPU,
+            "parallelism": {"tensor": 4, "data": 2, "nodes": 4},
+        },
+        "engine vllm spreads data-parallel ranks within one pod, not 2 over 4 pods: set data or "
+        "nodes to 1 and raise replicas",
     ),
     "CPU with a world": (
         {"engine": {"type": "vllm"}, "parallelism": {"tensor": 4}},

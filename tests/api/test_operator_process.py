@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from clusters import await_crd
 from localkube import Cluster
 from localkube.processes import recorded
 from manifests import pool, text
@@ -247,9 +248,7 @@ def test_a_crd_that_goes_and_comes_back_is_served_again(cluster: Cluster, start:
     until_sync(lambda: f"{NAMESPACE}/math 0 False" in process.passes(), 10, what="the pool's end")
     time.sleep(3)  # the streams notice and fail
     cluster.kubectl("apply", "--server-side", "-f", crd)
-    cluster.kubectl(
-        "wait", "--for=condition=Established", "crd/rolloutreplicas.rollout.dev", "--timeout=30s"
-    )
+    await_crd(cluster)
     cluster.kubectl("-n", NAMESPACE, "create", "-f", "-", input=text(pool("math")))
     until_sync(lambda: message(cluster) == "0 pods", 60, what="the new pool's first pass")
     before = len(process.passes())

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from charts import CHART, NAMESPACE, RELEASE, VALUES, case, one
-from clusters import control_plane
+from clusters import await_crd, control_plane
 from localkube import Cluster
 from manifests import pool, text
 from waiting import until_sync
@@ -73,7 +73,7 @@ def test_install_upgrade_uninstall(cluster: Cluster) -> None:
     where = ("--namespace", NAMESPACE)
     cluster.helm("install", RELEASE, CHART, *where)
     # Strict validation takes the CRD as soon as it is established.
-    cluster.kubectl("wait", "--for=condition=Established", "crd/rolloutreplicas.rollout.dev")
+    await_crd(cluster)
     cluster.kubectl("-n", NAMESPACE, "apply", "-f", "-", input=text(pool("demo")))
     everything = installed(cluster)
     assert {kind.partition("/")[0] for kind in everything} >= {"deployment", "service", "configmap"}

@@ -13,7 +13,7 @@ import transformers
 from engines import request, run_all, serving, update
 from reference import Reference
 from rollout_worker.engine import EngineError, WeightsRejected
-from rollout_worker.updates.slot import fill
+from rollout_worker.sources.filling import fill
 
 COMMON: dict[str, Any] = {
     "vocab_size": 128,
@@ -83,7 +83,7 @@ async def test_batches_equal_transformers_own(tmp_path: Path, name: str, attenti
             )
         if name in CONVERTED:
             with pytest.raises(WeightsRejected, match="converts this model"):
-                await fill(engine, info.layout, (second, ()), lambda _: None)
+                await fill(engine.open_slot, info.layout, (second, ()), lambda _: None)
             return
         await update(engine, second)
         updated = await run_all(engine, wanted)

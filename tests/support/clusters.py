@@ -66,3 +66,13 @@ def remove_left_behind() -> None:
             match = _OURS.fullmatch(name)
             if match and not Path("/proc", match["pid"]).exists():
                 Cluster.remove(name)
+
+
+def await_crd(cluster: Cluster, seconds: float = 30) -> None:
+    """Wait until the API server serves the CustomResourceDefinition.
+
+    By a path: `--for=condition=` fails at once on a definition that has no conditions yet.
+    """
+    path = "jsonpath={.status.conditions[?(@.type=='Established')].status}=True"
+    crd = "crd/rolloutreplicas.rollout.dev"
+    cluster.kubectl("wait", f"--for={path}", crd, f"--timeout={seconds:g}s", timeout=seconds + 30)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from rollout_client import (
     DirectOptions,
@@ -17,6 +18,7 @@ from rollout_client import (
     WeightsId,
 )
 from rollout_client.discovery.members import Member
+from rollout_client.steering import control_ports, keeper
 from rollout_client.steering.direct import DirectSteering
 from rollout_worker.schemas import WeightsSource
 from scripted_control import ScriptedControl, scripted_controls
@@ -98,9 +100,44 @@ async def test_all_stage_then_all_commit_and_all_are_fenced(steered: Steered) ->
     assert (steered.told[-1].done, steered.told[-1].total) == (2, 2)
 
 
+@pytest.mark.parametrize("verb", ["state", "stage", "commit", "require"])
+@pytest.mark.parametrize("answer", [(429, "queue-full"), (503, "auth-unavailable"), (502, "")])
+async def test_a_busy_control_port_is_asked_again(
+    steered: Steered, verb: str, answer: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_ports, "AGAIN_SECONDS", 0.01)
+    steered.controls[1].busy[verb] = [answer] * 2
+    assert await steered.publish() == "2 of 2 replicas serve weights (1, 5)"
+    assert not steered.controls[1].busy[verb], "it was busy"
+
+
+async def test_one_that_stays_busy_ends_the_publish(
+    steered: Steered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_ports, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(control_ports, "BUSY_SECONDS", 0.1)
+    steered.controls[1].refuse["state"] = (429, "queue-full")
+    with pytest.raises(SteeringFailed, match="no state: queue-full"):
+        await steered.publish()
+
+
 async def test_a_commit_drains_no_longer_than_the_publish_may_take(steered: Steered) -> None:
     await steered.publish(seconds=3)
     assert 1 < steered.controls[0].body("commit")["deadline_seconds"] < 3
+
+
+async def test_a_worker_that_commits_at_the_last_moment_has_time_to_say_so(
+    steered: Steered,
+) -> None:
+    slow = steered.controls[0]
+
+    async def late(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        await asyncio.sleep(body["deadline_seconds"] + 0.3)
+        return await slow._answer(request)
+
+    slow.server.answers["POST", "/v1/weights/commit"] = late
+    assert await steered.publish(seconds=2) == "2 of 2 replicas serve weights (1, 5)"
 
 
 async def test_who_sleeps_is_fenced_and_gets_them_later(steered: Steered) -> None:
@@ -140,6 +177,32 @@ async def test_a_commit_that_one_refuses_goes_on(steered: Steered) -> None:
     assert bad.body("require") == {"epoch": 1, "min_version": 5}
     del bad.refuse["commit"]
     await until(lambda: bad.active == (1, 5), what="the keeper to seed it")
+
+
+async def test_who_is_restarted_while_it_is_given_the_weights_gets_them_all_the_same(
+    steered: Steered,
+) -> None:
+    await steered.publish()
+    behind = steered.controls[0]
+    behind.active, behind.phase = (1, 3), "Staging"
+    asked = behind.verbs.count("stage")
+    await until(lambda: behind.verbs.count("stage") > asked, what="the keeper to seed it")
+    behind.slot = None
+    behind.phase = "Staged"
+    await until(lambda: behind.active == (1, 5), what="the keeper to seed it again")
+
+
+async def test_who_can_not_use_the_weights_is_told_of_and_tried_again(
+    steered: Steered, caplog: pytest.LogCaptureFixture
+) -> None:
+    await steered.publish()
+    behind = steered.controls[0]
+    behind.active, behind.phase, behind.error = (1, 3), "Failed", "no such tensor"
+    said = "w0 lacks the pool's weights or state: 409 stage-failed: no such tensor"
+    await until(lambda: said in caplog.messages, what=said)
+    assert behind.active == (1, 3)
+    behind.phase = "Staged"
+    await until(lambda: behind.active == (1, 5), what="the keeper to seed it")
 
 
 async def test_a_commit_that_nobody_answers_fails_but_holds(steered: Steered) -> None:
@@ -188,7 +251,7 @@ async def test_states_reach_all_that_answer(steered: Steered) -> None:
         woken = [body for verb, body in each.bodies if verb == "wake"]
         assert woken == [{"tags": ["weights"]}, {"tags": ["kv_cache"]}]
         assert each.body("pause")["deadline_seconds"] == 7
-    await steered.direct.change_state("Active", 10)
+    assert await steered.direct.change_state("Active", 10) == 2
     assert [each.holds for each in steered.controls] == [[], []]
     assert [each.verbs[-1] for each in steered.controls] == ["resume", "resume"]
 
@@ -207,6 +270,47 @@ async def test_who_was_restarted_comes_back_to_the_pools_state(steered: Steered)
     await steered.direct.change_state("Paused", 10)
     steered.controls[0].holds = []
     await until(lambda: steered.controls[0].holds == ["Paused"], what="the keeper to pause it")
+
+
+async def test_an_order_that_comes_after_a_newer_one_is_undone(steered: Steered) -> None:
+    """The keeper pauses a replica that was restarted, while the user resumes the pool."""
+    await steered.direct.change_state("Paused", 10)
+    control, reached, go = steered.controls[0], asyncio.Event(), asyncio.Event()
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        reached.set()
+        await go.wait()
+        return await control._answer(request)
+
+    control.server.answers["POST", "/v1/pause"] = slow
+    control.holds = []
+    await asyncio.wait_for(reached.wait(), 10)
+    await steered.direct.change_state("Active", 10)
+    go.set()
+    await until(lambda: control.verbs.count("pause") == 2 and not control.holds, what="the end")
+
+
+async def test_who_stages_for_too_long_is_given_up_until_the_next_look(
+    steered: Steered, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper, "SEED_SECONDS", 0.2)
+    await steered.publish()
+    behind = steered.controls[1]
+    behind.active, behind.phase = (1, 3), "Staging"
+    said = "w1 lacks the pool's weights or state: 409 stage-failed: it was not staged in time"
+    await until(lambda: said in caplog.messages, what=said)
+    assert behind.active == (1, 3)
+
+
+async def test_the_keeper_leaves_alone_who_sleeps_or_lacks_nothing(steered: Steered) -> None:
+    asleep, newer = steered.controls
+    await steered.publish()
+    asleep.active, asleep.resident, newer.active = (1, 3), False, (1, 6)
+    before = [list(each.verbs) for each in steered.controls]
+    count = len(steered.serving)
+    await steered.direct._keeper._look()
+    assert [each.verbs for each in steered.controls] == before
+    assert len(steered.serving) == count
 
 
 async def test_a_token_that_can_not_be_read_for_a_while_ends_no_care(tmp_path: Path) -> None:
@@ -245,8 +349,9 @@ async def test_a_state_that_one_refuses_fails_and_one_that_is_held_does_not(
 
 async def test_one_that_is_dead_is_no_reason_to_fail(steered: Steered) -> None:
     steered.members.append(Member("http://w2:8000", "w2", "http://127.0.0.1:9"))
-    await steered.direct.change_state("Asleep", 10)
+    assert await steered.direct.change_state("Asleep", 10) == 0, "nobody serves"
     assert [each.holds for each in steered.controls] == [["Asleep"], ["Asleep"]]
+    assert await steered.direct.change_state("Active", 10) == 2, "two of three serve"
 
 
 async def test_closing_ends_the_care(steered: Steered) -> None:

@@ -18,7 +18,7 @@ from rollout_client.discovery.members import Member
 from rollout_client.routing.balancer import Balancer
 from rollout_client.routing.bounds import Bounds
 from rollout_client.routing.connections import Connections
-from rollout_client.routing.health import Health, pause_after
+from rollout_client.routing.health import WEIGHTS_PAUSE, Health, pause_after
 from rollout_client.routing.router import Lease, Router
 from waiting import until
 
@@ -198,9 +198,11 @@ async def test_who_does_not_serve_is_not_asked_again_at_once(watched: Watched) -
 
 async def test_who_is_too_old_for_somebody_is_asked_until_it_is_not(watched: Watched) -> None:
     watched.record.active = WeightsId(epoch=1, version=3)
+    began = time.monotonic()
     async with watching(watched):
         waiting = asyncio.create_task(watched.router.choose(None, time.monotonic() + 30, FLOOR))
         await until(lambda: watched.asked("/v1/weights") == 2, what="two looks at its weights")
+        assert time.monotonic() - began >= WEIGHTS_PAUSE
         assert not waiting.done()
         assert watched.record.active == WeightsId(epoch=1, version=4)
         watched.server.answer("GET", "/v1/weights", weights(5))

@@ -114,6 +114,20 @@ async def test_at_its_time_a_request_is_told_why_nobody_took_it() -> None:
     assert router(1).reasons(FLOOR) == "w0: serves"
 
 
+async def test_who_may_never_know_the_members_is_told_at_once() -> None:
+    made = Router(Balancer(), lambda: "discovery: 403", look_seconds=60, refused=lambda: True)
+    with pytest.raises(NoReplica, match="no members have been discovered; discovery: 403"):
+        await asyncio.wait_for(made.choose(None, later(30)), 10)
+
+
+async def test_members_that_are_known_are_waited_for_though_no_more_may_be_found() -> None:
+    made = Router(Balancer(), look_seconds=0.05, refused=lambda: True)
+    made.balancer.set_members(members(1), 0.0)
+    now = time.monotonic()
+    made.balancer.exclude(URL, "its queue is full", now, now + 0.2)
+    assert (await asyncio.wait_for(made.choose(None, later(30)), 10)).url == URL
+
+
 async def test_an_exact_version_that_all_have_passed_is_refused_at_once() -> None:
     made = router(1)
     made.balancer.saw_weights(URL, WeightsId(epoch=1, version=5))

@@ -31,7 +31,7 @@ from rollout_operator.telemetry import Telemetry as OperatorTelemetry
 from rollout_worker import schemas
 from rollout_worker.conversation.record import Counter
 from rollout_worker.core.states import MOVES
-from rollout_worker.engine import Engine, Entry, Sink, TensorSpec
+from rollout_worker.engine import Entry, Sink, TensorSpec
 from rollout_worker.engines import checkpoint, fitting, folder, mapped, room, stopping
 from rollout_worker.lifecycle import governor, supervisor
 from rollout_worker.observe.telemetry import Telemetry as WorkerTelemetry
@@ -42,8 +42,8 @@ from rollout_worker.requests import flights
 from rollout_worker.service import Worker
 from rollout_worker.settings import FLAGS, add_flags, parse
 from rollout_worker.sources import files as checkpoints
+from rollout_worker.sources.filling import fill
 from rollout_worker.updates import commits
-from rollout_worker.updates.slot import fill
 from rollout_worker.wire.problems import KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -321,7 +321,7 @@ async def test_the_code_about_sinks_can_be_filled(tmp_path: Path) -> None:
             return cast("Sink", sink)
 
     layout = checkpoint.layout_of(checkpoints.open_source(tmp_path).entries)
-    await fill(cast("Engine", Giver()), layout, (tmp_path, ()), lambda _: None)
+    await fill(Giver().open_slot, layout, (tmp_path, ()), lambda _: None)
     assert bytes(sink.tensors["w"]) == have.tobytes()
     assert (sink.sealed, sink.nbytes) == (True, 24)
     sink.close()
@@ -428,8 +428,8 @@ def test_decision_006_says_who_has_the_one_torch() -> None:
     together, _, alone = text.partition("The GPU images'")
     wanted = _pins("constraints.txt")
     assert set(wanted) == {"torch", "transformers"}
-    locked = {path.name for path in (ROOT / "requirements").glob("*.txt")} - {"constraints.txt"}
-    locked = {name for name in locked if not name.endswith("-overrides.txt")}
+    locked = {path.name for path in (ROOT / "requirements").glob("*.txt")}
+    locked = {name for name in locked if not name.endswith(("constraints.txt", "-overrides.txt"))}
     assert {name for name in locked if f"`{name}`" in text} == locked
     for name in locked:
         pins = _pins(name)

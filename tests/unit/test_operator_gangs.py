@@ -223,13 +223,76 @@ def test_a_gang_of_which_one_goes_is_not_made_again_meanwhile() -> None:
     assert not found.delete
 
 
+@pytest.mark.parametrize(
+    "change", [{"replicas": 0}, {"suspend": True}, {}], ids=["scaled", "suspended", "by-hand"]
+)
+def test_members_go_when_their_head_has_drained(change: dict[str, Any]) -> None:
+    spec = spec_of(**{"replicas": 1, **change}, **GANG)
+    head, *members = (pod(spec, rank=r) for r in range(3))
+    if change:
+        found, _ = plan(spec, head, *members)
+        assert [name for name, _ in deleted(found)] == ["pool-0-0"]
+    going = replace(head, deletion_at=NOW + 5)
+    found, _ = plan(spec, going, *members)
+    assert not found.delete, "they run the requests that it drains"
+    ended = replace(going, phase="Failed", finished_at=NOW)
+    for pods in ([ended, *members], members):
+        found, _ = plan(spec, *pods)
+        assert deleted(found) == [("pool-0-1", None), ("pool-0-2", None)]
+        assert not found.create
+        assert not found.restarts
+
+
+def test_what_ends_beside_a_pod_that_is_deleted_has_not_failed() -> None:
+    """It ends because of that; nothing is counted, and nobody waits for a back-off."""
+    spec = spec_of(replicas=1, **GANG)
+    going = pod(spec, rank=0, deletion_at=NOW + 5, restarts=3)
+    follows = pod(spec, rank=1, phase="Failed", finished_at=NOW, restarts=3)
+    found, _ = plan(spec, going, follows, pod(spec, rank=2, restarts=3))
+    assert deleted(found) == [("pool-0-1", 0), ("pool-0-2", None)]
+    assert (found.restarts, found.backing_off) == ({}, {})
+    found, _ = plan(spec, replace(follows, rank=0, name="pool-0-0"), replace(going, rank=1))
+    assert (found.restarts, found.backing_off) == ({}, {}), "nor where it is a member that goes"
+
+
 def test_a_whole_gang_dies_with_one() -> None:
     spec = spec_of(replicas=1, **GANG)
     dead = pod(spec, rank=1, phase="Failed", finished_at=NOW, restarts=0, trouble="exit code 1")
     found, _ = plan(spec, pod(spec, rank=0), dead, pod(spec, rank=2))
     assert deleted(found) == [("pool-0-0", None), ("pool-0-1", 0), ("pool-0-2", None)]
     assert found.restarts == {0: 1}
-    assert {d.reason for d in found.delete} == {"its replica failed (exit code 1)"}
+    assert {d.reason for d in found.delete} == {"its replica failed (pool-0-1: exit code 1)"}
+
+
+def test_who_ended_first_says_why_a_gang_failed() -> None:
+    """The head follows its member, and the member its head: one failure, one restart."""
+    spec = spec_of(replicas=1, **GANG)
+    head = pod(spec, rank=0, phase="Failed", finished_at=NOW - 1, trouble="it lost pool-0-2")
+    member = pod(spec, rank=2, phase="Failed", finished_at=NOW - 4, trouble="OOMKilled")
+    found, _ = plan(spec, head, pod(spec, rank=1), member)
+    assert found.restarts == {0: 1}
+    assert {d.reason for d in found.delete} == {"its replica failed (pool-0-2: OOMKilled)"}
+    # The head's node is a minute behind.
+    early = replace(head, finished_at=NOW - 60, followed=True)
+    found, _ = plan(spec, early, pod(spec, rank=1), member)
+    assert {d.reason for d in found.delete} == {"its replica failed (pool-0-2: OOMKilled)"}
+    waiting = [replace(p, restarts=1) for p in (head, pod(spec, rank=1), member)]
+    found, seconds = plan(spec, *waiting)
+    assert "pool-0-2: OOMKilled" in found.backing_off[0]
+    assert seconds == 6, "counted from the first end"
+
+
+@pytest.mark.parametrize("kind", ["conflicts", "rejections"])
+def test_a_rank_that_was_refused_is_waited_for(kind: str) -> None:
+    """A quota or a namesake in the way of one pod is no reason to end those that run."""
+    spec = spec_of(replicas=1, **GANG)
+    running = [pod(spec, rank=r, restarts=2) for r in (0, 2)]
+    mine: dict[str, Any] = {kind: {"pod/pool-0-1": "pod/pool-0-1 was rejected: quota"}}
+    found, _ = plan(spec, *running, **mine)
+    assert (found.create, found.delete) == ([CreatePod(0, 1, 2)], [])
+    others: dict[str, Any] = {kind: {"pod/pool-1-1": "pod/pool-1-1 was rejected: quota"}}
+    found, _ = plan(spec, *running, **others)
+    assert len(found.delete) == 2
 
 
 @pytest.mark.parametrize(
@@ -329,7 +392,8 @@ def test_one_old_rank_makes_its_gang_old() -> None:
     spec = spec_of(replicas=1, **GANG)
     pods = [pod(spec, rank=0), pod(spec, rank=1, revision="old"), pod(spec, rank=2)]
     found, _ = plan(spec, *pods, healthy=frozenset({0}))
-    assert len(found.delete) == 3
+    assert [name for name, _ in deleted(found)] == ["pool-0-0"], "the others run what it drains"
+    assert found.outdated == 1
 
 
 def test_what_is_surplus_takes_nothing_of_the_budget() -> None:

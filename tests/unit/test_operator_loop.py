@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -65,6 +66,11 @@ async def test_a_pass_that_is_done_does_not_come_back() -> None:
     await bench.run(1)
     assert bench.seen == [KEY]
     assert bench.count("ok") == 1
+    took = bench.telemetry.registry.get_sample_value(
+        "rollout_operator_reconcile_duration_seconds_sum"
+    )
+    assert took is not None
+    assert 0 < took < 5
 
 
 async def test_a_pass_says_when_to_look_again() -> None:
@@ -143,6 +149,27 @@ async def test_finish_waits_for_a_pass_and_cuts_it_off_at_last() -> None:
     await passes.finish(task, 0.6)
     assert ended == [KEY]
     assert task.done()
+
+
+async def test_finish_waits_no_longer_for_a_pass_that_does_not_let_itself_be_cancelled() -> None:
+    queue: WorkQueue[Key] = WorkQueue()
+    started, over = asyncio.Event(), asyncio.Event()
+
+    async def reconcile(key: Key) -> float | None:
+        started.set()
+        while not over.is_set():
+            with suppress(asyncio.CancelledError):
+                await over.wait()
+        return None
+
+    passes = Passes(reconcile, queue, Telemetry(), workers=1, may_run=lambda: True)
+    task = asyncio.create_task(passes.run())
+    queue.add(KEY)
+    await started.wait()
+    await asyncio.wait_for(passes.finish(task, 0), 10)
+    assert not task.done()
+    over.set()
+    await asyncio.wait({task})
 
 
 async def test_a_slow_pool_delays_no_other() -> None:

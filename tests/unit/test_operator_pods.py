@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from poolspecs import spec_of
+from rollout_operator.api.names import CONTROL_TLS_CERT
 from rollout_operator.api.revision import is_current, revision
 from rollout_operator.config import EngineDefaults
 from rollout_operator.core.pods.builder import PodBuilder
@@ -229,11 +230,61 @@ def test_a_gang_knows_its_leader_and_shares_accelerators() -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert container["args"] == ["serve", "--engine-arg=--max-num-seqs=8"]
     assert pod["metadata"]["labels"]["rollout.dev/role"] == "member"
-    assert "readinessGates" not in pod["spec"]
-    assert "readinessProbe" not in container
+    assert "readinessGates" not in pod["spec"], "the gate is the head's"
     assert "rollout-shm" in {v["name"] for v in pod["spec"]["volumes"]}
     # An engine inside the worker's own process shares nothing.
     assert "rollout-shm" not in {v["name"] for v in build()["spec"]["volumes"]}
+
+
+@pytest.mark.parametrize(("rank", "ports"), [(0, ["data", "control"]), (1, ["control"])])
+def test_a_member_is_probed_at_its_control_port(rank: int, ports: list[str]) -> None:
+    """It has no data port, so no Service and no client takes it for one that answers requests."""
+    [container] = build(rank=rank, **GPU)["spec"]["containers"]
+    assert [p["name"] for p in container["ports"]] == [*ports, "gang"]
+    asked = {
+        name: (probe["httpGet"]["path"], probe["httpGet"]["port"], probe["httpGet"].get("scheme"))
+        for name, probe in container.items()
+        if name.endswith("Probe")
+    }
+    port = "control" if rank else "data"
+    assert asked == {
+        "startupProbe": ("/health", port, None),
+        "livenessProbe": ("/health", port, None),
+        "readinessProbe": ("/ready", port, None),
+    }
+
+
+def test_a_members_probes_speak_tls_where_control_ports_do() -> None:
+    tls = {"env": [{"name": CONTROL_TLS_CERT, "value": "/rollout/control-tls/tls.crt"}]}
+    for rank, scheme in ((0, None), (1, "HTTPS")):
+        [container] = build(rank=rank, defaults=tls, **GPU)["spec"]["containers"]
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert container[probe]["httpGet"].get("scheme") == scheme
+    assert CONTROL_TLS_CERT in {flag.env for flag in FLAGS}
+
+
+def test_only_a_gang_has_the_token_of_its_head() -> None:
+    for rank in (0, 1):
+        pod = build(rank=rank, **GPU)
+        [volume] = [v for v in pod["spec"]["volumes"] if "projected" in v]
+        [source] = volume["projected"]["sources"]
+        assert source["serviceAccountToken"]["audience"] == "rollout.dev/ns/pool"
+        mounts = {m["name"]: m for m in pod["spec"]["containers"][0]["volumeMounts"]}
+        assert mounts[volume["name"]]["readOnly"]
+        folder, path = mounts[volume["name"]]["mountPath"], source["serviceAccountToken"]["path"]
+        assert env(pod)["ROLLOUT_GANG_TOKEN_FILE"] == f"{folder}/{path}"
+        assert env(pod)["ROLLOUT_GANG_PORT"] == "8003"
+    alone = build(**{**GPU, "parallelism": {"tensor": 8}})
+    assert env(alone)["ROLLOUT_NODES"] == "1"
+    assert not {"ROLLOUT_GANG_PORT", "ROLLOUT_GANG_TOKEN_FILE"} & env(alone).keys()
+    assert not any("projected" in v for v in alone["spec"]["volumes"])
+
+
+def test_what_gangs_have_replaces_no_pod_of_other_pools() -> None:
+    """The revision is of what the user wrote; these are those of the release before."""
+    assert revision(spec_of()) == "v1-fed4b39327"
+    assert revision(spec_of(**{**GPU, "parallelism": {"tensor": 8}})) == "v1-2892658b2c"
+    assert revision(spec_of(**GPU)) == "v1-851f0472ea"
 
 
 def test_models_and_weights_are_mounted_read_only() -> None:

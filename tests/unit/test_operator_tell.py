@@ -21,14 +21,16 @@ STAGING, COMMITTING, COMPLETE = UpdatePhase.STAGING, UpdatePhase.COMMITTING, Upd
 FAILED, SUPERSEDED = UpdatePhase.FAILED, UpdatePhase.SUPERSEDED
 
 
-def status(version: int, phase: UpdatePhase, committed: int) -> WeightsStatus:
+def status(
+    version: int, phase: UpdatePhase, committed: int, began: int | None = None
+) -> WeightsStatus:
     return WeightsStatus(
         committed=CommittedWeights(epoch=1, version=committed, source=WeightsSource(path="x")),
         last_update=LastUpdate(
             epoch=1,
             version=version,
             phase=phase,
-            started_at=datetime.fromtimestamp(1000 + version, UTC),
+            started_at=datetime.fromtimestamp(began or 1000 + version, UTC),
         ),
     )
 
@@ -43,6 +45,8 @@ def status(version: int, phase: UpdatePhase, committed: int) -> WeightsStatus:
         (status(1, STAGING, 0), status(1, FAILED, 0), [(1, FAILED)]),
         (status(1, FAILED, 0), status(1, FAILED, 0), []),
         (status(1, FAILED, 0), status(1, COMPLETE, 1), [(1, COMPLETE)]),
+        (status(1, COMPLETE, 1), status(1, COMPLETE, 1, began=2000), [(1, COMPLETE)]),
+        (status(1, STAGING, 0, began=2000), status(2, STAGING, 0, began=2000), [(1, SUPERSEDED)]),
         (status(1, STAGING, 0), status(1, SUPERSEDED, 0), [(1, SUPERSEDED)]),
         (status(1, STAGING, 0), status(2, STAGING, 0), [(1, SUPERSEDED)]),
         (status(1, COMMITTING, 0), status(2, STAGING, 1), [(1, COMPLETE)]),

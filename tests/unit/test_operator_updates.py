@@ -577,6 +577,19 @@ def test_a_joiner_loads_what_is_served_beside_an_update(strategy: str, brought: 
     assert pool.plan().version_for[uid].identity == OLD, "no update is under way"
 
 
+@pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
+def test_a_joiner_of_a_failed_update_serves_what_the_others_do(strategy: str) -> None:
+    pool = Pool(strategy)
+    pool.under_way(UpdatePhase.FAILED, 90)
+    pool.sims[2] = SimWorker("b9", loading=False)
+    for index in (0, 1):
+        pool.fail(index, "stage")
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 2), "Failed")
+    assert plan.version_for[pool.pods[2].uid].identity == OLD
+    assert 2 in pool.names(plan.may_commit)
+
+
 def test_the_hash_is_learned_once_and_of_what_is_committed() -> None:
     pool = Pool(weights=target(1, 1))
     assert pool.plan().committed.root_hash == root_hash(OLD)

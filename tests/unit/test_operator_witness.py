@@ -27,8 +27,16 @@ def test_force_is_remembered_as_long_as_the_pod_is_there() -> None:
     [before] = witness.testify([GOING], 10.0)
     assert before.forced_ago is None
     witness.forced(GOING.uid, 11.0)
-    [after] = witness.testify([GOING], 15.0)
-    assert after.forced_ago == 4
+    for now in (15.0, 15.5):
+        [after] = witness.testify([GOING], now)
+        assert after.forced_ago == now - 11.0
     assert witness.testify([], 16.0) == ()
     [another] = witness.testify([GOING], 20.0)
     assert (another.witnessed, another.forced_ago) == (0, None)
+
+
+def test_a_pod_that_terminates_while_it_runs_is_timed_too() -> None:
+    witness, going = Witness(), replace(POD, deletion_at=500.0)
+    witness.testify([going], 7.0)
+    [told] = witness.testify([going], 9.0)
+    assert told.witnessed == 2.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_operator.api.names import worker_labels
+from rollout_operator.api.names import EXIT_GANG, worker_labels
 from rollout_operator.core.podreader import PodReader, boot_of, parse_pod
 from rollout_operator.core.world import Pod, Worker
 from rollout_worker.schemas import Lifecycle
@@ -237,6 +237,18 @@ def test_a_pod_that_ended_is_finished(phase: str) -> None:
     assert found is not None
     assert found.finished
     assert not found.started
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "followed"),
+    [("worker", EXIT_GANG, True), ("worker", 1, False), ("logs", EXIT_GANG, False)],
+)
+def test_a_worker_that_gave_its_gang_up_says_so(name: str, code: int, followed: bool) -> None:
+    ended = {"name": name, "state": {"terminated": {"exitCode": code}}}
+    status = {"phase": "Failed", "containerStatuses": [ended]}
+    found = parse_pod({**RAW, "status": status}, "owner")
+    assert found is not None
+    assert found.followed is followed
 
 
 @pytest.mark.parametrize(

@@ -4,116 +4,60 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
 
-from loopback import Loopback, kubeconfig, loopback
+from loopback import Loopback
+from passlab import (
+    KEY,
+    PODS,
+    POOL,
+    Clock,
+    PassLab,
+    condition,
+    pass_lab,
+    pod,
+    pool,
+    settled_services,
+)
 from poolspecs import NOW
 from rollout_operator.api import names
-from rollout_operator.api.objects import Key, Obj
-from rollout_operator.api.revision import revision
-from rollout_operator.api.spec import parse_spec
-from rollout_operator.cache.expectations import Expectations
-from rollout_operator.cache.store import Store
-from rollout_operator.config import Config, EngineDefaults
+from rollout_operator.api.objects import Obj
 from rollout_operator.core.plan import DeletePod, SetGate
 from rollout_operator.core.services import pool_services
-from rollout_operator.kube.client import Kube
 from rollout_operator.kube.errors import Invalid, KubeError, Unavailable
-from rollout_operator.kube.events import Recorder
 from rollout_operator.passes.context import Context
 from rollout_operator.passes.reconcile import Reconciler
-from rollout_operator.passes.writes import Writer
-from rollout_operator.telemetry import Telemetry
-from rollout_operator.workers.calls import Calls
-from rollout_operator.workers.poller import Poller
-from rollout_operator.workers.talk import Workers
-
-KEY = Key("rl", "math")
-PODS = "/api/v1/namespaces/rl/pods"
-POOL = "/apis/rollout.dev/v1alpha1/namespaces/rl/rolloutreplicas/math"
-
-
-@dataclass
-class Clock:
-    """What the process reads: a wall clock that people set, and one that only goes on."""
-
-    wall: float = NOW
-    steady: float = 1.0
+from rollout_operator.passes.writes import AT_ONCE, Obstacles, Writer
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
+    async with pass_lab(tmp_path, monkeypatch) as made:
+        yield made
 
 
 @pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loopback]:
-    async with loopback() as server:
-        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
-        yield server
+def api(lab: PassLab) -> Loopback:
+    return lab.api
 
 
 @pytest.fixture
-async def ctx(api: Loopback, clock: Clock) -> AsyncIterator[Context]:
-    async with Kube() as kube:
-        yield context(kube, clock)
+def ctx(lab: PassLab) -> Context:
+    return lab.ctx
 
 
-def context(kube: Kube, clock: Clock) -> Context:
-    """Everything around a pass; nothing runs beside it."""
-
-    async def silent(*_: object) -> Any:
-        raise OSError("nobody is there")
-
-    def control(*_: object) -> Any:
-        raise AssertionError("no worker is called")
-
-    return Context(
-        config=Config(engines={"hf": EngineDefaults(image="localhost/none")}),
-        store=Store(),
-        expectations=Expectations(),
-        kube=kube,
-        workers=Workers(Poller(silent, lambda key: None), Calls(lambda key: None), control),
-        recorder=Recorder(kube, instance="o"),
-        telemetry=Telemetry(),
-        clock=lambda: clock.wall,
-        monotonic=lambda: clock.steady,
-    )
+@pytest.fixture
+def clock(lab: PassLab) -> Clock:
+    return lab.clock
 
 
-def pod(replica: int = 0, owner: str = "ours", **meta: Any) -> Obj:
-    name = f"math-{replica}-0"
-    return {
-        "metadata": {
-            "namespace": "rl",
-            "name": name,
-            "uid": f"uid of {name}",
-            "resourceVersion": "5",
-            "labels": {
-                **names.worker_labels("math", replica, 0),
-                names.LABEL_REVISION: revision(parse_spec(pool())),
-            },
-            "ownerReferences": [names.controller_reference("math", owner)],
-            **meta,
-        },
-        "status": {"phase": "Running"},
-    }
-
-
-def pool(**spec: Any) -> Obj:
-    return {
-        "apiVersion": names.API_VERSION,
-        "kind": names.KIND,
-        "metadata": {
-            "namespace": "rl", "name": "math", "uid": "ours", "generation": 1, "resourceVersion": "7",
-        },
-        "spec": {"replicas": 1, "engine": {"type": "hf"}, "model": {"source": {"path": "/m"}}} | spec,
-    }  # fmt: skip
+@pytest.fixture
+def written(lab: PassLab) -> list[Obj]:
+    """Statuses as they are written."""
+    return lab.written
 
 
 @pytest.mark.parametrize("status", [503, 500, 403, 429])
@@ -219,32 +163,6 @@ async def test_an_unreadable_pool_that_is_gone_is_no_error(api: Loopback, ctx: C
     ctx.store.upsert("pools", pool(engine={"type": "unknown"}))
     api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
     assert await Reconciler(ctx).reconcile(KEY) is None
-
-
-@pytest.fixture
-def written(api: Loopback) -> list[Obj]:
-    """Statuses as they are written; the answer is the pool with it."""
-    found: list[Obj] = []
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        body = json.loads(await request.text())
-        found.append(body["status"])
-        now = pool(replicas=2)
-        now["metadata"]["resourceVersion"] = str(int(body["metadata"]["resourceVersion"]) + 1)
-        return web.json_response({**now, "status": body["status"]})
-
-    api.answers["PATCH", f"{POOL}/status"] = answer
-    return found
-
-
-def condition(status: Obj, kind: str) -> tuple[str, str]:
-    return next((c["status"], c["reason"]) for c in status["conditions"] if c["type"] == kind)
-
-
-def settled_services(ctx: Context) -> None:
-    for service in pool_services("math", "rl", "ours"):
-        service["metadata"]["uid"] = f"uid of {service['metadata']['name']}"
-        ctx.store.upsert("services", service)
 
 
 async def test_a_restart_whose_deletion_fails_counts_once(
@@ -409,3 +327,140 @@ async def test_progress_is_told_when_the_clock_was_set_back(
     clock.steady += 0.5
     await reconciler.reconcile(KEY)
     assert len(written) == count + 1
+
+
+# Services.
+
+SERVICES = "/api/v1/namespaces/rl/services"
+
+
+async def test_missing_services_are_made_and_waited_for(api: Loopback, ctx: Context) -> None:
+    async def create(request: web.Request) -> web.StreamResponse:
+        made = json.loads(await request.text())
+        made["metadata"] |= {"uid": f"uid of {made['metadata']['name']}", "resourceVersion": "9"}
+        return web.json_response(made, status=201)
+
+    api.answers["POST", SERVICES] = create
+    await Writer(ctx, KEY, "ours").services()
+    assert [s["metadata"]["name"] for s in ctx.store.services(KEY)] == ["math", "math-heads"]
+    assert ctx.expectations.pending(KEY) == 2
+    api.requests.clear()
+    await Writer(ctx, KEY, "ours").services()
+    assert api.requests == [], "they are as they should be"
+
+
+async def test_a_damaged_service_is_mended(
+    api: Loopback, ctx: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    settled_services(ctx)
+    data, _ = pool_services("math", "rl", "ours")
+    broken = {**data, "spec": {**data["spec"], "selector": {"app": "else"}}}
+    broken["metadata"] = {**data["metadata"], "uid": "uid of math", "resourceVersion": "8"}
+    ctx.store.upsert("services", broken)
+    mended = {**data, "metadata": {**broken["metadata"], "resourceVersion": "9"}}
+    api.answer("PATCH", f"{SERVICES}/math", mended)
+    await Writer(ctx, KEY, "ours").services()
+    [(_, _, body)] = api.requests
+    assert {"op": "add", "path": "/spec/selector", "value": data["spec"]["selector"]} in json.loads(
+        body
+    )
+    assert api.headers[0]["Content-Type"] == "application/json-patch+json"
+    assert ctx.store.services(KEY)[0]["spec"]["selector"] == data["spec"]["selector"]
+
+
+@pytest.mark.parametrize("going", [True, False], ids=["ours, terminating", "a stranger's"])
+async def test_a_service_that_is_in_the_way_is_not_touched(
+    api: Loopback, ctx: Context, going: bool
+) -> None:
+    settled_services(ctx)
+    data, _ = pool_services("math", "rl", "ours")
+    meta = {**data["metadata"], "uid": "another", "resourceVersion": "20"}
+    if going:
+        meta["deletionTimestamp"] = "1970-01-12T13:46:40Z"
+    else:
+        meta["ownerReferences"] = []
+    there = {**data, "metadata": meta, "spec": {}}
+    ctx.store.upsert("services", there)
+    api.answer("POST", SERVICES, {"reason": "AlreadyExists", "message": "exists"}, 409)
+    api.answer("GET", f"{SERVICES}/math", there)
+    writer = Writer(ctx, KEY, "ours")
+    await writer.services()
+    assert [method for method, *_ in api.requests] == ([] if going else ["POST", "GET"])
+    assert set(writer.obstacles.conflicts) == (set() if going else {"service/math"})
+
+
+# One child.
+
+
+async def test_a_pod_that_the_watch_showed_first_is_not_waited_for(
+    api: Loopback, ctx: Context
+) -> None:
+    api.answer("POST", PODS, pod(), 201)
+    await Writer(ctx, KEY, "ours").create("pods", {"kind": "Pod", **pod()})
+    assert ctx.expectations.pending(KEY) == 1
+    ctx.expectations.forget(KEY)
+    await Writer(ctx, KEY, "ours").create("pods", {"kind": "Pod", **pod()})
+    assert ctx.expectations.pending(KEY) == 0
+
+
+@pytest.mark.parametrize("hint", [True, False])
+async def test_a_refused_pod_is_told_with_the_fix_for_a_missing_account(
+    api: Loopback, ctx: Context, hint: bool
+) -> None:
+    why = "error looking up service account rl/none" if hint else "exceeded quota"
+    api.answer("POST", PODS, {"reason": "Forbidden", "message": why}, 403)
+    writer = Writer(ctx, KEY, "ours")
+    await writer.create("pods", {"kind": "Pod", **pod()})
+    said = writer.obstacles.rejections["pod/math-0-0"]
+    assert said.startswith("pod/math-0-0 was rejected: ")
+    assert why in said
+    assert ("set spec.serviceAccountName" in said) is hint
+    assert ctx.store.pods(KEY) == []
+
+
+async def test_a_namesake_that_is_gone_again_is_no_conflict(api: Loopback, ctx: Context) -> None:
+    api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
+    api.answer("GET", f"{PODS}/math-0-0", {"reason": "NotFound", "message": "gone"}, 404)
+    writer = Writer(ctx, KEY, "ours")
+    await writer.create("pods", {"kind": "Pod", **pod()})
+    assert writer.obstacles.labels == set()
+
+
+@pytest.mark.parametrize(("status", "reason"), [(404, "NotFound"), (409, "Conflict")])
+async def test_a_pod_that_is_gone_or_another_one_is_no_error(
+    api: Loopback, ctx: Context, status: int, reason: str
+) -> None:
+    for method, path in (("PATCH", f"{PODS}/math-0-0/status"), ("DELETE", f"{PODS}/math-0-0")):
+        api.answer(method, path, {"reason": reason, "message": "no"}, status)
+    writer = Writer(ctx, KEY, "ours")
+    await writer.gate(SetGate("math-0-0", "u", True, "b", "Serving"))
+    await writer.relabel("math-0-0", "u", {})
+    await writer.delete(DeletePod("math-0-0", "u", 7, "a test"))
+    assert (writer.relabelled, ctx.expectations.pending(KEY)) == (0, 0)
+    gate, _, delete = (json.loads(body) for *_, body in api.requests)
+    assert gate["metadata"] == {"name": "math-0-0", "namespace": "rl", "uid": "u"}
+    assert (delete["preconditions"], delete["gracePeriodSeconds"]) == ({"uid": "u"}, 7)
+
+
+# Many at once.
+
+
+async def test_a_failure_among_many_writes_is_raised_once_all_have_ended(
+    api: Loopback, ctx: Context
+) -> None:
+    for number in range(30):
+        api.delay("DELETE", f"{PODS}/math-{number}-0", {"kind": "Pod"}, 0.02)
+    api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "Busy", "message": "busy"}, 503)
+    writer = Writer(ctx, KEY, "ours")
+    gone = [DeletePod(f"math-{number}-0", f"u{number}", 0, "a test") for number in range(30)]
+    with pytest.raises(Unavailable):
+        await writer.all(writer.delete(each) for each in gone)
+    assert len(api.requests) == 30
+    assert 1 < api.most_at_once <= AT_ONCE
+    assert ctx.expectations.pending(KEY) == 29
+
+
+def test_what_was_met_before_counts_unless_it_is_known_better() -> None:
+    before = Obstacles({"pod/a": "old", "pod/b": "b"}, {"pod/c": "c"})
+    found = Obstacles({"pod/a": "new"}, {"pod/d": "d"}).added_to(before)
+    assert found == Obstacles({"pod/a": "new", "pod/b": "b"}, {"pod/c": "c", "pod/d": "d"})

@@ -164,6 +164,8 @@ async def test_the_answer_has_everything(worker: TinyWorker) -> None:
     flight = await worker.begin("r", 3, sampling={"n": 2})
     await worker.ends(flight)
     await flight.finish(10)
+    assert flight.outputs[0].queued_seconds == 0.25
+    flight.outputs[1].queued_seconds = 0.125
     answer = flight.response()
     assert (answer.request_id, answer.logprobs_of) == ("r", "sampling")
     assert [o.index for o in answer.outputs] == [0, 1]
@@ -174,7 +176,7 @@ async def test_the_answer_has_everything(worker: TinyWorker) -> None:
         assert (span.start, span.end, span.version) == (0, 3, 0)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 6)
     timing = answer.timing
-    assert timing.queued_seconds == 0.25
+    assert timing.queued_seconds == 0.125, "until its first output began"
     assert timing.first_token_seconds is not None
     assert 0 <= timing.first_token_seconds <= timing.total_seconds
 
@@ -303,6 +305,25 @@ async def test_a_death_ends_all_and_keeps_what_was_made(worker: TinyWorker) -> N
         assert {o.abort_reason for o in flight.outputs} == {AbortReason.ENGINE}
     assert running.outputs[0].token_ids == [100, 100]
     await until(lambda: worker.runtime.restarts == 1, what="the restart")
+
+
+async def test_a_request_whose_engine_goes_before_it_is_handed_over_ends(
+    worker: TinyWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    stopping = asyncio.create_task(worker.worker.supervisor.stop_engine())
+    flight = worker.worker.submit(asked())
+    await flight.finish(5)
+    await stopping
+    assert flight.outputs[0].abort_reason is AbortReason.ENGINE
+    assert "the engine failed during a request" not in caplog.text
+
+
+async def test_who_waits_for_a_change_is_woken_by_the_end_of_a_request(worker: TinyWorker) -> None:
+    """A drain waits for nothing else."""
+    flight = await worker.runs("r")
+    waiting = asyncio.create_task(worker.runtime.changed.wait(10))
+    await worker.ends(flight)
+    assert await asyncio.wait_for(waiting, 5)
 
 
 async def test_a_death_that_only_the_supervisor_sees_ends_all(worker: TinyWorker) -> None:

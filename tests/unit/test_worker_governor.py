@@ -39,7 +39,7 @@ async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
 async def test_pause_and_resume(worker: TinyWorker, mode: str) -> None:
     running = await worker.runs("r")
     worker.engine.free = mode == "drain"
-    await worker.pause(mode=mode, deadline_seconds=10)
+    await asyncio.wait_for(worker.pause(mode=mode, deadline_seconds=600), 5)
     assert (worker.state, worker.engine.paused) == (Lifecycle.PAUSED, True)
     assert running.done.is_set() is (mode != "keep")
     with refused("paused"):
@@ -244,7 +244,7 @@ async def test_sleep_ends_requests_with_its_own_reason(
 ) -> None:
     running = await worker.runs("r")
     worker.engine.free = mode == "drain"
-    await worker.sleep(mode=mode, deadline_seconds=10)
+    await asyncio.wait_for(worker.sleep(mode=mode, deadline_seconds=600), 5)
     assert running.outputs[0].abort_reason is reason
 
 
@@ -494,10 +494,12 @@ async def test_a_crash_in_a_drain_fails_the_verb_at_once(worker: TinyWorker) -> 
     running = await worker.runs("r")
     pausing = asyncio.create_task(worker.pause(deadline_seconds=600))
     await worker.reaches(Lifecycle.PAUSING)
+    asked = [worker.engine.before.setdefault(call, Gate()) for call in ("abort", "pause", "resume")]
     worker.engine.die()
     worker.runtime.crashed("it died")
     with refused("failed"):
         await asyncio.wait_for(pausing, 5)
+    assert not any(gate.reached.is_set() for gate in asked), "a dead engine is asked for nothing"
     assert running.outputs[0].abort_reason is AbortReason.ENGINE
 
 
@@ -523,6 +525,7 @@ async def test_a_pause_during_a_resume_is_not_answered_before_the_engine_rests(
     await gate.reached.wait()
     pausing = asyncio.create_task(worker.pause("b", mode="abort"))
     await asyncio.sleep(0.02)
+    assert not pausing.done()
     gate.open()
     await pausing
     assert (worker.state, worker.engine.paused) == (Lifecycle.PAUSED, True)
@@ -549,6 +552,7 @@ async def test_a_cache_that_can_not_be_reset_now_is_no_defect(worker: TinyWorker
     with refused("engine-refused") as caught:
         await worker.verbs.reset_cache("me")
     assert "not now" in str(caught.value)
+    assert caught.value.retry_after == 5
 
 
 async def test_the_cache_is_reset_and_a_dead_engine_said_so(worker: TinyWorker) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from http import HTTPStatus
+from pathlib import Path
 
 import pytest
 
@@ -14,16 +18,24 @@ from rollout_worker.engine import (
     EngineCrashed,
     EngineError,
     EngineRequest,
+    Entry,
+    Gang,
     InvalidRequest,
     Layout,
+    TensorSpec,
 )
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.mapped import SLOTS_VARIABLE, MappedSink, located
 from rollout_worker.engines.sglang import settings
 from rollout_worker.engines.sglang.bridge import Bridge, frame
 from rollout_worker.engines.sglang.checks import check
 from rollout_worker.engines.sglang.desk import Desk
 from rollout_worker.engines.sglang.model import Model
+from rollout_worker.engines.sglang.process import Process
 from rollout_worker.engines.sglang.streams import Stream, child_tokens
+from rollout_worker.observe.processes import is_stopped
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
+from waiting import until
 
 MODEL = Model(None, Layout({}, {}, {}), frozenset({2}), 64, 100, "float32", 0)
 
@@ -112,18 +124,16 @@ def test_a_flag_of_the_workers_own_is_refused(flag: str) -> None:
 
 
 def test_other_flags_pass() -> None:
-    assert settings.parse(("--tp-size", "2")).flags == ("--tp-size", "2")
+    flags = ("--tp-size", "2", "--ep-size=2")
+    assert settings.parse(flags).flags == flags
 
 
 @pytest.mark.parametrize(
     ("given", "flags"),
     [
-        ((), ("--tp-size", "2", "--pp-size", "1")),
-        (("--tp-size=4",), ("--pp-size", "1", "--tp-size=4")),
-        (
-            ("--tensor-parallel-size", "4"),
-            ("--pp-size", "1", "--tensor-parallel-size", "4"),
-        ),
+        ((), ("--tp-size", "2")),
+        (("--tp-size=4",), ("--tp-size=4",)),
+        (("--tensor-parallel-size", "4"), ("--tensor-parallel-size", "4")),
     ],
     ids=["of the pool", "the user's", "the user's by its long name"],
 )
@@ -135,8 +145,97 @@ def test_the_ranks_are_those_of_the_pool(
     assert settings.parse(given).flags == flags
 
 
-@pytest.mark.parametrize("name", ["data", "nodes"])
-def test_ranks_that_would_lie_idle_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("name", ["data", "pipeline"])
+def test_ranks_that_sglang_could_not_update_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv(f"ROLLOUT_{name.upper()}", "2")
     with pytest.raises(EngineError, match=rf"parallelism\.{name}: .* set it to 1"):
         settings.parse(())
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--pp-size=2", "--nnodes", "--node-rank", "--dist-init-addr=a:1"),
+        *("--enable-dp-attention", "--attn-dp-size=2"),
+    ],
+)
+def test_flags_that_the_gang_sets_or_cannot_keep_its_promises_with_are_refused(flag: str) -> None:
+    with pytest.raises(EngineError, match=flag.partition("=")[0]):
+        settings.parse((flag,))
+
+
+@pytest.mark.parametrize(
+    ("leader", "address"),
+    [
+        ("pool-0-0.pool", "pool-0-0.pool:8003"),
+        ("10.0.0.1", "10.0.0.1:8003"),
+        ("fd00::1", "[fd00::1]:8003"),
+    ],
+)
+def test_the_nodes_of_a_gang_meet_at_its_head(leader: str, address: str, tmp_path: Path) -> None:
+    gang = Gang(nodes=2, rank=1, leader=leader, port=8003, slots=tmp_path / "slots")
+    options = EngineOptions(model=Path("m"), device="cpu", gang=gang, spill_dir=tmp_path)
+    flags = settings.child_flags(options, settings.parse(()), MODEL, cpu=True)
+    at = flags.index("--nnodes")
+    assert flags[at : at + 6] == [
+        "--nnodes", "2", "--node-rank", "1", "--dist-init-addr", address,
+    ]  # fmt: skip
+    options = replace(options, gang=replace(gang, leader="127.0.0.1"))
+    environ = settings.environ(options, cpu=True)
+    assert environ["SGLANG_HOST_IP"] == "127.0.0.1"
+    assert environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert environ[SLOTS_VARIABLE] == str(tmp_path / "slots")
+    assert environ[settings.FOLDER_VARIABLE] == str(tmp_path)
+
+
+def test_one_node_has_no_flags_of_a_gang() -> None:
+    options = EngineOptions(model=Path("m"), device="cpu")
+    flags = settings.child_flags(options, settings.parse(()), MODEL, cpu=True)
+    assert "--nnodes" not in flags
+    assert SLOTS_VARIABLE not in settings.environ(options, cpu=True)
+
+
+def test_a_rank_finds_the_slot_of_its_own_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the id of the head's, though each node has other bytes under another path."""
+    entries = (Entry("a", TensorSpec("U8", (3,))),)
+    ids: list[str] = []
+    for rank, content in enumerate((b"one", b"two")):
+        slots = tmp_path / str(rank)
+        slots.mkdir()
+        sink = MappedSink(entries, header=True, slots=slots, slot=ids[0] if ids else None)
+        ids.append(sink.slot)
+        room = sink.allocate(entries[0])
+        assert room is not None
+        room[:] = content
+        room.release()
+        sink.seal()
+        monkeypatch.setenv(SLOTS_VARIABLE, str(slots))
+        assert Path(located(ids[0])).read_bytes().endswith(content)
+        sink.close()
+        assert not list(slots.iterdir())
+
+
+async def test_a_process_that_stays_stopped_is_missed_and_one_that_a_debugger_held_is_not() -> None:
+    gone: list[str] = []
+    watched = Process(gone.append, lambda _: None)
+    child = await asyncio.create_subprocess_exec("sleep", "60")
+    watched._watch(child.pid)
+    try:
+        assert watched.stopped() is None
+        os.kill(child.pid, signal.SIGSTOP)
+        await until(lambda: is_stopped(child.pid))
+        assert watched.stopped(0.2) is None, "not for a moment"
+        await until(lambda: watched.stopped(0.2) is not None)
+        assert watched.stopped(0.2) == f"a process of SGLang (pid {child.pid}) is stopped"
+        os.kill(child.pid, signal.SIGCONT)
+        await until(lambda: watched.stopped() is None)
+    finally:
+        child.kill()
+        await child.wait()
+    await until(lambda: bool(gone))
+    assert gone == [f"a process of SGLang (pid {child.pid}) ended"]
+    assert watched.stopped() is None

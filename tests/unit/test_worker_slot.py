@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -15,7 +16,8 @@ from safetensors.numpy import save_file
 from rollout_worker.engine import Engine, EngineError, Entry, Layout, Sink, WeightsRejected
 from rollout_worker.schemas import Checkpoint, StageRequest, WeightsSource
 from rollout_worker.sources.files import open_source
-from rollout_worker.updates.slot import Located, Slot, fill
+from rollout_worker.sources.filling import Located, fill
+from rollout_worker.updates.slot import Slot
 
 TENSORS = {f"t{i}": np.arange(i, i + 6, dtype=np.float32) for i in range(3)}
 CHECKPOINT = WeightsSource(checkpoint=Checkpoint())
@@ -23,6 +25,8 @@ CHECKPOINT = WeightsSource(checkpoint=Checkpoint())
 
 class Bytes:
     """A sink of plain bytes, which notes what is done to it and holds its reader when told to."""
+
+    slot = ""
 
     def __init__(self, memory: Literal["host", "device"] = "host") -> None:
         self.memory = memory
@@ -91,12 +95,11 @@ async def test_a_filled_sink_holds_what_the_engine_wanted(source: Located, layou
     roots: list[str] = []
     seen: list[tuple[int, int]] = []
     found = await fill(
-        cast("Engine", memory),
+        partial(memory.open_slot, on_disk=True),
         layout,
         source,
         roots.append,
         lambda done, total: seen.append((done, total)),
-        on_disk=True,
     )
     assert found is sink
     assert memory.asked == [(["t0", "t1", "t2"], True)]
@@ -110,13 +113,13 @@ async def test_what_does_not_fit_asks_for_no_memory(source: Located, layout: Lay
     memory = Memory(Bytes())
     less = Layout({name: layout.required[name] for name in ("t0", "t1")}, {}, {})
     with pytest.raises(WeightsRejected, match=r"'t2' .* unknown to the model"):
-        await fill(cast("Engine", memory), less, source, anything)
+        await fill(memory.open_slot, less, source, anything)
     assert memory.asked == []
 
 
 async def test_an_engine_without_room_says_so(source: Located, layout: Layout) -> None:
     with pytest.raises(EngineError, match="no room"):
-        await fill(engine(EngineError("no room")), layout, source, anything)
+        await fill(engine(EngineError("no room")).open_slot, layout, source, anything)
 
 
 @pytest.mark.parametrize("fault", ["hash", "file", "device"])
@@ -129,7 +132,7 @@ async def test_what_goes_wrong_gives_the_memory_back(
     def verify(_: str) -> None:
         raise WeightsRejected("another hash")
 
-    filling = asyncio.create_task(fill(engine(sink), layout, source, verify))
+    filling = asyncio.create_task(fill(engine(sink).open_slot, layout, source, verify))
     if fault == "file":
         await asyncio.to_thread(sink.reading.wait, 10)
         (source[0] / "model.safetensors").write_bytes(b"")
@@ -146,7 +149,7 @@ async def test_a_cancelled_fill_closes_its_sink_after_the_last_write(
 ) -> None:
     sink = Bytes()
     sink.go.clear()
-    filling = asyncio.create_task(fill(engine(sink), layout, source, anything))
+    filling = asyncio.create_task(fill(engine(sink).open_slot, layout, source, anything))
     await asyncio.to_thread(sink.reading.wait, 10)
     for _ in range(times):
         filling.cancel()
@@ -169,7 +172,7 @@ def slot(**fields: Any) -> Slot:
 async def test_a_slot_is_staged_once_it_is_filled(source: Located, layout: Layout) -> None:
     sink, found = Bytes(), slot()
     assert found.view().phase == "Staging"
-    await found.fill(engine(sink), layout, source)
+    await found.fill(engine(sink).open_slot, layout, source)
     view = found.view()
     assert (view.phase, view.bytes_done, view.bytes_total) == ("Staged", 72, 72)
     assert found.take() is sink
@@ -181,7 +184,7 @@ async def test_a_slot_is_staged_once_it_is_filled(source: Located, layout: Layou
 async def test_other_content_than_was_promised_is_refused(source: Located, layout: Layout) -> None:
     sink, found = Bytes(), slot(root_hash="xxh3_128:0")
     with pytest.raises(WeightsRejected, match=r"content-mismatch: .* should have root_hash"):
-        await found.fill(engine(sink), layout, source)
+        await found.fill(engine(sink).open_slot, layout, source)
     assert sink.done == ["closed"]
     assert not found.staged
     assert found.view().root_hash == "xxh3_128:0"
@@ -191,7 +194,7 @@ async def test_dropping_what_is_staged_gives_its_memory_back_once(
     source: Located, layout: Layout
 ) -> None:
     sink, found = Bytes(), slot()
-    await found.fill(engine(sink), layout, source)
+    await found.fill(engine(sink).open_slot, layout, source)
     await found.drop()
     await found.drop()
     assert sink.done == ["sealed", "closed"]
@@ -202,7 +205,7 @@ async def test_dropping_what_is_being_filled_waits_for_its_thread(
 ) -> None:
     sink, found = Bytes(), slot()
     sink.go.clear()
-    found.task = asyncio.create_task(found.fill(engine(sink), layout, source))
+    found.task = asyncio.create_task(found.fill(engine(sink).open_slot, layout, source))
     await asyncio.to_thread(sink.reading.wait, 10)
     dropping = asyncio.create_task(found.drop())
     await asyncio.sleep(0.02)

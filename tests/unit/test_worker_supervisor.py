@@ -107,7 +107,12 @@ async def test_nothing_is_served_by_an_engine_that_was_found_dead(worker: TinyWo
 async def test_a_new_engine_serves_the_last_weights(worker: TinyWorker) -> None:
     await worker.update(3, 7, in_flight="Abort")
     active = worker.updates.active
+    gate = worker.before_start["open_slot"] = Gate()
     worker.engine.die()
+    await gate.reached.wait()
+    assert worker.runtime.progress is not None
+    assert worker.runtime.progress.message == "reloading weights (1, 3)"
+    gate.open()
     await restarted(worker)
     assert (worker.updates.active, worker.updates.commit_seq) == (active, 1)
     assert worker.engine.sinks == []
@@ -135,6 +140,19 @@ async def test_weights_that_are_lost_leave_the_worker_fenced(
         worker.worker.check_serving()
     await worker.update(1, 7)
     worker.worker.check_serving()
+
+
+async def test_what_was_staged_dies_with_its_engine(worker: TinyWorker) -> None:
+    await worker.stage(1, 7)
+    worker.engine.die()
+    await restarted(worker)
+    staged = worker.updates.view().staged
+    assert staged is not None
+    assert (staged.phase, staged.error) == ("Failed", "the engine was restarted: stage again")
+    with refused("not-staged"):
+        await worker.commit(1)
+    await worker.update(1, 7)
+    assert worker.engine.active.number == 7
 
 
 async def test_a_higher_floor_stays_when_weights_are_lost(worker: TinyWorker) -> None:
@@ -302,6 +320,46 @@ async def test_an_engine_that_does_not_stop_is_left_behind(
     assert worker.state is Lifecycle.ACTIVE
 
 
+# The end.
+
+
+@pytest.mark.parametrize("policy", ["Drain", "Pin"])
+async def test_a_commit_under_way_ends_before_the_engine(worker: TinyWorker, policy: str) -> None:
+    await worker.runs("r")
+    await worker.update(1, 7, in_flight="Pin")
+    await worker.stage(2, 8)
+    fields = {"in_flight": policy, "deadline_seconds": 600}
+    committing = asyncio.create_task(worker.commit(2, **fields))
+    await until(worker.runtime.exclusive.locked, what="the commit to begin")
+    await worker.worker.supervisor.end()
+    with refused("failed"):
+        await committing
+    assert worker.engines[0].stopped
+    assert worker.active == WeightsId(epoch=1, version=1)
+
+
+async def test_a_stage_under_way_ends_before_the_engine(worker: TinyWorker) -> None:
+    gate = worker.engine.before["open_slot"] = Gate()
+    await worker.begin_stage(1, 7)
+    await gate.reached.wait()
+    slot = worker.updates.slot
+    assert slot is not None
+    assert slot.task is not None
+    await worker.worker.supervisor.end()
+    assert slot.task.done(), "nothing is left that could fill it"
+    assert worker.engines[0].sinks == []
+
+
+async def test_a_call_made_in_the_moment_of_the_end_comes_before_it(worker: TinyWorker) -> None:
+    """An abort waits for no verb: what it called may not have begun when the engine is stopped."""
+    await worker.runs("r")
+    aborting = asyncio.create_task(worker.flights.abort_all(AbortReason.CONTROL))
+    await asyncio.sleep(0)
+    await worker.worker.supervisor.end()
+    await asyncio.wait_for(aborting, 5)
+    assert worker.engines[0].stopped
+
+
 # Health.
 
 
@@ -341,11 +399,11 @@ async def test_a_load_and_its_seeding_may_take_their_time_and_no_more(
         await restarted(worker)
 
 
-@pytest.mark.parametrize(("spent", "healthy"), [(100.0, True), (111.0, False)])
+@pytest.mark.parametrize(("spent", "healthy"), [(190.0, True), (201.0, False)])
 async def test_a_burial_may_take_its_time_and_no_more(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, spent: float, healthy: bool
 ) -> None:
-    monkeypatch.setattr(supervisor, "STOP_SECONDS", 5.0)
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 50.0)
     monkeypatch.setattr(supervisor, "CALL_SECONDS", 100.0)
     gate = worker.engine.before["stop"] = Gate()
     monkeypatch.setattr(supervisor, "HEARTBEAT_SECONDS", -spent)

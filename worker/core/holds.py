@@ -102,7 +102,7 @@ class Holds:
         return Target(
             want=max((held.want for held in live), default=Want.ACTIVE),
             released=frozenset().union(*(held.tags for held in live)),
-            level=max((held.level for held in live if held.tags), default=1),
+            level=max((held.level for held in live), default=1),
         )
 
     def next_expiry(self) -> float:

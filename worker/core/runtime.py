@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from rollout_worker.engine import Engine, EngineCrashed, EngineError, EngineInfo, EngineStats
+from rollout_worker.gang.head import Head
 from rollout_worker.observe.telemetry import Telemetry
 from rollout_worker.schemas import Lifecycle, Progress, Resident
 from rollout_worker.settings import Settings
@@ -65,6 +66,8 @@ class Runtime:
         """Fires when the state, a hold or a request changes."""
         self.exclusive = asyncio.Lock()
         """Held by whoever moves the lifecycle, commits weights or replaces the engine."""
+        self.gang: Head | None = None
+        """Set where the engine spans several nodes and this is the first."""
         self.engine: Engine | None = None
         self.info: EngineInfo | None = None
         self.died: asyncio.Future[str] | None = None

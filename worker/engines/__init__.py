@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rollout_worker.engine import ENGINES, Engine, EngineError
+from rollout_worker.engine import ENGINES, Engine, EngineError, Gang, Member
 from rollout_worker.engines.room import Staging
 from rollout_worker.schemas import LogprobsOf
 
@@ -22,6 +22,7 @@ class EngineOptions:
     `spill_dir`: where weights go at sleep level 1, None: the temporary folder. `logprobs`: the kind that requests get by default, for engines that
     record one kind a process. `args`: the engine's own flags, as on its command line. `staging`: what
     memory of staged weights is charged to; one for all engines of a process, one after another.
+    `gang`: set if the engine spans several nodes.
     """
 
     model: Path
@@ -33,6 +34,7 @@ class EngineOptions:
     logprobs: LogprobsOf = "sampling"
     args: tuple[str, ...] = ()
     staging: Staging = field(default_factory=Staging)
+    gang: Gang | None = None
 
 
 def create(engine: str, options: EngineOptions) -> Engine:
@@ -42,6 +44,8 @@ def create(engine: str, options: EngineOptions) -> Engine:
         EngineError: an unknown engine or flag; the text says which there are.
     """
     if engine == "hf":
+        if options.gang is not None:
+            raise _one_node(engine)
         from .hf.engine import HfEngine
 
         return HfEngine(options)
@@ -54,3 +58,26 @@ def create(engine: str, options: EngineOptions) -> Engine:
 
         return SglangEngine(options)
     raise EngineError(f"engine {engine!r} is unknown: use one of {', '.join(ENGINES)}")
+
+
+def create_member(engine: str, options: EngineOptions) -> Member:
+    """Make the part of an engine that runs on a node beside the head's.
+
+    Raises:
+        EngineError: this engine runs on one node.
+    """
+    if engine == "vllm":
+        from .vllm.member import VllmMember
+
+        return VllmMember(options)
+    if engine == "sglang":
+        from .sglang.member import SglangMember
+
+        return SglangMember(options)
+    raise _one_node(engine)
+
+
+def _one_node(engine: str) -> EngineError:
+    return EngineError(
+        f"parallelism.nodes: the {engine} engine runs on one node: set it to 1, or use vllm"
+    )

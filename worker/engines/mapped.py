@@ -13,6 +13,7 @@ import mmap
 import os
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,9 @@ from typing import Any, Literal
 from rollout_worker.engine import EngineError, Entry, Sink, WeightsRejected
 from rollout_worker.engines.room import Staging
 from rollout_worker.threads import in_thread
+
+SLOTS_VARIABLE = "ROLLOUT_SLOTS"
+"""Tells the ranks of an engine where the slots of their node are."""
 
 ALIGN = 64
 """Every tensor begins at a multiple of this: what any dtype and vector load wants."""
@@ -36,6 +40,8 @@ class MappedSink:
         header: Begin with a header of safetensors, so that it can be read as such a file.
         skip: Names whose values aren't needed.
         staging: What it is charged to if it is in memory, until it is closed.
+        slots: The gang's folder of slots: the sink is found there by its id as long as it is open.
+        slot: That id; None: a new one.
 
     Raises:
         EngineError: there is no room.
@@ -51,6 +57,8 @@ class MappedSink:
         header: bool = False,
         skip: Collection[str] = (),
         staging: Staging | None = None,
+        slots: Path | None = None,
+        slot: str | None = None,
     ) -> None:
         kept = [entry for entry in entries if entry.name not in skip]
         first, self._starts, size = _safetensors(kept) if header else _aligned(kept)
@@ -74,6 +82,20 @@ class MappedSink:
                 + ("free space there or set another spill_dir" if folder else "raise its limit")
             ) from error
         self._map[: len(first)] = first
+        self.slot = ""
+        self._link: Path | None = None
+        if slots is not None:
+            self._publish(slots, slot or uuid.uuid4().hex)
+
+    def _publish(self, slots: Path, slot: str) -> None:
+        """Let the ranks of this node find it."""
+        link = slots / slot
+        try:
+            link.symlink_to(self.path)
+        except OSError as error:
+            self.close()
+            raise EngineError(f"slot {slot} can't be opened in {slots}: {error}") from error
+        self.slot, self._link = slot, link
 
     def _mapped(self) -> mmap.mmap:
         # A hole that can't be filled later would end the process, not raise.
@@ -96,7 +118,8 @@ class MappedSink:
             (entry.name, entry.spec.dtype, list(entry.spec.shape), self._starts[entry.name])
             for entry in self._entries
         ]
-        return json.dumps({"path": self.path, "size": self._size, "tensors": tensors})
+        where = {"slot": self.slot} if self.slot else {"path": self.path}
+        return json.dumps({**where, "size": self._size, "tensors": tensors})
 
     def allocate(self, entry: Entry) -> memoryview | None:
         """See `Sink.allocate`."""
@@ -114,6 +137,9 @@ class MappedSink:
         """See `Sink.close`."""
         self._unmap(flush=False)
         self.sealed = False
+        link, self._link = self._link, None
+        if link is not None:
+            link.unlink(missing_ok=True)
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)
@@ -134,6 +160,8 @@ async def open_mapped(
     header: bool = False,
     skip: Collection[str] = (),
     staging: Staging | None = None,
+    slots: Path | None = None,
+    slot: str | None = None,
 ) -> MappedSink:
     """Make a `MappedSink` in a thread; a cancelled caller gets none, and none stays.
 
@@ -143,7 +171,11 @@ async def open_mapped(
     made: list[MappedSink] = []
 
     def make(_: Callable[[], bool]) -> None:
-        made.append(MappedSink(entries, folder, header=header, skip=skip, staging=staging))
+        made.append(
+            MappedSink(
+                entries, folder, header=header, skip=skip, slots=slots, slot=slot, staging=staging
+            )
+        )
 
     try:
         await in_thread(make, threading.Event())
@@ -163,6 +195,11 @@ def sealed(sink: Sink) -> MappedSink:
     if not isinstance(sink, MappedSink) or not sink.sealed:
         raise WeightsRejected("this sink is not a sealed one of this engine: fill it first")
     return sink
+
+
+def located(slot: str) -> str:
+    """Return where a rank finds a slot of its node."""
+    return str(Path(os.environ[SLOTS_VARIABLE]) / slot)
 
 
 def _aligned(entries: Sequence[Entry]) -> tuple[bytes, Mapping[str, int], int]:

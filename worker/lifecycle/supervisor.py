@@ -23,6 +23,7 @@ from rollout_worker.engine import (
     ProcessSpent,
     WeightsRejected,
 )
+from rollout_worker.gang.places import GangBroken
 from rollout_worker.requests.flights import Flights
 from rollout_worker.schemas import CHECKPOINT, Lifecycle, Progress, WeightsId
 from rollout_worker.updates.state import Updates
@@ -72,6 +73,7 @@ class Supervisor:
 
         Raises:
             ProcessSpent: no engine would work in this process any more; its requests have ended.
+            GangBroken: the engine failed and spans several nodes.
         """
         runtime, failures, first = self._runtime, 0, True
         delays = runtime.settings.restart_delays
@@ -88,6 +90,8 @@ class Supervisor:
                 raise
             failures = 0 if time.monotonic() - began > HEALTHY_SECONDS else failures
             await self._bury(reason)
+            if runtime.gang is not None:
+                raise GangBroken(reason)
             delay = delays[min(failures, len(delays) - 1)]
             failures += 1
             logger.warning("restarting the engine in %g s", delay)
@@ -106,7 +110,9 @@ class Supervisor:
             return str(error)
         except TimeoutError:
             timeout = runtime.settings.start_timeout
-            return f"the engine did not load within --start-timeout {timeout:g} s"
+            missing = None if runtime.gang is None else runtime.gang.missing()
+            why = "" if missing is None else f": {missing}"
+            return f"the engine did not load within --start-timeout {timeout:g} s{why}"
         except Exception as error:  # top loop: whatever the adapter raised, the process goes on
             logger.exception("loading the engine failed")
             return f"{type(error).__name__}: {error}"
@@ -122,7 +128,7 @@ class Supervisor:
             async with asyncio.timeout(runtime.settings.start_timeout):
                 # In a thread: importing an engine takes seconds, and probes need answers.
                 engine = runtime.engine = await asyncio.to_thread(self._create)
-                info = await engine.start(self._report)
+                info = await self._start(engine)
             runtime.info = info
             name = runtime.settings.served_name
             runtime.telemetry.info(info.engine, info.engine_version, name)
@@ -131,6 +137,16 @@ class Supervisor:
             self._governor.engine_replaced()
             runtime.progress = None
             runtime.lifecycle.move(_FIRST[runtime.target().want])
+
+    async def _start(self, engine: Engine) -> EngineInfo:
+        """Start it; in a gang, with all others, of which one that fails ends the wait."""
+        runtime = self._runtime
+        if runtime.gang is None:
+            return await engine.start(self._report)
+        seconds = runtime.settings.start_timeout + HEARTBEAT_SECONDS  # which ends it first
+        info = await runtime.call(engine.start(self._report), seconds, "start", fatal=False)
+        await runtime.call(runtime.gang.agree(info.root_hash), seconds, "start", fatal=False)
+        return info
 
     def _report(self, progress: Progress) -> None:
         self._runtime.progress = progress
@@ -202,14 +218,28 @@ class Supervisor:
             runtime.lifecycle.move(Lifecycle.FAILED)
             await self._updates.engine_lost()
             self._flights.fail()
-            await self.stop_engine()
+            await self._stop_engine()
 
-    async def stop_engine(self) -> None:
+    async def end(self) -> None:
+        """Free the engine for good, once nothing that is under way uses it any more."""
+        runtime = self._runtime
+        runtime.shutting_down = True
+        runtime.crashed("the worker has ended")  # so no verb goes on with it
+        self._flights.fail()
+        try:
+            async with asyncio.timeout(STOP_SECONDS), runtime.exclusive:
+                await self._updates.engine_lost()
+        except TimeoutError:
+            logger.warning("a verb still uses the engine after %g s", STOP_SECONDS)
+        await self._stop_engine()
+
+    async def _stop_engine(self) -> None:
         """Stop the engine; give up on it after `STOP_SECONDS`."""
         runtime = self._runtime
         engine, runtime.engine = runtime.engine, None
         if engine is None:
             return
+        await asyncio.sleep(0)  # calls that were made before this moment begin before it stops
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await engine.stop()

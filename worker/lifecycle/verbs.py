@@ -141,9 +141,9 @@ class Verbs:
 
     async def abort(self, caller: str, request: AbortRequest) -> AbortResponse:
         """End requests with partial output; return once they have ended."""
-        count = "all" if request.all else len(request.request_ids or ())
-        logger.info("aborting %s requests for %r", count, caller)
-        ids = self._flights.ids() if request.all else list(dict.fromkeys(request.request_ids or ()))
+        wanted = request.request_ids
+        logger.info("aborting %s requests for %r", "all" if wanted is None else len(wanted), caller)
+        ids = self._flights.ids() if wanted is None else list(dict.fromkeys(wanted))
         aborted = await self._flights.abort_ids(ids, AbortReason.CONTROL)
         return AbortResponse(
             aborted=tuple(i for i in ids if i in aborted),

@@ -25,6 +25,11 @@ class Process:
         seen = _stat(self.pid)
         return seen is not None and seen[1] == self.started and seen[2] != "Z"
 
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it."""
+        seen = _stat(self.pid)
+        return seen is not None and seen[1] == self.started and seen[2] == "T"
+
     def title(self) -> str:
         """Return its command line; empty once it is gone."""
         return title_of(self.pid)
@@ -43,6 +48,12 @@ def title_of(pid: int) -> str:
     except OSError:
         return ""
     return line.replace(b"\0", b" ").decode(errors="replace")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal or a debugger."""
+    seen = _stat(pid)
+    return seen is not None and seen[2] in "Tt"
 
 
 def _stat(pid: int) -> tuple[int, int, str] | None:

@@ -62,21 +62,30 @@ class KubernetesReview:
 
     async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
         """Authenticate by TokenReview, then authorize by LocalSubjectAccessReview."""
-        token = bearer(authorization)
-        key = hashlib.sha256(token.encode()).digest()
-        user = await self._users.get(key, address, lambda: self._review_token(token))
-        if user is NOBODY:
-            audience = self._settings.audience
-            raise unauthenticated(
-                f"the token is not valid for audience {audience!r}: request one with"
-                f" `kubectl create token ACCOUNT --audience {audience}`"
-            )
+        user = await self.authenticate(authorization, address)
+        key = _key(bearer(authorization))
         denial = await self._denials.get(
             (key, right), address, lambda: self._review_right(user, right)
         )
         if denial:
             raise ProblemError("forbidden", denial)
         return user.name
+
+    async def authenticate(self, authorization: str | None, address: str = "") -> User:
+        """Return whose token it is.
+
+        Raises:
+            ProblemError: 401, nobody's; 503, that can't be checked right now.
+        """
+        token = bearer(authorization)
+        user = await self._users.get(_key(token), address, lambda: self._review_token(token))
+        if user is NOBODY:
+            audience = self._settings.audience
+            raise unauthenticated(
+                f"the token is not valid for audience {audience!r}: request one with"
+                f" `kubectl create token ACCOUNT --audience {audience}`"
+            )
+        return user
 
     async def _review_token(self, token: str) -> User:
         audience = self._settings.audience
@@ -148,6 +157,10 @@ class KubernetesReview:
     async def close(self) -> None:
         """Close the connections to the API server."""
         await self._http.aclose()
+
+
+def _key(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
 
 
 def _reason(error: Exception) -> str:

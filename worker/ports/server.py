@@ -15,7 +15,8 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_worker.engine import Engine, ProcessSpent
-from rollout_worker.service import Worker
+from rollout_worker.gang.places import EXIT_GANG, GangBroken, gang_of
+from rollout_worker.service import Worker, member_factory
 from rollout_worker.settings import BadSettings, Settings
 from rollout_worker.wire.problems import ProblemError
 
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5
 """What open connections get to take their last bytes."""
-EXIT_SPENT = 3
+EXIT_SPENT = 4
 """Exit status of a process in which no engine works any more: only a new one helps."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pools of usual clients, so that they close first and never hit a closed one."""
@@ -44,7 +45,7 @@ PROBES = 32
 """Places of the data port that requests leave to probes and scrapes."""
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """A server that leaves signals and sockets to us: two of them share one process and its end."""
 
     def __init__(
@@ -56,6 +57,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -144,9 +146,9 @@ class Servers:
         control = control_app(worker, authorizer)
         held = self._certificate
         self._servers = [
-            _Server(_config(data), Room(places.data, header_seconds)),
-            _Server(
-                _config(control),
+            Server(config_of(data), Room(places.data, header_seconds)),
+            Server(
+                config_of(control),
                 Room(places.control, header_seconds),
                 None if held is None else lambda: held.context,
             ),
@@ -176,7 +178,8 @@ class Servers:
             server.should_exit = True
 
 
-def _config(app: ASGIApp) -> uvicorn.Config:
+def config_of(app: ASGIApp) -> uvicorn.Config:
+    """How an application is served."""
     return uvicorn.Config(
         app,
         ws="none",
@@ -196,7 +199,12 @@ async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = N
         BadSettings: a port or the credentials can't be used.
     """
     raise_descriptors()
-    worker = Worker(settings, make_engine)
+    gang = gang_of(settings)
+    if gang is not None and gang.rank > 0:
+        from .member import serve_member
+
+        return await serve_member(settings, gang, member_factory(settings, gang))
+    worker = Worker(settings, make_engine, gang)
     servers = Servers(worker, make_authorizer(settings))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -222,10 +230,12 @@ async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = N
 
 def _broken(cause: BaseException | None) -> int:
     """Say what ended the worker; returns the exit status."""
-    spent = cause.subgroup(ProcessSpent) if isinstance(cause, BaseExceptionGroup) else None
-    if spent is not None:
-        logger.critical("the process ends, since no engine works in it any more", exc_info=spent)
+    if isinstance(cause, ProcessSpent):
+        logger.critical("no engine works in this process any more: %s", cause)
         return EXIT_SPENT
+    if isinstance(cause, GangBroken):
+        logger.critical("the gang is broken: %s", cause)
+        return EXIT_GANG
     logger.critical("a part of the worker broke", exc_info=cause)
     return 1
 
@@ -233,7 +243,10 @@ def _broken(cause: BaseException | None) -> int:
 def _cause(*tasks: asyncio.Task[None]) -> BaseException | None:
     for task in tasks:
         if task.done() and not task.cancelled():
-            return task.exception()
+            error = task.exception()
+            while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+                error = error.exceptions[0]  # of a group of tasks, what ended it
+            return error
     return None
 
 
@@ -248,5 +261,5 @@ async def _end(
     await asyncio.wait({serving}, timeout=FLUSH_SECONDS + 5)
     running.cancel()
     await asyncio.wait({running}, timeout=FLUSH_SECONDS)
-    await worker.supervisor.stop_engine()
+    await worker.supervisor.end()
     logger.info("stopped")

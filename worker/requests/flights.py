@@ -138,12 +138,12 @@ class Flight:
         )
 
     def _timing(self) -> Timing:
-        ended = self.ended if self.ended is not None else time.monotonic()
+        assert self.ended is not None, "only a finished flight is answered"
         first = None if self.first_token is None else self.first_token - self.created
         return Timing(
             queued_seconds=min(output.queued_seconds for output in self.outputs),
             first_token_seconds=first,
-            total_seconds=ended - self.created,
+            total_seconds=self.ended - self.created,
             preemptions=sum(output.preemptions for output in self.outputs),
         )
 

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 LOCK_SLACK_SECONDS = 60.0
 PAUSE_SECONDS = 120.0
 """Longest wait for a step to end: a long prefill on a slow machine."""
+CONFIRM_SECONDS = 60.0
 FLIP_SECONDS = 600.0
 POLL_SECONDS = 0.05
 """How stale the engine's counts may be seen while requests drain."""
@@ -97,6 +98,7 @@ class Commits:
             logger.info("committing weights %s for %r", slot.identity, caller)
             start = time.monotonic()
             try:
+                await self._confirm(slot)
                 answer = await self._flip(request, slot)
             except WeightsRejected as error:
                 raise ProblemError(
@@ -170,6 +172,23 @@ class Commits:
                 root_hash=root_hash,
                 **self._updates.facts,
             )
+
+    async def _confirm(self, slot: Slot) -> None:
+        """See that all nodes of a gang still hold it, while everything goes on.
+
+        Raises:
+            EngineError: one doesn't; it has to be staged again.
+        """
+        gang = self._runtime.gang
+        if gang is None:
+            return
+        try:
+            await self._runtime.call(
+                gang.confirm(slot.shared, slot.root_hash), CONFIRM_SECONDS, "confirm", fatal=False
+            )
+        except EngineError as error:
+            slot.error = str(error)
+            raise
 
     async def _flip(self, request: CommitRequest, slot: Slot) -> CommitResponse:
         runtime, updates = self._runtime, self._updates

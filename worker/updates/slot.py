@@ -1,78 +1,22 @@
 """The staging slot: memory of the engine that is filled beside the serving weights.
 
-`fill` is the whole way of bytes into an engine: open and check the source, ask the engine for
-memory, read, verify, seal. Whoever gives up halfway gives the memory back.
+`sources/filling.py` is the whole way of bytes into it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
-from rollout_worker.engine import Engine, EngineError, Layout, Sink, WeightsRejected
+from rollout_worker.engine import Engine, Layout, Sink, WeightsRejected
 from rollout_worker.schemas import StagedWeights, StageRequest, WeightsId, WeightsSource
-from rollout_worker.sources.files import Report, Source, open_source, read
-from rollout_worker.threads import in_thread
-from rollout_worker.weights import check_layout
+from rollout_worker.sources.filling import Elsewhere, Located, fill
 from rollout_worker.wire.problems import ProblemError, conflict
 
 logger = logging.getLogger(__name__)
 
 DISCARD_SECONDS = 60.0
-
-Located = tuple[Path, tuple[Path, ...]]
-"""Where a source lies and its roots, as `resolve.locate` says."""
-
-
-async def fill(
-    engine: Engine,
-    layout: Layout,
-    located: Located,
-    verify: Callable[[str], None],
-    report: Report = lambda done, total: None,
-    *,
-    on_disk: bool = False,
-) -> Sink:
-    """Return a sealed sink of the engine with everything that the source holds.
-
-    Args:
-        engine: Gives the memory.
-        layout: What the source must hold.
-        located: The source.
-        verify: Raises unless the root hash is the right one; called in the loop.
-        report: Told of progress, in a thread.
-        on_disk: See `Engine.open_slot`.
-
-    Raises:
-        WeightsRejected: a missing, unexpected or ill-shaped tensor, or a wrong hash.
-        EngineError: the engine has no room.
-    """
-    cancel = threading.Event()
-    source = await in_thread(lambda _: _open(layout, located), cancel)
-    sink = await engine.open_slot(source.entries, on_disk=on_disk)
-
-    def bring(cancelled: Callable[[], bool]) -> str:
-        return read(source, layout.tied, sink.allocate, report, cancelled)
-
-    try:
-        if sink.memory != "host":
-            raise EngineError(f"files can't be read into {sink.memory} memory: use a transport")
-        verify(await in_thread(bring, cancel))
-        await in_thread(lambda _: sink.seal(), cancel)
-    except BaseException:
-        await asyncio.to_thread(sink.close)
-        raise
-    return sink
-
-
-def _open(layout: Layout, located: Located) -> Source:
-    path, roots = located
-    source = open_source(path, roots=roots)
-    check_layout(layout, source.entries, str(path))
-    return source
 
 
 class Slot:
@@ -98,10 +42,23 @@ class Slot:
         """Whether the bytes are there and verified."""
         return self._filled and self.error is None
 
-    async def fill(self, engine: Engine, layout: Layout, located: Located) -> None:
+    async def fill(
+        self,
+        engine: Engine,
+        layout: Layout,
+        located: Located,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
         """Bring the bytes; raises what `fill` raises."""
-        self._sink = await fill(engine, layout, located, self._verify, self.report)
+        self._sink = await fill(
+            engine.open_slot, layout, located, self._verify, self.report, elsewhere
+        )
         self._filled = True
+
+    @property
+    def shared(self) -> str:
+        """Id of the filled sink in a gang."""
+        return "" if self._sink is None else self._sink.slot
 
     def _verify(self, root_hash: str) -> None:
         if self.expected not in (None, root_hash):

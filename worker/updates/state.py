@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,16 @@ from rollout_worker.schemas import (
     WeightsSource,
     WeightsState,
 )
+from rollout_worker.sources.filling import Elsewhere, Located, fill
 from rollout_worker.sources.resolve import locate, resolve_within
 from rollout_worker.wire.problems import ProblemError, conflict
 
-from .slot import Located, Slot, fill, mismatch, same_content
+from .slot import Slot, mismatch, same_content
 
 logger = logging.getLogger(__name__)
 
+REFILL_SECONDS = 1800.0
+"""What the other nodes of a gang get to bring the active weights again."""
 LOOK_UP_SECONDS = 1.0
 """What looking up a path is given at least."""
 
@@ -184,7 +189,7 @@ class Updates:
             async with asyncio.timeout(seconds):
                 await self._runtime.call(
                     self._fill(slot),
-                    seconds * 2 + 60,  # the timeout above ends it first
+                    inf,  # the timeout above ends it
                     "stage",
                     fatal=False,
                 )
@@ -205,7 +210,9 @@ class Updates:
     async def _fill(self, slot: Slot) -> None:
         engine, info = self._runtime.loaded()
         async with self._room:
-            await slot.fill(engine, info.layout, self._located(slot.resolved, info))
+            elsewhere = self._elsewhere(slot.resolved, slot.expected, slot.deadline_seconds)
+            located = self._located(slot.resolved, info)
+            await slot.fill(engine, info.layout, located, elsewhere)
 
     def _located(self, source: WeightsSource, info: EngineInfo) -> Located:
         return locate(source, self._runtime.settings, Path(info.model))
@@ -226,7 +233,20 @@ class Updates:
                 )
 
         located = self._located(self.source, info)
-        return await fill(engine, info.layout, located, verify, on_disk=on_disk)
+        open_slot = partial(engine.open_slot, on_disk=on_disk)
+        elsewhere = self._elsewhere(self.source, active.root_hash, REFILL_SECONDS, on_disk=on_disk)
+        return await fill(open_slot, info.layout, located, verify, elsewhere=elsewhere)
+
+    def _elsewhere(
+        self, source: WeightsSource, root_hash: str | None, seconds: float, *, on_disk: bool = False
+    ) -> Elsewhere | None:
+        """How the other nodes of a gang fill the same slot; None: there are none."""
+        gang = self._runtime.gang
+        if gang is None:
+            return None
+        return partial(
+            gang.fill, source=source, root_hash=root_hash, on_disk=on_disk, seconds=seconds
+        )
 
     async def clear_slot(self) -> None:
         """Cancel and drop what is staged; the caller holds `slot_lock`."""

@@ -11,6 +11,7 @@ from rollout_operator.api.revision import revision
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.config import EngineDefaults
 
+from . import gang
 from .environment import pools_own, settings
 from .overlay import joined_by, merged
 from .volumes import mounts, volumes
@@ -105,7 +106,7 @@ class PodBuilder:
                 **overlay.get("securityContext", {}),
             },
             "tolerations": [*overlay.get("tolerations", ()), *_node_tolerations(overlay)],
-            "volumes": [*volumes(self.spec), *overlay.get("volumes", ())],
+            "volumes": [*self._volumes(), *overlay.get("volumes", ())],
             "containers": [self._container(replica, rank)],
         }
         if rank == 0:
@@ -139,10 +140,7 @@ class PodBuilder:
             "image": self.image,
             "args": ["serve", *(f"--engine-arg={a}" for a in engine.args)],
             "env": self._env(replica, rank),
-            "ports": [
-                {"name": "data", "containerPort": names.DATA_PORT, "protocol": "TCP"},
-                {"name": "control", "containerPort": names.CONTROL_PORT, "protocol": "TCP"},
-            ],
+            "ports": gang.ports(self.spec, rank),
             "resources": self._resources(),
             "securityContext": {
                 "allowPrivilegeEscalation": False,
@@ -151,7 +149,7 @@ class PodBuilder:
                 **own.get("securityContext", {}),
             },
             "volumeMounts": joined_by(
-                "mountPath", mounts(self.spec), self.overlay.get("volumeMounts", ())
+                "mountPath", self._mounts(), self.overlay.get("volumeMounts", ())
             ),
             "terminationMessagePolicy": "FallbackToLogsOnError",
         }
@@ -160,9 +158,22 @@ class PodBuilder:
             out["imagePullPolicy"] = policy
         if own.get("lifecycle"):
             out["lifecycle"] = own["lifecycle"]
-        if rank == 0:
-            out |= {name: {**probe, **own.get(name, {})} for name, probe in _probes().items()}
-        return out
+        probes = gang.probes(rank, tls=self._control_speaks_tls)
+        return out | {name: {**probe, **own.get(name, {})} for name, probe in probes.items()}
+
+    def _volumes(self) -> list[Obj]:
+        ours = volumes(self.spec)
+        if self.spec.parallelism.nodes > 1:
+            ours.append(gang.token_volume(self.name, self.namespace))
+        return ours
+
+    def _mounts(self) -> list[Obj]:
+        ours = mounts(self.spec)
+        return [*ours, gang.token_mount()] if self.spec.parallelism.nodes > 1 else ours
+
+    @property
+    def _control_speaks_tls(self) -> bool:
+        return any(entry["name"] == names.CONTROL_TLS_CERT for entry in self.defaults.env)
 
     def _env(self, replica: int, rank: int) -> list[Obj]:
         ours = settings(self.name, self.namespace, self.spec, self.overlay, replica, rank)
@@ -200,23 +211,3 @@ def _beside(overlay: Mapping[str, Any]) -> list[Obj]:
     """
     first = overlay.get("initContainers", ())
     return [*first, *({**each, "restartPolicy": "Always"} for each in overlay.get("sidecars", ()))]
-
-
-def _probes() -> dict[str, Obj]:
-    health = {"path": "/health", "port": "data"}
-    return {
-        # The port opens within seconds of the start; loading shows in /ready, not here.
-        "startupProbe": {"httpGet": health, "periodSeconds": 1, "failureThreshold": 300},
-        "livenessProbe": {
-            "httpGet": health,
-            "periodSeconds": 10,
-            "timeoutSeconds": 5,
-            "failureThreshold": 6,
-        },
-        "readinessProbe": {
-            "httpGet": {"path": "/ready", "port": "data"},
-            "periodSeconds": 2,
-            "timeoutSeconds": 2,
-            "failureThreshold": 2,
-        },
-    }

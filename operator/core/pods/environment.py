@@ -6,6 +6,7 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
 
+from . import gang
 from .volumes import weights_roots
 
 
@@ -38,28 +39,13 @@ def settings(
         values["ROLLOUT_STAGING_MEMORY"] = str(spec.weights.staging_memory)
     if spec.model.source.hub and spec.model.source.hub.revision:
         values["ROLLOUT_MODEL_REVISION"] = spec.model.source.hub.revision
-    values |= _parallelism(pool, spec, replica, rank)
+    values |= gang.environment(pool, spec, replica, rank)
     return [*({"name": k, "value": v} for k, v in values.items()), *_hub_token(spec)]
 
 
 def pools_own(spec: RolloutReplicaSpec) -> list[Obj]:
     """Return `spec.engine.env` as a container has it."""
     return [e.model_dump(mode="json", by_alias=True, exclude_none=True) for e in spec.engine.env]
-
-
-def _parallelism(pool: str, spec: RolloutReplicaSpec, replica: int, rank: int) -> dict[str, str]:
-    parallel = spec.parallelism
-    if parallel.world == 1 and parallel.nodes == 1:
-        return {}
-    leader = names.pod_name(pool, replica, 0)
-    return {
-        "ROLLOUT_TENSOR": str(parallel.tensor),
-        "ROLLOUT_PIPELINE": str(parallel.pipeline),
-        "ROLLOUT_DATA": str(parallel.data),
-        "ROLLOUT_NODES": str(parallel.nodes),
-        "ROLLOUT_RANK": str(rank),
-        "ROLLOUT_LEADER_ADDRESS": f"{leader}.{names.heads_service(pool)}",
-    }
 
 
 def _hub_token(spec: RolloutReplicaSpec) -> list[Obj]:

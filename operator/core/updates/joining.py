@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rollout_operator.api.spec import RolloutReplicaSpec, Strategy
+from rollout_operator.api.status import UpdatePhase
 from rollout_operator.core.heads import Head, Version
 
 from .content import bound
@@ -17,11 +18,13 @@ def assign_joiners(
     """Tell heads below the committed weights what to load; they may commit that at any time.
 
     Without a barrier that is what the others move to, once it is `begun` in status. They finish it
-    before the newest is taken, so that quick publishes let a joiner finish, too.
+    before the newest is taken, so that quick publishes let a joiner finish, too. While it fails, who
+    joins loads what is served: weights that nobody can take would keep it from serving at all.
     """
     floor = brought = _committed(plan)
     single = spec.weights.strategy is not Strategy.ALL_AT_ONCE and not plan.unsupported
-    if single and plan.update and plan.running:
+    failed = plan.update is not None and plan.update.phase is UpdatePhase.FAILED
+    if single and plan.update and plan.running and not failed:
         brought = bound(version_of(plan.update, plan.committed.source), heads)
     for uid, head in heads.items():
         if uid in plan.version_for or head.at_least(floor.identity):

@@ -85,6 +85,6 @@ def seconds_left(
 def unpolled(heads: Mapping[str, Head]) -> bool:
     """Some running worker has not been polled yet: its silence proves nothing."""
     return any(
-        h.pod.started and not h.pod.finished and h.worker.state is None and h.worker.error is None
+        h.pod.started and not h.finished and h.worker.state is None and h.worker.error is None
         for h in heads.values()
     )

@@ -23,6 +23,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from apiclient import PODS, POOLS, Api, Obj
+from clusters import await_crd
 from localkube import Cluster, network, processes
 from localkube.settings import free_ports
 from waiting import eventually
@@ -262,8 +263,7 @@ def _prepare(cluster: Cluster) -> None:
         "--create-namespace", "--set", "replicaCount=0",
         "--set", f"workers.namespaces={{{NAMESPACE}}}",
     )  # fmt: skip
-    crd = "crd/rolloutreplicas.rollout.dev"
-    cluster.kubectl("wait", "--for=condition=Established", crd, "--timeout=30s")
+    await_crd(cluster)
 
     def answers() -> bool:
         processes.require_alive(cluster.state, "processless")

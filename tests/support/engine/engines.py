@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from rollout_worker.schemas import (
     WeightsSpan,
 )
 from rollout_worker.sources.files import Report, open_source
-from rollout_worker.updates.slot import fill
+from rollout_worker.sources.filling import fill
 
 PROMPT = (5, 6, 7, 8, 9, 100, 200, 300)
 V1, V2 = WeightsId(epoch=1, version=1), WeightsId(epoch=1, version=2)
@@ -134,7 +135,9 @@ async def staged(engine: Engine, folder: Path, report: Report = lambda done, tot
         nonlocal root
         root = found
 
-    sink = await fill(engine, layout_of(open_source(folder).entries), (folder, ()), verify, report)
+    sink = await fill(
+        engine.open_slot, layout_of(open_source(folder).entries), (folder, ()), verify, report
+    )
     return Staged(sink, root)
 
 
@@ -161,7 +164,8 @@ def refilling(engine: Engine, folder: Path) -> Refill:
     async def refill(*, on_disk: bool = False) -> Sink:
         source = open_source(folder)
         layout = layout_of(source.entries)
-        return await fill(engine, layout, (folder, ()), lambda _: None, on_disk=on_disk)
+        open_slot = partial(engine.open_slot, on_disk=on_disk)
+        return await fill(open_slot, layout, (folder, ()), lambda _: None)
 
     return refill
 

@@ -188,7 +188,7 @@ class InProcess(Client):
         finally:
             running.cancel()
             await asyncio.wait({running}, timeout=10)
-            await self.worker.supervisor.stop_engine()
+            await self.worker.supervisor.end()
 
     def call(self, function: Callable[[], T], seconds: float = 10) -> T:
         """Run a function in the worker's loop."""

@@ -43,9 +43,17 @@ class Pass:
         return self.plan.status.weights.committed.identity
 
     def state(self, uid: str) -> WorkerState | None:
-        """What the worker of a pod said."""
+        """What the worker of a pod said; nothing counts of whose gang has ended."""
         worker = self.seen.workers.get(uid)
-        return worker.state if worker else None
+        return worker.state if worker and not self.lost(self.ours.get(uid)) else None
+
+    def lost(self, head: Pod | None) -> bool:
+        """Another rank of this head's gang has ended."""
+        return head is not None and any(
+            p.finished and not p.deleting
+            for p in self.ours.values()
+            if p.replica == head.replica and p.rank > 0
+        )
 
     def running(self, uid: str) -> frozenset[str]:
         """Names of the calls in flight to a pod."""
@@ -90,6 +98,16 @@ def _deletes(one: Pass) -> None:
         assert not pod.gate or pod.uid in off, f"{pod.name} is deleted with its gate on"
         surplus = one.spec.suspend or pod.replica >= one.spec.replicas
         assert surplus or not one.seen.unsettled, "the view of the pods is old"
+        _members_go_last(one, pod)
+
+
+def _members_go_last(one: Pass, pod: Pod) -> None:
+    """No member of a whole gang is deleted while its head drains."""
+    ranks = [p for p in one.ours.values() if p.replica == pod.replica]
+    head = next((p for p in ranks if p.rank == 0 and not p.finished), None)
+    members = [p for p in ranks if p.rank > 0 and not p.deleting and not p.finished]
+    whole = len(members) == one.spec.parallelism.nodes - 1
+    assert pod.rank == 0 or head is None or not whole, f"{pod.name} goes before its head"
 
 
 def _creates(one: Pass) -> None:
@@ -112,6 +130,8 @@ def _gates(one: Pass) -> None:
         gates[change.uid] = (change.serving, change.boot)
     for uid, (on, boot) in gates.items():
         pod, state = one.ours[uid], one.state(uid)
+        leaves = pod.deleting or pod.finished
+        assert not on or leaves or not one.lost(pod), f"{pod.name} has its gate on, its gang ended"
         if not on or pod.deleting or pod.finished or state is None:
             continue
         assert one.spec.state is State.ACTIVE, f"{pod.name} has its gate on in a pool at rest"
@@ -227,11 +247,13 @@ def _barrier(one: Pass) -> None:
                 other = slot is not None and slot.root_hash != after.root_hash
                 assert _is_there(state, wanted) or not other, f"{pod.name} staged other bytes"
             silent = one.seen.barrier and state is None and _boot(one, uid) in one.seen.barrier
-            assert not silent or pod.deleting or pod.finished, f"{pod.name} is silent, not gone"
+            gone = pod.deleting or pod.finished or one.lost(pod)
+            assert not silent or gone, f"{pod.name} is silent, not gone"
     if after.phase is UpdatePhase.COMPLETE:
         for uid, pod in one.ours.items():
             silent = one.state(uid) is None and _boot(one, uid) in one.seen.barrier
-            gone = pod.deleting or pod.finished or pod.replica >= one.spec.replicas
+            gone = pod.deleting or pod.finished or one.lost(pod)
+            gone = gone or pod.replica >= one.spec.replicas
             assert not silent or gone or one.spec.suspend, f"{pod.name} is silent, not gone"
 
 

@@ -29,6 +29,8 @@ class ScriptedControl:
         self.required: dict[str, int] | None = None
         self.refuse: dict[str, tuple[int, str]] = {}
         """By verb: status and slug of the refusal."""
+        self.busy: dict[str, list[tuple[int, str]]] = {}
+        """The same, of the next calls only."""
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         for method, path in (
             ("GET", "state"),
@@ -50,8 +52,11 @@ class ScriptedControl:
         verb = request.path.rpartition("/")[2]
         text = await request.text()
         self.bodies.append((verb, json.loads(text) if text else {}))
-        if verb in self.refuse:
-            status, slug = self.refuse[verb]
+        busy = self.busy.get(verb)
+        if busy or verb in self.refuse:
+            status, slug = busy.pop(0) if busy else self.refuse[verb]
+            if not slug:
+                return web.Response(status=status, text="the gateway's own page")
             problem = {"type": f"urn:rollout:problem:{slug}", "detail": f"no {verb}: {slug}"}
             return web.json_response({**problem, "title": "t", "status": status}, status=status)
         handler = getattr(self, f"_{verb}", self._state)

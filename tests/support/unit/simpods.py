@@ -11,6 +11,9 @@ from rollout_operator.core.world import Pod
 from simcalls import SimCalls
 from simworker import SimWorker
 
+LIVENESS_SECONDS = 60.0
+"""How long a process may stand still."""
+
 
 class SimPods(SimCalls):
     """The pods of one pool; a part of `World`."""
@@ -37,6 +40,14 @@ class SimPods(SimCalls):
         """Seconds that a deleted pod takes to go."""
         self.unshown: dict[tuple[str, str], float] = {}
         """Writes that the watch has not shown, by verb and uid: when it will."""
+        self.gangs: dict[int, frozenset[str]] = {}
+        """Uids of the ranks that have found each other, by replica."""
+        self.frozen_ranks: dict[str, float] = {}
+        """Uids of pods whose process stands still, and when their liveness probe ends them."""
+        self.gang_seconds = 0.0
+        """How long a rank takes to notice that another one is gone or stands still."""
+        self.noticed: dict[frozenset[str], float] = {}
+        """Gangs that have broken: when the ranks that are left end."""
         self.ghosts: dict[str, tuple[Pod, float]] = {}
         """Pods that are gone, as the watch shows them still."""
 
@@ -87,11 +98,11 @@ class SimPods(SimCalls):
             own_grace=self.spec.grace_seconds,
         )
 
-    def intrude(self, replica: int) -> None:
+    def intrude(self, replica: int, rank: int = 0) -> None:
         """Somebody else has a pod of this name, with our labels, unless we were first."""
-        name = f"pool-{replica}-0"
+        name = f"pool-{replica}-{rank}"
         if name not in self.pods and name not in self.ghosts:
-            self.strangers[name] = replace(self._pod(name, replica, 0), owned=False)
+            self.strangers[name] = replace(self._pod(name, replica, rank), owned=False)
 
     def kill(self, name: str) -> None:
         """The process ends and the pod is gone, unless a finalizer keeps it."""
@@ -116,10 +127,61 @@ class SimPods(SimCalls):
             pod, phase="Failed", ready=False, finished_at=finished_at, trouble="exit code 137"
         )
 
+    def ask_to_go(self, name: str) -> None:
+        """Somebody deletes a pod, as `kubectl delete pod` and evictions do."""
+        pod = self.pods[name]
+        if self.grace:
+            self.pods[name] = replace(pod, deletion_at=self.tick + self.grace, grace=self.grace)
+        else:
+            self.kill(name)
+
+    def freeze(self, name: str) -> None:
+        """A process of a gang stands still: nobody gets an answer, and nothing ends by itself."""
+        uid = self.pods[name].uid
+        self.frozen_ranks[uid] = self.tick + LIVENESS_SECONDS
+        if uid in self.workers:
+            self.workers[uid].silent = True
+
+    def _form_gangs(self) -> None:
+        by_replica: dict[int, list[Pod]] = {}
+        for pod in self.pods.values():
+            if not pod.deleting and not pod.finished:
+                by_replica.setdefault(pod.replica, []).append(pod)
+        for replica, pods in by_replica.items():
+            if len(pods) == self.spec.parallelism.nodes > 1:
+                self.gangs[replica] = frozenset(p.uid for p in pods)
+
+    def _break_gangs(self) -> None:
+        """Ranks end some time after one of them did: an engine can't be joined again."""
+        for name, pod in list(self.pods.items()):
+            if self.frozen_ranks.get(pod.uid, self.tick + 1) <= self.tick and not pod.finished:
+                self._end_rank(name)
+        runs = {
+            p.uid: name
+            for name, p in self.pods.items()
+            if not p.finished and p.uid not in self.frozen_ranks
+        }
+        for replica, uids in list(self.gangs.items()):
+            if uids <= runs.keys():
+                continue
+            due = self.noticed.setdefault(uids, self.tick + self.gang_seconds)
+            if due <= self.tick:
+                del self.gangs[replica], self.noticed[uids]
+                for uid in sorted(uids & runs.keys()):
+                    self._end_rank(runs[uid])
+
+    def _end_rank(self, name: str) -> None:
+        if self.pods[name].deleting:
+            self.kill(name)
+        else:
+            self.fail(name)
+
     def reboot(self, replica: int) -> None:
         """Another process answers in the head's pod."""
         pod = self.pods[f"pool-{replica}-0"]
-        if pod.uid in self.workers:
+        if self.spec.parallelism.nodes > 1:
+            self.fail(pod.name)  # its members would not know another one
+        elif pod.uid in self.workers:
             self.end_process(pod.uid)
             self.uids += 1
             self.workers[pod.uid] = SimWorker(boot=f"boot{self.uids}")
@@ -159,6 +221,7 @@ class SimPods(SimCalls):
         for name, pod in list(self.pods.items()):
             if pod.deletion_at is not None and self.tick >= pod.deletion_at:
                 self.kill(name)
+        self._break_gangs()
         for name, pod in list(self.predecessors.items()):
             if self.tick >= (pod.deletion_at or 0) and pod.uid not in self.held:
                 del self.predecessors[name]
@@ -170,10 +233,14 @@ class SimPods(SimCalls):
                 self.end(flight)
 
     def settle(self) -> None:
+        self._form_gangs()
         for name, pod in self.pods.items():
             worker = self.workers.get(pod.uid)
-            if worker is not None and self.autoload:
+            joined = self.spec.parallelism.nodes == 1 or pod.uid in self.gangs.get(
+                pod.replica, frozenset()
+            )
+            if worker is not None and self.autoload and joined:
                 worker.loading = False
-            serving = worker.serving if worker else pod.rank > 0
+            serving = worker.serving if worker else pod.rank > 0 and joined
             ready = not pod.finished and serving and (pod.gate or pod.rank > 0)
             self.pods[name] = replace(pod, ready=ready)

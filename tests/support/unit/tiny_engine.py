@@ -95,6 +95,8 @@ class Row:
 class TinySink:
     """Memory of one version."""
 
+    slot = ""
+
     def __init__(
         self, engine: TinyEngine, entries: Sequence[Entry], *, on_disk: bool = False
     ) -> None:

@@ -181,7 +181,7 @@ async def tiny_worker(home: Path, *flags: str, rows: int = 8) -> AsyncIterator[T
     finally:
         running.cancel()
         await asyncio.wait({running})
-        await worker.worker.supervisor.stop_engine()
+        await worker.worker.supervisor.end()
     broken = [rule for engine in worker.engines for rule in engine.broken]
     assert not broken, f"the worker treated its engine badly: {broken}"
 

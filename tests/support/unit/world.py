@@ -39,6 +39,8 @@ class World(SimPods):
         """Whether the API server refuses a write: of status, a gate, a deletion, a creation."""
         self.barrier: frozenset[str] | None = None
         self._forced_at: dict[str, float] = {}
+        self._counted: set[str] = set()
+        """Uids of pods whose end status.restarts has counted."""
 
     def set(self, **changes: Any) -> None:
         """Change the spec as a user would."""
@@ -105,6 +107,7 @@ class World(SimPods):
         """What a pass does, in its order; where writes fail it ends."""
         if self.refuses("status"):
             return
+        self._count_restarts(seen, plan)
         self.status = plan.status
         self.barrier = plan.barrier
         gates = sorted(plan.gates, key=lambda g: g.serving)
@@ -126,6 +129,14 @@ class World(SimPods):
         elif self._each("gate", gates[len(off) :], self.set_gate):
             for call in plan.calls:
                 self.call(call)
+
+    def _count_restarts(self, seen: Observed, plan: Plan) -> None:
+        """However many pods of a replica end, and in whatever order: it has failed once."""
+        fresh = {i for i, count in plan.restarts.items() if seen.restarts_of.get(i) != count}
+        assert plan.status.restarts == self.status.restarts + len(fresh)
+        ended = {p.uid for p in seen.pods if p.replica in fresh}
+        assert not ended & self._counted, "a failure is counted twice"
+        self._counted |= ended
 
     def _each(self, kind: str, writes: Iterable[T], carry_out: Callable[[T], None]) -> bool:
         """Try all of these writes; whether none was refused."""

@@ -37,6 +37,7 @@ class Buffers:
     """
 
     memory: Literal["host"] = "host"
+    slot = ""
 
     def __init__(
         self,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import itertools
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -24,8 +21,7 @@ from rollout_worker.engine import (
     Refill,
     Sink,
 )
-from rollout_worker.engines import EngineOptions, tested
-from rollout_worker.engines.checkpoint import hash_of
+from rollout_worker.engines import EngineOptions
 from rollout_worker.schemas import (
     CHECKPOINT,
     AbortReason,
@@ -35,16 +31,14 @@ from rollout_worker.schemas import (
     Resident,
     WeightsId,
 )
-from rollout_worker.sources.files import ReadCancelled
-from rollout_worker.threads import in_thread
 
 from . import settings
 from .bridge import Bridge, CallFailed
 from .checks import capabilities, check
 from .desk import Desk
 from .metrics import Page
-from .model import Model, read_model
-from .process import Process, milestone
+from .model import Model
+from .node import Loaded, Node
 from .streams import Stream
 from .versions import Versions
 
@@ -59,11 +53,8 @@ class SglangEngine:
         self._settings = settings.parse(options.args)
         self._streams: dict[str, Stream] = {}
         self._arrivals = itertools.count()
-        self._give_up = threading.Event()
-        self._ended: str | None = None
-        self._process: Process | None = None
+        self._node = Node(options, self._settings, self._take, self._end_streams)
         self._bridge: Bridge | None = None
-        self._reading: asyncio.Task[None] | None = None
         self._model: Model | None = None
         self._desk: Desk | None = None
         self._versions: Versions | None = None
@@ -72,108 +63,41 @@ class SglangEngine:
 
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
         """See `Engine.start`."""
-        report(Progress(message="reading the model's configuration"))
-        try:
-            model = await in_thread(lambda _: read_model(self._options), self._give_up)
-            self._model = model
-            bridge = self._launch(model, report)
-            hashing = asyncio.create_task(self._hash())
-            try:
-                facts = await bridge.ready
-            finally:
-                if not bridge.ready.done() or bridge.ready.exception():
-                    self._give_up.set()
-                    await asyncio.wait([hashing])
-            digest = await hashing
-        except ReadCancelled:
-            raise EngineError("the engine was stopped while it loaded") from None
-        except EngineCrashed as error:
-            words = self._process.last_words() if self._process else ""
-            raise EngineError(f"SGLang did not start: {words or error}") from error
-        self._assemble(model, bridge, facts)
-        logger.info("serving %s, weights %s", self._options.model, digest)
+        loaded = await self._node.start(report)
+        self._assemble(loaded)
+        logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
         return EngineInfo(
             engine="sglang",
-            engine_version=facts["version"],
+            engine_version=loaded.facts["version"],
             model=str(self._options.model),
-            max_length=model.max_length,
-            eos_token_ids=model.eos_token_ids,
-            root_hash=digest,
-            layout=model.layout,
+            max_length=loaded.model.max_length,
+            eos_token_ids=loaded.model.eos_token_ids,
+            root_hash=loaded.root_hash,
+            layout=loaded.model.layout,
         )
 
-    def _launch(self, model: Model, report: Callable[[Progress], None]) -> Bridge:
-        bridge = self._bridge = Bridge(self._take)
-        bridge.on_progress = lambda text: report(Progress(message=text))
-
-        def line(text: str) -> None:
-            progress = milestone(text)
-            if progress is not None and not bridge.ready.done():
-                report(Progress(message=progress))
-
-        process = self._process = Process(self._die, line)
-        cpu = settings.on_cpu(self._options)
-        flags = settings.child_flags(self._options, self._settings, model, cpu)
-        if self._settings.any_version:
-            flags.append(tested.FLAG)
-        report(Progress(message="starting SGLang"))
-        sock = process.start(self._settings.python, flags, settings.environ(cpu))
-        self._reading = asyncio.create_task(self._read(bridge, sock))
-        return bridge
-
-    async def _read(self, bridge: Bridge, sock: Any) -> None:
-        await bridge.run(sock)
-        self._die("SGLang's process closed its end of the bridge")
-
-    async def _hash(self) -> str:
-        def work(cancelled: Callable[[], bool]) -> str:
-            return hash_of(self._options.model, lambda *_: None, cancelled)
-
-        return await in_thread(work, self._give_up)
-
-    def _assemble(self, model: Model, bridge: Bridge, facts: dict[str, Any]) -> None:
-        assert self._process is not None
-        self._process.watch_schedulers()
+    def _assemble(self, loaded: Loaded) -> None:
+        model, bridge, facts = loaded.model, loaded.bridge, loaded.facts
         room = facts["max_tokens"] - settings.SLACK_TOKENS
         if room < model.max_length:
             raise EngineError(
                 f"the KV cache holds {room} tokens, below the maximum length {model.max_length}: "
                 "raise max_batch_tokens or lower max_length"
             )
+        self._model, self._bridge = model, bridge
         self._desk = Desk(bridge, int(facts["max_running"]), CHECKPOINT)
         self._page = Page(bridge)
-        self._versions = Versions(self._options, model, bridge, self._desk, facts, self._die)
+        self._versions = Versions(self._options, model, bridge, self._desk, facts, self._node.die)
         self.capabilities = capabilities(tokenizer=model.tokenizer is not None, facts=facts)
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
-        self._give_up.set()
-        self._ended = self._ended or "the engine was stopped"
-        for stream in self._streams.values():
-            stream.end(AbortReason.ENGINE)
-        process, self._process = self._process, None
-        if process is not None:
-            await process.stop()
-        if self._bridge is not None:
-            self._bridge.end(self._ended)
-        if self._reading is not None:
-            self._reading.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reading
-            self._reading = None
-        if self._versions is not None:
-            self._versions.forget_spill()
+        self._end_streams()
+        await self._node.stop()
 
-    def _die(self, why: str) -> None:
-        """The child is dead or in an unknown state; what ran on it ends."""
-        if self._ended is not None:
-            return
-        logger.error("%s", why)
-        self._ended = why
+    def _end_streams(self) -> None:
         for stream in self._streams.values():
             stream.end(AbortReason.ENGINE)
-        if self._bridge is not None:
-            self._bridge.end(why)
 
     def validate(self, request: EngineRequest) -> None:
         """See `Engine.validate`."""
@@ -207,11 +131,11 @@ class SglangEngine:
         finally:
             if self._streams.get(name) is stream:
                 del self._streams[name]
-            if not stream.done and self._ended is None:
+            if not stream.done and self._node.ended is None:
                 desk.abort([stream], AbortReason.CLIENT)
 
     def _take(self, frames: list[Any]) -> None:
-        if self._desk is not None and self._ended is None:
+        if self._desk is not None and self._node.ended is None:
             self._desk.take(frames)
 
     async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
@@ -274,8 +198,9 @@ class SglangEngine:
 
     def alive(self) -> str | None:
         """See `Engine.alive`."""
-        if self._ended is not None or self._desk is None:
-            return self._ended
+        wrong = self._node.alive()
+        if wrong is not None or self._desk is None:
+            return wrong
         return self._desk.stuck(self._settings.step_deadline_seconds)
 
     def metrics(self) -> str:
@@ -283,8 +208,8 @@ class SglangEngine:
         return "" if self._page is None else self._page.latest()
 
     def _live(self) -> Desk:
-        if self._ended is not None:
-            raise EngineCrashed(self._ended)
+        if self._node.ended is not None:
+            raise EngineCrashed(self._node.ended)
         if self._desk is None:
             raise EngineError("the engine is not started")
         return self._desk
@@ -298,5 +223,5 @@ class SglangEngine:
         try:
             await call
         except CallFailed as error:
-            self._die(f"SGLang failed at a command: {error}")
+            self._node.die(f"SGLang failed at a command: {error}")
             raise EngineCrashed(str(error)) from error

@@ -14,7 +14,7 @@ from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
-from . import sampler
+from . import sampler, spilling
 from .child import die_with_parent
 from .streams import UNREAD_SECONDS
 
@@ -37,11 +37,19 @@ def install() -> None:
         return
     _installed = True
     sampler.register()
+    _keep_sleeping_weights()
     _rest_while_paused()
     _keep_answers_in_order()
     _pass_many_tokens_on_at_once()
     # Segments in /dev/shm outlive a killed process; our folder goes with the engine.
     load_snapshot.shm_path_for = _snapshot_path
+
+
+def _keep_sleeping_weights() -> None:
+    """Give the schedulers the methods that `serving` calls in all of them."""
+    Scheduler.rollout_keep = spilling.keep
+    Scheduler.rollout_bring_back = spilling.bring_back
+    Scheduler.rollout_forget = spilling.forget
 
 
 def _snapshot_path(ipc_name: str) -> str:

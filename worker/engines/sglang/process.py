@@ -21,13 +21,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollout_worker.engine import EngineError
-from rollout_worker.observe.processes import title_of
+from rollout_worker.observe.processes import is_stopped, title_of
 
 logger = logging.getLogger("rollout_worker.sglang")
 
 CHILD = "rollout_worker.engines.sglang.child"
 FOLDER = "rollout-sglang-"
 KILL_SECONDS = 15.0
+STOPPED_SECONDS = 3.0
+"""How long a process must have been stopped: a debugger stops it for a moment, too."""
 TITLE = "sglang::"
 """What SGLang's processes call themselves."""
 LINES = 40
@@ -44,6 +46,7 @@ class Process:
         self._folder: Path | None = None
         self._watched: dict[int, int] = {}  # descriptor of a process -> its id
         self._reader: asyncio.Task[None] | None = None
+        self._stopped: dict[int, float] = {}  # process that was seen stopped -> since when
         self._last: deque[str] = deque(maxlen=LINES)
 
     def start(self, python: str, flags: Sequence[str], environ: Mapping[str, str]) -> socket.socket:
@@ -140,12 +143,25 @@ class Process:
     def _gone(self, descriptor: int) -> None:
         pid = self._watched[descriptor]
         self._unwatch()
-        what = "SGLang's process" if pid == self._main else "a process of SGLang"
-        self._on_exit(f"{what} (pid {pid}) ended")
+        self._on_exit(f"{self._name(pid)} ended")
 
     @property
     def _main(self) -> int | None:
         return None if self._popen is None else self._popen.pid
+
+    def stopped(self, seconds: float = STOPPED_SECONDS) -> str | None:
+        """Return which watched process has been stopped (SIGSTOP) for so long; None: none has."""
+        now = time.monotonic()
+        found = [pid for pid in self._watched.values() if is_stopped(pid)]
+        self._stopped = {pid: self._stopped.get(pid, now) for pid in found}
+        for pid, since in self._stopped.items():
+            if now - since >= seconds:
+                return f"{self._name(pid)} is stopped"
+        return None
+
+    def _name(self, pid: int) -> str:
+        what = "SGLang's process" if pid == self._main else "a process of SGLang"
+        return f"{what} (pid {pid})"
 
     def last_words(self) -> str:
         """The most telling of the child's last lines."""

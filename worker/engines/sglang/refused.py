@@ -64,7 +64,15 @@ REFUSED: dict[str, str] = dict(
         ("--use-ray", "the worker watches over SGLang's own processes"),
         *_each("SGLang updates no weights of data-parallel replicas: use more replicas",
                "--dp-size", "--data-parallel-size"),
-        ("--nnodes", "one pod a replica"),
+        *_each("each attention group would take the worker's commands by itself: spread experts with "
+               "--ep-size instead", "--enable-dp-attention", "--attn-dp-size",
+               "--attention-data-parallel-size"),
+        *_each("SGLang's pipelines can't be paused: use tensor parallelism", "--pp-size",
+               "--pipeline-parallel-size"),
+        ("--nnodes", "set by parallelism.nodes (--nodes of the worker)"),
+        ("--node-rank", "set by --rank of the worker"),
+        *_each("set by --leader-address and --gang-port of the worker", "--dist-init-addr",
+               "--nccl-init-addr"),
     )
 )  # fmt: skip
 """By each of the flag's names."""

@@ -42,8 +42,17 @@ def run(descriptor: int, flags: Sequence[str]) -> None:
     set_prometheus_multiproc_dir()
     saver = ["--enable-memory-saver"] if _can_save_memory() else []
     engine = _Engine(server_args=prepare_server_args([*saver, *flags]))
-    engine.loop.run_until_complete(_Server(engine).serve(sock))
+    # SGLang has one where requests come in, on the first node.
+    serve = _attend if engine.tokenizer_manager is None else _Server(engine).serve
+    engine.loop.run_until_complete(serve(sock))
     os._exit(0)
+
+
+async def _attend(sock: socket.socket) -> None:
+    """Stay beside the schedulers of another node than the first until the worker is gone."""
+    reader, writer = await asyncio.open_unix_connection(sock=sock, limit=LIMIT)
+    writer.write(frame({"ready": {"version": __version__}}))
+    await reader.read()
 
 
 class _Engine(Engine):  # type: ignore[misc]
@@ -73,6 +82,7 @@ class _Server:
     """Answers the worker."""
 
     def __init__(self, engine: Any) -> None:
+        self._engine = engine
         self._manager = engine.tokenizer_manager
         self._info = engine._scheduler_init_result.scheduler_infos[0]
         self._writer: asyncio.StreamWriter
@@ -171,13 +181,13 @@ class _Server:
         await self._manager.continue_generation(go_on)
         await self._manager.get_internal_state()
 
-    async def _do_weights(
-        self, op: str, paths: list[str], version: str | None = None, flush: bool = False
+    async def _do_load(
+        self, where: dict[str, str], version: str | None = None, flush: bool = False
     ) -> None:
-        """Run a command of `loader` in every scheduler."""
-        command = json.dumps({"op": op, "paths": paths}).encode()
+        """Run `loader.load` in every scheduler."""
+        command = json.dumps(where).encode()
         tensor = torch.frombuffer(bytearray(command), dtype=torch.uint8)
-        payload = pickle.dumps([(op, tensor)])
+        payload = pickle.dumps([("load", tensor)])
         update = messages.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload] * self._manager.server_args.tp_size,
             load_format=LOADER,
@@ -188,6 +198,13 @@ class _Server:
         _check(await self._manager.begin_weight_update(begin))
         _check(await self._manager.update_weights_from_tensor(update))
         _check(await self._manager.end_weight_update(messages.EndWeightUpdateReqInput()))
+
+    async def _do_spill(self, what: str) -> None:
+        """Run a function of `spilling` in every scheduler."""
+        try:
+            await asyncio.to_thread(self._engine.collective_rpc, f"rollout_{what}")
+        except AssertionError as error:  # how SGLang tells what failed there
+            raise OSError(str(error)) from error
 
     async def _do_release(self, tags: list[str]) -> None:
         give = messages.ReleaseMemoryOccupationReqInput(tags=tags)

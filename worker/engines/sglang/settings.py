@@ -5,16 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from rollout_worker.engine import EngineError
+from rollout_worker.engine import EngineError, Gang
 from rollout_worker.engines import EngineOptions, tested
+from rollout_worker.engines.mapped import SLOTS_VARIABLE
+from rollout_worker.engines.network import interface_of, own_address
 
 from .model import Model
 from .refused import REFUSED
+
+FOLDER_VARIABLE = "ROLLOUT_SGLANG_SPILL"
+"""Tells the ranks of a node where their weights are to go at sleep level 1."""
 
 SLACK_TOKENS = 16
 """SGLang ends outputs a few tokens before its context is full: it gets a context so much longer."""
@@ -27,13 +33,13 @@ ONE_PIECE = 1 << 20
 
 WORLD = {
     "ROLLOUT_TENSOR": ("--tp-size", "--tensor-parallel-size"),
-    "ROLLOUT_PIPELINE": ("--pp-size", "--pipeline-parallel-size"),
 }
 """What the operator says of `spec.parallelism`, and SGLang's flags for it."""
 ONE = {
     "ROLLOUT_DATA": "parallelism.data: SGLang updates no weights of data-parallel ranks: set it to 1 "
     "and raise replicas",
-    "ROLLOUT_NODES": "parallelism.nodes: the sglang engine runs on one node: set it to 1",
+    "ROLLOUT_PIPELINE": "parallelism.pipeline: SGLang's pipelines can't be paused for an update: set it "
+    "to 1 and raise tensor",
 }
 """What of `spec.parallelism` must be 1."""
 
@@ -129,12 +135,31 @@ def child_flags(options: EngineOptions, settings: Settings, model: Model, cpu: b
     if cpu:
         # With nothing to overlap it only delays tokens; without it Keep is exact.
         flags += ["--attention-backend", "torch_native", "--disable-overlap-schedule"]
-    return [*flags, *settings.flags]
+    return [*flags, *_place(options.gang), *settings.flags]
 
 
-def environ(cpu: bool) -> dict[str, str]:
-    """Return the variables that SGLang needs besides the worker's own."""
+def _place(gang: Gang | None) -> list[str]:
+    """Return the flags that join the nodes of a gang."""
+    if gang is None:
+        return []
+    host = f"[{gang.leader}]" if ":" in gang.leader else gang.leader
+    return [
+        "--nnodes", str(gang.nodes),
+        "--node-rank", str(gang.rank),
+        "--dist-init-addr", f"{host}:{gang.port}",
+    ]  # fmt: skip
+
+
+def environ(options: EngineOptions, cpu: bool) -> dict[str, str]:
+    """Return the variables that SGLang needs besides the worker's own; a leader is an address.
+
+    Raises:
+        EngineError: there is no way to the gang's head.
+    """
     wanted = {
+        FOLDER_VARIABLE: str(options.spill_dir or tempfile.gettempdir()),
+        # Where requests don't come in, it would never return from its start.
+        "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",
         "HF_HUB_OFFLINE": "1",
         # We ask for SLACK_TOKENS more than the model's length, which no request reaches.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -142,4 +167,9 @@ def environ(cpu: bool) -> dict[str, str]:
     if cpu:
         wanted["SGLANG_USE_CPU_ENGINE"] = "1"
         wanted["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    if options.gang is not None:
+        wanted[SLOTS_VARIABLE] = str(options.gang.slots)
+        own = own_address(options.gang.leader)
+        for variable, value in (("SGLANG_HOST_IP", own), ("GLOO_SOCKET_IFNAME", interface_of(own))):
+            wanted[variable] = os.environ.get(variable, value)
     return wanted

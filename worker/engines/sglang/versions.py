@@ -8,16 +8,13 @@ child in an unknown state: then it is ended, and the worker starts another.
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 from rollout_worker.engine import EngineCrashed, EngineError, Entry, KvPolicy, Refill, Sink
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.mapped import MappedSink, open_mapped, sealed, unnamed
+from rollout_worker.engines.mapped import MappedSink, open_mapped, sealed
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 
 from .bridge import Bridge, CallFailed
@@ -26,6 +23,24 @@ from .model import Model
 
 TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 FIX = "enable SGLang's memory saver (on by default on a GPU)"
+
+
+async def open_slot(
+    options: EngineOptions,
+    model: Model,
+    entries: Sequence[Entry],
+    slot: str | None = None,
+) -> Sink:
+    """Give memory on this node; SGLang reads a file of safetensors, a tied head it makes itself."""
+    slots = None if options.gang is None else options.gang.slots
+    return await open_mapped(
+        entries,
+        header=True,
+        skip=model.layout.tied,
+        slots=slots,
+        slot=slot,
+        staging=options.staging,
+    )
 
 
 class Versions:
@@ -48,12 +63,11 @@ class Versions:
         self._give_up = give_up
         self._lock = asyncio.Lock()
         self._away: set[MemoryTag] = set()
-        self._spill: _Spill | None = None
+        self._spilled = False
 
     async def open_slot(self, entries: Sequence[Entry]) -> Sink:
-        """See `Engine.open_slot`; SGLang reads a file of safetensors, a tied head it makes itself."""
-        skip = self._model.layout.tied
-        return await open_mapped(entries, header=True, skip=skip, staging=self._options.staging)
+        """See `Engine.open_slot`."""
+        return await open_slot(self._options, self._model, entries)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
@@ -71,17 +85,18 @@ class Versions:
                 await asyncio.to_thread(sink.close)
 
     async def _load(self, sink: MappedSink, version: str | None, *, flush: bool) -> None:
-        await self._bridge.call(
-            "weights", op="load", paths=[sink.path], version=version, flush=flush
-        )
+        where = {"slot": sink.slot} if sink.slot else {"path": sink.path}
+        await self._bridge.call("load", where=where, version=version, flush=flush)
 
     async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
         """See `Engine.sleep`."""
         if not self._facts["enable_memory_saver"]:
             raise EngineError(f"this engine cannot give memory back: {FIX}")
         async with self._lock:
-            if level == 2 and "weights" in self._away:
-                self.forget_spill()
+            if level == 2 and self._spilled:
+                async with self._whole("falling asleep"):
+                    await self._bridge.call("spill", what="forget")
+                self._spilled = False
             going: list[MemoryTag] = [tag for tag in TAGS if tag in tags and tag not in self._away]
             if not going:
                 return
@@ -96,23 +111,21 @@ class Versions:
                 self._desk.recomputed()
 
     async def _spill_weights(self) -> None:
-        self._spill = await asyncio.to_thread(
-            _Spill, self._options.spill_dir, self._facts["ranks"], self._model.bytes_total
-        )
-        await self._bridge.call("weights", op="spill", paths=self._spill.paths)
-
-    def forget_spill(self) -> None:
-        """Give up the copy of sleeping weights, if there is one."""
-        if self._spill is not None:
-            self._spill.close()
-            self._spill = None
+        try:
+            await self._bridge.call("spill", what="keep")
+        except CallFailed as error:
+            raise EngineError(
+                f"cannot spill the weights: {error}; free space there, set another spill_dir, or "
+                "sleep at level 2"
+            ) from error
+        self._spilled = True
 
     async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
         """See `Engine.wake`."""
         async with self._lock:
             coming: list[MemoryTag] = [tag for tag in TAGS if tag in tags and tag in self._away]
             sink: MappedSink | None = None
-            if "weights" in coming and self._spill is None:
+            if "weights" in coming and not self._spilled:
                 # Read and checked first: a refusal leaves everything asleep as it was.
                 sink = sealed(await refill())
             try:
@@ -121,14 +134,14 @@ class Versions:
                         await self._bridge.call("retake", tags=coming)
                     if sink is not None:
                         await self._load(sink, None, flush=False)
-                    elif "weights" in coming and self._spill is not None:
-                        await self._bridge.call("weights", op="restore", paths=self._spill.paths)
+                    elif "weights" in coming:
+                        await self._bridge.call("spill", what="bring_back")
             finally:
                 if sink is not None:
                     await asyncio.to_thread(sink.close)
             self._away.difference_update(coming)
             if "weights" in coming:
-                self.forget_spill()
+                self._spilled = False
 
     @asynccontextmanager
     async def _whole(self, what: str) -> AsyncIterator[None]:
@@ -150,25 +163,3 @@ class Versions:
     def awake(self) -> bool:
         """Whether nothing was given back."""
         return not self._away
-
-
-class _Spill:
-    """Files without a name, one a rank, that the child reaches by this process's descriptors."""
-
-    def __init__(self, folder: Path | None, ranks: int, bytes_needed: int) -> None:
-        self._files: list[int] = []
-        place = folder or Path(tempfile.gettempdir())
-        free = os.statvfs(place)
-        if free.f_bavail * free.f_frsize < bytes_needed:
-            raise EngineError(
-                f"cannot spill the weights: {str(place)!r} has less than {bytes_needed} bytes "
-                "free; free space there, set another spill_dir, or sleep at level 2"
-            )
-        for _ in range(ranks):
-            self._files.append(unnamed(place))
-        self.paths = [f"/proc/{os.getpid()}/fd/{handle}" for handle in self._files]
-
-    def close(self) -> None:
-        """Remove the files."""
-        while self._files:
-            os.close(self._files.pop())

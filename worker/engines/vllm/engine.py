@@ -74,7 +74,7 @@ class VllmEngine:
         launch.prepare_environment()
         leftovers.prepare()
         self._options = options
-        self._settings = settings.parse(options.args)
+        self._settings = settings.parse(options.args, options.gang)
         self._parts: _Parts | None = None
         self._ended: str | None = None
         self._give_up = threading.Event()
@@ -140,6 +140,8 @@ class VllmEngine:
         await llm.engine_core.set_weight_version_async(labels.current)
         if "seed" not in self._settings.given:
             await llm.collective_rpc("rollout_seed", args=(secrets.randbits(32),))
+        if launched.config.parallel_config.pipeline_parallel_size > 1:
+            await llm.collective_rpc("rollout_prepare")
         # vLLM counts for each of its data-parallel ranks.
         ranks = int(launched.config.parallel_config.data_parallel_size)
         gate = Gate(int(launched.config.scheduler_config.max_num_seqs) * ranks)
@@ -244,6 +246,9 @@ class VllmEngine:
             return self._ended
         if parts.launched.llm.errored or not all(p.alive() for p in parts.launched.vital):
             self._ended = "vLLM's engine core or one of its workers died"
+            return self._ended
+        if self._options.gang is not None and any(p.stopped() for p in parts.launched.vital):
+            self._ended = "one of vLLM's processes was stopped"
             return self._ended
         since, deadline = parts.steering.idle_since(), self._settings.step_deadline_seconds
         if since is not None and (age := time.monotonic() - since) > deadline:

@@ -24,6 +24,9 @@ import numpy as np
 import torch
 
 from rollout_worker.engines.dtypes import TORCH_DTYPES
+from rollout_worker.engines.mapped import located
+
+from .settings import MEMBER_VARIABLE
 
 PR_SET_PDEATHSIG = 1
 MADV_DONTNEED = 4
@@ -40,6 +43,11 @@ def _die_together() -> None:
     something else started (Ray) is that one's to end.
     """
     core = os.getppid()
+    if os.environ.get(MEMBER_VARIABLE) == str(core):  # a member's worker started it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != core:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
     if CORE not in Path(f"/proc/{core}/cmdline").read_bytes():
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -65,12 +73,31 @@ class Extension:
     model_runner: Any
     vllm_config: Any
 
+    def rollout_prepare(self) -> None:
+        """Make what a later pipeline stage receives into.
+
+        vLLM makes it in a trial run, which an eager CPU never has: it would die at the first
+        request (vLLM 0.32).
+        """
+        from vllm.distributed import get_pp_group
+
+        runner = self.model_runner
+        if self.device.type != "cpu" or get_pp_group().is_first_rank:
+            return
+        if runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=runner.device,
+            )
+
     def rollout_load(self, ticket: str) -> None:
         """Make the weights of a sink the model's; a failure leaves the model unusable."""
         from vllm.config import set_current_vllm_config
 
         sink = json.loads(ticket)
-        memory = _mapped(sink["path"], sink["size"])
+        path = located(sink["slot"]) if "slot" in sink else sink["path"]
+        memory = _mapped(path, sink["size"])
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(weights_iterator=_tensors(sink["tensors"], memory))
             if self.device.type == "cpu":

@@ -16,17 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.engine import EngineError, Layout
+from rollout_worker.engine import EngineError, Gang, Layout, MemberInfo
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.checkpoint import dtype_of, hash_of, layout_of
 from rollout_worker.engines.folder import eos_ids, load_tokenizer, read_config
+from rollout_worker.engines.mapped import SLOTS_VARIABLE
+from rollout_worker.engines.network import address_of, interface_of, own_address
 from rollout_worker.observe.processes import Process, descendants
 from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import open_source
 
 from .intake import Model
 from .leftovers import segments, temporary_files
-from .settings import Settings
+from .settings import MEMBER_VARIABLE, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,68 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def join_gang(gang: Gang, settings: Settings, cancelled: Callable[[], bool]) -> None:
+    """Set what the ranks of this node read of the environment.
+
+    Raises:
+        EngineError: there is no way to the head.
+        ReadCancelled: `cancelled` said so.
+    """
+    own = own_address(address_of(gang.leader, cancelled))
+    os.environ[SLOTS_VARIABLE] = str(gang.slots)
+    defaults = {
+        "VLLM_HOST_IP": own,
+        "GLOO_SOCKET_IFNAME": interface_of(own),
+        # A step over the network hangs where one on a node fails; longer is the watch's to say.
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(max(1, round(settings.step_deadline_seconds))),
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def launch_ranks(
+    options: EngineOptions, settings: Settings, report: Report, cancelled: Callable[[], bool]
+) -> tuple[MemberInfo, set[Process]]:
+    """Start the ranks of a member's node; returns what they loaded, and their processes.
+
+    Raises:
+        EngineError: as `launch`.
+        ReadCancelled: `cancelled` said so.
+    """
+    report(Progress(message="reading the model's configuration"))
+    read_config(options.model)
+    assert options.gang is not None, "a member has a gang"
+    join_gang(options.gang, settings, cancelled)
+    config, _ = _configure(options, settings)
+    tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
+    layout = layout_of(open_source(options.model).entries, tied=tied)
+    # Not forked: the worker has threads, and its sockets are nobody else's.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ[MEMBER_VARIABLE] = str(os.getpid())
+
+    before = descendants(os.getpid())
+    with ThreadPoolExecutor(1) as pool:
+        hashing = pool.submit(_hash, options.model, report, cancelled)
+        executor = _executor(config)
+        try:
+            root_hash = hashing.result()
+        except BaseException:
+            executor.shutdown()
+            raise
+    return MemberInfo(str(options.model), root_hash, layout), _ours(before)
+
+
+def _executor(config: Any) -> Any:
+    """Start what `vllm serve --headless` starts; its ranks then obey the head's."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    try:
+        with temporary_files():
+            return MultiprocExecutor(config, monitor_workers=False)
+    except Exception as error:  # what a rank could not do is an exception of just that kind
+        raise EngineError(f"vLLM's ranks did not start: {error}; its own log says why") from error
+
+
 def launch(
     options: EngineOptions, settings: Settings, report: Report, cancelled: Callable[[], bool]
 ) -> Launched:
@@ -101,6 +165,8 @@ def launch(
     """
     report(Progress(message="reading the model's configuration"))
     read_config(options.model)
+    if options.gang is not None:
+        join_gang(options.gang, settings, cancelled)
     config, cpu = _configure(options, settings)
     hf_config = config.model_config.hf_text_config
     eos = eos_ids(options.model, getattr(hf_config, "eos_token_id", None))
@@ -177,7 +243,8 @@ def _configure(options: EngineOptions, settings: Settings) -> tuple[Any, bool]:
         setattr(flags, name, value)
     args = AsyncEngineArgs.from_cli_args(flags)
     try:
-        config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        headless = options.gang is not None and options.gang.rank > 0
+        config = args.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
     except (ValueError, NotImplementedError, OSError) as error:
         raise EngineError(f"vLLM can't serve this model so: {error}") from error
     if cpu:
@@ -204,6 +271,14 @@ def _arguments(options: EngineOptions, settings: Settings, *, cpu: bool) -> dict
         "enable_sleep_mode": not cpu,
         "disable_log_stats": False,
     }
+    if options.gang is not None:
+        ours |= {
+            "nnodes": options.gang.nodes,
+            "node_rank": options.gang.rank,
+            "master_addr": address_of(options.gang.leader, lambda: False),
+            "master_port": options.gang.port,
+            "distributed_executor_backend": "mp",
+        }
     if not cpu and "distributed_executor_backend" not in settings.given:
         # A single GPU's model would run inside the core, where nobody sees to it that it ends.
         ours["distributed_executor_backend"] = "mp"

@@ -54,6 +54,10 @@ REFUSED: dict[str, str] = dict(
         # Ports and processes.
         *_each("the engine opens no port of its own", "--kv-events-config",
                "--data-parallel-multi-port-external-lb"),
+        ("--nnodes", "set parallelism.nodes (--nodes of the worker)"),
+        ("--node-rank", "set by parallelism.nodes (--rank of the worker)"),
+        ("--master-addr", "set by parallelism.nodes (--leader-address of the worker)"),
+        ("--master-port", "set by parallelism.nodes (--gang-port of the worker)"),
         *_each("one worker heads all ranks: set parallelism", "--data-parallel-hybrid-lb",
                "--data-parallel-external-lb", "--data-parallel-rank", "--data-parallel-start-rank",
                "--enable-elastic-ep", "--elastic-ep-max-dp-size", "--enable-fault-tolerance"),

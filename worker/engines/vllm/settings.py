@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from rollout_worker.engine import EngineError
+from rollout_worker.engine import EngineError, Gang
 from rollout_worker.engines import tested
 
 from .refused import REFUSED
+
+MEMBER_VARIABLE = "ROLLOUT_VLLM_MEMBER"
+"""Tells ranks that a worker started, and no engine core, which process it is."""
 
 WORLD = {
     "tensor_parallel_size": "ROLLOUT_TENSOR",
@@ -69,7 +72,7 @@ def _refused(flag: str) -> EngineError:
     return EngineError(f"engine.args: {flag} can't be given: {REFUSED[flag]}")
 
 
-def parse(args: Sequence[str]) -> Settings:
+def parse(args: Sequence[str], gang: Gang | None = None) -> Settings:
     """Parse the flags; imports vLLM, which takes seconds.
 
     Raises:
@@ -108,9 +111,34 @@ def parse(args: Sequence[str]) -> Settings:
             f"{parsed.distributed_executor_backend!r} runs the model inside vLLM's core, where "
             "the worker can't watch over it: use mp (the default) or ray"
         )
-    if int(os.environ.get("ROLLOUT_NODES", "1")) > 1:
-        raise EngineError("the vllm engine runs on one node: set parallelism.nodes to 1")
+    _spread(parsed, given, gang)
+    return Settings(parsed.step_deadline_seconds, parsed, given)
+
+
+def _spread(parsed: argparse.Namespace, given: frozenset[str], gang: Gang | None) -> None:
+    """Take over what the operator says of `spec.parallelism`."""
     for field, variable in WORLD.items():
         if field not in given and variable in os.environ:
             setattr(parsed, field, int(os.environ[variable]))
-    return Settings(parsed.step_deadline_seconds, parsed, given)
+    if gang is not None:
+        _check_gang(parsed, gang)
+
+
+def _check_gang(parsed: argparse.Namespace, gang: Gang) -> None:
+    """Refuse what doesn't go over several nodes."""
+    if parsed.data_parallel_size > 1:
+        raise EngineError(
+            "parallelism.data: the vllm engine has data-parallel ranks on one node only: set it to 1"
+            " and raise spec.replicas, or set parallelism.nodes to 1"
+        )
+    if parsed.distributed_executor_backend == "ray":
+        raise EngineError(
+            "engine.args: --distributed-executor-backend ray finds its nodes itself: set"
+            " parallelism.nodes to 1"
+        )
+    ranks = parsed.tensor_parallel_size * parsed.pipeline_parallel_size
+    if ranks % gang.nodes:
+        raise EngineError(
+            f"parallelism.nodes: {ranks} ranks can't be spread over {gang.nodes} nodes: set it to a"
+            " divisor of tensor times pipeline"
+        )

@@ -32,16 +32,18 @@ class Versions:
         self._launched = launched
         self._steering = steering
         self._labels = labels
-        self._options = options
+        self._staging = options.staging
+        self._nodes = 1 if options.gang is None else options.gang.nodes
+        self._spill_dir = options.spill_dir or Path(tempfile.gettempdir())
+        self._slots = None if options.gang is None else options.gang.slots
         self._spill: MappedSink | None = None
         self._dropped = False  # the sleeping weights have no copy (level 2)
         self._lock = asyncio.Lock()
 
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool) -> Sink:
         """See `Engine.open_slot`."""
-        spill = self._options.spill_dir or Path(tempfile.gettempdir())
-        folder = spill if on_disk else None
-        return await open_mapped(entries, folder, staging=self._options.staging)
+        folder = self._spill_dir if on_disk else None
+        return await open_mapped(entries, folder, slots=self._slots, staging=self._staging)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
@@ -110,10 +112,10 @@ class Versions:
                 self._dropped = level == 2
 
     def _copied_bytes(self) -> int:
-        """Return how many bytes of weights vLLM's processes of this worker hold together."""
+        """Return how many bytes of weights vLLM's processes of this node hold together."""
         parallel = self._launched.config.parallel_config
         once = sum(spec.nbytes for spec in self._launched.layout.required.values())
-        return once * int(parallel.data_parallel_size)
+        return once * int(parallel.data_parallel_size) // self._nodes
 
     async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
         """See `Engine.wake`."""

@@ -1,0 +1,155 @@
+"""Try each engine on one GPU in ten minutes, and print a table.
+
+    python -m gpu_smoke                          every engine that is installed, on the first GPU
+    python -m gpu_smoke hf --device cpu          one engine, on a machine without a GPU
+    python -m gpu_smoke vllm --python vllm=/opt/rollout/bin/python --size 0.5b
+
+Each engine's worker is started once and goes through all checks. The models have random weights
+and are made on the spot. Logs, process tables and the results are kept in the folder `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rollout_worker.engine import ENGINES
+
+from .checks import CHECKS
+from .scene import SHAPES, Models, NotHere, Plan, Scene, Wrong
+
+MARKS = {"passed": "ok", "failed": "FAILED", "skipped": "-"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. `outcome`: passed, failed or skipped."""
+
+    engine: str
+    check: str
+    outcome: str
+    told: str
+    seconds: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns 1 if a check failed or none ran."""
+    arguments = _parser().parse_args(argv)
+    plan = Plan(
+        device=arguments.device,
+        size=arguments.size or ("tiny" if arguments.device == "cpu" else "0.5b"),
+        out=arguments.out or Path(tempfile.mkdtemp(prefix="gpu-smoke-")),
+        idle_seconds=arguments.idle,
+        pythons={name: Path(path) for name, path in arguments.python},
+        extra=tuple(arguments.worker_arg),
+    )
+    rows = list(run(plan, arguments.engines or ENGINES, arguments.check or list(CHECKS)))
+    plan.out.mkdir(parents=True, exist_ok=True)
+    results = plan.out / "results.json"
+    results.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    _say("\n" + table(rows))
+    _say(f"\nlogs and results: {plan.out}")
+    ran = any(row.outcome == "passed" for row in rows)
+    return 0 if ran and not any(row.outcome == "failed" for row in rows) else 1
+
+
+def run(plan: Plan, engines: Sequence[str], checks: Sequence[str]) -> Iterator[Row]:
+    """Yield what each check of each engine found, as soon as it is known."""
+    models = Models(plan.size)
+    for engine in engines:
+        if plan.python(engine) is None:
+            why = f"{engine} is not installed: give --python {engine}=PATH"
+            yield _told(Row(engine, "start", "skipped", why, 0.0))
+            continue
+        yield from _run_engine(plan, engine, models, checks)
+
+
+def _run_engine(plan: Plan, engine: str, models: Models, checks: Sequence[str]) -> Iterator[Row]:
+    began = time.monotonic()
+    try:
+        scene = Scene(plan, engine, models)
+    except Exception as error:  # noqa: BLE001 - the other engines are tried all the same
+        seconds = time.monotonic() - began
+        yield _told(Row(engine, "start", "failed", f"{type(error).__name__}: {error}", seconds))
+        return
+    try:
+        for name in checks:
+            yield _told(_check(scene, name))
+    finally:
+        scene.close()
+
+
+def _check(scene: Scene, name: str) -> Row:
+    began = time.monotonic()
+    try:
+        outcome, told = "passed", CHECKS[name](scene)
+    except NotHere as error:
+        outcome, told = "skipped", str(error)
+    except Wrong as error:
+        outcome, told = "failed", str(error)
+    except Exception as error:  # noqa: BLE001 - a worker that fails is what the table is for
+        outcome, told = "failed", f"{type(error).__name__}: {error}"
+    return Row(scene.engine, name, outcome, told, time.monotonic() - began)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as a Markdown table, failures told at length."""
+    lines = ["| engine | check | | s | found |", "|---|---|---|---|---|"]
+    for row in rows:
+        told = " ".join(row.told.split())[:300]
+        mark = MARKS[row.outcome]
+        lines.append(f"| {row.engine} | {row.check} | {mark} | {row.seconds:.0f} | {told} |")
+    return "\n".join(lines)
+
+
+def _told(row: Row) -> Row:
+    _say(f"{row.engine:7} {row.check:20} {MARKS[row.outcome]:7} {row.told[:200]}")
+    return row
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpu_smoke", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "engines", nargs="*", metavar="ENGINE", choices=[*ENGINES, []], help="hf, vllm, sglang"
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument(
+        "--size", choices=list(SHAPES), help="of the model (default: 0.5b on a GPU, else tiny)"
+    )
+    parser.add_argument(
+        "--python", action="append", default=[], type=_pair, metavar="ENGINE=PATH",
+        help="interpreter of an engine that is not in this environment",
+    )  # fmt: skip
+    parser.add_argument(
+        "--check", action="append", choices=list(CHECKS), help="only this one (repeatable)"
+    )
+    parser.add_argument(
+        "--worker-arg", action="append", default=[], metavar="FLAG", help="for every worker"
+    )
+    parser.add_argument("--idle", type=float, default=90, help="seconds (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="folder (default: a new one)")
+    return parser
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not equals or name not in ENGINES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ENGINE=PATH")
+    return name, path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""The checks, in their order: each returns what it found in a few words, or raises `Wrong`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import pairwise
+from typing import Any
+
+import httpx
+
+from judging import greedy
+from rollout_worker.schemas import SamplingParams
+from waiting import until_sync
+from workers import PROMPT
+
+from .scene import CALL_SECONDS, NotHere, Scene, Wrong
+
+GREEDY_TOKENS = 64
+COMMITS = 20
+FLAT_MIB = 64.0
+"""How much the memory may grow from the fifth commit to the last."""
+ASLEEP_MIB = 2048.0
+"""Most that a sleeping engine may hold of a GPU."""
+RESTART_SECONDS = 300.0
+
+Check = Callable[[Scene], str]
+
+
+def started(scene: Scene) -> str:
+    """It serves; the table of its processes is an artefact."""
+    titles = [f"{process.pid} {process.title()}" for process in scene.family()]
+    scene.folder.joinpath("processes.txt").write_text("\n".join(sorted(titles)) + "\n")
+    return f"Ready after {scene.start_seconds:.0f} s, {len(titles)} processes below the worker"
+
+
+def outputs(scene: Scene) -> str:
+    """64 greedy tokens are transformers' own, and logprobs under top-p 0.9 are teacher-forced."""
+    judge = scene.models.judge(scene.version)
+    tokens = scene.worker.sample(GREEDY_TOKENS)["token_ids"]
+    likeliest = greedy(judge, PROMPT, tokens) if scene.exact else _nearly_greedy(scene, tokens)
+    if not likeliest:
+        raise Wrong(f"greedy tokens differ from transformers': {tokens}")
+    sampling = {"max_tokens": GREEDY_TOKENS, "top_p": 0.9, "ignore_eos": True}
+    answer = scene.worker.generate(sampling=sampling, logprobs="sampling")
+    if answer.status_code == 422:
+        return f"{GREEDY_TOKENS} greedy tokens right; no sampling logprobs here: {_detail(answer)}"
+    output = _one(answer)
+    expected = judge.sampling_logprobs(
+        PROMPT, output["token_ids"], SamplingParams.model_validate(sampling)
+    )
+    worst = _worst(output["logprobs"], expected)
+    if worst > scene.tolerance and scene.exact:
+        raise Wrong(f"a logprob under top-p 0.9 is {worst:.2g} nats off")
+    return f"{GREEDY_TOKENS} greedy tokens right, top-p logprobs within {worst:.1g} nats"
+
+
+def limits(scene: Scene) -> str:
+    """1,025 allowed tokens are a 422 or an answer, never the end of the engine."""
+    allowed = list(range(10, 10 + 1025))
+    answer = scene.worker.generate(
+        sampling={"max_tokens": 4, "allowed_token_ids": allowed, "ignore_eos": True}
+    )
+    if answer.status_code not in (200, 422):
+        raise Wrong(f"1,025 allowed tokens: {answer.status_code} {answer.text}")
+    scene.worker.sample(4)
+    if restarts := scene.worker.state()["restarts"]:
+        raise Wrong(f"the engine was restarted {restarts} times")
+    return f"1,025 allowed tokens: {answer.status_code}, the engine serves on"
+
+
+def commits_under_load(scene: Scene) -> str:
+    """Many run, half of them streamed: each token is of the weights that its span names."""
+    told = []
+    for policy in scene.policies:
+        calls = [
+            _running(scene, f"{policy}-{i}", stream=i % 2 == 0) for i in range(scene.plan.running)
+        ]
+        until_sync(
+            lambda: scene.worker.state()["in_flight"] >= scene.plan.running // 2,
+            CALL_SECONDS,
+            what="half of them to run",
+        )
+        done = scene.update(in_flight=policy, deadline_seconds=2)
+        found = [call.result(CALL_SECONDS) for call in calls]
+        checked = sum(_judge_spans(scene, output) for output in found)
+        told.append(f"{policy} {done['pause_seconds'] * 1000:.0f} ms ({checked} tokens judged)")
+    return "pause " + ", ".join(told)
+
+
+def many_commits(scene: Scene) -> str:
+    """After 20 commits the logits are those of a fresh load, and memory has not grown."""
+    seen = []
+    for _ in range(COMMITS):
+        scene.update(in_flight="Abort")
+        seen.append(scene.memory())
+    outputs(scene)
+    grown = seen[-1] - seen[4]
+    if grown > FLAT_MIB:
+        raise Wrong(f"memory grew by {grown:.0f} MiB from commit 5 to {COMMITS}: {seen}")
+    return f"{COMMITS} commits, outputs right, memory {grown:+.0f} MiB since the fifth"
+
+
+def sleeps(scene: Scene) -> str:
+    """Both levels give memory back; a staged wake commits before the KV cache is there."""
+    awake, told = scene.memory(), []
+    for level in (1, 2):
+        scene.verb("sleep", level=level, mode="abort")
+        asleep = scene.memory()
+        if scene.plan.device == "cuda" and asleep - scene.memory_before > ASLEEP_MIB:
+            raise Wrong(f"asleep at level {level} it holds {asleep - scene.memory_before:.0f} MiB")
+        scene.verb("wake", tags=["weights"])
+        half = scene.memory()
+        scene.update(in_flight="Abort")
+        scene.verb("wake")
+        outputs(scene)
+        told.append(f"level {level} {asleep:.0f}, weights back {half:.0f}, {scene.memory():.0f}")
+    return f"MiB awake {awake:.0f}; " + "; ".join(told)
+
+
+def abort_asleep(scene: Scene) -> str:
+    """A request that was frozen asleep can be aborted there, and all goes on after waking."""
+    call = _running(scene, "frozen", stream=False)
+    until_sync(lambda: scene.worker.state()["in_flight"] > 0, CALL_SECONDS, what="it to run")
+    scene.verb("sleep", level=1, mode="keep")
+    scene.verb("abort", all=True)
+    output = call.result(CALL_SECONDS)
+    if output["stop_reason"] != "aborted":
+        raise Wrong(f"the frozen request ended with {output['stop_reason']}")
+    scene.verb("wake")
+    outputs(scene)
+    return f"aborted asleep after {len(output['token_ids'])} tokens, serves after waking"
+
+
+def deaths(scene: Scene) -> str:
+    """A stopped and a killed engine process are noticed, replaced, and leave no memory behind."""
+    if scene.kind.in_process:
+        raise NotHere("hf runs inside of the worker: its death is the pod's")
+    before, told = scene.memory(), []
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        restarts = scene.worker.state()["restarts"]
+        core = max(scene.family(), key=_resident)
+        began = time.monotonic()
+        os.kill(core.pid, number)
+        until_sync(
+            lambda restarts=restarts: scene.worker.state()["restarts"] > restarts,
+            RESTART_SECONDS,
+            what="the death to be noticed",
+        )
+        scene.await_active(RESTART_SECONDS)
+        outputs(scene)
+        told.append(f"{number.name} {time.monotonic() - began:.0f} s")
+    if scene.memory() - before > FLAT_MIB + 0.1 * before:
+        raise Wrong(f"memory went from {before:.0f} to {scene.memory():.0f} MiB")
+    return "serves again after " + ", ".join(told)
+
+
+def idle(scene: Scene) -> str:
+    """Nothing that ends by itself while idle is taken for a death."""
+    restarts = scene.worker.state()["restarts"]
+    time.sleep(scene.plan.idle_seconds)
+    if scene.worker.state()["restarts"] != restarts:
+        raise Wrong(f"restarted while idle: {scene.worker.state()['last_error']}")
+    outputs(scene)
+    return f"idle for {scene.plan.idle_seconds:.0f} s, not restarted"
+
+
+CHECKS: dict[str, Check] = {
+    "start": started,
+    "outputs": outputs,
+    "limits": limits,
+    "commits under load": commits_under_load,
+    "20 commits": many_commits,
+    "sleep": sleeps,
+    "abort asleep": abort_asleep,
+    "deaths": deaths,
+    "idle": idle,
+}
+
+
+def _running(scene: Scene, name: str, *, stream: bool) -> Future[dict[str, Any]]:
+    """Begin a long request; its result is the output, whole or cut short."""
+    body = {
+        "request_id": f"{name}-{scene.version}",
+        "sampling": {"max_tokens": scene.plan.length, "ignore_eos": True},
+        "logprobs": "raw" if _has_raw(scene) else "sampling",
+    }
+
+    def whole() -> dict[str, Any]:
+        return _one(scene.worker.generate(**body))
+
+    def streamed() -> dict[str, Any]:
+        output: dict[str, Any] = {"token_ids": [], "logprobs": [], "weights": []}
+        for event, data in scene.worker.stream(**body):
+            if event == "delta":
+                for key in output.keys() - {"stop_reason"}:
+                    output[key] += data[key] or []
+            elif event == "done":
+                output["stop_reason"] = data["outputs"][0]["stop_reason"]
+            else:
+                raise Wrong(f"a stream failed: {data}")
+        return output
+
+    return scene.worker.in_background(streamed if stream else whole)
+
+
+def _judge_spans(scene: Scene, output: dict[str, Any]) -> int:
+    """Teacher-force each token under the version of its span; return how many were judged.
+
+    Tokens behind another version's KV (`stale_kv`) depend on what no single model computes.
+    """
+    spans = output["weights"]
+    ends = [0, *(span["end"] for span in spans)]
+    if any(span["start"] != end for span, end in zip(spans, ends, strict=False)):
+        raise Wrong(f"spans are not contiguous: {spans}")
+    if any(later["version"] < earlier["version"] for earlier, later in pairwise(spans)):
+        raise Wrong(f"spans go back: {spans}")
+    judged = 0
+    for span in spans:
+        if span["stale_kv"]:
+            continue
+        tokens = output["token_ids"][: span["end"]]
+        expected = scene.models.judge(span["version"]).raw_logprobs(PROMPT, tokens)
+        worst = _worst(output["logprobs"][span["start"] : span["end"]], expected[span["start"] :])
+        if worst > 4 * scene.tolerance:
+            raise Wrong(f"tokens of span {span} are {worst:.2g} nats off their weights")
+        judged += span["end"] - span["start"]
+    return judged
+
+
+def _nearly_greedy(scene: Scene, tokens: list[int]) -> bool:
+    """Whether each token is at most a rounding less likely than the likeliest."""
+    logits = scene.models.judge(scene.version).logits(PROMPT, tokens)
+    chosen = logits.gather(1, logits.new_tensor(tokens).long().unsqueeze(1)).squeeze(1)
+    return bool((chosen >= logits.max(-1).values - scene.tolerance).all())
+
+
+def _has_raw(scene: Scene) -> bool:
+    info = scene.worker.data.get("/v1/info").json()
+    return "raw" in info["capabilities"]["logprobs"]
+
+
+def _one(answer: httpx.Response) -> dict[str, Any]:
+    if answer.status_code != 200:
+        raise Wrong(f"generate: {answer.status_code} {answer.text}")
+    [output] = answer.json()["outputs"]
+    return dict(output)
+
+
+def _detail(answer: httpx.Response) -> str:
+    return str(answer.json()["detail"])
+
+
+def _worst(found: list[float], expected: list[float]) -> float:
+    return max((abs(f - e) for f, e in zip(found, expected, strict=True)), default=0.0)
+
+
+def _resident(process: Any) -> int:
+    with open(f"/proc/{process.pid}/statm") as file:
+        return int(file.read().split()[1])

@@ -1,0 +1,239 @@
+"""One engine's worker on one device, the models it serves, and what plain transformers says of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from engine_kinds import CACHE, KINDS, ROOT, EngineKind
+from reference import Reference
+from rollout_worker.observe.processes import Process, descendants, end
+from tinymodels import TinyModels, script
+from waiting import until_sync
+from workers import Command
+
+Device = Literal["cuda", "cpu"]
+
+START_SECONDS = 900.0
+CALL_SECONDS = 300.0
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    # Of the shape of Qwen2 0.5B, with random weights.
+    "0.5b": {
+        "vocab": 151936, "hidden": 896, "intermediate": 4864, "layers": 24, "heads": 14,
+        "kv_heads": 2, "max_length": 4096, "std": 0.05, "dtype": "bfloat16",
+    },
+}  # fmt: skip
+
+
+class Wrong(Exception):
+    """A check found what must not be; the text says what."""
+
+
+class NotHere(Exception):
+    """A check can't be done in this scene; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run. `out` gets the artefacts; `idle_seconds` is how long the idle check waits."""
+
+    device: Device
+    size: str
+    out: Path
+    idle_seconds: float
+    pythons: dict[str, Path] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+
+    @property
+    def running(self) -> int:
+        """Requests that run at once while weights are committed."""
+        return 32 if self.device == "cuda" else 6
+
+    @property
+    def length(self) -> int:
+        """Tokens of each: it must still run when the commit comes."""
+        return 1000 if self.device == "cuda" else 250
+
+    def python(self, engine: str) -> Path | None:
+        """Return the interpreter that has the engine, None if no environment is known to have it."""
+        if engine in self.pythons:
+            return self.pythons[engine]
+        package = {"hf": "transformers"}.get(engine, engine)
+        if importlib.util.find_spec(package) is not None:
+            return Path(sys.executable)
+        made = KINDS[engine].python
+        return made if self.device == "cpu" and made.exists() else None
+
+
+class Models:
+    """A model and two later versions of it; each is made once and kept in the cache."""
+
+    def __init__(self, size: str) -> None:
+        self._size = size
+        self._tiny = TinyModels(CACHE / "models")
+        self._judges: dict[int, Reference] = {}
+
+    def folder(self, seed: int) -> Path:
+        """Return the model folder of seed 1, or the weights of a later one."""
+        if self._size == "tiny":
+            return self._tiny.model(1) if seed == 1 else self._tiny.weights(seed)
+        folder: Path = CACHE / "models" / f"smoke-{self._size}-s{seed}"
+        if not (folder / "config.json").exists():
+            maker = script()
+            folder.mkdir(parents=True, exist_ok=True)
+            maker.make_model(folder, seed, maker.Shape(**SHAPES[self._size]))
+        return folder
+
+    def judge(self, version: int) -> Reference:
+        """Return plain transformers with the weights of a version: 0 is the checkpoint."""
+        seed = version_seed(version)
+        if seed not in self._judges:
+            folder = self._tiny.model(seed) if self._size == "tiny" else self.folder(seed)
+            self._judges[seed] = Reference(folder)
+        return self._judges[seed]
+
+
+def version_seed(version: int) -> int:
+    """Versions 0, 1, 2, 3, … are seeds 1, 2, 1, 2, …: there and back."""
+    return 1 + version % 2
+
+
+class Scene:
+    """A worker of one engine under way, from outside: its two ports, log, processes, memory."""
+
+    def __init__(self, plan: Plan, engine: str, models: Models) -> None:
+        python = plan.python(engine)
+        assert python is not None
+        self.plan, self.engine, self.models = plan, engine, models
+        self.kind: EngineKind = replace(KINDS[engine], python=python)
+        self.folder = plan.out / engine
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.version = 0
+        self.memory_before = self.memory()
+        flags = self.kind.flags if plan.device == "cpu" else ()
+        device = ("--device", plan.device) if engine == "hf" else ()
+        began = time.monotonic()
+        roots = ("--weights-roots", str(CACHE / "models"))
+        self.worker = Command(
+            models.folder(1),
+            self.folder / "worker.log",
+            ("--engine", engine, "--shutdown-grace", "0", *device, *roots, *flags, *plan.extra),
+            {"PYTHONPATH": str(ROOT / "src"), **self.kind.env},
+            python=python,
+        )
+        for client in (self.worker.data, self.worker.control):
+            client.timeout = CALL_SECONDS
+        try:
+            self.await_active(START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+        self.start_seconds = time.monotonic() - began
+
+    @cached_property
+    def policies(self) -> Sequence[str]:
+        """In-flight policies that the engine declares."""
+        return tuple(self.worker.data.get("/v1/info").json()["capabilities"]["in_flight"])
+
+    @property
+    def exact(self) -> bool:
+        """Whether numbers can be compared as float32: logits of the judge are never rounded."""
+        return self.plan.size == "tiny"
+
+    @property
+    def tolerance(self) -> float:
+        """Most that a logprob may differ from the judge's, in nats."""
+        if self.exact:
+            return 1e-3 if self.plan.device == "cuda" else 1e-4
+        return 0.25  # bfloat16 has 8 bits: logits of 10 are known to 0.04
+
+    def await_active(self, seconds: float) -> None:
+        """Wait until the engine serves.
+
+        Raises:
+            AssertionError: it does not.
+        """
+        until_sync(lambda: self.worker.state()["lifecycle"] == "Active", seconds, what="the engine")
+
+    def update(self, **fields: Any) -> dict[str, Any]:
+        """Publish the next version."""
+        self.stage()
+        return self.commit(**fields)
+
+    def stage(self) -> None:
+        """Stage the next version."""
+        version = self.version + 1
+        source = {"path": str(self.models.folder(version_seed(version)))}
+        body = {"epoch": 1, "version": version, "source": source, "deadline_seconds": CALL_SECONDS}
+        answer = self.worker.post("weights/stage", **body)
+        if answer.status_code != 202:
+            raise Wrong(f"staging version {version}: {answer.text}")
+
+        def over() -> bool:
+            slot = self.worker.data.get("/v1/weights").json()["staged"]
+            if slot["phase"] == "Failed":
+                raise Wrong(f"staging version {version}: {slot['error']}")
+            return bool(slot["phase"] == "Staged")
+
+        until_sync(over, CALL_SECONDS, what="the stage")
+
+    def commit(self, **fields: Any) -> dict[str, Any]:
+        """Commit what is staged."""
+        body = {"epoch": 1, "version": self.version + 1, **fields}
+        answer = self.worker.post("weights/commit", **body)
+        if answer.status_code != 200:
+            raise Wrong(f"committing version {self.version + 1}: {answer.text}")
+        self.version += 1
+        return dict(answer.json())
+
+    def verb(self, name: str, **body: Any) -> dict[str, Any]:
+        """Call the control port, which must do it."""
+        answer = self.worker.post(name, **body)
+        if answer.status_code != 200:
+            raise Wrong(f"{name}: {answer.text}")
+        return dict(answer.json())
+
+    def family(self) -> set[Process]:
+        """Processes below the worker."""
+        return descendants(self.worker.process.pid)
+
+    def memory(self) -> float:
+        """Return MiB in use: of the whole GPU, or resident in the worker and its processes."""
+        if self.plan.device == "cuda":
+            return gpu_mib()
+        if not hasattr(self, "worker"):
+            return 0.0
+        pids = [self.worker.process.pid, *(process.pid for process in self.family())]
+        return sum(map(_resident_mib, pids))
+
+    def close(self) -> None:
+        """End the worker and all its processes."""
+        family = self.family()
+        self.worker.process.kill()
+        self.worker.process.wait(60)
+        end(family, 10)
+        if hasattr(self.worker, "data"):
+            self.worker.close()
+
+
+def gpu_mib() -> float:
+    """Return the MiB in use on the first GPU."""
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    return float(done.stdout.splitlines()[0])
+
+
+def _resident_mib(pid: int) -> float:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))

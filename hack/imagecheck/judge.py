@@ -1,0 +1,123 @@
+"""What the findings of a probe mean: each function returns problems, a fix in each; no image needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from typing import Any
+
+from imagecheck import versions
+
+USER = 65532
+ELSEWHERE: tuple[tuple[str, str, str], ...] = ()
+"""Libraries that may lack something: file, what it lacks, why that is right (patterns of fnmatch)."""
+
+
+def config(found: Mapping[str, Any]) -> list[str]:
+    """Judge what the image says of itself."""
+    problems = []
+    if found.get("User") != f"{USER}:{USER}":
+        problems.append(f"User is {found.get('User')!r}: end its target with USER {USER}:{USER}")
+    if found.get("Entrypoint") != ["rollout-worker"]:
+        problems.append(f'Entrypoint is {found.get("Entrypoint")}: it has to be ["rollout-worker"]')
+    return problems
+
+
+def place(found: Mapping[str, Any]) -> list[str]:
+    """Judge where a command of the image finds itself, and the packages around it."""
+    problems = []
+    if found["pid"] != 1:
+        problems.append(
+            f"the command is process {found['pid']}, not 1: the entry point may not be a shell"
+        )
+    if found["user"][:2] != [USER, USER]:
+        problems.append(f"it runs as {found['user'][:2]}, not {USER}: see USER in the Dockerfile")
+    if found["writable"] != ["/tmp", "/dev/shm"]:
+        problems.append(f"it can write to {found['writable']}: only /tmp and /dev/shm are right")
+    return problems
+
+
+def agreement(found: Mapping[str, Any]) -> list[str]:
+    """Judge the versions that are installed."""
+    wanted = versions.pins(found["requirements"])
+    clashes = [
+        f"{file} is installed by {' and by '.join(owners)}, and differs: pin versions that share no file "
+        f"({versions.PINNED})"
+        for file, *owners in found["shared_files"]
+    ]
+    return [
+        *versions.differences(wanted, found["installed"]),
+        *versions.disagreements(found["installed"]),
+        *clashes,
+    ]
+
+
+def libraries(found: Mapping[str, Any]) -> list[str]:
+    """Judge what shared libraries lack; what another package ships, Python has loaded by then."""
+    shipped = set(found["shipped"])
+    problems = []
+    for file, names in sorted(found["missing"].items()):
+        for name in names:
+            if name in shipped or _known(file, name):
+                continue
+            problems.append(
+                f"{file} needs {name}: add its package to the Dockerfile, or, if nobody loads the file, "
+                "say why in imagecheck/judge.py"
+            )
+    return problems
+
+
+def _known(file: str, name: str) -> bool:
+    return any(fnmatch(file, path) and fnmatch(name, lacks) for path, lacks, _ in ELSEWHERE)
+
+
+def imports(found: Mapping[str, Any]) -> list[str]:
+    """Judge what the adapter could not import."""
+    return [
+        f"{name}: {why}; the requirements or the Dockerfile lack something"
+        for name, why in sorted(found["failed"].items())
+    ]
+
+
+def kernel(found: Mapping[str, Any]) -> list[str]:
+    """Judge the compiled Triton kernel."""
+    if not found["target"].startswith("sm_90") or found["cubin"] < 1000 or not found["launcher"]:
+        return [f"Triton made {found}: a cubin for sm_90 and a launcher were asked for"]
+    return []
+
+
+def rope(found: Mapping[str, Any]) -> list[str]:
+    """Judge SGLang's kernel that nvcc compiled."""
+    if found["functions"] != ["run_rope", "run_rope_store"]:
+        return [
+            f"the compiled module has {found['functions']}: run_rope and run_rope_store were asked for"
+        ]
+    return []
+
+
+def preload(found: Mapping[str, Any]) -> list[str]:
+    """Judge /bin/true below the memory saver's library; the loader only warns of some failures."""
+    if found["status"] or found["said"]:
+        return [
+            f"{found['library']} preloaded into /bin/true: status {found['status']}, {found['said']!r}; "
+            "list CUDA's folder in /etc/ld.so.conf.d (hack/image/install.sh)"
+        ]
+    return []
+
+
+def nvcc(said: str, installed: Mapping[str, str]) -> list[str]:
+    """Judge `nvcc --version` beside torch's CUDA."""
+    found = re.search(r"release (\d+\.\d+)", said)
+    wanted = ".".join(installed.get("cuda-toolkit", "?").split(".")[:2])
+    if not found or found[1] != wanted:
+        return [
+            f"nvcc is {found[1] if found else said!r}, torch's CUDA {wanted}: see {versions.PINNED}"
+        ]
+    return []
+
+
+def summary(words: Sequence[str], limit: int = 6) -> str:
+    """Return problems as one line, the first ones in full."""
+    rest = f"; and {len(words) - limit} more" if len(words) > limit else ""
+    return "; ".join(words[:limit]) + rest

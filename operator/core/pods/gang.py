@@ -1,0 +1,83 @@
+"""What a pod has because it is one rank of several: its place, its port, its token, its probes."""
+
+from __future__ import annotations
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Obj
+from rollout_operator.api.spec import RolloutReplicaSpec
+
+TOKEN_SECONDS = 3600
+"""The kubelet renews the token when four fifths of this have passed."""
+
+_VOLUME = "rollout-gang"
+
+
+def environment(pool: str, spec: RolloutReplicaSpec, replica: int, rank: int) -> dict[str, str]:
+    """Return what the worker of `(replica, rank)` is told of the ranks beside it."""
+    parallel = spec.parallelism
+    if parallel.world == 1:
+        return {}
+    leader = names.pod_name(pool, replica, 0)
+    values = {
+        "ROLLOUT_TENSOR": str(parallel.tensor),
+        "ROLLOUT_PIPELINE": str(parallel.pipeline),
+        "ROLLOUT_DATA": str(parallel.data),
+        "ROLLOUT_NODES": str(parallel.nodes),
+        "ROLLOUT_RANK": str(rank),
+        "ROLLOUT_LEADER_ADDRESS": f"{leader}.{names.heads_service(pool)}",
+    }
+    if parallel.nodes > 1:
+        values["ROLLOUT_GANG_PORT"] = str(names.GANG_PORT)
+        values["ROLLOUT_GANG_TOKEN_FILE"] = f"{names.GANG_MOUNT}/token"
+    return values
+
+
+def ports(spec: RolloutReplicaSpec, rank: int) -> list[Obj]:
+    """Return the container's ports: only a head has one for requests."""
+    control = {"name": "control", "containerPort": names.CONTROL_PORT, "protocol": "TCP"}
+    data = {"name": "data", "containerPort": names.DATA_PORT, "protocol": "TCP"}
+    gang = {"name": "gang", "containerPort": names.GANG_PORT, "protocol": "TCP"}
+    found = [control] if rank else [data, control]
+    return [*found, gang] if spec.parallelism.nodes > 1 else found
+
+
+def token_volume(pool: str, namespace: str) -> Obj:
+    """Return the volume with the token that the head shows its members.
+
+    It is bound to the pod, and good for the control ports of this pool alone.
+    """
+    token = {
+        "audience": names.audience(namespace, pool),
+        "expirationSeconds": TOKEN_SECONDS,
+        "path": "token",
+    }
+    return {"name": _VOLUME, "projected": {"sources": [{"serviceAccountToken": token}]}}
+
+
+def token_mount() -> Obj:
+    """Return where that volume is mounted in the worker container."""
+    return {"name": _VOLUME, "mountPath": names.GANG_MOUNT, "readOnly": True}
+
+
+def probes(rank: int, *, tls: bool) -> dict[str, Obj]:
+    """Return the worker's probes; a member answers on its control port, which may speak TLS."""
+    where: Obj = {"port": "control" if rank else "data"}
+    if rank and tls:
+        where["scheme"] = "HTTPS"
+    health = {"path": "/health", **where}
+    return {
+        # The port opens within seconds of the start; loading shows in /ready, not here.
+        "startupProbe": {"httpGet": health, "periodSeconds": 1, "failureThreshold": 300},
+        "livenessProbe": {
+            "httpGet": health,
+            "periodSeconds": 10,
+            "timeoutSeconds": 5,
+            "failureThreshold": 6,
+        },
+        "readinessProbe": {
+            "httpGet": {"path": "/ready", **where},
+            "periodSeconds": 2,
+            "timeoutSeconds": 2,
+            "failureThreshold": 2,
+        },
+    }

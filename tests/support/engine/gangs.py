@@ -1,0 +1,130 @@
+"""A gang of two nodes on one machine: a head and a member, each a worker of its own.
+
+Both are at 127.0.0.1; what would be two nodes' networks is one loopback interface.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine_kinds import ROOT, EngineKind
+from processes import Process, descendants
+from waiting import until_sync
+from workers import LOOPBACK, SERVE, Command
+
+FLAGS = ("--nodes", "2", "--leader-address", "127.0.0.1", "--auth", "none")
+TP2 = {"ROLLOUT_TENSOR": "2"}
+PP2 = {"ROLLOUT_PIPELINE": "2"}
+
+
+def free_port() -> int:
+    """A port at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class MemberCommand:
+    """`rollout-worker serve` as rank 1."""
+
+    def __init__(
+        self,
+        kind: EngineKind,
+        model: Path,
+        log: Path,
+        flags: tuple[str, ...],
+        env: Mapping[str, str],
+    ) -> None:
+        self._log = log
+        ports = ("--rank", "1", "--control-port", "0")
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [
+                    *(kind.python, *SERVE, "--engine", kind.name, "--model", str(model)),
+                    *(*LOOPBACK, *ports, *FLAGS, *kind.flags, *flags),
+                ],
+                stderr=stderr,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+            )
+        until_sync(lambda: self.line("serving a member"), 120, what="the member's port")
+        line = self.line("serving a member")
+        assert line is not None
+        self.port = int(line["control_port"])
+
+    def line(self, message: str) -> dict[str, Any] | None:
+        return next((line for line in self.logged() if line["message"].startswith(message)), None)
+
+    def logged(self) -> list[dict[str, Any]]:
+        """Its log lines so far."""
+        complete = self._log.read_text().rpartition("\n")[0]
+        return [json.loads(line) for line in complete.splitlines() if line.startswith("{")]
+
+
+class Gang:
+    """Head and member; what was started is ended by `close`."""
+
+    def __init__(
+        self,
+        kind: EngineKind,
+        model: Path,
+        home: Path,
+        flags: tuple[str, ...],
+        env: Mapping[str, str],
+    ) -> None:
+        env = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", **kind.env, **env}
+        shared = ("--max-length", "512", "--gang-port", str(free_port()), *flags)
+        self.member = MemberCommand(kind, model, home / "member.log", shared, env)
+        self.head = Command(
+            model,
+            home / "head.log",
+            (
+                *("--engine", kind.name, *FLAGS, *kind.flags, *shared),
+                *("--member-addresses", f"127.0.0.1:{self.member.port}", "--shutdown-grace", "0"),
+            ),
+            env,
+            python=kind.python,
+        )
+
+    def wait_active(self, seconds: float) -> None:
+        """Wait until it serves."""
+        up = ("Active", "Failed")
+        until_sync(lambda: self.head.state()["lifecycle"] in up, seconds, what="the gang")
+        assert self.head.state()["lifecycle"] == "Active", self.head.state()["last_error"]
+
+    def ranks(self) -> list[Process]:
+        """The member's own ranks."""
+        return [each for each in descendants(self.member.process.pid) if "VLLM::" in each.command]
+
+    def close(self) -> None:
+        """End everything."""
+        for process in (self.head.process, self.member.process):
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+        for process in (self.head.process, self.member.process):
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(30)
+        self.head.close()
+
+
+@contextmanager
+def gang(
+    kind: EngineKind, model: Path, home: Path, *flags: str, env: Mapping[str, str] = TP2
+) -> Iterator[Gang]:
+    """A gang that serves."""
+    both = Gang(kind, model, home, flags, env)
+    try:
+        both.wait_active(kind.start_seconds)
+        yield both
+    finally:
+        both.close()

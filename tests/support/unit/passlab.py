@@ -1,0 +1,371 @@
+"""One pool and its passes by themselves: the API server is scripted, the workers answer from memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from pydantic import BaseModel
+
+from loopback import Loopback, kubeconfig, loopback
+from poolspecs import NOW
+from rollout_client.control import WorkerControl
+from rollout_operator.api import names
+from rollout_operator.api.objects import Key, Obj
+from rollout_operator.api.revision import revision
+from rollout_operator.api.spec import parse_spec
+from rollout_operator.cache.expectations import Expectations
+from rollout_operator.cache.store import Store
+from rollout_operator.config import Config, EngineDefaults
+from rollout_operator.core.services import pool_services
+from rollout_operator.kube.client import Kube
+from rollout_operator.kube.events import Recorder
+from rollout_operator.passes.context import Context
+from rollout_operator.passes.reconcile import Reconciler
+from rollout_operator.telemetry import Telemetry
+from rollout_operator.workers.calls import Calls
+from rollout_operator.workers.poller import Ask, Poller
+from rollout_operator.workers.talk import Workers
+from rollout_worker.schemas import (
+    CommitRequest,
+    CommitResponse,
+    DiscardRequest,
+    DiscardResponse,
+    RequireRequest,
+    StageRequest,
+    WeightsId,
+)
+from simworker import SimWorker
+from waiting import until
+
+KEY = Key("rl", "math")
+PODS = "/api/v1/namespaces/rl/pods"
+POOL = "/apis/rollout.dev/v1alpha1/namespaces/rl/rolloutreplicas/math"
+
+
+@dataclass
+class Clock:
+    """What the process reads: a wall clock that people set, and one that only goes on."""
+
+    wall: float = NOW
+    steady: float = 1.0
+
+
+class Told(Recorder):
+    """Keeps events instead of posting them: (type, reason, message)."""
+
+    def __init__(self, kube: Kube) -> None:
+        super().__init__(kube, instance="o")
+        self.events: list[tuple[str, str, str]] = []
+
+    def event(self, pool: Obj, type: str, reason: str, message: str) -> None:  # noqa: A002
+        """See the base class."""
+        assert pool["metadata"]["name"] == KEY.name
+        self.events.append((type, reason, message))
+
+
+class Watched(Poller):
+    """Knows whom it polls, and whether often."""
+
+    def __init__(self, ask: Ask) -> None:
+        super().__init__(ask, lambda key: None)
+        self.fast: dict[str, bool] = {}
+
+    def watch(self, key: Key, pod_uid: str, address: str, fast: bool) -> None:
+        """See the base class."""
+        self.fast[pod_uid] = fast
+        super().watch(key, pod_uid, address, fast)
+
+    def unwatch(self, pod_uid: str) -> None:
+        """See the base class."""
+        self.fast.pop(pod_uid, None)
+        super().unwatch(pod_uid)
+
+
+class PassLab:
+    """See the module; made by `pass_lab`."""
+
+    def __init__(self, api: Loopback, kube: Kube) -> None:
+        self.api = api
+        self.clock = Clock()
+        self.workers: dict[str, SimWorker] = {}
+        """By address of the control port; who is not there does not answer."""
+        self.asked: list[tuple[str, str]] = []
+        """(address, verb) of each call to a worker."""
+        self.bodies: list[Obj] = []
+        """Of those calls."""
+        self.refusals: dict[str, Obj] = {}
+        """What workers answer to a verb instead of doing it, as a problem."""
+        self.written: list[Obj] = []
+        """Statuses as they were written."""
+        self.poller = Watched(lambda key, address: self.control(key, address).state())
+        self.told = Told(kube)
+        self.calls = Calls(lambda key: None, clock=lambda: self.clock.steady)
+        self.ctx = Context(
+            config=Config(engines={"hf": EngineDefaults(image="localhost/none")}),
+            store=Store(),
+            expectations=Expectations(),
+            kube=kube,
+            workers=Workers(self.poller, self.calls, self.control),
+            recorder=self.told,
+            telemetry=Telemetry(),
+            clock=lambda: self.clock.wall,
+            monotonic=lambda: self.clock.steady,
+        )
+        self.reconciler = Reconciler(self.ctx)
+        api.answers["PATCH", f"{POOL}/status"] = self._take_status
+
+    # The cluster.
+
+    def has_pool(self, **spec: Any) -> Obj:
+        """Put the pool into the store, and its Services."""
+        found = pool(**spec)
+        self.ctx.store.upsert("pools", found)
+        settled_services(self.ctx)
+        return found
+
+    def has_pod(self, found: Obj, worker: SimWorker | None = None) -> str:
+        """Put a pod into the store, and its worker behind its address; returns the pod's uid."""
+        self.ctx.store.upsert("pods", found)
+        name = found["metadata"]["name"]
+        self.api.answers["PATCH", f"{PODS}/{name}/status"] = self._take_conditions
+        self.api.answer("DELETE", f"{PODS}/{name}", {"kind": "Pod"})
+        if worker is not None:
+            self.workers[address_of(found)] = worker
+        uid: str = found["metadata"]["uid"]
+        return uid
+
+    async def _take_status(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.text())
+        self.written.append(body["status"])
+        now = self.ctx.store.pool(KEY)
+        assert now is not None
+        version = str(int(body["metadata"]["resourceVersion"]) + 1)
+        meta = {**now["metadata"], "resourceVersion": version}
+        return web.json_response({**now, "metadata": meta, "status": body["status"]})
+
+    async def _take_conditions(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.text())
+        now = next(
+            p for p in self.ctx.store.pods(KEY) if p["metadata"]["uid"] == body["metadata"]["uid"]
+        )
+        meta = {**now["metadata"], "resourceVersion": str(int(_version(now)) + 1)}
+        meta["labels"] = {**meta["labels"], **body["metadata"].get("labels", {})}
+        given = body.get("status", {}).get("conditions", [])
+        kinds = {c["type"] for c in given}
+        kept = [c for c in now["status"].get("conditions", ()) if c["type"] not in kinds]
+        status = {**now["status"], "conditions": [*kept, *given]}
+        return web.json_response({**now, "metadata": meta, "status": status})
+
+    @property
+    def status(self) -> Obj:
+        """The last status that was written."""
+        return self.written[-1]
+
+    @property
+    def pod_writes(self) -> list[tuple[str, str]]:
+        """(method, name) of all writes of pods so far, in order."""
+        return [
+            (method, path.partition("?")[0].removeprefix(PODS).strip("/"))
+            for method, path, _ in self.api.requests
+            if path.startswith(PODS)
+        ]
+
+    # Passes.
+
+    async def reconcile(self, times: int = 1) -> float | None:
+        """Run passes; returns what the last one returned."""
+        again = None
+        for _ in range(times):
+            again = await self.reconciler.reconcile(KEY)
+        return again
+
+    async def polled(self) -> None:
+        """Let each head that is polled answer, or fail to."""
+        running = asyncio.create_task(self.poller.run())
+        await asyncio.gather(*(self.poller.refresh(uid) for uid in self.poller.fast))
+        running.cancel()
+        await asyncio.wait({running})
+
+    async def settled(self, rounds: int = 6) -> None:
+        """Run passes, and let the workers do what they are called for, until nothing is left."""
+        for _ in range(rounds):
+            await self.reconcile()
+            await self.called()
+            await self.polled()
+        await self.reconcile()
+
+    async def called(self) -> None:
+        """Wait until all calls to workers have ended."""
+        lanes = [lane for uid in self.poller.fast for lane in (uid, f"{uid}/stage")]
+        running = asyncio.create_task(self.poller.run())
+        await until(
+            lambda: not any(self.calls.running(lane) for lane in lanes), what="the end of all calls"
+        )
+        running.cancel()
+        await asyncio.wait({running})
+
+    # The workers.
+
+    def control(self, key: Key, address: str) -> WorkerControl:
+        """A client whose worker is in memory."""
+        assert key == KEY
+        return WorkerControl(f"http://{address}", _no_token, self._send)
+
+    async def _send(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, seconds: float
+    ) -> tuple[int, bytes]:
+        address, _, verb = url.removeprefix("http://").partition("/v1/")
+        worker = self.workers.get(address)
+        if worker is None or worker.silent:
+            raise TimeoutError(f"{address} does not answer")
+        verb = verb.rpartition("/")[2]
+        if verb != "state":
+            self.asked.append((address, verb))
+            self.bodies.append(json.loads(body or b"{}"))
+            if verb in self.refusals:
+                problem = self.refusals[verb]
+                return 409, json.dumps(problem).encode()
+        return 200, _answer(worker, verb, body or b"").model_dump_json().encode()
+
+
+def _answer(worker: SimWorker, verb: str, body: bytes) -> BaseModel:
+    match verb:
+        case "require":
+            worker.require(RequireRequest.model_validate_json(body))
+            return worker.state().weights
+        case "stage":
+            worker.stage(StageRequest.model_validate_json(body))
+            assert worker.staged is not None
+            return worker.staged
+        case "commit":
+            request = CommitRequest.model_validate_json(body)
+            assert worker.commit(request) is None
+            active = worker.state().weights.active
+            assert active is not None
+            return CommitResponse(
+                active=active,
+                previous=None,
+                commit_seq=1,
+                pause_seconds=0.1,
+                finished=0,
+                aborted=0,
+                kept=0,
+            )
+        case "discard":
+            worker.discard(DiscardRequest.model_validate_json(body))
+            return DiscardResponse(outcome="discarded")
+    holds = {"pause": "Paused", "sleep": "Asleep", "resume": None, "wake": None}
+    if verb in holds:
+        worker.hold = holds[verb]
+    return worker.state()
+
+
+async def _no_token() -> str | None:
+    return None
+
+
+def _version(obj: Obj) -> str:
+    version: str = obj["metadata"]["resourceVersion"]
+    return version
+
+
+@asynccontextmanager
+async def pass_lab(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
+    """A pool whose API server answers 404 to whatever a test does not say."""
+    async with loopback() as server:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(folder, server.url)))
+        async with Kube() as kube:
+            lab = PassLab(server, kube)
+            yield lab
+            await lab.calls.cancel_all()
+
+
+# Objects.
+
+
+def pool(**spec: Any) -> Obj:
+    """The pool `rl/math`, of one `hf` replica, with these fields of its spec."""
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND,
+        "metadata": {
+            "namespace": "rl", "name": "math", "uid": "ours", "generation": 1, "resourceVersion": "7",
+        },
+        "spec": {"replicas": 1, "engine": {"type": "hf"}, "model": {"source": {"path": "/m"}}} | spec,
+    }  # fmt: skip
+
+
+def pod(replica: int = 0, owner: str = "ours", **meta: Any) -> Obj:
+    """A pod of rank 0 that runs, of the pool's present revision."""
+    name = f"math-{replica}-0"
+    return {
+        "metadata": {
+            "namespace": "rl",
+            "name": name,
+            "uid": f"uid of {name}",
+            "resourceVersion": "5",
+            "labels": {
+                **names.worker_labels("math", replica, 0),
+                names.LABEL_REVISION: revision(parse_spec(pool())),
+            },
+            "ownerReferences": [names.controller_reference("math", owner)],
+            **meta,
+        },
+        "status": {"phase": "Running"},
+    }
+
+
+def head(replica: int = 0, *, serving: bool = False, boot: str = "b", **meta: Any) -> Obj:
+    """A pod whose worker has started and has an address; `serving`: its gate is on."""
+    made = pod(replica, **meta)
+    ran = {"name": "worker", "state": {"running": {"startedAt": "1970-01-12T13:00:00Z"}}}
+    conditions = [
+        {
+            "type": names.GATE_SERVING,
+            "status": "True",
+            "message": f"boot {boot}: Serving",
+            "lastTransitionTime": "1970-01-12T13:00:00Z",
+        },
+        {"type": "Ready", "status": "True"},
+    ]
+    made["status"] = {
+        "phase": "Running",
+        "podIP": f"10.0.0.{replica}",
+        "containerStatuses": [ran],
+        "conditions": conditions if serving else [],
+    }
+    return made
+
+
+def address_of(found: Obj) -> str:
+    """Control port of a pod."""
+    return f"{found['status']['podIP']}:{names.CONTROL_PORT}"
+
+
+def worker_of(**fields: Any) -> SimWorker:
+    """A worker that serves the checkpoint."""
+    made = SimWorker(boot="b", loading=False, required=WeightsId(epoch=0, version=0))
+    for name, value in fields.items():
+        assert hasattr(made, name)
+        setattr(made, name, value)
+    return made
+
+
+def settled_services(ctx: Context) -> None:
+    """Put the pool's Services into the store."""
+    for service in pool_services("math", "rl", "ours"):
+        service["metadata"]["uid"] = f"uid of {service['metadata']['name']}"
+        ctx.store.upsert("services", service)
+
+
+def condition(status: Obj, kind: str) -> tuple[str, str]:
+    """Status and reason of a condition."""
+    return next((c["status"], c["reason"]) for c in status["conditions"] if c["type"] == kind)

@@ -1,0 +1,192 @@
+"""A gang without engines: a tiny worker as its head, members with real control ports on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+from rollout_worker.engine import (
+    Engine,
+    EngineError,
+    Entry,
+    Gang,
+    MemberInfo,
+    Sink,
+)
+from rollout_worker.engines.mapped import open_mapped
+from rollout_worker.gang.member import MemberWorker
+from rollout_worker.gang.places import GangBroken, gang_of
+from rollout_worker.ports.connections import Room
+from rollout_worker.ports.member import leader_authorizer, member_app
+from rollout_worker.ports.server import Server, bind, config_of
+from rollout_worker.schemas import Progress
+from rollout_worker.settings import Settings
+from tiny_engine import LAYOUT, TinyEngine, TinySink, write_weights
+from tiny_worker import TinyWorker, settings
+from waiting import until
+
+NODES = ("--nodes", "2", "--leader-address", "127.0.0.1")
+
+
+class GangEngine(TinyEngine):
+    """A tiny engine whose slots other nodes know, too."""
+
+    slots: Path
+
+    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> TinySink:
+        sink = await super().open_slot(entries, on_disk=on_disk)
+        sink.slot = uuid.uuid4().hex
+        link = self.slots / sink.slot
+        link.symlink_to("/dev/null")
+        close = sink.close
+
+        def closing() -> None:
+            link.unlink(missing_ok=True)
+            close()
+
+        sink.close = closing  # type: ignore[method-assign]
+        return sink
+
+
+class TinyMember:
+    """The part of that engine on another node: no ranks, real memory."""
+
+    def __init__(self, gang: Gang, info: MemberInfo) -> None:
+        self.info = info
+        self.slots = gang.slots
+        self.wrong: str | None = None
+        self.stopped = False
+        self.start_fails: str | None = None
+        self.room = True
+        self.go = asyncio.Event()
+        """Slots are given once it is set."""
+        self.go.set()
+        self.asked: list[tuple[str, bool]] = []
+
+    async def start(self, report: Callable[[Progress], None]) -> MemberInfo:
+        report(Progress(message="loading"))
+        if self.start_fails is not None:
+            raise EngineError(self.start_fails)
+        return self.info
+
+    async def open_slot(
+        self, slot: str, entries: Sequence[Entry], *, on_disk: bool = False
+    ) -> Sink:
+        self.asked.append((slot, on_disk))
+        await self.go.wait()
+        if not self.room:
+            raise EngineError("no room here")
+        return await open_mapped(entries, slots=self.slots, slot=slot)
+
+    def alive(self) -> str | None:
+        return self.wrong
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+class Node:
+    """One member behind its port."""
+
+    def __init__(self, settings: Settings, info: MemberInfo) -> None:
+        gang = gang_of(settings)
+        assert gang is not None
+        self.member = TinyMember(gang, info)
+        self.worker = MemberWorker(settings, gang, lambda: self.member)
+        self._authorizer = leader_authorizer(settings)
+        self._socket = bind("127.0.0.1", settings.control_port, "--control-port")
+        self.port = int(self._socket.getsockname()[1])
+        self._server = Server(config_of(member_app(self.worker, self._authorizer)), Room(64))
+        self._serving = asyncio.create_task(self._server.serve([self._socket]))
+        self.running = asyncio.create_task(self.worker.run())
+
+    async def why(self, seconds: float = 10.0) -> str:
+        """Wait until it ends by itself; says why it did."""
+        await asyncio.wait([self.running], timeout=seconds)
+        error = self.running.exception()
+        assert isinstance(error, GangBroken)
+        return str(error)
+
+    async def silence(self) -> None:
+        """Answer no more."""
+        self._server.should_exit = True
+        await asyncio.wait([self._serving])
+
+    async def stop(self) -> None:
+        self.running.cancel()
+        await asyncio.wait([self.running])
+        await self.worker.stop()
+        await self.silence()
+        await self._authorizer.close()
+
+
+class TinyGang(TinyWorker):
+    """The head of a gang of two; its own loops may end, as a gang's do."""
+
+    running: asyncio.Task[None]
+
+    def __init__(self, home: Path, members: str, flags: Sequence[str] = ()) -> None:
+        super().__init__(home, [*NODES, "--member-addresses", members, *flags])
+        gang = gang_of(self.worker.settings)
+        assert gang is not None
+        self.slots = gang.slots
+        self.worker = type(self.worker)(self.worker.settings, self._make, gang)
+        self.runtime = self.worker.runtime
+        self.updates, self.commits = self.worker.updates, self.worker.commits
+        self.verbs, self.flights = self.worker.verbs, self.worker.flights
+
+    def _make(self) -> Engine:
+        engine = GangEngine(self.model, self.rows)
+        engine.slots = self.slots
+        engine.before.update(self.before_start)
+        self.engines.append(engine)
+        return cast("Engine", engine)
+
+    async def why(self, seconds: float = 10.0) -> str:
+        """Wait until the gang is given up; says why."""
+        await asyncio.wait([self.running], timeout=seconds)
+        error: BaseException | None = self.running.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        assert isinstance(error, GangBroken)
+        return str(error)
+
+
+def member_settings(*flags: str) -> Settings:
+    """Settings of rank 1."""
+    return settings("--control-port", "0", *NODES, "--rank", "1", *flags)
+
+
+@contextlib.asynccontextmanager
+async def node(home: Path, root_hash: str, *flags: str) -> AsyncIterator[Node]:
+    """Run a member that has loaded the checkpoint of that hash."""
+    model = write_weights(home / "model", 100)
+    info = MemberInfo(str(model), root_hash, LAYOUT)
+    running = Node(member_settings(*flags), info)
+    try:
+        yield running
+    finally:
+        await running.stop()
+
+
+@contextlib.asynccontextmanager
+async def head(home: Path, address: str, *flags: str, wait: bool = True) -> AsyncIterator[TinyGang]:
+    """Run a head whose member is there."""
+    gang = TinyGang(home, address, flags)
+    gang.running = asyncio.create_task(gang.worker.run())
+    try:
+        if wait:
+            await until(
+                lambda: gang.runtime.lifecycle.has_engine or gang.running.done(), what="the gang"
+            )
+        yield gang
+    finally:
+        gang.running.cancel()
+        await asyncio.wait({gang.running})
+        await gang.worker.supervisor.stop_engine()
+    broken = [rule for engine in gang.engines for rule in engine.broken]
+    assert not broken, f"the worker treated its engine badly: {broken}"

@@ -1,0 +1,286 @@
+"""The workers as a pass sees them: what is believed of each, who is polled, how a call goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+
+from poolspecs import a_pod, spec_of
+from rollout_client.control import ControlUnreachable, WorkerControl
+from rollout_operator.api.objects import Key
+from rollout_operator.core.plan import Body, CallWorker, Verb
+from rollout_operator.core.world import Pod, Worker
+from rollout_operator.workers import talk
+from rollout_operator.workers.calls import Calls
+from rollout_operator.workers.poller import STALE_SECONDS, Poller
+from rollout_operator.workers.talk import GIVEN_UP_SECONDS, Workers, address_of
+from rollout_worker.schemas import (
+    CommitRequest,
+    ReleaseRequest,
+    SleepRequest,
+    StagedWeights,
+    StageRequest,
+    WakeRequest,
+    WeightsId,
+    WeightsSource,
+    WorkerState,
+)
+from simworker import SimWorker
+from waiting import until
+
+KEY = Key("rl", "math")
+SOURCE = WeightsSource(path="/w/1")
+STAGE = StageRequest(epoch=1, version=1, source=SOURCE)
+COMMIT = CommitRequest(epoch=1, version=1)
+ANSWER = SimWorker("b1", loading=False).state()
+
+
+def pod(**fields: Any) -> Pod:
+    return a_pod(spec_of(), 0, uid="u1", ip="10.0.0.1", **fields)
+
+
+class Talk:
+    """One worker, what it is asked, and what it answers."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.asked: list[tuple[str, str]] = []
+        self.timeouts: list[float] = []
+        self.down = False
+        self.states: list[WorkerState] = [ANSWER]
+        """What it says of itself, one after the other; the last one stays."""
+        self.problem: tuple[int, str] | None = None
+        self.poller = Poller(self._ask, lambda key: None, clock=lambda: self.now)
+        self.calls = Calls(lambda key: None, clock=lambda: self.now)
+        self.workers = Workers(self.poller, self.calls, self._control)
+
+    async def _ask(self, key: Key, address: str) -> WorkerState:
+        if self.down:
+            raise ControlUnreachable("it is down")
+        return self._next()
+
+    def _next(self) -> WorkerState:
+        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+
+    def _control(self, key: Key, address: str) -> WorkerControl:
+        assert key == KEY
+        return WorkerControl(f"http://{address}", _nobody, self._send)
+
+    async def _send(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, seconds: float
+    ) -> tuple[int, bytes]:
+        address, _, verb = url.removeprefix("http://").partition("/v1/")
+        self.asked.append((address, verb))
+        self.timeouts.append(seconds)
+        if self.problem is not None:
+            status, slug = self.problem
+            told = {"type": f"urn:rollout:problem:{slug}", "detail": f"no: {slug}"}
+            return status, json.dumps(told).encode()
+        state = self._next()
+        if verb == "weights/stage":
+            assert state.weights.staged is not None
+            return 200, state.weights.staged.model_dump_json().encode()
+        return 200, state.model_dump_json().encode()
+
+    async def polled(self, times: int = 1) -> None:
+        for _ in range(times):
+            await self.poller._poll("u1")
+
+    def known(self) -> Worker:
+        return self.workers.known(pod())
+
+    async def call(self, verb: Verb, body: Body, seconds: float = 5) -> Worker:
+        """Make a call and return what is known after its end."""
+        planned = CallWorker("u1", "math-0-0", verb, body, seconds)
+        assert self.workers.start(KEY, pod(), planned)
+        lane = "u1/stage" if verb is Verb.STAGE else "u1"
+        assert self.calls.running(lane) == verb
+        assert self.known().running == {verb}
+        await until(lambda: self.calls.running(lane) is None, what="the end of the call")
+        return self.known()
+
+
+async def _nobody() -> str | None:
+    return None
+
+
+@pytest.fixture
+async def lab() -> AsyncIterator[Talk]:
+    made = Talk()
+    yield made
+    await made.calls.cancel_all()
+
+
+def staging(phase: str, version: int = 1, error: str | None = None) -> WorkerState:
+    staged = StagedWeights.model_validate(
+        {"epoch": 1, "version": version, "source": SOURCE, "phase": phase, "error": error}
+    )
+    weights = ANSWER.weights.model_copy(update={"staged": staged})
+    return ANSWER.model_copy(update={"weights": weights})
+
+
+# What is believed.
+
+
+async def test_of_who_was_never_asked_nothing_is_known(lab: Talk) -> None:
+    assert lab.known() == Worker()
+    lab.workers.watch(KEY, [pod()], set())
+    assert lab.known() == Worker()
+
+
+async def test_one_missed_poll_is_no_silence_and_two_are(lab: Talk) -> None:
+    lab.workers.watch(KEY, [pod()], set())
+    await lab.polled()
+    assert (lab.known().state, lab.known().last, lab.known().error) == (ANSWER, ANSWER, None)
+    lab.down = True
+    await lab.polled()
+    assert (lab.known().state, lab.known().error) == (ANSWER, "it is down")
+    await lab.polled()
+    assert (lab.known().state, lab.known().last, lab.known().error) == (None, ANSWER, "it is down")
+
+
+async def test_an_answer_of_long_ago_is_not_believed(lab: Talk) -> None:
+    lab.workers.watch(KEY, [pod()], set())
+    await lab.polled()
+    lab.now += STALE_SECONDS + 1
+    assert (lab.known().state, lab.known().last) == (None, ANSWER)
+
+
+# Who is polled.
+
+
+@pytest.mark.parametrize(
+    ("fields", "polled"),
+    [
+        ({}, True),
+        ({"ip": None}, False),
+        ({"started": False}, False),
+        ({"phase": "Failed"}, False),
+    ],
+)
+async def test_who_can_answer_is_polled(lab: Talk, fields: dict[str, Any], polled: bool) -> None:
+    head = a_pod(spec_of(), 0, **({"uid": "u1", "ip": "10.0.0.1"} | fields))
+    assert lab.workers.watch(KEY, [head], {"u1"}) == (frozenset({"u1"}) if polled else frozenset())
+    assert ("u1" in lab.poller._heads) is polled
+    assert ("u1" in lab.poller._fast) is polled
+
+
+@pytest.mark.parametrize(
+    ("ip", "address"), [("10.0.0.1", "10.0.0.1:8001"), ("fd00::1", "[fd00::1]:8001")]
+)
+def test_the_address_of_a_control_port(ip: str, address: str) -> None:
+    assert address_of(a_pod(spec_of(), 0, ip=ip)) == address
+
+
+async def test_who_is_gone_is_forgotten_with_its_calls_and_failures(lab: Talk) -> None:
+    lab.workers.watch(KEY, [pod()], set())
+    await lab.polled()
+    lab.problem = (409, "stale-epoch")
+    for verb, body in ((Verb.STAGE, STAGE), (Verb.COMMIT, COMMIT)):
+        assert set((await lab.call(verb, body)).failures) >= {verb}
+    lab.workers.forget("u1")
+    assert lab.known() == Worker()
+
+
+# Calls.
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "seconds"),
+    [
+        (Verb.RESUME, ReleaseRequest(), 120),
+        (Verb.WAKE, WakeRequest(), 5),
+        (Verb.SLEEP, SleepRequest(), 5),
+        (Verb.COMMIT, COMMIT, 5),
+    ],
+)
+async def test_a_call_says_what_failed(lab: Talk, verb: Verb, body: Body, seconds: float) -> None:
+    lab.problem = (503, "engine-refused")
+    known = await lab.call(verb, body)
+    assert [address for address, _ in lab.asked] == ["10.0.0.1:8001"]
+    assert lab.timeouts == [seconds]
+    error = known.failures[verb]
+    assert (error.message, error.count, error.slug) == ("no: engine-refused", 1, "engine-refused")
+    assert error.retry_in == 1.0
+    about = WeightsId(epoch=1, version=1) if verb is Verb.COMMIT else None
+    assert error.about == about
+    assert known.running == frozenset()
+
+
+@pytest.mark.parametrize("verb", [Verb.RESUME, Verb.WAKE, Verb.SLEEP])
+async def test_a_hold_of_others_is_no_failure_of_ours(lab: Talk, verb: Verb) -> None:
+    lab.problem = (409, "held")
+    bodies: dict[Verb, Body] = {
+        Verb.RESUME: ReleaseRequest(),
+        Verb.WAKE: WakeRequest(),
+        Verb.SLEEP: SleepRequest(),
+    }
+    known = await lab.call(verb, bodies[verb])
+    assert (verb in known.failures) is (verb is Verb.SLEEP)
+
+
+async def test_what_nobody_tries_again_is_told_for_a_minute_unless_it_is_about_weights(
+    lab: Talk,
+) -> None:
+    lab.problem = (503, "busy")
+    await lab.call(Verb.SLEEP, SleepRequest())
+    await lab.call(Verb.COMMIT, COMMIT)
+    lab.now += 1 + GIVEN_UP_SECONDS - 0.5
+    assert set(lab.known().failures) == {"sleep", "commit"}
+    lab.now += 1
+    assert set(lab.known().failures) == {"commit"}
+
+
+async def test_staging_and_another_call_run_side_by_side(lab: Talk) -> None:
+    lab.states = [staging("Staging")]
+    assert lab.workers.start(KEY, pod(), CallWorker("u1", "p", Verb.STAGE, STAGE, 60))
+    assert not lab.workers.start(KEY, pod(), CallWorker("u1", "p", Verb.STAGE, STAGE, 60))
+    assert lab.workers.start(KEY, pod(), CallWorker("u1", "p", Verb.SLEEP, SleepRequest(), 60))
+    assert lab.known().running == {"stage", "sleep"}
+
+
+# Staging, which a worker does by itself.
+
+
+async def test_a_stage_is_followed_to_its_end_and_the_worker_is_looked_at(
+    lab: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(talk, "STAGE_POLL_SECONDS", 0.001)
+    lab.workers.watch(KEY, [pod()], set())
+    refreshed: list[str] = []
+
+    async def refresh(uid: str) -> None:
+        refreshed.append(uid)
+
+    monkeypatch.setattr(lab.poller, "refresh", refresh)
+    lab.states = [staging("Staging"), staging("Staging"), staging("Staged")]
+    known = await lab.call(Verb.STAGE, STAGE)
+    assert [verb for _, verb in lab.asked] == ["weights/stage", "state", "state"]
+    assert known.failures == {}
+    assert refreshed == ["u1"], "the next pass sees what it did"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [("a tensor is missing", "a tensor is missing"), (None, "gave no reason")]
+)
+async def test_a_stage_that_fails_is_the_calls_failure(
+    lab: Talk, monkeypatch: pytest.MonkeyPatch, error: str | None, said: str
+) -> None:
+    monkeypatch.setattr(talk, "STAGE_POLL_SECONDS", 0.001)
+    lab.states = [staging("Staging"), staging("Failed", error=error)]
+    known = await lab.call(Verb.STAGE, STAGE)
+    assert said in known.failures["stage"].message
+    assert known.failures["stage"].slug == "stage-failed"
+    assert known.failures["stage"].about == WeightsId(epoch=1, version=1)
+
+
+@pytest.mark.parametrize("after", [ANSWER, staging("Staging", version=2)], ids=["none", "others"])
+async def test_a_stage_that_somebody_ended_is_no_failure(
+    lab: Talk, monkeypatch: pytest.MonkeyPatch, after: WorkerState
+) -> None:
+    monkeypatch.setattr(talk, "STAGE_POLL_SECONDS", 0.001)
+    lab.states = [staging("Staging"), after]
+    assert (await lab.call(Verb.STAGE, STAGE)).failures == {}

@@ -1,0 +1,80 @@
+"""Where a gang's nodes reach each other: the head's address, this node's own, and its interface.
+
+Engines bind their collectives to what the host's name resolves to, which may be loopback, unless they
+are told. Everything here blocks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rollout_worker.engine import EngineError
+from rollout_worker.sources.files import ReadCancelled
+
+SIOCGIFADDR = 0x8915
+RETRY_SECONDS = 1.0
+INET6 = Path("/proc/net/if_inet6")
+
+
+def address_of(host: str, cancelled: Callable[[], bool]) -> str:
+    """Return the address of a host, once its name is known: a pod's comes to be after the pod.
+
+    Raises:
+        ReadCancelled: `cancelled` said so; there is no other deadline.
+    """
+    while True:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return str(found[0][4][0])
+        except OSError:
+            if cancelled():
+                raise ReadCancelled from None
+            time.sleep(RETRY_SECONDS)
+
+
+def own_address(other: str) -> str:
+    """Return the address by which this node reaches another; nothing is sent."""
+    family = socket.AF_INET6 if ":" in other else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((other, 9))
+        except OSError as error:
+            raise EngineError(f"there is no way to the gang's head at {other}: {error}") from error
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has this address.
+
+    Raises:
+        EngineError: none has it.
+    """
+    wanted = ipaddress.ip_address(address)
+    if wanted.is_loopback:
+        return "lo"
+    for _, name in socket.if_nameindex():
+        if wanted in _addresses(name):
+            return name
+    raise EngineError(f"no network interface has the address {address}")
+
+
+def _addresses(interface: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            asked = struct.pack("256s", interface.encode()[:15])
+            found.append(ipaddress.IPv4Address(fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24]))
+        except OSError:
+            pass  # it has none of version 4
+    lines = INET6.read_text().splitlines() if INET6.exists() else []
+    for line in lines:
+        digits, *_, name = line.split()
+        if name == interface:
+            found.append(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    return found

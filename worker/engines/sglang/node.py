@@ -1,0 +1,163 @@
+"""SGLang's processes of one node: started, spoken to, watched, ended; the head's and a member's alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollout_worker.engine import EngineCrashed, EngineError
+from rollout_worker.engines import EngineOptions, tested
+from rollout_worker.engines.checkpoint import hash_of
+from rollout_worker.engines.network import address_of
+from rollout_worker.schemas import Progress
+from rollout_worker.sources.files import ReadCancelled
+from rollout_worker.threads import in_thread
+
+from . import settings
+from .bridge import Bridge
+from .model import Model, read_model
+from .process import Process, milestone
+
+logger = logging.getLogger(__name__)
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What came of a start: the model, what the child said of itself, the checkpoint's hash."""
+
+    model: Model
+    bridge: Bridge
+    facts: dict[str, Any]
+    root_hash: str
+
+
+class Node:
+    """This node's child of SGLang with its ranks.
+
+    Args:
+        options: What the worker says.
+        given: What the engine's own flags say.
+        take: Called with what each step made.
+        on_end: Called once, when the processes have ended by themselves or were given up.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        given: settings.Settings,
+        take: Callable[[list[Any]], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._options = options
+        self._given = given
+        self._take = take
+        self._on_end = on_end
+        self._give_up = threading.Event()
+        self._process: Process | None = None
+        self._bridge: Bridge | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self.ended: str | None = None
+
+    async def start(self, report: Report) -> Loaded:
+        """Start SGLang; returns once this node's ranks run.
+
+        Raises:
+            EngineError: it can't; the text says why and what to change.
+        """
+        report(Progress(message="reading the model's configuration"))
+        try:
+            model = await in_thread(lambda _: read_model(self._options), self._give_up)
+            options = await in_thread(self._located, self._give_up)
+            bridge, process = self._launch(options, model, report)
+            hashing = asyncio.create_task(self._hash())
+            try:
+                facts = await bridge.ready
+            finally:
+                if not bridge.ready.done() or bridge.ready.exception():
+                    self._give_up.set()
+                    await asyncio.wait([hashing])
+            digest = await hashing
+        except ReadCancelled:
+            raise EngineError("the engine was stopped while it loaded") from None
+        except EngineCrashed as error:
+            words = self._process.last_words() if self._process else ""
+            raise EngineError(f"SGLang did not start: {words or error}") from error
+        process.watch_schedulers()
+        return Loaded(model, bridge, facts, digest)
+
+    def _located(self, cancelled: Callable[[], bool]) -> EngineOptions:
+        """Return the options with the head's address for its name, which a new pod has not at once."""
+        gang = self._options.gang
+        if gang is None:
+            return self._options
+        return replace(self._options, gang=replace(gang, leader=address_of(gang.leader, cancelled)))
+
+    def _launch(
+        self, options: EngineOptions, model: Model, report: Report
+    ) -> tuple[Bridge, Process]:
+        bridge = self._bridge = Bridge(self._take)
+        bridge.on_progress = lambda text: report(Progress(message=text))
+
+        def line(text: str) -> None:
+            progress = milestone(text)
+            if progress is not None and not bridge.ready.done():
+                report(Progress(message=progress))
+
+        process = self._process = Process(self.die, line)
+        cpu = settings.on_cpu(options)
+        flags = settings.child_flags(options, self._given, model, cpu)
+        if self._given.any_version:
+            flags.append(tested.FLAG)
+        report(Progress(message="starting SGLang"))
+        sock = process.start(self._given.python, flags, settings.environ(options, cpu))
+        self._reading = asyncio.create_task(self._read(bridge, sock))
+        return bridge, process
+
+    async def _read(self, bridge: Bridge, sock: socket.socket) -> None:
+        await bridge.run(sock)
+        self.die("SGLang's process closed its end of the bridge")
+
+    async def _hash(self) -> str:
+        def work(cancelled: Callable[[], bool]) -> str:
+            return hash_of(self._options.model, lambda *_: None, cancelled)
+
+        return await in_thread(work, self._give_up)
+
+    def die(self, why: str) -> None:
+        """Take note that the child is dead or in an unknown state."""
+        if self.ended is not None:
+            return
+        logger.error("%s", why)
+        self.ended = why
+        self._on_end()
+        if self._bridge is not None:
+            self._bridge.end(why)
+
+    def alive(self) -> str | None:
+        """Return None while its processes run, else what is wrong; from memory."""
+        if self.ended is None and self._process is not None:
+            return self._process.stopped()
+        return self.ended
+
+    async def stop(self) -> None:
+        """End the child and all that it started."""
+        self._give_up.set()
+        self.ended = self.ended or "the engine was stopped"
+        process, self._process = self._process, None
+        if process is not None:
+            await process.stop()
+        if self._bridge is not None:
+            self._bridge.end(self.ended)
+        if self._reading is not None:
+            self._reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reading
+            self._reading = None

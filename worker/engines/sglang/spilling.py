@@ -1,0 +1,94 @@
+"""The weights of sleeping ranks: each keeps its own in a file without a name, on its own node.
+
+Runs inside SGLang's schedulers; `inside` makes these functions methods of theirs, which the child
+calls in all of them, on every node (`collective_rpc`). The file goes with the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout_worker.engines.mapped import unnamed
+
+from .settings import FOLDER_VARIABLE
+
+CHUNK_BYTES = 64 << 20
+
+_kept: list[int] = []  # descriptor of this rank's file, while it has one
+
+
+def keep(scheduler: Any) -> None:
+    """Write this rank's weights to a file.
+
+    Raises:
+        OSError: one of the ranks has no room; then none has a file.
+    """
+    held = _held(scheduler.tp_worker.model_runner.model)
+    folder = os.environ[FOLDER_VARIABLE]
+    forget(scheduler)
+    wrong = ""
+    try:
+        _kept.append(unnamed(Path(folder)))
+        os.posix_fallocate(_kept[0], 0, max(sum(len(tensor) for tensor in held), 1))
+        with os.fdopen(os.dup(_kept[0]), "r+b", buffering=0) as file:
+            for part in _parts(held):
+                _write(file.fileno(), part.cpu().numpy().data)
+    except OSError as error:
+        wrong = f"{folder!r}: {error.strerror}"
+    told: list[str] = [""] * torch.distributed.get_world_size(scheduler.tp_cpu_group)
+    torch.distributed.all_gather_object(told, wrong, group=scheduler.tp_cpu_group)
+    if any(told):
+        forget(scheduler)
+        raise OSError(next(filter(None, told)))
+
+
+def bring_back(scheduler: Any) -> None:
+    """Read this rank's weights from its file, which goes."""
+    with os.fdopen(_kept.pop(), "rb", buffering=0) as file:
+        file.seek(0)
+        for part in _parts(_held(scheduler.tp_worker.model_runner.model)):
+            held = torch.empty(part.shape, dtype=torch.uint8)
+            view = held.numpy().data
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise OSError("the spilled weights end early")
+                view = view[count:]
+            part.copy_(held)
+
+
+def forget(_: Any) -> None:
+    """Give up this rank's file, if there is one."""
+    while _kept:
+        os.close(_kept.pop())
+
+
+def _write(handle: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(handle, view) :]
+
+
+def _held(model: Any) -> list[Tensor]:
+    """Return the bytes of all that the model computes with, each piece of memory once: [n] uint8.
+
+    Besides parameters there are plain tensors made of them (MLA's `w_kc` and `w_vc`), some of them
+    transposed. Buffers are SGLang's own to keep.
+    """
+    own = (value for module in model.modules() for value in vars(module).values())
+    tensors = [*model.parameters(), *(value for value in own if isinstance(value, Tensor))]
+    storages = {t.untyped_storage().data_ptr(): t for t in tensors if t.numel()}
+    return [
+        torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+        for t in storages.values()
+    ]
+
+
+def _parts(held: Sequence[Tensor]) -> list[Tensor]:
+    """Return bytes in parts, which share their memory."""
+    return [part for tensor in held for part in torch.split(tensor, CHUNK_BYTES)]

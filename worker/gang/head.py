@@ -1,0 +1,256 @@
+"""The head's side: watches the members, lets them fill slots, and asks for their votes.
+
+Nobody repairs a gang in place. A member that died, was restarted, or is silent for too long makes
+the engine count as dead, and the process ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+from rollout_worker.engine import EngineError, Gang
+from rollout_worker.schemas import WeightsSource
+from rollout_worker.settings import Settings
+from rollout_worker.wire.gang import GangSlot, GangState, SlotRequest
+
+from .line import Line, NoAnswer
+from .places import members
+from .silence import Silence
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+SILENCE_SECONDS = 7.0
+"""Silence after which a member counts as dead: with what a look takes, less than 10 s."""
+STARTING_SECONDS = 60.0
+"""The same while engines load, which may keep a worker from answering for a while."""
+LOOK_SECONDS = 0.2
+CLOSE_SECONDS = 5.0
+
+T = TypeVar("T")
+
+
+class Watched:
+    """One member as the head knows it."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.silence = Silence()
+        self.state: GangState | None = None
+        self.wrong: str | None = None
+        self.trouble: str | None = None
+        """Why it did not answer last."""
+        self.loaded = asyncio.Event()
+        """Set once its ranks run."""
+
+    def hear(self, state: GangState) -> None:
+        """Take an answer in."""
+        before, self.state, self.trouble = self.state, state, None
+        self.silence.heard()
+        if before is not None and before.boot_id != state.boot_id:
+            self.wrong = "it was restarted"
+        elif state.rank != self.line.rank:
+            self.wrong = f"it says that it is rank {state.rank}: see --member-addresses"
+        elif state.wrong is not None:
+            self.wrong = state.wrong
+        elif state.phase == "Ready":
+            self.loaded.set()
+
+    def miss(self, trouble: str, *, started: bool) -> None:
+        """Take note that it did not answer; before its first answer only the start's limit counts."""
+        if self.trouble is None:
+            logger.warning("%s does not answer: %s", self.line.name, trouble)
+        self.trouble = trouble
+        quiet = self.silence.seconds()
+        if self.state is not None and quiet > (SILENCE_SECONDS if started else STARTING_SECONDS):
+            self.wrong = f"it has not answered for {quiet:.0f} s ({trouble})"
+
+
+class Head:
+    """The gang as its head sees it.
+
+    Args:
+        settings: The worker's.
+        gang: What the engine was told.
+        boot_id: The worker's.
+        crashed: Told why the gang can't go on, as often as that is seen.
+    """
+
+    def __init__(
+        self, settings: Settings, gang: Gang, boot_id: str, crashed: Callable[[str], None]
+    ) -> None:
+        self.started = False
+        """Whether the head's engine runs: from then on silence counts sooner."""
+        self._slots = gang.slots
+        self._crashed = crashed
+        self._members = [
+            Watched(Line(rank, address, boot_id, settings))
+            for rank, address in enumerate(members(settings), 1)
+        ]
+
+    async def run(self) -> None:
+        """Watch the members until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for member in self._members:
+                    tasks.create_task(self._watch(member))
+        finally:
+            await asyncio.gather(*(member.line.close() for member in self._members))
+            shutil.rmtree(self._slots, ignore_errors=True)
+
+    async def _watch(self, member: Watched) -> None:
+        while True:
+            started = self.started
+            try:
+                member.hear(await member.line.state(started=started))
+            except NoAnswer as error:
+                member.miss(str(error), started=started)
+            else:
+                await self._sweep(member)
+            if (wrong := self.wrong()) is not None:
+                self._crashed(wrong)
+            await asyncio.sleep(POLL_SECONDS)
+
+    def wrong(self) -> str | None:
+        """None while the gang can go on, else which member is the reason."""
+        for member in self._members:
+            if member.wrong is not None:
+                return f"{member.line.name}: {member.wrong}"
+        return None
+
+    def missing(self) -> str | None:
+        """Who has not started yet, and why not as far as known."""
+        for member in self._members:
+            if not member.loaded.is_set():
+                return f"{member.line.name} has not started ({member.trouble or 'it loads'})"
+        return None
+
+    async def agree(self, root_hash: str) -> None:
+        """Wait until all have loaded, and see that it is the checkpoint of this hash.
+
+        Raises:
+            EngineError: it isn't; names the member.
+        """
+        for member in self._members:
+            await member.loaded.wait()
+            have = None if member.state is None else member.state.root_hash
+            if have != root_hash:
+                raise EngineError(
+                    f"{member.line.name} has loaded another checkpoint ({have}) than the head"
+                    f" ({root_hash}): give all nodes the same model"
+                )
+        self.started = True
+
+    # Slots.
+
+    async def fill(
+        self,
+        slot: str,
+        source: WeightsSource,
+        root_hash: str | None,
+        *,
+        on_disk: bool,
+        seconds: float,
+    ) -> Mapping[str, str]:
+        """Fill a slot on every member; returns which root hash each found.
+
+        Whatever goes wrong, no member keeps it.
+
+        Raises:
+            EngineError: a member can't, or didn't in time; names it.
+        """
+        request = SlotRequest(
+            source=source, root_hash=root_hash, on_disk=on_disk, deadline_seconds=seconds
+        )
+
+        async def one(member: Watched) -> str:
+            await self._sweep(member)
+            return await _filled(member.line, slot, request)
+
+        try:
+            async with asyncio.timeout(seconds):
+                found = await _all(one, self._members)
+        except BaseException as error:
+            await self.close(slot)
+            if isinstance(error, TimeoutError):
+                raise EngineError(f"a member did not stage within {seconds:g} s") from None
+            raise
+        return {m.line.name: each for m, each in zip(self._members, found, strict=True)}
+
+    async def confirm(self, slot: str, root_hash: str | None) -> None:
+        """See that every member still holds a slot, right before it is committed.
+
+        Raises:
+            EngineError: one doesn't; names it.
+        """
+
+        async def one(member: Watched) -> None:
+            held = await _looked(member.line, slot)
+            if held.phase != "Filled" or held.root_hash != root_hash:
+                raise EngineError(
+                    f"{member.line.name} does not hold these weights: stage them again"
+                )
+
+        await _all(one, self._members)
+
+    async def close(self, slot: str) -> None:
+        """Have a slot given back everywhere; who does not hear of it now is told by the watch."""
+
+        async def one(member: Watched) -> None:
+            try:
+                await member.line.close_slot(slot)
+            except NoAnswer as error:
+                logger.warning("%s did not give slot %s back: %s", member.line.name, slot, error)
+
+        await asyncio.wait([asyncio.ensure_future(_all(one, self._members))], timeout=CLOSE_SECONDS)
+
+    async def _sweep(self, member: Watched) -> None:
+        """Have a member give back the slots that are closed here."""
+        held = () if member.state is None else member.state.slots
+        for slot in held:
+            if not (self._slots / slot.id).is_symlink():
+                try:
+                    await member.line.close_slot(slot.id)
+                except NoAnswer:
+                    return  # the next look sees it again
+
+
+async def _all(one: Callable[[Watched], Awaitable[T]], members: Sequence[Watched]) -> list[T]:
+    """Do it with all at once; the first failure ends the others and is raised."""
+    tasks = [asyncio.ensure_future(one(member)) for member in members]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _filled(line: Line, slot: str, request: SlotRequest) -> str:
+    """Have a member fill a slot; returns the root hash that it found."""
+    try:
+        held = await line.open(slot, request)
+    except NoAnswer as error:
+        raise EngineError(f"{line.name} can't stage: {error}") from error
+    while held.phase == "Filling":
+        await asyncio.sleep(LOOK_SECONDS)
+        held = await _looked(line, slot)
+    if held.phase == "Failed" or held.root_hash is None:
+        raise EngineError(f"{line.name} can't stage: {held.error}")
+    return held.root_hash
+
+
+async def _looked(line: Line, slot: str) -> GangSlot:
+    """Look at a slot; a member that does not answer is asked again while the head waits for it."""
+    silence = Silence()
+    while True:
+        try:
+            return await line.look(slot)
+        except NoAnswer as error:
+            if silence.seconds() > SILENCE_SECONDS or error.status is not None:
+                raise EngineError(f"{line.name} has lost its slot: {error}") from error
+            await asyncio.sleep(LOOK_SECONDS)

@@ -1,0 +1,131 @@
+"""The head's line to one member's control port."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from rollout_worker.settings import Settings
+from rollout_worker.threads import Shared
+from rollout_worker.wire.gang import GangSlot, GangState, SlotRequest
+
+ANSWER_SECONDS = 1.5
+"""What a member gets to answer: from memory, so it is the network's time."""
+TOKEN_SECONDS = 1.0
+TLS_NAME = "rollout-worker"
+"""What a control port's certificate says; as in `rollout_operator.api.names.CONTROL_TLS_NAME`."""
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class NoAnswer(Exception):
+    """A member did not answer, or not as a member does; the text says what happened."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        """Of the refusal, if it was one."""
+
+
+class Line:
+    """Calls one member; `name` is how messages call it.
+
+    Args:
+        rank: Which one.
+        address: HOST:PORT of its control port.
+        leader: Boot id of this head.
+        settings: The head's.
+    """
+
+    def __init__(self, rank: int, address: str, leader: str, settings: Settings) -> None:
+        self.rank = rank
+        self.name = f"rank {rank} at {address}"
+        self._leader = leader
+        file = {"token": settings.auth_token_file, "kubernetes": settings.gang_token_file}
+        found = file.get(settings.auth)
+        self._token = None if found is None else Shared(found.read_text, f"gang-{rank}")
+        secure = settings.control_tls_cert_file
+        self._extensions = {} if secure is None else {"sni_hostname": TLS_NAME}
+        self._http = httpx.AsyncClient(
+            base_url=f"http{'s' if secure else ''}://{address}/v1/gang/",
+            verify=True if secure is None else _trusting(secure),
+            timeout=ANSWER_SECONDS,
+            trust_env=False,  # a proxy is not meant for the gang's own network
+        )
+
+    async def state(self, *, started: bool) -> GangState:
+        """Ask how it is; `started` says whether the head's engine runs.
+
+        Raises:
+            NoAnswer: see there; as all others.
+        """
+        return await self._call(GangState, "GET", "state", started=str(started).lower())
+
+    async def open(self, slot: str, request: SlotRequest) -> GangSlot:
+        """Tell it to fill a slot."""
+        return await self._call(GangSlot, "PUT", f"slots/{slot}", body=request)
+
+    async def look(self, slot: str) -> GangSlot:
+        """Ask how far a slot is."""
+        return await self._call(GangSlot, "GET", f"slots/{slot}")
+
+    async def close_slot(self, slot: str) -> None:
+        """Tell it to give a slot back, if it has it."""
+        await self._call(GangState, "DELETE", f"slots/{slot}")
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._http.aclose()
+
+    async def _call(
+        self, kind: type[M], method: str, path: str, body: BaseModel | None = None, **query: str
+    ) -> M:
+        try:
+            answer = await self._http.request(
+                method,
+                path,
+                params={"leader": self._leader, **query},
+                json=None if body is None else body.model_dump(mode="json"),
+                headers=await self._headers(),
+                extensions=self._extensions,
+            )
+        except (httpx.HTTPError, OSError) as error:
+            raise NoAnswer(f"{type(error).__name__}: {error}") from error
+        if not answer.is_success:
+            status = answer.status_code
+            raise NoAnswer(f"it answered {status}: {_detail(answer)}", status)
+        try:
+            return kind.model_validate_json(answer.content)
+        except ValidationError as error:
+            raise NoAnswer(
+                f"it answered what no member does: {error.errors()[0]['msg']}"
+            ) from error
+
+    async def _headers(self) -> dict[str, str]:
+        if self._token is None:
+            return {}
+        token = (await self._token.get(TOKEN_SECONDS)).strip()
+        return {"Authorization": f"Bearer {token}"}
+
+
+def _detail(answer: httpx.Response) -> str:
+    try:
+        found: Any = answer.json()
+        return str(found["detail"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:200]
+
+
+def _trusting(certificate: Path) -> ssl.SSLContext:
+    """Trust what this pod itself shows, and who issued it: all pods of a pool have the same."""
+    context = ssl.create_default_context()
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(certificate)
+    issuer = certificate.parent / "ca.crt"
+    if issuer.exists():
+        context.load_verify_locations(issuer)
+    return context

@@ -1,0 +1,54 @@
+"""Where a gang's workers are, and where each keeps its slots."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from rollout_worker.engine import Gang
+from rollout_worker.settings import Settings
+
+FOLDER = "rollout-slots-"
+
+EXIT_GANG = 3
+"""Exit status of a worker that gives its gang up; all pods of the gang are replaced then."""
+
+
+class GangBroken(Exception):
+    """The gang can't go on and isn't repaired in place: the process ends; the text says why."""
+
+
+def gang_of(settings: Settings) -> Gang | None:
+    """Return what the settings say of a gang, with a new folder for slots; None: it is one node.
+
+    The folders of workers that were killed are removed.
+    """
+    if settings.nodes == 1:
+        return None
+    assert settings.leader_address is not None, "checked by the settings"
+    home = Path(tempfile.gettempdir())
+    for folder in home.glob(f"{FOLDER}*"):
+        owner = folder.name.removeprefix(FOLDER).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    slots = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir=home))
+    return Gang(settings.nodes, settings.rank, settings.leader_address, settings.gang_port, slots)
+
+
+def members(settings: Settings) -> tuple[str, ...]:
+    """Return HOST:PORT of the control ports of the ranks above 0, in their order."""
+    if settings.member_addresses:
+        return settings.member_addresses
+    assert settings.leader_address is not None, "checked by the settings"
+    first, dot, rest = settings.leader_address.partition(".")
+    stem = first.removesuffix("-0")
+    return tuple(
+        f"{stem}-{rank}{dot}{rest}:{settings.control_port}" for rank in range(1, settings.nodes)
+    )
+
+
+def leader_pod(settings: Settings) -> str:
+    """Return the name of the head's pod."""
+    return (settings.leader_address or "").partition(".")[0]

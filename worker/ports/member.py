@@ -1,0 +1,186 @@
+"""A member's only port: probes for everybody, and the gang's routes for its head."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import FastAPI, Path, Query, Request
+from fastapi.responses import Response
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollout_worker.engine import Gang, Member
+from rollout_worker.gang.member import MemberWorker
+from rollout_worker.gang.places import EXIT_GANG, GangBroken
+from rollout_worker.settings import Settings
+from rollout_worker.wire.bodies import CONTROL_LIMITS
+from rollout_worker.wire.gang import SLOT_PATTERN, GangSlot, GangState, SlotRequest
+from rollout_worker.wire.problems import ProblemError
+
+from . import connections, tls
+from .access import CONTROL, Authorizer
+from .app import new_app, problem_response
+from .auth import make_authorizer
+from .connections import Room, raise_descriptors
+from .server import FLUSH_SECONDS, Server, bind, config_of
+from .unguarded import Unguarded
+
+logger = logging.getLogger(__name__)
+
+PROBES = ("/health", "/ready")
+
+Leader = Annotated[str, Query(min_length=1, max_length=64)]
+SlotPath = Annotated[str, Path(pattern=SLOT_PATTERN)]
+
+
+class HeadOnly:
+    """Lets the head in, and everybody to the probes."""
+
+    def __init__(self, app: ASGIApp, authorizer: Authorizer) -> None:
+        self._app = app
+        self._authorizer = authorizer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 401, 403 or 503."""
+        if scope["type"] == "http" and scope["path"] not in PROBES:
+            address = (scope.get("client") or ("",))[0]
+            try:
+                header = Headers(scope=scope).get("authorization")
+                await self._authorizer.check(header, CONTROL, address)
+            except ProblemError as error:
+                await problem_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def member_app(worker: MemberWorker, authorizer: Authorizer) -> FastAPI:
+    """The application of a member's control port."""
+    app = new_app(
+        "rollout-worker member",
+        "One node of a replica that spans several.",
+        limits=lambda: CONTROL_LIMITS,
+    )
+    app.add_middleware(HeadOnly, authorizer=authorizer)
+    if worker.settings.auth == "none":
+        app.add_middleware(Unguarded)
+    _add_probes(app, worker)
+    _add_gang(app, worker)
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
+    async def elsewhere(path: str, request: Request) -> Response:
+        """Nothing else is answered here."""
+        settings = worker.settings
+        raise ProblemError(
+            "not-found",
+            f"no route /{path}: this is rank {settings.rank} of a gang of {settings.nodes}; ask its"
+            f" head at {settings.leader_address}",
+        )
+
+    return app
+
+
+def _add_probes(app: FastAPI, worker: MemberWorker) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Answer while the process makes progress."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        """Answer 200 once this node's ranks run."""
+        if not worker.ready:
+            raise ProblemError("starting", "the ranks of this node do not run yet", retry_after=2)
+        return {"status": "ready"}
+
+
+def _add_gang(app: FastAPI, worker: MemberWorker) -> None:
+    @app.get("/v1/gang/state")
+    async def state(leader: Leader, started: bool = False) -> GangState:
+        """How this node is."""
+        worker.hear(leader, started=started)
+        return worker.state()
+
+    @app.put("/v1/gang/slots/{slot}", status_code=202)
+    async def open_slot(slot: SlotPath, leader: Leader, body: SlotRequest) -> GangSlot:
+        """Begin to fill a slot."""
+        worker.hear(leader)
+        return worker.open(slot, body)
+
+    @app.get("/v1/gang/slots/{slot}")
+    async def look(slot: SlotPath, leader: Leader) -> GangSlot:
+        """How far a slot is; Filled is this node's vote."""
+        worker.hear(leader)
+        return worker.slot(slot)
+
+    @app.delete("/v1/gang/slots/{slot}")
+    async def close_slot(slot: SlotPath, leader: Leader) -> GangState:
+        """Give a slot back, if there is one."""
+        worker.hear(leader)
+        await worker.close_slot(slot)
+        return worker.state()
+
+
+def leader_authorizer(settings: Settings) -> Authorizer:
+    """The authorizer of a member for `--auth`.
+
+    Raises:
+        BadSettings: a token file can't be used.
+    """
+    if settings.auth != "kubernetes":
+        return make_authorizer(settings)
+    from .leader import LeaderReview
+
+    return LeaderReview(settings)
+
+
+async def serve_member(settings: Settings, gang: Gang, create: Callable[[], Member]) -> int:
+    """Serve until SIGTERM or SIGINT, or until the gang is broken; returns the exit status.
+
+    Raises:
+        BadSettings: the port or the credentials can't be used.
+    """
+    raise_descriptors()
+    worker = MemberWorker(settings, gang, create)
+    authorizer, held = leader_authorizer(settings), tls.certificate(settings)
+    sock = bind(settings.control_host, settings.control_port, "--control-port")
+    server = Server(
+        config_of(member_app(worker, authorizer)),
+        Room(connections.places().control),
+        None if held is None else lambda: held.context,
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    logger.info("serving a member", extra={"control_port": sock.getsockname()[1]})
+    tasks = [asyncio.create_task(server.serve([sock])), asyncio.create_task(worker.run())]
+    asked = asyncio.create_task(stop.wait())
+    if held is not None:
+        tasks.append(asyncio.create_task(held.keep()))
+    try:
+        await asyncio.wait([*tasks, asked], return_when=asyncio.FIRST_COMPLETED)
+        return 0 if asked.done() else _status(tasks)
+    finally:
+        asked.cancel()
+        server.should_exit = True
+        for task in tasks[1:]:
+            task.cancel()
+        await worker.stop()
+        await asyncio.wait(tasks, timeout=FLUSH_SECONDS + 5)
+        await authorizer.close()
+        logger.info("stopped")
+
+
+def _status(tasks: list[asyncio.Task[None]]) -> int:
+    """Say why it ended by itself."""
+    for task in tasks:
+        error = task.exception() if task.done() and not task.cancelled() else None
+        if isinstance(error, GangBroken):
+            logger.critical("the gang is broken: %s", error)
+            return EXIT_GANG
+        if error is not None:
+            logger.critical("a part of the member broke", exc_info=error)
+    return 1
