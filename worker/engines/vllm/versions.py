@@ -38,6 +38,7 @@ class Versions:
         self._slots = None if options.gang is None else options.gang.slots
         self._spill: MappedSink | None = None
         self._dropped = False  # the sleeping weights have no copy (level 2)
+        self._along = False  # the KV cache went with the weights, though nobody asked for that
         self._lock = asyncio.Lock()
 
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool) -> Sink:
@@ -89,7 +90,10 @@ class Versions:
         async with self._lock:
             away = self._steering.away
             wanted: set[MemoryTag] = set(tags)
-            if "weights" in wanted and not self._launched.cpu:
+            if "kv_cache" in wanted:
+                self._along = False
+            elif "weights" in wanted - away and not self._launched.cpu:
+                self._along = "kv_cache" not in away
                 wanted.add("kv_cache")  # vLLM's sleep on a GPU gives both back
             if "weights" in wanted & away and level == 2:
                 self._dropped = True
@@ -122,8 +126,8 @@ class Versions:
         async with self._lock:
             away = self._steering.away
             back: set[MemoryTag] = set(tags) & away
-            if not self._launched.cpu and "weights" in tags:
-                back |= away
+            if self._along and "weights" in back:
+                back.add("kv_cache")
             if not back:
                 return
             loads = "weights" in back and (self._launched.cpu or self._dropped)
@@ -136,6 +140,7 @@ class Versions:
                         await self._load(sink)
                         self._dropped = False
                     away -= back
+                    self._along = self._along and "kv_cache" in away
             finally:
                 if sink is not None and sink is not self._spill:
                     await asyncio.to_thread(sink.close)
