@@ -44,6 +44,7 @@ REFUSED: dict[str, str] = dict(
         *_each("an update would not reach weights that are kept elsewhere", "--cpu-offload-gb",
                "--offload-group-size", "--offload-mode", "--kt-weight-path", "--kt-method",
                "--enable-paged-experts", "--ple-offload-embedding",
+               "--no-ple-offload-embedding",
                "--enable-elastic-expert-backup", "--weight-cache-mode"),
         *_each("no request names an adapter: merge it into the weights", "--enable-lora",
                "--lora-paths", "--uno-lora-path"),
