@@ -17,6 +17,7 @@ Errors::
     ├── InvalidRequest        the engine can't do what the request asks (a 4xx that names the field)
     ├── WeightsRejected       bytes that don't fit the model; names the tensor (old weights serve on)
     └── EngineCrashed         the engine is dead or in an unknown state; only a restart helps
+        └── ProcessSpent      and no engine would work in this process any more: it has to end
 """
 
 from __future__ import annotations
@@ -68,6 +69,13 @@ class WeightsRejected(EngineError):
 
 class EngineCrashed(EngineError):
     """The engine can't go on; every running request ends as aborted with reason `engine`."""
+
+
+class ProcessSpent(EngineCrashed):
+    """What the engine shares with this process is beyond repair, as CUDA's context may be.
+
+    Raised by `start` and `alive`; the worker ends its requests, and then its process.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,6 +450,9 @@ class Engine(Protocol):
 
         Asked twice a second: answers from memory. Wrong is a dead process, and a step that runs
         longer than the engine's step deadline; time that a request waits is not.
+
+        Raises:
+            ProcessSpent: a new engine would be no better in this process.
         """
         ...
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from .core.runtime import Runtime
 from .engine import Engine, Gang, Member
 from .engines import EngineOptions, create, create_member
+from .engines.room import Staging
 from .gang.head import Head
 from .lifecycle.governor import Governor
 from .lifecycle.supervisor import Supervisor
@@ -43,15 +44,17 @@ MEASURE_SECONDS = 5.0
 
 def engine_factory(settings: Settings, gang: Gang | None = None) -> Callable[[], Engine]:
     """How to create the engine that the settings name, downloading a Hub model first."""
-    return lambda: create(settings.engine, _options(settings, gang))
+    staging = Staging(settings.staging_memory)
+    return lambda: create(settings.engine, _options(settings, gang, staging))
 
 
 def member_factory(settings: Settings, gang: Gang) -> Callable[[], Member]:
     """The same for the part of the engine that runs on a node beside the head's."""
-    return lambda: create_member(settings.engine, _options(settings, gang))
+    staging = Staging(settings.staging_memory)
+    return lambda: create_member(settings.engine, _options(settings, gang, staging))
 
 
-def _options(settings: Settings, gang: Gang | None) -> EngineOptions:
+def _options(settings: Settings, gang: Gang | None, staging: Staging) -> EngineOptions:
     return EngineOptions(
         model=local_model(settings.model, settings.model_revision),
         dtype=settings.dtype,
@@ -61,6 +64,7 @@ def _options(settings: Settings, gang: Gang | None) -> EngineOptions:
         logprobs=settings.logprobs,
         args=settings.engine_arg,
         gang=gang,
+        staging=staging,
         **({} if settings.spill_dir is None else {"spill_dir": settings.spill_dir}),
     )
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from .engine import ENGINES
+from .quantities import bytes_of
 from .schemas import LogprobsOf
 
 ENV_PREFIX = "ROLLOUT_"
@@ -66,6 +67,7 @@ class Settings:
     restart_delays: tuple[float, ...]
     max_queue: int
     max_batch_tokens: int | None
+    staging_memory: int | None
     spill_dir: Path | None
     engine_arg: tuple[str, ...]
     log_level: str
@@ -226,6 +228,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("restart-delays", _delays, RESTART_DELAYS, _DELAYS_HELP),
     Flag("max-queue", _positive, 1024, "maximum queued outputs; requests beyond it get 429"),
     Flag("max-batch-tokens", _positive, None, "size of the KV cache, in tokens"),
+    Flag("staging-memory", bytes_of, None, "most memory for staged weights, such as 80Gi; default: what the"
+         " memory limit leaves", metavar="SIZE"),
     Flag("spill-dir", Path, None,
          "folder for weights that sleep moves out of memory; default: $TMPDIR", metavar="DIR"),
     Flag("engine-arg", str, (), "flag to pass to the engine, repeatable; the variable takes shell"

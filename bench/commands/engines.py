@@ -26,11 +26,15 @@ from engine_kinds import EngineKind, kinds, left_out
 RUNNING = 8
 LONG, SHORT, SPREAD = 900, 16, 4
 """Tokens of a request; `Drain` lets short ones end, each longer than the one before."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLAGS = (
     *("--dtype", "float32", "--max-length", "1024", "--max-batch-tokens", "12288"),
-    *("--device", "cpu"),
+    *("--device", DEVICE),
 )
 AGAINST = "safetensors load_file and copy_, nothing verified"
+COPIED_BYTES = 256 << 20
+"""What one plain copy moves: far more than a cache holds."""
+COPY = "plain copy from locked memory to the GPU" if DEVICE == "cuda" else "plain copy in memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +84,20 @@ def _notes(files: Files, said: dict[str, float]) -> list[str]:
     size = (files.model / "model.safetensors").stat().st_size / 2**20
     reported = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in said.items())
     return [
-        f"{files.label}, float32, {size:,.0f} MiB, on the CPU with one thread. A real worker"
-        " process, started once; start and wake find the files in the page cache.",
+        f"{files.label}, float32, {size:,.0f} MiB, on {_where()}. A real worker process, started"
+        " once; start and wake find the files in the page cache.",
+        "Weights over the pause: bytes of a version over the worker's own measure of the pause, nothing"
+        " running. Who only points to other memory (hf) moves none.",
         f"Pause: the longest time without a token of any of {RUNNING} streams, from the call of"
         " commit until all of them run again, against the usual time between two tokens of a"
         " stream. A step under way ends first; a request that was aborted or has ended is sent"
         f" again. The worker's own measure of the pause, medians: {reported}.",
         "Memory: proportional set size of all the worker's processes.",
     ]
+
+
+def _where() -> str:
+    return "a GPU" if DEVICE == "cuda" else "the CPU with one thread"
 
 
 def _start(worker: Observed) -> list[Figure]:
@@ -116,6 +126,8 @@ class _Measured:
 
     def _updates(self, where: Where, targets: dict[str, torch.Tensor]) -> list[Figure]:
         took: dict[str, list[float]] = {"stage": [], "commit": [], "plain": []}
+        rates: dict[str, list[float]] = {"pause": [], "copy": []}
+        size = self._files.model.joinpath("model.safetensors").stat().st_size / 2**20
         for turn in range(self._rounds):
             file = self._files.of(self._version + 1) / "model.safetensors"
             # The second may find the file in a cache of the disk's: each is second by turns.
@@ -125,12 +137,22 @@ class _Measured:
                     took["stage"].append(self._stage())
                 else:
                     took["plain"].append(_copy(file, targets))
-            took["commit"].append(self._commit("Drain")[0])
+            seconds, pause = self._commit("Drain")
+            took["commit"].append(seconds)
+            rates["pause"].append(size / pause)
+            rates["copy"].append(_plain_rate())
         whole = [a + b for a, b in zip(took["stage"], took["commit"], strict=True)]
         return [
             figure(f"update from {where}", whole, baseline=took["plain"], against=AGAINST),
             figure("… stage: read, verify, beside the serving weights", took["stage"]),
             figure("… commit, nothing running", took["commit"]),
+            figure(
+                "… weights over its pause",
+                rates["pause"],
+                "MiB/s",
+                baseline=rates["copy"],
+                against=COPY,
+            ),
         ]
 
     def _stage(self) -> float:
@@ -190,3 +212,13 @@ def _copy(file: Path, targets: dict[str, torch.Tensor]) -> float:
     for name, tensor in load_file(file).items():
         targets[name].copy_(tensor)
     return time.monotonic() - began
+
+
+def _plain_rate() -> float:
+    """Return the MiB a second at which one copy moves bytes to where an engine's weights are."""
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
+    target = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=DEVICE)
+    began = time.monotonic()
+    target.copy_(source)
+    target[-1].item()  # a GPU's copy has ended by now
+    return COPIED_BYTES / 2**20 / (time.monotonic() - began)

@@ -36,9 +36,10 @@ def _v1(spec: RolloutReplicaSpec) -> dict[str, Any]:
     spill = body.get("sleep", {}).get("spill")
     if spill:
         picked["sleep"] = {"spill": spill}
-    volume = body.get("weights", {}).get("volume")
-    if volume:
-        picked["weights"] = {"volume": volume}
+    weights = body.get("weights", {})
+    kept = {name: weights[name] for name in ("volume", "stagingMemory") if name in weights}
+    if kept:
+        picked["weights"] = kept
     return picked
 
 

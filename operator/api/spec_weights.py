@@ -14,6 +14,7 @@ from .schema import (
     SUB_PATH_MEANING,
     ApiModel,
     Dns1123,
+    Quantity,
     SubPath,
     api_default,
     cel,
@@ -167,6 +168,19 @@ class Weights(ApiModel):
         le=86400,
         description="Time limit for staging, and anew for committing; past it, status says so and "
         "retries continue.",
+    )
+    staging_memory: Quantity | None = Field(
+        default=None,
+        description="Most memory that staged weights may take in a pod, beside what its engine takes: at "
+        "least the size of a version. A version that has no room is refused. If unset, what "
+        "spec.resources.limits.memory leaves, which bounds it anyway.",
+        json_schema_extra=rules(
+            cel(
+                "type(self) == int ? self > 0 : quantity(self).isGreaterThan(quantity('0'))",
+                "spec.weights.stagingMemory must be more than 0: give it room for a version, or "
+                "leave it out",
+            )
+        ),
     )
 
 

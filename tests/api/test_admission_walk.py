@@ -44,6 +44,7 @@ OTHER: dict[Path, Any] = {
     ("spec", "model", "source"): {"hub": {"repo": "other/model"}},
     ("spec", "engine", "image"): "registry.example/other:1",
     ("spec", "sleep", "spill", "sizeLimit"): "50Gi",
+    ("spec", "weights", "stagingMemory"): "50Gi",
     ("spec", "resources", "requests"): {"cpu": "1"},
     ("spec", "resources", "limits"): {"cpu": "3"},
     ("spec", "podTemplate", "affinity"): {"podAffinity": {}},

@@ -50,6 +50,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"sleep": {"spill": {"medium": "Tape"}}},
         'supported values: "Disk", "Memory"',
     ),
+    **{
+        f"staging memory of {size}": (
+            {"weights": {"stagingMemory": size}},
+            "spec.weights.stagingMemory must be more than 0: give it room for a version",
+        )
+        for size in (0, "0Gi", "0.0")
+    },
+    "staging memory without a size": (
+        {"weights": {"stagingMemory": "much"}},
+        "spec.weights.stagingMemory in body should match",
+    ),
     "no time to start": ({"worker": {"startTimeoutSeconds": 0}}, "spec.worker.startTimeoutSeconds"),
     "no queue": ({"worker": {"maxQueue": 0}}, "spec.worker.maxQueue in body should be greater"),
     "log level": ({"worker": {"logLevel": "LOUD"}}, 'supported values: "debug", "info"'),

@@ -103,6 +103,7 @@ FULL: Document = {
         "maxUnavailable": 2,
         "inFlight": {"policy": "Keep", "deadlineSeconds": 5, "onDeadline": "Keep"},
         "deadlineSeconds": 60,
+        "stagingMemory": "80Gi",
     },
     "updateStrategy": {"maxUnavailable": 2},
     "restartPolicy": {"baseDelaySeconds": 1, "maxDelaySeconds": 60, "maxRestarts": 5},

@@ -214,6 +214,7 @@ def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
         {"sleep": {"spill": {"sizeLimit": "40Gi"}}},
         {"resources": {"limits": {"memory": "1Gi"}}},
         {"weights": {"volume": {"claim": {"name": "w"}}}},
+        {"weights": {"stagingMemory": "80Gi"}},
     ]
     assert all(is_current(revision(spec_of()), spec_of(**change)) for change in same)
     assert not any(is_current(revision(spec_of()), spec_of(**change)) for change in other)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import mmap
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file
 
 from rollout_worker.engine import EngineError, Entry, TensorSpec, WeightsRejected
 from rollout_worker.engines.mapped import ALIGN, MappedSink, open_mapped, sealed
+from rollout_worker.engines.room import Staging
 
 ENTRIES = [
     Entry("a", TensorSpec("U8", (3,))),
@@ -144,3 +146,31 @@ def test_a_folder_without_room_is_named(tmp_path: Path) -> None:
         MappedSink([full], tmp_path)
     assert open_files() == before
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_its_memory_is_charged_until_it_is_closed(tmp_path: Path) -> None:
+    staging = Staging(2 * ALIGN)
+    sink = await open_mapped(ENTRIES, staging=staging)
+    on_disk = await open_mapped(ENTRIES, tmp_path, staging=staging)
+    before = open_files()
+    with pytest.raises(EngineError, match=r"0 bytes are left .* spec\.weights\.stagingMemory"):
+        await open_mapped(ENTRIES, staging=staging)
+    assert open_files() == before
+    sink.seal()
+    sink.close()
+    sink.close()
+    again = await open_mapped(ENTRIES, staging=staging)
+    for each in (again, on_disk):
+        each.close()
+
+
+async def test_memory_that_is_not_had_is_not_charged() -> None:
+    staging = Staging(2 * ALIGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        with pytest.raises(EngineError, match="no room"):
+            await open_mapped(ENTRIES, staging=staging)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    staging.claim(2 * ALIGN)()

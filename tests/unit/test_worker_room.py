@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.room import MARGIN_BYTES, check_room
+from rollout_worker.engines.room import MARGIN_BYTES, Staging, check_room
 
 MIB = 1 << 20
 LIMIT = r"left of the memory limit.* raise spec\.resources\.limits\.memory"
@@ -95,3 +95,29 @@ def test_this_machine_has_room_for_little_and_none_for_everything() -> None:
     check_room(1)
     with pytest.raises(EngineError, match="no room"):
         check_room(1 << 60)
+
+
+def test_a_budget_holds_all_that_is_staged_at_once(root: Path) -> None:
+    staging = Staging(100, root)
+    first = staging.claim(60)
+    with pytest.raises(EngineError) as refused:
+        staging.claim(41)
+    assert "41 bytes of staged weights: 40 bytes are left of the 100" in str(refused.value)
+    assert "spec.weights.stagingMemory" in str(refused.value)
+    assert "raise it to 101 or more" in str(refused.value)
+    rest = staging.claim(40)
+    first()
+    first()
+    staging.claim(60)
+    with pytest.raises(EngineError, match="0 bytes are left"):
+        staging.claim(1)
+    rest()
+    staging.claim(40)
+
+
+def test_a_budget_beyond_the_limit_gives_no_more_than_there_is(root: Path) -> None:
+    v2(root, POD, 500, 400)
+    for staging in (Staging(root=root), Staging(900 * MIB, root)):
+        staging.claim(100 * MIB - MARGIN_BYTES)
+        with pytest.raises(EngineError, match=LIMIT + r".*spec\.weights\.stagingMemory"):
+            staging.claim(200 * MIB)

@@ -112,6 +112,9 @@ def test_delays_are_a_list() -> None:
             "needs --gang-token-file: a token of this pod, issued for 'rollout.dev/n/p'",
             id="gang token",
         ),
+        pytest.param([*ALONE, "--staging-memory", "much"], {}, "a size such as 80Gi", id="size"),
+        pytest.param([*ALONE, "--staging-memory", "80GiB"], {}, "such as 80Gi", id="unit"),
+        pytest.param(ALONE, {"ROLLOUT_STAGING_MEMORY": "0"}, "must be more than 0", id="no size"),
         pytest.param(
             ["--model", "m", "--auth", "kubernetes"], {}, "needs --pool and --namespace", id="pool"
         ),
@@ -122,6 +125,23 @@ def test_what_does_not_fit_names_the_fix(
 ) -> None:
     with pytest.raises(BadSettings, match=re.escape(said)):
         settings(arguments, environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1024", 1024),
+        ("80Gi", 80 << 30),
+        ("1.5Ki", 1536),
+        ("2e9", 2_000_000_000),
+        ("1E", 10**18),
+        ("3k", 3000),
+        ("1500m", 2),
+    ],
+)
+def test_a_size_is_read_as_kubernetes_writes_it(text: str, nbytes: int) -> None:
+    assert settings([*ALONE, "--staging-memory", text]).staging_memory == nbytes
+    assert settings(ALONE).staging_memory is None
 
 
 def test_a_folder_for_sleep_must_be_there_at_the_start(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from rollout_worker.engine import ENGINES, Engine, EngineError, Gang, Member
+from rollout_worker.engines.room import Staging
 from rollout_worker.schemas import LogprobsOf
 
 
@@ -22,7 +23,8 @@ class EngineOptions:
 
     `max_batch_tokens`: upper bound of the KV cache, in tokens; None leaves it to the engine.
     `spill_dir`: where weights go at sleep level 1, None: the temporary folder. `logprobs`: the kind that requests get by default, for engines that
-    record one kind a process. `args`: the engine's own flags, as on its command line.
+    record one kind a process. `args`: the engine's own flags, as on its command line. `staging`: what
+    memory of staged weights is charged to; one for all engines of a process, one after another.
     `gang`: set if the engine spans several nodes.
     """
 
@@ -34,6 +36,7 @@ class EngineOptions:
     max_batch_tokens: int | None = None
     logprobs: LogprobsOf = "sampling"
     args: tuple[str, ...] = ()
+    staging: Staging = field(default_factory=Staging)
     gang: Gang | None = None
 
 

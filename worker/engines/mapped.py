@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollout_worker.engine import EngineError, Entry, Sink, WeightsRejected
-from rollout_worker.engines.room import check_room
+from rollout_worker.engines.room import Staging
 from rollout_worker.threads import in_thread
 
 SLOTS_VARIABLE = "ROLLOUT_SLOTS"
@@ -39,6 +39,7 @@ class MappedSink:
         folder: Where its unnamed file is to be; None: in memory.
         header: Begin with a header of safetensors, so that it can be read as such a file.
         skip: Names whose values aren't needed.
+        staging: What it is charged to if it is in memory, until it is closed.
         slots: The gang's folder of slots: the sink is found there by its id as long as it is open.
         slot: That id; None: a new one.
 
@@ -55,6 +56,7 @@ class MappedSink:
         *,
         header: bool = False,
         skip: Collection[str] = (),
+        staging: Staging | None = None,
         slots: Path | None = None,
         slot: str | None = None,
     ) -> None:
@@ -65,8 +67,7 @@ class MappedSink:
         self._on_disk = folder is not None
         self._map: mmap.mmap | None = None
         self.sealed = False
-        if folder is None:
-            check_room(size)
+        self._give_back = _free if folder else (staging or Staging()).claim(size)
         try:
             self._handle = _open(folder)
             try:
@@ -75,6 +76,7 @@ class MappedSink:
                 os.close(self._handle)
                 raise
         except OSError as error:
+            self._give_back()
             raise EngineError(
                 f"there is no room for {size} bytes of weights in {folder or 'memory'}: {error}; "
                 + ("free space there or set another spill_dir" if folder else "raise its limit")
@@ -141,6 +143,7 @@ class MappedSink:
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)
+        self._give_back()
 
     def _unmap(self, *, flush: bool) -> None:
         mapped, self._map = self._map, None
@@ -156,6 +159,7 @@ async def open_mapped(
     *,
     header: bool = False,
     skip: Collection[str] = (),
+    staging: Staging | None = None,
     slots: Path | None = None,
     slot: str | None = None,
 ) -> MappedSink:
@@ -167,7 +171,11 @@ async def open_mapped(
     made: list[MappedSink] = []
 
     def make(_: Callable[[], bool]) -> None:
-        made.append(MappedSink(entries, folder, header=header, skip=skip, slots=slots, slot=slot))
+        made.append(
+            MappedSink(
+                entries, folder, header=header, skip=skip, slots=slots, slot=slot, staging=staging
+            )
+        )
 
     try:
         await in_thread(make, threading.Event())
@@ -219,6 +227,10 @@ def _safetensors(entries: Sequence[Entry]) -> tuple[bytes, Mapping[str, int], in
     first = len(text).to_bytes(8, "little") + text
     starts = {name: len(first) + field["data_offsets"][0] for name, field in fields.items()}
     return first, starts, len(first) + end
+
+
+def _free() -> None:
+    """Give nothing back: a file is charged to no budget of memory."""
 
 
 def _open(folder: Path | None) -> int:

@@ -6,7 +6,8 @@ files don't count as taken, since the kernel gives their pages up first. `torch`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rollout_worker.engine import EngineError
@@ -26,6 +27,49 @@ _V1 = (
     ("total_active_file", "total_inactive_file"),
 )
 _V2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
+
+
+class Staging:
+    """The memory that staged weights may take in this process: `spec.weights.stagingMemory`.
+
+    Args:
+        limit: Most bytes at once; None: what the bounds of `check_room` leave, which hold anyway.
+        root: Where proc and sys are mounted.
+    """
+
+    def __init__(self, limit: int | None = None, root: Path = Path("/")) -> None:
+        self._limit = limit
+        self._root = root
+        self._taken = 0
+        self._lock = threading.Lock()
+
+    def claim(self, nbytes: int) -> Callable[[], None]:
+        """Charge memory that is taken next; returns what gives it back, once however often called.
+
+        Raises:
+            EngineError: names the bound, what is left of it, and the fix.
+        """
+        with self._lock:
+            left = nbytes if self._limit is None else self._limit - self._taken
+            if nbytes > left:
+                raise EngineError(
+                    f"there is no room for {nbytes} bytes of staged weights: {left} bytes are left "
+                    f"of the {self._limit} that spec.weights.stagingMemory (--staging-memory) "
+                    f"allows; raise it to {self._taken + nbytes} or more"
+                )
+            try:
+                check_room(nbytes, self._root)
+            except EngineError as error:
+                raise EngineError(f"{error}: spec.weights.stagingMemory gives no more") from error
+            self._taken += nbytes
+        held = [nbytes]
+
+        def give_back() -> None:
+            with self._lock:
+                while held:
+                    self._taken -= held.pop()
+
+        return give_back
 
 
 def check_room(nbytes: int, root: Path = Path("/")) -> None:

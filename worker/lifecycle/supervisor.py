@@ -15,7 +15,14 @@ from collections.abc import Callable
 
 from rollout_worker.core.holds import Want
 from rollout_worker.core.runtime import Runtime
-from rollout_worker.engine import Engine, EngineCrashed, EngineError, EngineInfo, WeightsRejected
+from rollout_worker.engine import (
+    Engine,
+    EngineCrashed,
+    EngineError,
+    EngineInfo,
+    ProcessSpent,
+    WeightsRejected,
+)
 from rollout_worker.gang.places import GangBroken
 from rollout_worker.requests.flights import Flights
 from rollout_worker.schemas import CHECKPOINT, Lifecycle, Progress, WeightsId
@@ -62,9 +69,10 @@ class Supervisor:
         self._busy_until = time.monotonic() + seconds + HEARTBEAT_SECONDS
 
     async def run(self) -> None:
-        """Supervise until cancelled; no engine failure ends it.
+        """Supervise until cancelled; no failure of an engine ends it but one.
 
         Raises:
+            ProcessSpent: no engine would work in this process any more; its requests have ended.
             GangBroken: the engine failed and spans several nodes.
         """
         runtime, failures, first = self._runtime, 0, True
@@ -75,7 +83,11 @@ class Supervisor:
                 runtime.telemetry.restarts.inc()
             first = False
             began = time.monotonic()
-            reason = await self._live_once()
+            try:
+                reason = await self._live_once()
+            except ProcessSpent as error:
+                await self._bury(str(error))
+                raise
             failures = 0 if time.monotonic() - began > HEALTHY_SECONDS else failures
             await self._bury(reason)
             if runtime.gang is not None:
@@ -92,6 +104,8 @@ class Supervisor:
         try:
             with runtime.telemetry.transition("load"):
                 await self._load()
+        except ProcessSpent:
+            raise
         except EngineError as error:
             return str(error)
         except TimeoutError:
@@ -186,6 +200,7 @@ class Supervisor:
             self._expect(WATCH_SECONDS)
             await asyncio.wait({died}, timeout=WATCH_SECONDS)
             if died.done():
+                engine.alive()  # it may know more than who saw its end
                 return died.result()
             wrong = engine.alive()
             if wrong is not None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_worker.engine import Engine
+from rollout_worker.engine import Engine, ProcessSpent
 from rollout_worker.gang.places import EXIT_GANG, GangBroken, gang_of
 from rollout_worker.service import Worker, member_factory
 from rollout_worker.settings import BadSettings, Settings
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5
 """What open connections get to take their last bytes."""
+EXIT_SPENT = 4
+"""Exit status of a process in which no engine works any more: only a new one helps."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pools of usual clients, so that they close first and never hit a closed one."""
 
@@ -218,17 +220,24 @@ async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = N
     try:
         await asyncio.wait({serving, running, asked}, return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
-            cause = _cause(serving, running)
-            if isinstance(cause, GangBroken):
-                logger.critical("the gang is broken: %s", cause)
-                return EXIT_GANG
-            logger.critical("a part of the worker broke", exc_info=cause)
-            return 1
+            return _broken(_cause(serving, running))
         await worker.shut_down()
         return 0
     finally:
         asked.cancel()
         await _end(servers, serving, running, worker)
+
+
+def _broken(cause: BaseException | None) -> int:
+    """Say what ended the worker; returns the exit status."""
+    if isinstance(cause, ProcessSpent):
+        logger.critical("no engine works in this process any more: %s", cause)
+        return EXIT_SPENT
+    if isinstance(cause, GangBroken):
+        logger.critical("the gang is broken: %s", cause)
+        return EXIT_GANG
+    logger.critical("a part of the worker broke", exc_info=cause)
+    return 1
 
 
 def _cause(*tasks: asyncio.Task[None]) -> BaseException | None:

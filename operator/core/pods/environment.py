@@ -35,6 +35,8 @@ def settings(
     }
     if spec.model.max_length is not None:
         values["ROLLOUT_MAX_LENGTH"] = str(spec.model.max_length)
+    if spec.weights.staging_memory is not None:
+        values["ROLLOUT_STAGING_MEMORY"] = str(spec.weights.staging_memory)
     if spec.model.source.hub and spec.model.source.hub.revision:
         values["ROLLOUT_MODEL_REVISION"] = spec.model.source.hub.revision
     values |= gang.environment(pool, spec, replica, rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -10,6 +9,8 @@ from torch import Tensor
 
 from rollout_worker.engine import Entry, WeightsRejected
 from rollout_worker.engines.dtypes import TORCH_DTYPES
+
+from .rooms import Room
 
 DTYPES = {name: dtype for name, dtype in TORCH_DTYPES.items() if not name.startswith("F8")}
 """What transformers computes with."""
@@ -27,33 +28,47 @@ class Buffers:
     """The engine's `Sink`: takes tensors one after another.
 
     Each is turned into its compute dtype and moved to the device as soon as it is complete, so that
-    reading another dtype costs one tensor more, not a second model. `dtype`: one for all floating
-    tensors, None to leave them as they are, or one for each name, and then others are read for
-    their hash alone.
+    reading another dtype costs one tensor more, not a second model.
+
+    Args:
+        dtype: One for all floating tensors, None to leave them as they are.
+        device: Where they go.
+        room: Where they go instead; tensors that it lacks are read for their hash alone.
     """
 
     memory: Literal["host"] = "host"
     slot = ""
 
     def __init__(
-        self, dtype: torch.dtype | Mapping[str, torch.dtype] | None, device: torch.device
+        self,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        room: Room | None = None,
     ) -> None:
         self._dtype = dtype
         self._device = device
+        self._room = room
+        self._bounce: Tensor | None = None
         self._current: tuple[Entry, Tensor] | None = None
         self.tensors: dict[str, Tensor] = {}
         """Those that are complete, under their names."""
         self.sealed = False
 
     @property
+    def aside(self) -> bool:
+        """See `Room`."""
+        return self._room is not None and self._room.aside
+
+    @property
     def nbytes(self) -> int:
         """See `Sink.nbytes`."""
-        return sum(map(nbytes, self.tensors.values()))
+        held = self.tensors if self._room is None else self._room.tensors
+        return sum(map(nbytes, held.values()))
 
     def allocate(self, entry: Entry) -> memoryview | None:
         """See `Sink.allocate`."""
         self._settle()
-        if isinstance(self._dtype, Mapping) and entry.name not in self._dtype:
+        if self._room is not None and entry.name not in self._room.tensors:
             return None
         if entry.spec.dtype not in DTYPES:
             raise WeightsRejected(
@@ -61,18 +76,35 @@ class Buffers:
                 f"cannot compute with: publish it as one of {', '.join(DTYPES)}",
                 tensor=entry.name,
             )
-        raw = torch.empty(entry.spec.nbytes, dtype=torch.uint8)
+        raw = self._raw(entry)
         self._current = (entry, raw)
         return bytes_of(raw)
+
+    def _raw(self, entry: Entry) -> Tensor:
+        """Return memory for the bytes of a tensor as the checkpoint has it."""
+        size = entry.spec.nbytes
+        if self._room is None:
+            return torch.empty(size, dtype=torch.uint8)
+        home = self._room.tensors[entry.name]
+        if home.device.type == "cpu" and home.dtype == DTYPES[entry.spec.dtype]:
+            return home.reshape(-1).view(torch.uint8)
+        if self._bounce is None or self._bounce.numel() < size:
+            # Page-locked where there is a GPU, which reads such memory several times as fast.
+            self._bounce = torch.empty(size, dtype=torch.uint8, pin_memory=home.is_cuda)
+        return self._bounce[:size]
 
     def seal(self) -> None:
         """See `Sink.seal`."""
         self._settle()
+        self._bounce = None
         self.sealed = True
 
     def close(self) -> None:
         """See `Sink.close`; who has taken `tensors` keeps them."""
-        self._current, self.tensors, self.sealed = None, {}, False
+        self._current, self._bounce, self.tensors, self.sealed = None, None, {}, False
+        room, self._room = self._room, None
+        if room is not None:
+            room.free()
 
     def _settle(self) -> None:
         if self._current is None:
@@ -80,13 +112,14 @@ class Buffers:
         entry, raw = self._current
         self._current = None
         tensor = raw.view(DTYPES[entry.spec.dtype]).reshape(entry.spec.shape)
-        if isinstance(self._dtype, Mapping):
-            dtype = self._dtype[entry.name]
-        elif self._dtype is None or not tensor.is_floating_point():
-            dtype = tensor.dtype
+        if self._room is not None:
+            home = self._room.tensors[entry.name]
+            if home.data_ptr() != tensor.data_ptr():
+                home.copy_(tensor)
+            self.tensors[entry.name] = home
         else:
-            dtype = self._dtype
-        self.tensors[entry.name] = tensor.to(self._device, dtype)
+            floating = self._dtype is not None and tensor.is_floating_point()
+            self.tensors[entry.name] = tensor.to(self._device, self._dtype if floating else None)
 
 
 def nbytes(tensor: Tensor) -> int:

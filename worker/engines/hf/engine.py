@@ -30,6 +30,7 @@ from rollout_worker.engine import (
     Entry,
     InvalidRequest,
     KvPolicy,
+    ProcessSpent,
     Refill,
     Sink,
 )
@@ -40,6 +41,7 @@ from rollout_worker.threads import in_thread
 
 from . import metrics, settings
 from .core import Core, Delivery
+from .faults import lasting, spent
 from .intake import check, sequence_of
 from .loading import Loaded, load
 from .memory import release_freed, settle_heap
@@ -94,6 +96,10 @@ class HfEngine:
             loaded = await in_thread(work, self._give_up)
         except ReadCancelled:
             raise EngineError("the engine was stopped while it loaded") from None
+        except RuntimeError as error:
+            if (why := lasting(error)) is not None:
+                raise ProcessSpent(spent(why)) from error
+            raise
         self._parts = assemble(loaded, self._options, self._settings, self._deliver, self._on_crash)
         self._parts.thread.start()
         self.capabilities = capabilities(
@@ -197,7 +203,7 @@ class HfEngine:
 
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
         """See `Engine.open_slot`; the engine itself never asks for one on disk."""
-        return self._live().versions.open_slot(entries)
+        return await self._live().versions.open_slot(entries)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
@@ -231,9 +237,9 @@ class HfEngine:
 
     def alive(self) -> str | None:
         """See `Engine.alive`."""
-        if self._ended is not None or self._parts is None:
+        if self._parts is None:
             return self._ended
-        return self._parts.thread.wrong(self._settings.step_deadline_seconds)
+        return self._parts.thread.wrong(self._settings.step_deadline_seconds) or self._ended
 
     def metrics(self) -> str:
         """See `Engine.metrics`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import math
 import os
 import tempfile
 import threading
@@ -21,26 +20,41 @@ import xxhash
 from torch import Tensor
 
 from rollout_worker.engine import EngineError, Entry, WeightsRejected
-from rollout_worker.engines.room import check_room
+from rollout_worker.engines.room import Staging
 
 from .buffers import Buffers, bytes_of, nbytes
 from .loading import Loaded
+from .rooms import Beside, Room, Spec, in_main_memory
 
 NOT_UPDATABLE = (
     "transformers converts this model's tensors on loading, so the hf engine can neither update its "
     "weights nor load them again: use the vllm or sglang engine, or sleep at level 1"
 )
 
-
 CHUNK_BYTES = 8 << 20
 """What is written to a spill file at once."""
 
 
 class Memory:
-    """Holds the tensors of one model and what became of them."""
+    """Holds the tensors of one model and what became of them.
 
-    def __init__(self, loaded: Loaded, spill_dir: Path | None) -> None:
+    Args:
+        loaded: The model.
+        spill_dir: Where `spill` writes; None: the temporary folder.
+        staging: What memory of another version is charged to.
+        beside: Takes memory on the model's device; None where that is main memory.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        spill_dir: Path | None,
+        staging: Staging,
+        beside: Beside | None = None,
+    ) -> None:
         self._targets = loaded.targets
+        self._staging = staging
+        self._beside = beside
         self._all = _distinct(loaded.model)
         self._spill_dir = spill_dir
         self._spill: _Spill | None = None
@@ -59,35 +73,75 @@ class Memory:
         return sum(map(nbytes, self._all)) + sum(nbytes(tensor) for _, tensor in self._pinned)
 
     def buffers(self, entries: Sequence[Entry]) -> Buffers:
-        """Return buffers for another version of the weights, with these tensors.
+        """Return buffers for another version of the weights, with these tensors; blocks.
+
+        All of their memory is taken at once, on the model's device if that has room beside the
+        serving weights, else in main memory.
 
         Raises:
             WeightsRejected: this model's can't be put in place.
-            EngineError: the process would not live through it.
+            EngineError: there is no room.
         """
         if not self.updatable:
             raise WeightsRejected(NOT_UPDATABLE)
-        like = next(iter(self._targets.values()))
-        dtypes = {name: target.dtype for name, target in self._targets.items()}
-        if like.device.type == "cpu":
-            sizes = {each.name: math.prod(each.spec.shape) for each in entries}
-            check_room(sum(sizes.get(name, 0) * t.itemsize for name, t in dtypes.items()))
-        return Buffers(dtypes, like.device)
+        specs: list[Spec] = [
+            (each.name, each.spec.shape, self._targets[each.name].dtype)
+            for each in entries
+            if each.name in self._targets
+        ]
+        if self._beside is not None:
+            try:
+                return Buffers(room=Room(self._beside(specs), lambda: None))
+            except torch.OutOfMemoryError:
+                release_freed()
+        return Buffers(room=in_main_memory(specs, self._staging, aside=self._beside is not None))
 
-    def swap(self, tensors: Mapping[str, Tensor], *, pin: bool = False) -> None:
-        """Make these tensors the serving ones; pointers only, whatever the size.
+    def swap(
+        self, tensors: Mapping[str, Tensor], *, pin: bool = False, aside: bool = False
+    ) -> None:
+        """Make these tensors the serving ones: pointers only, or a copy of what lies `aside`.
 
         With `pin` the former ones stay for `use` until `release_pinned`, in place of any kept
         before.
+
+        Raises:
+            EngineError: no room for both; the former ones serve on.
         """
         pairs = [(self._targets[name], tensors[name]) for name in self._targets]
         for target, tensor in pairs:
             if target.dtype != tensor.dtype:
                 raise RuntimeError("a staged tensor has another dtype than the model's")
+        if aside and pin:
+            pairs = self._moved(pairs)
         self._pinned = [(target, target.data) for target, _ in pairs] if pin else []
         self._active = pairs if pin else []
-        _point(pairs)
+        if aside and not pin:
+            self._copy(pairs)
+        else:
+            _point(pairs)
         self.resident = True
+
+    def _moved(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Return the new ones on the model's device, beside the former."""
+        assert self._beside is not None, "nothing lies aside where there is no device"
+        try:
+            moved = self._beside([(str(n), t.shape, t.dtype) for n, (_, t) in enumerate(pairs)])
+        except torch.OutOfMemoryError as error:
+            raise EngineError(
+                "the GPU has no room for two versions of the weights, which Pin needs: set "
+                "spec.weights.inFlight.policy to another one, or lower the engine's KV cache"
+            ) from error
+        for number, (_, tensor) in enumerate(pairs):
+            moved[str(number)].copy_(tensor)
+        return [(target, moved[str(number)]) for number, (target, _) in enumerate(pairs)]
+
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy new ones over the serving ones, or to where nothing serves."""
+        for target, tensor in pairs:
+            if self.resident:
+                target.data.copy_(tensor)
+            else:
+                target.data = tensor.to(target.device, copy=True)
 
     def use(self, *, pinned: bool) -> None:
         """Let the model compute with the pinned or the serving weights."""

@@ -9,6 +9,7 @@ from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
 from rollout_worker.schemas import Capabilities
 
+from . import rooms
 from .core import Core, Delivery
 from .forward import Forward
 from .kv import KvRows
@@ -57,7 +58,7 @@ def assemble(
             "it or lower max_length, else the longest request could never run"
         )
     kv = KvRows(settings.max_batch_size, max_tokens)
-    memory = Memory(loaded, options.spill_dir)
+    memory = Memory(loaded, options.spill_dir, options.staging, rooms.on(loaded.model.device))
     core = Core(
         Forward(loaded.model, kv),
         kv,

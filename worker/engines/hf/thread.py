@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from rollout_worker.engine import EngineCrashed, EngineError
+from rollout_worker.engine import EngineCrashed, EngineError, ProcessSpent
 
 from .core import Core
+from .faults import lasting, spent
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class StepThread:
 
     def __init__(self, core: Core, on_crash: Callable[[str], None]) -> None:
         self._core = core
+        self._spent: str | None = None  # what CUDA said before it gave up
         self._on_crash = on_crash
         self._wake = threading.Condition()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -65,7 +67,13 @@ class StepThread:
         return not self._thread.is_alive()
 
     def wrong(self, deadline: float) -> str | None:
-        """Return what is wrong, None if it makes progress or idles."""
+        """Return what is wrong, None if it makes progress or idles.
+
+        Raises:
+            ProcessSpent: CUDA serves this process no more.
+        """
+        if self._spent is not None:
+            raise ProcessSpent(spent(self._spent))
         if self._crash is not None:
             return self._crash
         if not self._thread.is_alive():
@@ -82,6 +90,7 @@ class StepThread:
                     pass
         except BaseException as error:  # whatever it was, nobody may hang
             logger.exception("the step thread died")
+            self._spent = lasting(error)
             self._crashed(f"the step thread died: {type(error).__name__}: {error}")
         else:
             self._refuse("the engine was stopped")

@@ -13,8 +13,6 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal, TypeVar
 
-from torch import Tensor
-
 from rollout_worker.engine import EngineError, Entry, KvPolicy, Refill, Sink, WeightsRejected
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 from rollout_worker.threads import in_thread
@@ -39,9 +37,20 @@ class Versions:
         self._lock = asyncio.Lock()
         self._away: set[MemoryTag] = set()
 
-    def open_slot(self, entries: Sequence[Entry]) -> Sink:
-        """See `Engine.open_slot`; each tensor gets its memory when it is its turn."""
-        return self._memory.buffers(entries)
+    async def open_slot(self, entries: Sequence[Entry]) -> Sink:
+        """See `Engine.open_slot`; a cancelled caller gets no memory, and none stays."""
+        made: list[Sink] = []
+
+        def make(_: Callable[[], bool]) -> None:
+            made.append(self._memory.buffers(entries))
+
+        try:
+            await in_thread(make, threading.Event())
+        except BaseException:
+            for sink in made:
+                sink.close()
+            raise
+        return made[0]
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
@@ -49,10 +58,10 @@ class Versions:
             try:
                 if "weights" in self._away:
                     raise EngineError("the weights are asleep: wake them before the commit")
-                tensors = _sealed(sink)
+                staged = _sealed(sink)
 
                 def flip() -> None:
-                    self._memory.swap(tensors, pin=kv == "pin")
+                    self._memory.swap(staged.tensors, pin=kv == "pin", aside=staged.aside)
                     self._core.commit(identity, kv)
 
                 await self._command(flip)
@@ -108,8 +117,8 @@ class Versions:
                 self._memory.forget_spill()
         sink = await refill()
         try:
-            tensors = _sealed(sink)
-            await self._command(lambda: self._memory.swap(tensors))
+            staged = _sealed(sink)
+            await self._command(lambda: self._memory.swap(staged.tensors, aside=staged.aside))
         finally:
             await asyncio.to_thread(sink.close)
 
@@ -129,8 +138,8 @@ class Versions:
         return Resident(weights=self._memory.resident, kv_cache="kv_cache" not in self._away)
 
 
-def _sealed(sink: Sink) -> dict[str, Tensor]:
-    """Return the tensors of a sink; only verified ones may ever serve."""
+def _sealed(sink: Sink) -> Buffers:
+    """Return the sink as what it is; only verified weights may ever serve."""
     if not isinstance(sink, Buffers) or not sink.sealed:
         raise WeightsRejected("this sink is not a sealed one of this engine: fill it first")
-    return sink.tensors
+    return sink

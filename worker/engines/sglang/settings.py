@@ -17,6 +17,7 @@ from rollout_worker.engines.mapped import SLOTS_VARIABLE
 from rollout_worker.engines.network import interface_of, own_address
 
 from .model import Model
+from .refused import REFUSED
 
 FOLDER_VARIABLE = "ROLLOUT_SGLANG_SPILL"
 """Tells the ranks of a node where their weights are to go at sleep level 1."""
@@ -29,40 +30,6 @@ CPU_BATCH_TOKENS = 16384
 
 ONE_PIECE = 1 << 20
 """How many requests' tokens SGLang passes on before it lets others work: those of a whole step."""
-
-NO_GROUPS = (
-    "each attention group would take the worker's commands by itself: spread experts with --ep-size "
-    "instead"
-)
-REFUSED = {
-    "--model-path": "set by --model",
-    "--model": "set by --model",
-    "--device": "set by --device",
-    "--dtype": "set by --dtype",
-    "--context-length": "set by --max-length",
-    "--sampling-backend": "the worker brings its own sampler",
-    "--skip-tokenizer-init": "always set: the worker itself speaks token ids",
-    "--custom-weight-loader": "the worker brings its own",
-    "--weight-version": "set by commits",
-    "--tokenizer-worker-num": "the worker talks to one",
-    "--dp-size": "SGLang updates no weights of data-parallel replicas: use more replicas",
-    "--data-parallel-size": "SGLang updates no weights of data-parallel replicas: use more replicas",
-    "--enable-dp-attention": NO_GROUPS,
-    "--attn-dp-size": NO_GROUPS,
-    "--attention-data-parallel-size": NO_GROUPS,
-    "--pp-size": "SGLang's pipelines can't be paused: use tensor parallelism",
-    "--pipeline-parallel-size": "SGLang's pipelines can't be paused: use tensor parallelism",
-    "--nnodes": "set by parallelism.nodes (--nodes of the worker)",
-    "--node-rank": "set by --rank of the worker",
-    "--dist-init-addr": "set by --leader-address and --gang-port of the worker",
-    "--nccl-init-addr": "set by --leader-address and --gang-port of the worker",
-    "--speculative-algorithm": "drafts would leave the logprobs of the sampler out",
-    "--host": "the engine listens on no port",
-    "--port": "the engine listens on no port",
-    "--quantization": "a version has the checkpoint's layout: quantise the checkpoint",
-    "--config": "a file could set what the worker sets: give its flags one by one",
-}
-
 
 WORLD = {
     "ROLLOUT_TENSOR": ("--tp-size", "--tensor-parallel-size"),

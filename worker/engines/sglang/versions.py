@@ -33,7 +33,14 @@ async def open_slot(
 ) -> Sink:
     """Give memory on this node; SGLang reads a file of safetensors, a tied head it makes itself."""
     slots = None if options.gang is None else options.gang.slots
-    return await open_mapped(entries, header=True, skip=model.layout.tied, slots=slots, slot=slot)
+    return await open_mapped(
+        entries,
+        header=True,
+        skip=model.layout.tied,
+        slots=slots,
+        slot=slot,
+        staging=options.staging,
+    )
 
 
 class Versions:

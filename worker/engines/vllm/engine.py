@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -137,6 +138,8 @@ class VllmEngine:
     async def _assemble(self, launched: launch.Launched) -> _Parts:
         labels, llm = Labels(), launched.llm
         await llm.engine_core.set_weight_version_async(labels.current)
+        if "seed" not in self._settings.given:
+            await llm.collective_rpc("rollout_seed", args=(secrets.randbits(32),))
         if launched.config.parallel_config.pipeline_parallel_size > 1:
             await llm.collective_rpc("rollout_prepare")
         # vLLM counts for each of its data-parallel ranks.

@@ -12,6 +12,7 @@ import json
 import math
 import mmap
 import os
+import random
 import select
 import signal
 import threading
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollout_worker.engines.dtypes import TORCH_DTYPES
@@ -100,6 +102,17 @@ class Extension:
             self.model_runner.reload_weights(weights_iterator=_tensors(sink["tensors"], memory))
             if self.device.type == "cpu":
                 _repack_heads(self.model_runner.get_model())
+
+    def rollout_seed(self, seed: int) -> None:
+        """Draw from here on what no other replica and no other data-parallel rank draws.
+
+        vLLM begins with the same seed in every process (0.32), so that the same prompt on two
+        replicas could get the same output; ranks of one model have to agree.
+        """
+        mine = (seed + int(self.vllm_config.parallel_config.data_parallel_index)) % (1 << 32)
+        random.seed(mine)
+        np.random.seed(mine)
+        torch.manual_seed(mine)
 
     def rollout_release(self, level: int, tags: list[str]) -> None:
         """Give memory back: all of it, or the KV cache."""

@@ -78,7 +78,9 @@ class VllmMember:
         """See `Member.open_slot`."""
         spill_dir = self._options.spill_dir or Path(tempfile.gettempdir())
         folder = spill_dir if on_disk else None
-        return await open_mapped(entries, folder, slots=self._gang.slots, slot=slot)
+        return await open_mapped(
+            entries, folder, slots=self._gang.slots, slot=slot, staging=self._options.staging
+        )
 
     def alive(self) -> str | None:
         """See `Member.alive`."""

@@ -11,26 +11,7 @@ from typing import Any, NoReturn
 from rollout_worker.engine import EngineError, Gang
 from rollout_worker.engines import tested
 
-OURS = {
-    "--model": "set model.source (--model of the worker)",
-    "--tokenizer": "the tokenizer is the model's own",
-    "--skip-tokenizer-init": "it is always set: the engine takes and gives token ids",
-    "--dtype": "set model.dtype (--dtype of the worker)",
-    "--max-model-len": "set model.maxLength (--max-length of the worker)",
-    "--served-model-name": "set model.servedName (--served-name of the worker)",
-    "--logprobs-mode": "set engine.logprobs (--logprobs of the worker)",
-    "--generation-config": "only EOS ids are taken from generation_config.json",
-    "--override-generation-config": "send sampling parameters with each request",
-    "--worker-extension-cls": "weights come through it",
-    "--weight-transfer-config": "weights come through POST /v1/weights/stage",
-    "--enable-sleep-mode": "it is set where the device can",
-    "--nnodes": "set parallelism.nodes (--nodes of the worker)",
-    "--node-rank": "set by parallelism.nodes (--rank of the worker)",
-    "--master-addr": "set by parallelism.nodes (--leader-address of the worker)",
-    "--master-port": "set by parallelism.nodes (--gang-port of the worker)",
-    "--config": "a file could set what the worker sets: give its flags one by one",
-}
-"""Flags of vLLM that this adapter sets itself, and what to use instead."""
+from .refused import REFUSED
 
 MEMBER_VARIABLE = "ROLLOUT_VLLM_MEMBER"
 """Tells ranks that a worker started, and no engine core, which process it is."""
@@ -66,15 +47,41 @@ class _Refusal(Exception):
     """What argparse would have printed before it ended the process."""
 
 
+def _given(parser: Any, args: Sequence[str]) -> frozenset[str]:
+    """Return the names of the flags that were given, in whichever of their spellings.
+
+    Raises:
+        EngineError: one of them is refused.
+    """
+    kept = [(action, action.default) for action in parser._actions]
+    for action, _ in kept:
+        action.default = argparse.SUPPRESS
+    try:
+        given = frozenset(vars(parser.parse_args(list(args))))
+    finally:
+        for action, default in kept:
+            action.default = default
+    for action, _ in kept:
+        for flag in action.option_strings:
+            if flag in REFUSED and action.dest in given:
+                raise _refused(flag)
+    return given
+
+
+def _refused(flag: str) -> EngineError:
+    return EngineError(f"engine.args: {flag} can't be given: {REFUSED[flag]}")
+
+
 def parse(args: Sequence[str], gang: Gang | None = None) -> Settings:
     """Parse the flags; imports vLLM, which takes seconds.
 
     Raises:
         EngineError: an unknown or forbidden flag, or a bad value.
     """
-    for flag in (arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("--")):
-        if flag in OURS:
-            raise EngineError(f"engine.args: {flag} can't be given: {OURS[flag]}")
+    for name in (arg.partition("=")[0].partition(".")[0] for arg in args):
+        flag = name.replace("_", "-")
+        if flag in REFUSED:  # told before vLLM opens a file, say
+            raise _refused(flag)
 
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -83,12 +90,13 @@ def parse(args: Sequence[str], gang: Gang | None = None) -> Settings:
         def error(self, message: str) -> NoReturn:
             raise _Refusal(message)
 
-    # An abbreviation would not be found among the refused.
+    # An abbreviation is harder to find in a manifest.
     parser: Any = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--step-deadline-seconds", type=float, default=120.0)
     parser.add_argument(tested.FLAG, action="store_true")
     AsyncEngineArgs.add_cli_args(parser)
     try:
+        given = _given(parser, args)
         parsed = parser.parse_args(list(args))
     except (_Refusal, ValueError) as error:
         raise EngineError(
@@ -97,7 +105,6 @@ def parse(args: Sequence[str], gang: Gang | None = None) -> Settings:
         ) from error
     if not parsed.allow_untested_version and (why := _untested()) is not None:
         raise EngineError(why)
-    given = {arg.partition("=")[0].lstrip("-").replace("-", "_") for arg in args}
     if parsed.distributed_executor_backend not in (None, "mp", "ray"):
         raise EngineError(
             "engine.args: --distributed-executor-backend "
@@ -105,13 +112,11 @@ def parse(args: Sequence[str], gang: Gang | None = None) -> Settings:
             "the worker can't watch over it: use mp (the default) or ray"
         )
     _spread(parsed, given, gang)
-    return Settings(parsed.step_deadline_seconds, parsed, frozenset(given))
+    return Settings(parsed.step_deadline_seconds, parsed, given)
 
 
-def _spread(parsed: argparse.Namespace, given: set[str], gang: Gang | None) -> None:
+def _spread(parsed: argparse.Namespace, given: frozenset[str], gang: Gang | None) -> None:
     """Take over what the operator says of `spec.parallelism`."""
-    if (parsed.nnodes, parsed.node_rank) != (1, 0):
-        raise EngineError("engine.args: -n and -r can't be given: set parallelism.nodes")
     for field, variable in WORLD.items():
         if field not in given and variable in os.environ:
             setattr(parsed, field, int(os.environ[variable]))

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from rollout_worker.engine import EngineCrashed, EngineError, Entry, KvPolicy, Refill, Sink
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.mapped import MappedSink, open_mapped, sealed
+from rollout_worker.engines.room import check_room
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 
 from .labels import Labels
@@ -31,16 +32,19 @@ class Versions:
         self._launched = launched
         self._steering = steering
         self._labels = labels
+        self._staging = options.staging
+        self._nodes = 1 if options.gang is None else options.gang.nodes
         self._spill_dir = options.spill_dir or Path(tempfile.gettempdir())
         self._slots = None if options.gang is None else options.gang.slots
         self._spill: MappedSink | None = None
         self._dropped = False  # the sleeping weights have no copy (level 2)
+        self._along = False  # the KV cache went with the weights, though nobody asked for that
         self._lock = asyncio.Lock()
 
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool) -> Sink:
         """See `Engine.open_slot`."""
         folder = self._spill_dir if on_disk else None
-        return await open_mapped(entries, folder, slots=self._slots)
+        return await open_mapped(entries, folder, slots=self._slots, staging=self._staging)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
@@ -86,7 +90,10 @@ class Versions:
         async with self._lock:
             away = self._steering.away
             wanted: set[MemoryTag] = set(tags)
-            if "weights" in wanted and not self._launched.cpu:
+            if "kv_cache" in wanted:
+                self._along = False
+            elif "weights" in wanted - away and not self._launched.cpu:
+                self._along = "kv_cache" not in away
                 wanted.add("kv_cache")  # vLLM's sleep on a GPU gives both back
             if "weights" in wanted & away and level == 2:
                 self._dropped = True
@@ -95,6 +102,9 @@ class Versions:
             if "weights" in fresh and level == 1 and self._launched.cpu:
                 # A copy in a file, so that they come back whatever happens to their source.
                 self._spill = sealed(await refill(on_disk=True))
+            if "weights" in fresh and level == 1 and not self._launched.cpu:
+                # vLLM's own copy is in main memory, locked, and asked for without a look.
+                check_room(self._copied_bytes())
             if not fresh:
                 return
             async with self._steering.frozen():
@@ -105,13 +115,19 @@ class Versions:
             if "weights" in fresh:
                 self._dropped = level == 2
 
+    def _copied_bytes(self) -> int:
+        """Return how many bytes of weights vLLM's processes of this node hold together."""
+        parallel = self._launched.config.parallel_config
+        once = sum(spec.nbytes for spec in self._launched.layout.required.values())
+        return once * int(parallel.data_parallel_size) // self._nodes
+
     async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
         """See `Engine.wake`."""
         async with self._lock:
             away = self._steering.away
             back: set[MemoryTag] = set(tags) & away
-            if not self._launched.cpu and "weights" in tags:
-                back |= away
+            if self._along and "weights" in back:
+                back.add("kv_cache")
             if not back:
                 return
             loads = "weights" in back and (self._launched.cpu or self._dropped)
@@ -124,6 +140,7 @@ class Versions:
                         await self._load(sink)
                         self._dropped = False
                     away -= back
+                    self._along = self._along and "kv_cache" in away
             finally:
                 if sink is not None and sink is not self._spill:
                     await asyncio.to_thread(sink.close)

@@ -1,0 +1,187 @@
+"""Memory for a version in the hf engine: taken before it is filled, charged, and aside of a full GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rollout_worker.engine import EngineError, Entry, Layout, TensorSpec
+from rollout_worker.engines.hf.buffers import Buffers
+from rollout_worker.engines.hf.loading import Loaded
+from rollout_worker.engines.hf.memory import Memory
+from rollout_worker.engines.hf.rooms import Beside, Spec
+from rollout_worker.engines.locked import lock
+from rollout_worker.engines.room import Staging
+
+SHAPES = {"weight": (4, 3), "bias": (4,)}
+ENTRIES = [Entry(name, TensorSpec("F32", shape)) for name, shape in SHAPES.items()]
+NBYTES = 2 * 64
+
+
+class Gpu:
+    """A device with room for so many versions beside the serving one."""
+
+    def __init__(self, versions: int) -> None:
+        self.versions = versions
+
+    def __call__(self, specs: Sequence[Spec]) -> dict[str, Tensor]:
+        if not self.versions:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.versions -= 1
+        return {name: torch.empty(tuple(shape), dtype=dtype) for name, shape, dtype in specs}
+
+
+def memory_of(
+    model: nn.Module, staging: Staging | None = None, beside: Beside | None = None
+) -> Memory:
+    model.requires_grad_(requires_grad=False)
+    targets: dict[str, Tensor] = dict(model.named_parameters())
+    loaded = Loaded(model, None, Layout({}, {}, {}), targets, "", frozenset(), 8, 8)
+    return Memory(loaded, None, staging or Staging(), beside)
+
+
+def filled(sink: Buffers, value: float) -> Buffers:
+    for entry in ENTRIES:
+        view = sink.allocate(entry)
+        assert view is not None
+        view[:] = torch.full(entry.spec.shape, value).numpy().tobytes()
+        view.release()
+    sink.seal()
+    return sink
+
+
+def is_all(model: Any, value: float) -> bool:
+    return all(bool((tensor == value).all()) for tensor in model.parameters())
+
+
+def test_all_of_its_memory_is_charged_before_it_is_filled() -> None:
+    memory = memory_of(nn.Linear(3, 4), Staging(NBYTES))
+    first = memory.buffers(ENTRIES)
+    assert first.nbytes == 4 * (12 + 4)
+    with pytest.raises(EngineError, match=r"128 bytes of staged .* 0 bytes .*stagingMemory.* 256"):
+        memory.buffers(ENTRIES)
+    first.close()
+    first.close()
+    memory.buffers(ENTRIES).close()
+
+
+def test_memory_that_is_taken_over_by_a_commit_is_staged_no_more() -> None:
+    model = nn.Linear(3, 4)
+    memory = memory_of(model, Staging(NBYTES))
+    for value in (1.0, 2.0):
+        sink = filled(memory.buffers(ENTRIES), value)
+        memory.swap(sink.tensors)
+        sink.close()
+        assert is_all(model, value)
+
+
+def test_another_dtype_is_turned_into_the_models() -> None:
+    model = nn.Linear(3, 4).to(torch.bfloat16)
+    memory = memory_of(model)
+    sink = filled(memory.buffers(ENTRIES), 0.5)
+    assert {tensor.dtype for tensor in sink.tensors.values()} == {torch.bfloat16}
+    memory.swap(sink.tensors)
+    assert is_all(model, 0.5)
+
+
+def addresses(model: nn.Module) -> Mapping[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+
+
+def test_a_gpu_without_room_for_two_versions_is_updated_all_the_same() -> None:
+    """As after a restart, whose weights come on top of the checkpoint's."""
+    model = nn.Linear(3, 4)
+    staging = Staging(NBYTES)
+    memory = memory_of(model, staging, Gpu(0))
+    before = addresses(model)
+    sink = filled(memory.buffers(ENTRIES), 3.0)
+    assert sink.aside
+    memory.swap(sink.tensors, aside=sink.aside)
+    sink.close()
+    assert is_all(model, 3.0)
+    assert addresses(model) == before, "a pointer to main memory is no tensor of a GPU"
+    staging.claim(NBYTES)()
+
+
+def test_sleeping_weights_have_room_again() -> None:
+    model = nn.Linear(3, 4)
+    memory = memory_of(model, beside=Gpu(0))
+    sink = filled(memory.buffers(ENTRIES), 4.0)
+    memory.drop()
+    memory.swap(sink.tensors, aside=sink.aside)
+    sink.close()
+    assert is_all(model, 4.0)
+
+
+def test_a_gpu_with_room_takes_the_version_itself() -> None:
+    model = nn.Linear(3, 4)
+    memory = memory_of(model, Staging(1), Gpu(1))
+    sink = filled(memory.buffers(ENTRIES), 5.0)
+    assert not sink.aside
+    memory.swap(sink.tensors, pin=True)
+    memory.use(pinned=True)
+    assert not is_all(model, 5.0)
+    memory.use(pinned=False)
+    assert is_all(model, 5.0)
+
+
+def test_pinning_without_room_is_refused_and_the_former_weights_serve() -> None:
+    model = nn.Linear(3, 4)
+    nn.init.constant_(model.weight, 1.0)
+    nn.init.constant_(model.bias, 1.0)
+    memory = memory_of(model, beside=Gpu(0))
+    sink = filled(memory.buffers(ENTRIES), 6.0)
+    with pytest.raises(EngineError, match=r"no room for two versions .*spec.weights.inFlight"):
+        memory.swap(sink.tensors, pin=True, aside=sink.aside)
+    assert is_all(model, 1.0)
+
+
+def test_what_lies_aside_may_be_pinned_where_there_is_room_by_then() -> None:
+    model = nn.Linear(3, 4)
+    gpu = Gpu(0)
+    memory = memory_of(model, beside=gpu)
+    sink = filled(memory.buffers(ENTRIES), 7.0)
+    gpu.versions = 1
+    memory.swap(sink.tensors, pin=True, aside=sink.aside)
+    sink.close()
+    assert is_all(model, 7.0)
+    memory.use(pinned=True)
+    assert not is_all(model, 7.0)
+
+
+class Driver:
+    """CUDA's, as far as locking pages goes; it says how many bytes are locked."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.locked: dict[int, int] = {}
+
+    def cuMemHostRegister_v2(
+        self, address: ctypes.c_void_p, nbytes: ctypes.c_size_t, flags: ctypes.c_uint
+    ) -> int:
+        if not self.error:
+            self.locked[address.value or 0] = nbytes.value
+        return self.error
+
+    def cuMemHostUnregister(self, address: ctypes.c_void_p) -> int:
+        del self.locked[address.value or 0]
+        return 0
+
+
+def test_pages_are_locked_until_they_go() -> None:
+    driver = Driver()
+    unlock = lock(4096, 8192, driver)
+    assert driver.locked == {4096: 8192}
+    unlock()
+    assert driver.locked == {}
+
+
+def test_memory_that_cannot_be_locked_serves_unlocked(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver(error=2)
+    lock(4096, 8192, driver)()
+    assert "can't lock 8192 bytes" in caplog.text

@@ -1,0 +1,56 @@
+"""Memory that a GPU reads at full speed: page-locked for CUDA's driver, as long as it is needed.
+
+Memory that isn't passes through a buffer of the driver, at a third of the speed and less. `torch` is
+not needed here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+PORTABLE = 1
+"""Locked for every context of the process."""
+
+
+def lock(address: int, nbytes: int, driver: Any | None = None) -> Callable[[], None]:
+    """Lock pages of this process; returns what undoes that, which must come before they go.
+
+    The calling thread has a context of CUDA. The driver's own interface leaves no error behind for
+    somebody else's next call, as the runtime's does: memory that it can't lock is only slower.
+
+    Args:
+        address: Where it begins.
+        nbytes: How much, in whole pages.
+        driver: CUDA's; None: this machine's.
+    """
+    found = driver or _driver()
+    if found is None or not nbytes:
+        return _nothing
+    error = found.cuMemHostRegister_v2(
+        ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(PORTABLE)
+    )
+    if error:
+        logger.warning(
+            "CUDA can't lock %d bytes of staged weights (error %d): commits take longer; see the "
+            "limit of locked memory",
+            nbytes,
+            error,
+        )
+        return _nothing
+    return lambda: found.cuMemHostUnregister(ctypes.c_void_p(address))
+
+
+def _driver() -> Any | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def _nothing() -> None:
+    """Undo nothing."""
