@@ -65,6 +65,9 @@ class Process:
                 stdout=log,
                 stderr=log,
             )
+
+    def await_port(self) -> None:
+        """Wait until it listens."""
         until_sync(lambda: self.port_file.exists() and self.port_file.read_text(), 60, what="port")
 
     @property
@@ -105,6 +108,7 @@ def start(cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest) -> I
 
     def starter(name: str) -> Process:
         made.append(Process(cluster, tmp_path, name, lease))
+        made[-1].await_port()  # one that does not come up is ended, too
         return made[-1]
 
     yield starter

@@ -14,6 +14,7 @@ import pytest
 import images
 import rollout_local
 from clusters import run_cluster
+from demo import train
 from fleets import Fleet
 from localkube import Cluster
 from pools import Pool
@@ -43,7 +44,8 @@ def _install(cluster: Cluster) -> None:
     images.build()
     images.load(cluster)
     folder = rollout_local.make_models()
-    rollout_local.install(cluster, *NAMESPACES)
+    # The training's is there from the start, too: an upgrade for it would replace the operator.
+    rollout_local.install(cluster, *NAMESPACES, train.NAMESPACE)
     for namespace in NAMESPACES:
         rollout_local.claims(cluster, namespace, folder)
 

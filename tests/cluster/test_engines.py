@@ -29,7 +29,16 @@ TOLD = re.compile(r" is (Starting|Loading): \w+")
 """What a pool's message says while a worker starts, with the worker's own words at the end."""
 
 
-@pytest.fixture(params=["vllm", "sglang"])
+KINDS = [
+    pytest.param("vllm", False, id="vllm"),
+    pytest.param("sglang", True, id="sglang"),
+    pytest.param("vllm", True, id="vllm that dies", marks=pytest.mark.soak),
+]
+"""Engine, and whether it is killed. An engine that starts again costs a minute of a core, and how each
+kind dies is the contract's (`test_raw_restarts`): that the pod outlives it, one kind shows every day."""
+
+
+@pytest.fixture
 def engine(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Pool]:
     """The example of an engine with one replica; Ready."""
     body = yaml.safe_load((REPOSITORY / "examples" / f"{request.param}.yaml").read_text())
@@ -45,12 +54,15 @@ def engine(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Pool]:
         pool.delete()
 
 
-def test_an_engine_lives_as_any_other(engine: Pool) -> None:
+@pytest.mark.parametrize(("engine", "dies"), KINDS, indirect=["engine"])
+def test_an_engine_lives_as_any_other(engine: Pool, dies: bool) -> None:
     folder = rollout_local.make_models()
     assert tokens(engine) == greedy(folder / "models" / "tiny")
     assert engine.generate()["outputs"][0]["weights"][0]["version"] == 0
 
-    engine.target(1, 1, "1")
+    engine.target(
+        1, 1, "/rollout/weights/1"
+    )  # absolute, as the pods see it
     engine.wait("WeightsSynced")
     updated = greedy(folder / "weights" / "1")
     assert tokens(engine) == updated
@@ -65,12 +77,18 @@ def test_an_engine_lives_as_any_other(engine: Pool) -> None:
     engine.wait("Ready", seconds=90)
     assert tokens(engine) == updated
 
+    if dies:
+        die(engine)
+        assert tokens(engine) == updated, "the new engine has the committed weights"
+
+
+def die(engine: Pool) -> None:
+    """Kill the engine; the worker restarts it in the same pod."""
     boot = engine.pod()["metadata"]["uid"]
     kill_engine(engine)
     engine.eventually("the death is seen", lambda: engine.condition("Ready")[0] == "False", 30)
     engine.wait("Ready", seconds=ENGINE_SECONDS)
     assert engine.pod()["metadata"]["uid"] == boot, "the worker restarts its engine in the pod"
-    assert tokens(engine) == updated, "the new engine has the committed weights"
 
 
 def tokens(pool: Pool) -> list[int]:

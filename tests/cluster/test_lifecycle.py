@@ -1,4 +1,8 @@
-"""A pool's life on a real cluster: made, scaled, killed, rolled, suspended, deleted."""
+"""A pool's life on a real cluster: made, scaled, upgraded, taken from, deleted, off a lost node.
+
+That its workers are killed, rolled and suspended is seen where a pool lives anyway, for each of those is a
+worker that starts: `test_client_life`, `test_weights_cases`, `test_weights_commits`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import pytest
 import rollout_local
 from apiclient import PODS, api_of
 from localkube import Cluster
-from pools import START_SECONDS, Pool, manifest
+from pools import Pool, manifest
 from waiting import eventually
 
 MakePool = Callable[..., Pool]
@@ -85,48 +89,6 @@ def test_a_person_sees_what_matters(life: Pool) -> None:
     assert "Ready" in described.partition("Events:")[2]
 
 
-def test_kubectl_scale_up_and_down(life: Pool) -> None:
-    life.kubectl("scale", "rr", "life", "--replicas=3")
-    life.wait("Ready")
-    assert len(life.pods()) == 3
-    life.kubectl("scale", "rr", "life", "--replicas=1")
-    life.eventually("one pod is left", lambda: len(life.pods()) == 1, 40)
-    life.wait("Ready")
-    assert life.pods()[0]["metadata"]["name"] == "life-0-0"
-    assert life.status()["replicas"] == 1
-
-
-def test_a_killed_worker_is_replaced_with_the_committed_weights(life: Pool) -> None:
-    life.target(1, 1, "/rollout/weights/1")
-    life.wait("WeightsSynced")
-    before = life.generate()["outputs"][0]["token_ids"]
-    uid = life.pod()["metadata"]["uid"]
-    life.kill()
-    life.eventually("a new pod", lambda: life.pods() and life.pods()[0]["metadata"]["uid"] != uid)
-    life.wait("Ready")
-    answer = life.generate()
-    assert life.identities(answer) == [(1, 1)], "it served nothing below what is committed"
-    assert answer["outputs"][0]["token_ids"] == before
-    assert life.status()["restarts"] == 1
-    assert "137" in json.dumps(life.status()["lastErrors"])
-
-
-def test_a_change_of_the_template_rolls_one_at_a_time(life: Pool) -> None:
-    life.kubectl("scale", "rr", "life", "--replicas=2")
-    life.wait("Ready")
-    first = {pod["metadata"]["uid"] for pod in life.pods()}
-    life.patch(podTemplate={"labels": {"team": "blue"}})
-    least, end = 2, time.monotonic() + 2 * START_SECONDS
-    while {pod["metadata"]["uid"] for pod in life.pods()} & first or life.condition("Ready")[
-        0
-    ] != "True":
-        least = min(least, len(life.endpoints()))
-        assert time.monotonic() < end, life.status()
-        time.sleep(0.2)
-    assert least == 1, "one of two served all the time"
-    assert all(pod["metadata"]["labels"]["team"] == "blue" for pod in life.pods())
-
-
 def test_an_upgrade_of_the_operator_rolls_nothing(cluster: Cluster, life: Pool) -> None:
     before = {pod["metadata"]["uid"] for pod in life.pods()}
     generation = life.get()["metadata"]["resourceVersion"]
@@ -138,14 +100,20 @@ def test_an_upgrade_of_the_operator_rolls_nothing(cluster: Cluster, life: Pool) 
     rollout_local.install(cluster)
 
 
-def test_reconcile_paused(life: Pool) -> None:
+def test_reconcile_paused_and_kubectl_scale(life: Pool) -> None:
     life.annotate(reconcile_paused="true")
     life.eventually("it says so", lambda: "reconcile-paused" in life.status()["message"])
-    life.kubectl("scale", "rr", "life", "--replicas=1")
+    life.kubectl("scale", "rr", "life", "--replicas=3")
     time.sleep(3)
     assert len(life.pods()) == 2
     life.annotate(reconcile_paused=None)
-    life.eventually("it goes on", lambda: len(life.pods()) == 1, 40)
+    life.eventually("it goes on", lambda: len(life.pods()) == 3, 40)
+    life.wait("Ready")
+    life.kubectl("scale", "rr", "life", "--replicas=1")
+    life.eventually("one pod is left", lambda: len(life.pods()) == 1, 40)
+    life.wait("Ready")
+    assert life.pods()[0]["metadata"]["name"] == "life-0-0"
+    assert life.status()["replicas"] == 1
 
 
 def test_a_taken_name_is_reported_and_not_adopted(cluster: Cluster, pool: MakePool) -> None:
@@ -193,17 +161,6 @@ def test_a_changed_service_is_mended(life: Pool) -> None:
         return bool(life.service()["spec"]["selector"] == wanted)
 
     life.eventually("the selector is back", mended)
-
-
-def test_suspend_removes_the_pods_and_keeps_the_rest(life: Pool) -> None:
-    life.patch(suspend=True)
-    life.wait("Suspended")
-    assert life.pods() == []
-    assert "service/life" in life.left()
-    assert life.status()["phase"] == "Suspended"
-    life.patch(suspend=False)
-    life.wait("Ready")
-    assert life.identities(life.generate()) == [life.committed()]
 
 
 def test_the_operator_is_killed_and_nothing_happens_to_the_pool(

@@ -24,7 +24,6 @@ RISE = 0.3
 
 def test_grpo_on_a_pool_raises_the_reward(cluster: Cluster) -> None:
     folder = rollout_local.make_models(cache() / "models" / train.NAMESPACE, *train.SHAPE)
-    rollout_local.install(cluster, train.NAMESPACE)
     rollout_local.claims(cluster, train.NAMESPACE, folder)
     stage = Stage(cluster.environment(), train.NAMESPACE)
     try:

@@ -19,14 +19,14 @@ from localkube import Cluster
 from localkube.home import cache
 
 pytestmark = pytest.mark.timeout(900)
-STEPS, CONVERSATIONS = 12, 128
+STEPS, CONVERSATIONS = 7, 128
+"""It grows after the first and loses a worker after the fourth."""
 RISE = 0.2
-"""Above the teacher's policy, which guesses every other time; 12 steps reached 0.95."""
+"""Above the teacher's policy, which guesses every other time; 7 steps reached 0.87."""
 
 
 def test_every_token_is_right_while_the_pool_grows_and_loses_a_worker(cluster: Cluster) -> None:
     folder = rollout_local.make_models(cache() / "models" / train.NAMESPACE, *train.SHAPE)
-    rollout_local.install(cluster, train.NAMESPACE)
     rollout_local.claims(cluster, train.NAMESPACE, folder)
     stage = Stage(cluster.environment(), train.NAMESPACE)
     try:

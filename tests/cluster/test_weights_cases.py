@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -188,9 +189,8 @@ def test_staging_then_asleep(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("policy", ["Drain", "Abort", "Keep", "Recompute"])
 def test_generations_over_an_update(fleet: Fleet, policy: str) -> None:
-    old, tokens = fleet.identity, 1500  # seconds: they still run when the commit comes
-    running = [fleet.long_request(r, tokens) for r in (0, 1)]
-    running += [fleet.long_request(None, tokens) for _ in range(2)]
+    old, tokens = fleet.identity, 1000  # seconds: they still run when the commit comes
+    running = [fleet.long_request(r, tokens) for r in (0, 1, None)]
     new = fleet.raise_to(
         "1" if fleet.bytes_of[old] == "2" else "2",
         inFlight={"policy": policy, "deadlineSeconds": 60},
@@ -215,14 +215,16 @@ def test_generations_over_an_update(fleet: Fleet, policy: str) -> None:
 
 
 def test_staging_restart_and_scale_up_stay_outside_the_barrier(fleet: Fleet) -> None:
-    old = fleet.identity
+    old, restarts = fleet.identity, fleet.status()["restarts"]
     path = fleet.publish("1", late=True)
     new = fleet.point(path)
     fleet.wait_phase("Staging", new)
     fleet.kill(1)
     fleet.patch(replicas=3)
-    assert [fleet.first_answer(r) for r in (1, 2)] == [old, old]
+    assert [fleet.first_answer(r) for r in (1, 2)] == [old, old], "nothing below what is committed"
     fleet.eventually("all serve", lambda: fleet.status().get("readyReplicas") == 3)
+    assert fleet.status()["restarts"] == restarts + 1
+    assert "137" in json.dumps(fleet.status()["lastErrors"]), "the kill is told"
     assert fleet.phases() == [(new, "Staging")]
     assert [fleet.weights(r)["staged"] for r in (1, 2)] == [None, None], "joiners do not stage"
     newest = fleet.raise_to("2")

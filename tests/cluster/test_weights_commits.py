@@ -225,7 +225,9 @@ def test_committing_then_suspend(fleet: Fleet) -> None:
     fleet.wait_phase("Complete", new)
     assert fleet.committed() == new
     fleet.eventually("no pods run", lambda: not fleet.pods(), 40)
+    fleet.wait("Suspended")
     assert fleet.status()["phase"] == "Suspended"
+    assert "service/w" in fleet.left(), "the rest is kept"
     assert reply.result(60).status == 200, "drained, or a partial answer"
     newer = fleet.raise_to(other(fleet))
     fleet.wait_phase("Complete", newer)

@@ -1,4 +1,4 @@
-"""Fifty pools, gangs, a dead node, a big scale-up, deletion: the operator against a real API server.
+"""Thirty pools, gangs, a dead node, a big scale-up, deletion: the operator against a real API server.
 
 The pods have no process; what they would answer is answered for them (`scalelab`). Order matters
 for the time only: the dead node's pod is waited for at the end.
@@ -19,7 +19,8 @@ from scalelab import NAMESPACE, Call, Lab, processless_pool
 from stuck import GRACE_SECONDS, POOL, StuckPod
 from waiting import eventually
 
-POOLS_COUNT, REPLICAS = 50, 4
+POOLS_COUNT, REPLICAS = 30, 4
+"""About twice as many pools as are reconciled at once."""
 FLEET = {f"fleet-{number:02}" for number in range(POOLS_COUNT)}
 READY_SECONDS = 180.0
 STUCK_SECONDS = 30.0
@@ -33,7 +34,7 @@ GANG = {
 
 @pytest.fixture(scope="module")
 def fleet(bare_lab: Lab, stuck: StuckPod) -> set[str]:
-    """Fifty pools of four pods, all Ready."""
+    """Thirty pools of four pods, all Ready."""
     bare_lab.create(*(processless_pool(name, replicas=REPLICAS) for name in sorted(FLEET)))
     bare_lab.await_condition("Ready", FLEET, READY_SECONDS)
     return FLEET
