@@ -60,9 +60,7 @@ def test_an_engine_lives_as_any_other(engine: Pool, dies: bool) -> None:
     assert tokens(engine) == greedy(folder / "models" / "tiny")
     assert engine.generate()["outputs"][0]["weights"][0]["version"] == 0
 
-    engine.target(
-        1, 1, "/rollout/weights/1"
-    )  # absolute, as the pods see it
+    engine.target(1, 1, "/rollout/weights/1")  # absolute, as the pods see it
     engine.wait("WeightsSynced")
     updated = greedy(folder / "weights" / "1")
     assert tokens(engine) == updated

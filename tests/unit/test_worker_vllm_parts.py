@@ -148,7 +148,6 @@ def test_what_a_gang_sets_is_refused(flag: str) -> None:
         ({"data_parallel_size": 2}, "parallelism.data: .* on one node only"),
         ({"distributed_executor_backend": "ray"}, "ray finds its nodes itself"),
         ({"tensor_parallel_size": 3}, "3 ranks can't be spread over 2 nodes"),
-        ({"tensor_parallel_size": 2, "nnodes": 2}, "-n and -r can't be given"),
     ],
 )
 def test_what_does_not_go_over_several_nodes_is_refused(given: dict[str, Any], why: str) -> None:
@@ -156,7 +155,7 @@ def test_what_does_not_go_over_several_nodes_is_refused(given: dict[str, Any], w
     free = {"nnodes": 1, "node_rank": 0, "distributed_executor_backend": None}
     gang = Gang(nodes=2, rank=0, leader="a-0", port=8003, slots=Path("slots"))
     with pytest.raises(EngineError, match=why):
-        settings._spread(argparse.Namespace(**{**one, **free, **given}), set(one), gang)
+        settings._spread(argparse.Namespace(**{**one, **free, **given}), frozenset(one), gang)
 
 
 def test_a_node_knows_its_own_address_and_interface() -> None:
