@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -55,4 +56,6 @@ class Teller:
 
 
 if __name__ == "__main__":
+    # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(pytest.main(sys.argv[2:], plugins=[Teller(int(sys.argv[1]))]))

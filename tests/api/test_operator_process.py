@@ -123,8 +123,10 @@ LEASES = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
 
 
 def holder(cluster: Cluster, lease: str) -> str:
-    found: str = api_of(cluster).get(f"{LEASES}/{lease}")["spec"].get("holderIdentity") or ""
-    return found
+    """Who holds a Lease; nobody holds one that is not there."""
+    found = [each["spec"] for each in api_of(cluster).items(LEASES, fresh=True)
+             if each["metadata"]["name"] == lease]  # fmt: skip
+    return str(found[0].get("holderIdentity") or "") if found else ""
 
 
 def label(cluster: Cluster, value: str) -> None:
@@ -299,9 +301,11 @@ def test_kopf_run_works_as_well(cluster: Cluster, tmp_path: Path, target: list[s
             10,
             what="the real pass's status",
         )
+        lease = f"kopf-{len(target)}"
+        until_sync(lambda: holder(cluster, lease), 10, what="the Lease to be held")
         popen.send_signal(signal.SIGTERM)
         assert popen.wait(25) == 0
-        assert holder(cluster, f"kopf-{len(target)}") == ""
+        assert holder(cluster, lease) == ""
     finally:
         popen.kill()
         popen.wait(10)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,13 +46,13 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
         (folder / name).write_text(text)
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+def start(folder: Path, *words: str, shell: Sequence[str] = ()) -> subprocess.Popen[str]:
     variables = {
         "ROLLOUT_CACHE": str(folder / "cache"),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer to import than the tests
     }
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "hack" / "run_tests.py"), *words],
+        [*shell, sys.executable, str(ROOT / "hack" / "run_tests.py"), *words],
         cwd=folder,
         env={**os.environ, **variables},
         stdout=subprocess.PIPE,
@@ -234,7 +234,10 @@ def test_a_target_beside_the_lanes(tmp_path: Path, command: str, status: int) ->
     assert ("lint    | broken" in done.said) == bool(status)
 
 
-def test_an_interrupt_lets_the_tests_clean_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "shell", [(), ("sh", "-c", 'trap "" INT; exec "$@"', "sh")], ids=["foreground", "background"]
+)
+def test_an_interrupt_lets_the_tests_clean_up(tmp_path: Path, shell: Sequence[str]) -> None:
     text = """
 import pytest, time
 from pathlib import Path
@@ -246,7 +249,7 @@ def house():
 def test_long(house): time.sleep(60)
 """
     write(tmp_path, {"tests/cluster/test_a.py": text})
-    with start(tmp_path) as process:
+    with start(tmp_path, shell=shell) as process:
         end = time.monotonic() + 30
         while not (tmp_path / "tests/cluster/made").exists():
             assert time.monotonic() < end
