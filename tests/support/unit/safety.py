@@ -204,9 +204,10 @@ def _commits(one: Pass) -> None:
 
 
 def _commits_while_it_serves(one: Pass, uid: str) -> bool:
-    """It is in service and below committed weights no longer counts: joiners are free."""
+    """It commits in service: a joiner, and a pod that is being deleted, are in none."""
     state, pod = one.state(uid), one.ours[uid]
-    return bool(state and state.serving and pod.gate and Verb.COMMIT in one.running(uid))
+    in_service = state is not None and state.serving and pod.gate and not pod.deleting
+    return in_service and Verb.COMMIT in one.running(uid)
 
 
 def _stages_the_known_bytes(one: Pass, body: StageRequest) -> None:
