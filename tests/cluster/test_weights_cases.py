@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -224,7 +223,6 @@ def test_staging_restart_and_scale_up_stay_outside_the_barrier(fleet: Fleet) -> 
     assert [fleet.first_answer(r) for r in (1, 2)] == [old, old], "nothing below what is committed"
     fleet.eventually("all serve", lambda: fleet.status().get("readyReplicas") == 3)
     assert fleet.status()["restarts"] == restarts + 1
-    assert "137" in json.dumps(fleet.status()["lastErrors"]), "the kill is told"
     assert fleet.phases() == [(new, "Staging")]
     assert [fleet.weights(r)["staged"] for r in (1, 2)] == [None, None], "joiners do not stage"
     newest = fleet.raise_to("2")
