@@ -226,8 +226,8 @@ class Sink(Protocol):
     def allocate(self, entry: Entry) -> memoryview | None:
         """Return the buffer of exactly this tensor's bytes, None if its value isn't needed.
 
-        Called once for each entry of `open_slot`, in that order; each buffer is filled before the
-        next call. A tensor that isn't needed is hashed all the same.
+        Called once for each entry of `open_slot`, in that order; each buffer is filled and released
+        before the next call. A tensor that isn't needed is hashed all the same.
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from loopback import Loopback, loopback
 from rollout_worker.gang import head as heads
 from rollout_worker.gang import member as members
 from rollout_worker.gang import silence
+from rollout_worker.gang.line import Line, NoAnswer
 from rollout_worker.gang.places import members as addresses
 from rollout_worker.gang.silence import Silence
 from rollout_worker.schemas import Lifecycle, WeightsId
+from rollout_worker.threads import in_thread
 from tiny_gang import Node, TinyGang, head, node
 from tiny_worker import refused, settings, tiny_worker
 from waiting import until
@@ -258,6 +261,37 @@ async def test_a_member_whose_head_is_gone_ends(tmp_path: Path, member: Node) ->
     assert "the head has not asked for" in await member.why()
 
 
+async def test_a_member_without_a_head_waits_for_nobody_to_hear_why(
+    tmp_path: Path, member: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it takes counts among the seconds within which a node without its head ends."""
+    monkeypatch.setattr(members, "TELL_SECONDS", 60.0)
+    async with head(tmp_path, f"127.0.0.1:{member.port}"):
+        await until(lambda: member.worker._leader_started, what="the head's engine")
+    assert "the head has not asked for" in await member.why()
+
+
+async def test_a_volume_that_does_not_answer_keeps_no_rank_running(
+    gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    async def hangs(*_: object, **__: object) -> None:
+        await in_thread(lambda _: answers.wait(), threading.Event())
+
+    monkeypatch.setattr(members, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(member.member, "open_slot", hangs)
+    staging = asyncio.create_task(gang.stage(1, 7))
+    try:
+        await until(lambda: held(member) == [("Filling", None)], what="the member's slot")
+        await asyncio.wait_for(member.worker.stop(), 5)
+        assert member.member.stopped
+    finally:
+        answers.set()
+        staging.cancel()
+        await asyncio.wait([staging])
+
+
 async def test_a_member_told_to_end_stays_while_its_head_drains(
     tmp_path: Path, member: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +353,13 @@ def test_a_stall_of_our_own_is_not_somebody_elses_silence() -> None:
     assert quiet.seconds() == pytest.approx(silence.GAP_SECONDS * 1.5)
     quiet.heard()
     assert quiet.seconds() == 0
+
+
+async def test_what_is_under_way_when_the_head_ends_gets_no_answer() -> None:
+    line = Line(1, "127.0.0.1:9", "a", settings())
+    await line.close()
+    with pytest.raises(NoAnswer, match="the head ends"):
+        await line.close_slot("0" * 32)
 
 
 # The member's port.

@@ -9,15 +9,20 @@ import os
 import resource
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-from rollout_worker.engine import EngineError, Entry, TensorSpec, WeightsRejected
+from rollout_worker.engine import EngineError, Entry, Layout, TensorSpec, WeightsRejected
 from rollout_worker.engines.mapped import ALIGN, MappedSink, open_mapped, sealed
 from rollout_worker.engines.room import Staging
+from rollout_worker.sources import files
+from rollout_worker.sources.filling import fill
 
 ENTRIES = [
     Entry("a", TensorSpec("U8", (3,))),
@@ -122,6 +127,63 @@ async def test_a_caller_that_gives_up_leaves_no_memory_behind(tmp_path: Path) ->
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert open_files() == before
+
+
+@pytest.mark.parametrize("why", ["a caller that gives up", "another node that fails"])
+async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(files, "CHUNK_BYTES", ALIGN)
+    size, slots, staging = 1024 * ALIGN, tmp_path / "slots", Staging(1024 * ALIGN)
+    slots.mkdir()
+    save_file({"w": np.zeros(size, np.uint8)}, tmp_path / "model.safetensors")
+    reading = threading.Event()
+
+    def report(done: int, total: int) -> None:
+        if done:
+            reading.set()
+            time.sleep(0.001)
+
+    async def open_slot(entries: Sequence[Entry]) -> MappedSink:
+        return await open_mapped(entries, slots=slots, staging=staging)
+
+    async def elsewhere(slot: str) -> Mapping[str, str]:
+        await asyncio.to_thread(reading.wait, 10)
+        raise EngineError("no room there")
+
+    layout, before = Layout({"w": TensorSpec("U8", (size,))}, {}, {}), open_files()
+    filling = asyncio.create_task(
+        fill(
+            open_slot,
+            layout,
+            (tmp_path, ()),
+            lambda _: None,
+            report,
+            elsewhere if why.startswith("another") else None,
+        )
+    )
+    if why.startswith("another"):
+        with pytest.raises(EngineError, match="no room there"):
+            await filling
+    else:
+        await asyncio.to_thread(reading.wait, 10)
+        filling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await filling
+    assert open_files() == before
+    assert list(slots.iterdir()) == []
+    staging.claim(size)()
+
+
+def test_a_view_that_somebody_forgot_keeps_nothing_else(tmp_path: Path) -> None:
+    staging = Staging(4 * ALIGN)
+    sink = MappedSink(ENTRIES, slots=tmp_path, staging=staging)
+    view = sink.allocate(ENTRIES[0])
+    sink.close()
+    assert view is not None
+    assert sink.nbytes == 0
+    assert list(tmp_path.iterdir()) == []
+    staging.claim(4 * ALIGN)()
 
 
 async def test_it_is_made_as_asked(tmp_path: Path) -> None:

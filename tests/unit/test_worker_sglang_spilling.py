@@ -77,3 +77,42 @@ def test_a_folder_without_room_is_named_and_nothing_stays(
     assert open_files() == files
     for was, now in zip(before, values(scheduler), strict=True):
         assert torch.equal(was, now)
+
+
+def fails_elsewhere(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """Let another rank say that it failed so."""
+
+    def gather(told: list[str], own: str, **_: object) -> None:
+        told[:] = [own, why]
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+
+
+def test_a_rank_that_can_not_read_its_file_fails_the_first_one_too(
+    scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang goes by what its first rank says: the other's model would serve with what is there."""
+    spilling.keep(scheduler)
+    with monkeypatch.context() as other:
+        fails_elsewhere(other, "'/spill': Input/output error")
+        with pytest.raises(OSError, match="Input/output error"):
+            spilling.bring_back(scheduler)
+
+
+def test_a_file_that_ends_early_is_told(scheduler: SimpleNamespace) -> None:
+    spilling.keep(scheduler)
+    os.truncate(spilling._kept[0], 8)
+    with pytest.raises(OSError, match="spill': the spilled weights end early"):
+        spilling.bring_back(scheduler)
+
+
+def test_whatever_fails_in_a_rank_is_told_to_all(
+    scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that only raised would leave the others waiting for it."""
+    files = open_files()
+    monkeypatch.setattr(spilling, "_held", lambda _: 1 / 0)
+    with pytest.raises(OSError, match="spill': division by zero"):
+        spilling.keep(scheduler)
+    assert open_files() == files

@@ -8,6 +8,7 @@ when it is asked for, not by a signal when it is filled. `torch` is not needed h
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -135,7 +136,8 @@ class MappedSink:
 
     def close(self) -> None:
         """See `Sink.close`."""
-        self._unmap(flush=False)
+        with contextlib.suppress(BufferError):  # the mapping goes with the last view of it
+            self._unmap(flush=False)
         self.sealed = False
         link, self._link = self._link, None
         if link is not None:

@@ -84,6 +84,8 @@ class Line:
     async def _call(
         self, kind: type[M], method: str, path: str, body: BaseModel | None = None, **query: str
     ) -> M:
+        if self._http.is_closed:  # what is under way when the head ends
+            raise NoAnswer("the head ends")
         try:
             answer = await self._http.request(
                 method,

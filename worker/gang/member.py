@@ -32,6 +32,8 @@ STARTING_SECONDS = 60.0
 """The same while either of the two still loads."""
 TELL_SECONDS = 3.0
 """How long a member that gives up stays, so that its head hears why."""
+CLOSE_SECONDS = 5.0
+"""What giving the slots back may take at the end; the ranks end after it."""
 STOP_SECONDS = 30.0
 LOOK_UP_SECONDS = 10.0
 
@@ -126,9 +128,10 @@ class MemberWorker:
                 if starting.done() and starting.exception() is None:
                     await asyncio.sleep(WATCH_SECONDS)
                 self._wrong = self._wrong or self._look(starting)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TELL_SECONDS):
-                    await self._told.wait()
+            if self._silence.seconds() < SILENCE_SECONDS:  # else nobody is there to hear it
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TELL_SECONDS):
+                        await self._told.wait()
             raise GangBroken(self._wrong)
         finally:
             starting.cancel()
@@ -254,9 +257,13 @@ class MemberWorker:
         return locate(resolved, self.settings, Path(info.model))
 
     async def stop(self) -> None:
-        """Give everything back."""
-        for slot in list(self._held):
-            await self.close_slot(slot)
+        """Give everything back; what a volume that does not answer holds goes with the process."""
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                for slot in list(self._held):
+                    await self.close_slot(slot)
+        except TimeoutError:
+            logger.warning("a slot is still being filled after %g s", CLOSE_SECONDS)
         if self._member is not None:
             try:
                 async with asyncio.timeout(STOP_SECONDS):

@@ -245,9 +245,10 @@ def _digest_all(
     for entry in source.entries:
         view = allocate(entry)
         digest = xxhash.xxh3_128()
-        for chunk in _chunks(entry, source.places[entry.name], view):
-            digest.update(chunk)
-            advance(len(chunk))
+        with memoryview(b"") if view is None else view:  # a traceback would hold on to it
+            for chunk in _chunks(entry, source.places[entry.name], view):
+                digest.update(chunk)
+                advance(len(chunk))
         digests[entry.name] = digest.hexdigest()
     return digests
 
@@ -261,11 +262,11 @@ def _chunks(entry: Entry, place: Place, view: memoryview | None) -> Iterator[mem
             stream.seek(place.offset)
             while begin < size:
                 want = min(CHUNK_BYTES, size - begin)
-                part = scratch[:want] if view is None else view[begin : begin + want]
-                count = stream.readinto(part)
-                if not count:
-                    raise _broken(place.file, f"it ends within tensor {entry.name!r}")
-                yield part[:count]
+                with scratch[:want] if view is None else view[begin : begin + want] as part:
+                    if not (count := stream.readinto(part)):
+                        raise _broken(place.file, f"it ends within tensor {entry.name!r}")
+                    with part[:count] as chunk:
+                        yield chunk
                 begin += count
     except OSError as error:
         why = f"cannot read tensor {entry.name!r} from {str(place.file)!r}: {error}"

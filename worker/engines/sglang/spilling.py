@@ -6,8 +6,9 @@ calls in all of them, on every node (`collective_rpc`). The file goes with the p
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from rollout_worker.engines.mapped import unnamed
 
 from .settings import FOLDER_VARIABLE
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 << 20
 
@@ -29,30 +32,54 @@ def keep(scheduler: Any) -> None:
     Raises:
         OSError: one of the ranks has no room; then none has a file.
     """
-    held = _held(scheduler.tp_worker.model_runner.model)
-    folder = os.environ[FOLDER_VARIABLE]
     forget(scheduler)
-    wrong = ""
     try:
-        _kept.append(unnamed(Path(folder)))
-        os.posix_fallocate(_kept[0], 0, max(sum(len(tensor) for tensor in held), 1))
-        with os.fdopen(os.dup(_kept[0]), "r+b", buffering=0) as file:
-            for part in _parts(held):
-                _write(file.fileno(), part.cpu().numpy().data)
-    except OSError as error:
-        wrong = f"{folder!r}: {error.strerror}"
-    told: list[str] = [""] * torch.distributed.get_world_size(scheduler.tp_cpu_group)
-    torch.distributed.all_gather_object(told, wrong, group=scheduler.tp_cpu_group)
-    if any(told):
+        _together(scheduler, _keep)
+    except OSError:
         forget(scheduler)
-        raise OSError(next(filter(None, told)))
+        raise
 
 
 def bring_back(scheduler: Any) -> None:
-    """Read this rank's weights from its file, which goes."""
+    """Read this rank's weights from its file, which goes.
+
+    Raises:
+        OSError: one of the ranks can't; the model is of no use then.
+    """
+    _together(scheduler, _bring_back)
+
+
+def _together(scheduler: Any, work: Callable[[Any], None]) -> None:
+    """Do it in all ranks, and fail in all if one does: SGLang tells what its first rank says.
+
+    Raises:
+        OSError: the first failure.
+    """
+    wrong = ""
+    try:
+        work(scheduler.tp_worker.model_runner.model)
+    except Exception as error:  # whatever it was, the others wait below
+        logger.exception("the weights of this rank could not be moved")
+        wrong = f"{os.environ[FOLDER_VARIABLE]!r}: {getattr(error, 'strerror', None) or error}"
+    told: list[str] = [""] * torch.distributed.get_world_size(scheduler.tp_cpu_group)
+    torch.distributed.all_gather_object(told, wrong, group=scheduler.tp_cpu_group)
+    if any(told):
+        raise OSError(next(filter(None, told)))
+
+
+def _keep(model: Any) -> None:
+    held = _held(model)
+    _kept.append(unnamed(Path(os.environ[FOLDER_VARIABLE])))
+    os.posix_fallocate(_kept[0], 0, max(sum(len(tensor) for tensor in held), 1))
+    with os.fdopen(os.dup(_kept[0]), "r+b", buffering=0) as file:
+        for part in _parts(held):
+            _write(file.fileno(), part.cpu().numpy().data)
+
+
+def _bring_back(model: Any) -> None:
     with os.fdopen(_kept.pop(), "rb", buffering=0) as file:
         file.seek(0)
-        for part in _parts(_held(scheduler.tp_worker.model_runner.model)):
+        for part in _parts(_held(model)):
             held = torch.empty(part.shape, dtype=torch.uint8)
             view = held.numpy().data
             while view:
