@@ -207,6 +207,10 @@ def _first_wait(view: View) -> str:
             waited = next((p.name for p in view.seen.predecessors if p.replica == index), None)
             if waited is not None:
                 return f"pod {waited!r} of a deleted RolloutReplica of this name has yet to go"
+            ours = (p.name for p in view.seen.pods if p.replica == index and p.deleting)
+            going = next(ours, None)
+            if going is not None:
+                return f"pod {going!r} has yet to go"
             return f"replica {index} has no pod yet"
         if not head.pod.ready or head.finished:
             between = ":" if head.pod.trouble else ""

@@ -16,7 +16,7 @@ from rollout_operator.api.revision import is_current
 from rollout_operator.api.spec import RolloutReplicaSpec
 
 from .plan import CreatePod, DeletePod, SeekPod, Wait
-from .world import Observed, Pod
+from .world import RECALLED, Observed, Pod
 
 HEALTHY_SECONDS = 600.0
 """A replica that failed this long after it had proven itself counts from zero again."""
@@ -198,7 +198,10 @@ def _keep_whole(
     elif failed:
         _replace_failed(spec, seen, gang, failed, now, plan, wait)
     elif gang.pods and missing:
-        if _never_came(seen, gang, missing) or not any(p.started for p in gang.pods):
+        if not all(is_current(p.revision, spec) for p in gang.living):
+            # What the API server refuses may be for what the first ones take, by the old template.
+            _let_go(spec, gang, plan, "its pod template is outdated")
+        elif _never_came(seen, gang, missing) or not any(p.started for p in gang.pods):
             restarts = max(p.restarts for p in gang.pods)
             plan.create += [CreatePod(gang.index, r, restarts) for r in sorted(missing)]
         else:
@@ -210,7 +213,9 @@ def _keep_whole(
 
 def _never_came(seen: Observed, gang: Gang, missing: set[int]) -> bool:
     """The API server has refused these ranks so far: the others wait for them, and lost none."""
-    refused = seen.conflicts.keys() | seen.rejections.keys()
+    refused = seen.conflicts.keys() | seen.rejections.keys() | seen.awaited
+    if RECALLED in refused:
+        return True  # the process before this one was refused something: trying will show
     wanted = {f"pod/{names.pod_name(seen.name, gang.index, rank)}" for rank in missing}
     return wanted <= refused
 

@@ -120,6 +120,10 @@ class Worker:
         return self.state is not None and is_loaded(self.state)
 
 
+RECALLED = "status"
+"""Key of what stood in the way of the process before this one, until it is tried again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Observed:
     """Everything `decide` may look at."""
@@ -145,6 +149,8 @@ class Observed:
     retry: str
     predecessors: tuple[Pod, ...] = ()
     """Pods of a deleted RolloutReplica of this name, which have yet to go."""
+    awaited: frozenset[str] = frozenset()
+    """Names that we need whose holders terminate, as `kind/name`."""
 
     def worker(self, pod: Pod) -> Worker:
         """What is known of a head's worker."""

@@ -42,12 +42,12 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
     if not look.seen.paused:
         writer = await _write_children(ctx, look, plan, memory)
         found = writer.obstacles
-        if look.seen.unsettled:
+        if look.seen.unsettled or writer.relabelled:
             found = found.added_to(memory.obstacles)  # nothing was tried that could show them gone
         _start_calls(ctx, look, plan)
         if memory.meets(found, ctx.monotonic()) or writer.relabelled:
             return 0.0
-        if found.conflicts or found.rejections:
+        if found.labels:
             later = soonest(later, OBSTACLE_SECONDS)
     phase = phase_of(plan.status)
     if phase is UpdatePhase.COMMITTING and phase_of(look.stored) is not phase:

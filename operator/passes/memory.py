@@ -11,6 +11,7 @@ from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
 from rollout_operator.core.podreader import PodReader
 from rollout_operator.core.status_changes import owned_fields
+from rollout_operator.core.world import RECALLED
 
 from .witness import Witness
 from .writes import Obstacles
@@ -53,9 +54,9 @@ class Memory:
         if before is None or before.status != "True":
             return
         if before.reason == "NameConflict":
-            self.obstacles.conflicts["status"] = before.message
+            self.obstacles.conflicts[RECALLED] = before.message
         elif before.reason == "Rejected":
-            self.obstacles.rejections["status"] = before.message
+            self.obstacles.rejections[RECALLED] = before.message
 
     def meets(self, found: Obstacles, now: float) -> bool:
         """Note what is in the way now; return whether something came or went.

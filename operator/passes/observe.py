@@ -52,6 +52,7 @@ def observe(ctx: Context, key: Key, pool: Obj, memory: Memory) -> Observed:
         paused=notes.get(names.ANNOTATION_PAUSED) == "true",
         retry=notes.get(names.ANNOTATION_RETRY, ""),
         predecessors=told[len(ours) :],
+        awaited=frozenset(memory.obstacles.awaited),
     )
 
 

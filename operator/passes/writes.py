@@ -39,15 +39,21 @@ class Obstacles:
 
     conflicts: dict[str, str] = field(default_factory=dict)
     rejections: dict[str, str] = field(default_factory=dict)
+    awaited: set[str] = field(default_factory=set)
+    """Names whose holders terminate: they get free, and perhaps no event says when."""
 
     @property
     def labels(self) -> set[str]:
         """What is in the way; what is said of it may differ at each try."""
-        return {*self.conflicts, *self.rejections}
+        return {*self.conflicts, *self.rejections, *self.awaited}
 
     def added_to(self, before: Obstacles) -> Obstacles:
         """Return these and the ones before, where these don't know better."""
-        return Obstacles(before.conflicts | self.conflicts, before.rejections | self.rejections)
+        return Obstacles(
+            before.conflicts | self.conflicts,
+            before.rejections | self.rejections,
+            before.awaited | self.awaited,
+        )
 
 
 class Writer:
@@ -126,6 +132,8 @@ class Writer:
             return  # gone in between: the next pass creates it
         self.ctx.store.upsert(resource, found)  # type: ignore[arg-type]
         if self._will_go(found):
+            if not self._is_ours(found):
+                self.obstacles.awaited.add(label)
             return
         if not self._is_ours(found):
             self.obstacles.conflicts[label] = (

@@ -859,3 +859,28 @@ def test_a_pass_says_when_to_look_again(world: World) -> None:
     assert plan.requeue == 90
     assert plan.barrier == frozenset(w.boot for w in world.workers.values())
     assert [(n.type, n.reason) for n in plan.notes] == [("Normal", "WeightsStaging")]
+
+
+def test_a_joiner_that_can_take_no_weights_tries_with_a_back_off() -> None:
+    """Its node can't read the volume: neither what the others move to, nor what they serve."""
+    world = World(spec_of(replicas=2, weights={"strategy": "Eager"}))
+    world.set(weights=target(1, 1))
+    world.run()
+    for worker in world.workers.values():
+        worker.broken_stage = True
+    world.set(weights=target(1, 2))
+    world.run(10)
+    world.set(replicas=3)
+    world.step()
+    world.worker(2).broken_stage = True
+    world.backoff = 10.0
+    world.log.clear()
+    for _ in range(80):
+        world.step()
+    tried = world.log.count("stage pool-2-0")
+    assert 4 <= tried <= 12, "80 s with 10 s between two: some more where it turns to the other"
+    world.worker(2).broken_stage = False
+    for _ in range(20):
+        world.step()
+    assert world.worker(2).active >= WeightsId(epoch=1, version=1), "whichever turn it was"
+    assert world.worker(2).serving

@@ -108,6 +108,16 @@ def test_a_pod_that_somebody_deletes_takes_its_gang_along_and_is_no_failure(
     assert {p.restarts for p in world.pods.values()} == {0}
 
 
+@pytest.mark.parametrize("name", ["pool-1-0", "pool-1-1"])
+def test_a_pod_that_is_waited_for_is_named(world: World, name: str) -> None:
+    """Nothing is wrong with the operator while a gang drains."""
+    world.grace = 5.0
+    world.ask_to_go(name)
+    world.step()
+    world.step()
+    assert world.status.message.endswith("replicas to serve: pod 'pool-1-0' has yet to go")
+
+
 def test_a_head_leaves_the_service_with_its_first_rank(world: World) -> None:
     """Its own process may not have noticed yet; nothing that it says counts any more."""
     world.gang_seconds = 30.0

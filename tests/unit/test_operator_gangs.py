@@ -19,7 +19,7 @@ from rollout_operator.core.gangs import (
     plan_pods,
 )
 from rollout_operator.core.plan import CreatePod, DeletePod, Wait
-from rollout_operator.core.world import Observed, Pod
+from rollout_operator.core.world import RECALLED, Observed, Pod
 
 GANG: dict[str, Any] = {
     "engine": {"type": "vllm"},
@@ -293,6 +293,29 @@ def test_a_rank_that_was_refused_is_waited_for(kind: str) -> None:
     others: dict[str, Any] = {kind: {"pod/pool-1-1": "pod/pool-1-1 was rejected: quota"}}
     found, _ = plan(spec, *running, **others)
     assert len(found.delete) == 2
+    known: dict[str, Any] = {kind: {RECALLED: "as status says, of a process before this one"}}
+    found, _ = plan(spec, *running, **known)
+    assert (found.create, found.delete) == ([CreatePod(0, 1, 2)], []), "trying will show"
+
+
+def test_a_rank_whose_name_gets_free_is_waited_for() -> None:
+    spec = spec_of(replicas=1, **GANG)
+    running = [pod(spec, rank=r) for r in (0, 2)]
+    found, _ = plan(spec, *running, awaited=frozenset({"pod/pool-0-1"}))
+    assert (found.create, found.delete) == ([CreatePod(0, 1, 0)], [])
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_gang_that_waits_for_a_rank_does_not_wait_by_an_old_template(started: bool) -> None:
+    """What is refused to the last one may be what the first ones have by it."""
+    spec = spec_of(replicas=1, **GANG)
+    old = [pod(spec, rank=r, revision="v1-of-before", started=started) for r in (0, 2)]
+    refused = {"pod/pool-0-1": "pod/pool-0-1 was rejected: quota"}
+    found, _ = plan(spec, *old, rejections=refused)
+    assert not found.create
+    assert [name for name, _ in deleted(found)] == ["pool-0-0", "pool-0-2"]
+    assert {d.reason for d in found.delete} == {"its pod template is outdated"}
+    assert [(s.replica, s.rank) for s in found.seek] == [(0, 1)], "it may only lack its labels"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from passlab import (
 from poolspecs import target
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
+from rollout_operator.api.revision import revision
+from rollout_operator.api.spec import parse_spec
 from rollout_operator.config import Config
 from rollout_operator.passes.act import soonest
 from rollout_operator.passes.memory import Memory
@@ -447,6 +449,50 @@ async def test_an_engine_without_an_image_is_told_with_the_fix(lab: PassLab) -> 
     assert condition(lab.status, "Degraded") == ("True", "Rejected")
     assert "set spec.engine.image, or engines.hf.image" in lab.status["message"]
     assert lab.pod_writes == []
+
+
+async def test_a_name_that_gets_free_is_looked_at_again_before_long(lab: PassLab) -> None:
+    """Nobody shows us the end of a stranger's pod."""
+    lab.has_pool()
+    going = pod(ownerReferences=[], labels={}, deletionTimestamp="1970-01-12T13:46:40Z")
+    lab.api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
+    lab.api.answer("GET", f"{PODS}/math-0-0", going)
+    assert await lab.reconcile() == 0.0
+    assert await lab.reconcile() == 10.0
+    assert condition(lab.status, "Degraded")[0] == "False"
+
+
+async def test_what_was_refused_is_known_while_another_pod_gets_its_labels(lab: PassLab) -> None:
+    """Else a rank that runs and waits for the refused one would be taken for the rest of its gang."""
+    lab.has_pool(
+        replicas=2,
+        engine={"type": "vllm", "image": "localhost/none"},
+        parallelism={"tensor": 2, "nodes": 2},
+        accelerator={"resource": "nvidia.com/gpu"},
+    )
+    now = lab.ctx.store.pool(KEY)
+    assert now is not None
+    mine = {**names.worker_labels("math", 0, 0), names.LABEL_REVISION: revision(parse_spec(now))}
+    lab.has_pod(pod(labels=mine))
+    labels = {rank: mine | names.worker_labels("math", 1, rank) for rank in (0, 1)}
+    lab.has_pod(pod(1, labels=labels[0]))
+    member = pod(1, labels=labels[1], name="math-1-1", uid="member")
+    lab.has_pod(member)
+    lab.api.answer("POST", PODS, {"reason": "Forbidden", "message": "exceeded quota"}, 403)
+    await lab.reconcile(2)
+    assert ("POST", "") in lab.pod_writes
+    lab.has_pod(head(labels=mine, resourceVersion="6"))
+    lab.has_pod(head(1, labels=labels[0], resourceVersion="6"))
+    lab.ctx.store.take("pods", "DELETED", member)
+    bare = {**member["metadata"], "labels": {}, "resourceVersion": "8"}
+    lab.api.answer("GET", f"{PODS}/math-1-1", {**member, "metadata": bare})
+    again = {**bare, "labels": labels[1], "resourceVersion": "9"}
+    lab.api.answer("PATCH", f"{PODS}/math-1-1/status", {**member, "metadata": again})
+    lab.api.requests.clear()
+    assert await lab.reconcile() == 0.0
+    assert ("PATCH", "math-1-1/status") in lab.pod_writes
+    await lab.reconcile(2)
+    assert ("DELETE", "math-0-0") not in lab.pod_writes
 
 
 async def test_a_pod_without_its_labels_gets_them_before_anything_else(lab: PassLab) -> None:

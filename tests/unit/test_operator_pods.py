@@ -263,6 +263,17 @@ def test_a_members_probes_speak_tls_where_control_ports_do() -> None:
     assert CONTROL_TLS_CERT in {flag.env for flag in FLAGS}
 
 
+@pytest.mark.parametrize("port", ["8000", "9400"])
+def test_no_scraper_is_sent_to_a_port_that_a_member_does_not_have(port: str) -> None:
+    """Such a target would be down for ever; what else runs beside the worker is scraped everywhere."""
+    told = {"prometheus.io/scrape": "true", "prometheus.io/port": port}
+    defaults = {"podTemplate": {"annotations": {**told, "team": "rl"}}}
+    for rank in (0, 1):
+        found = build(rank=rank, defaults=defaults, **GPU)["metadata"]["annotations"]
+        assert found["team"] == "rl"
+        assert (told.items() <= found.items()) == (rank == 0 or port == "9400")
+
+
 def test_only_a_gang_has_the_token_of_its_head() -> None:
     for rank in (0, 1):
         pod = build(rank=rank, **GPU)

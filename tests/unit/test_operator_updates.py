@@ -594,6 +594,10 @@ def test_a_joiner_that_can_not_take_the_update_serves_what_the_others_do(strateg
     del pool.failed[2, "stage"]
     pool.stage(2, identity=OLD)
     assert pool.plan().version_for[uid].identity == OLD, "it has begun, and goes on with it"
+    pool.stage(2, identity=OLD, phase="Failed")
+    for count, retry_in, wanted in ((1, 1, OLD), (3, 0, OLD), (4, 8, OLD), (4, 0, NEW)):
+        pool.failed[2, "stage"] = CallError("no", count, retry_in, about=OLD)
+        assert pool.plan().version_for[uid].identity == wanted, "not one after the other at once"
 
 
 def test_the_hash_is_learned_once_and_of_what_is_committed() -> None:

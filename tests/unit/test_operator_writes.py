@@ -126,6 +126,7 @@ async def test_a_name_that_gets_free_is_no_conflict(
     writer = Writer(ctx, KEY, "ours")
     await writer.create("pods", {"kind": "Pod", **pod()})
     assert bool(writer.obstacles.conflicts) == conflict
+    assert writer.obstacles.awaited == (set() if conflict else {"pod/math-0-0"})
     [known] = ctx.store.pods(KEY)
     assert known["metadata"] == found["metadata"], "the next pass sees what is there"
 

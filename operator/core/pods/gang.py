@@ -9,6 +9,9 @@ from rollout_operator.api.spec import RolloutReplicaSpec
 TOKEN_SECONDS = 3600
 """The kubelet renews the token when four fifths of this have passed."""
 
+SCRAPERS = "prometheus.io/"
+"""Annotations that tell scrapers where a pod's metrics are."""
+
 _VOLUME = "rollout-gang"
 
 
@@ -39,6 +42,13 @@ def ports(spec: RolloutReplicaSpec, rank: int) -> list[Obj]:
     gang = {"name": "gang", "containerPort": names.GANG_PORT, "protocol": "TCP"}
     found = [control] if rank else [data, control]
     return [*found, gang] if spec.parallelism.nodes > 1 else found
+
+
+def annotations(given: Obj, rank: int) -> Obj:
+    """Return the template's annotations for one rank: a member has no data port to scrape."""
+    if rank == 0 or given.get(f"{SCRAPERS}port") != str(names.DATA_PORT):
+        return {**given}
+    return {k: v for k, v in given.items() if not k.startswith(SCRAPERS)}
 
 
 def token_volume(pool: str, namespace: str) -> Obj:

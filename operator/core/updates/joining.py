@@ -11,6 +11,9 @@ from rollout_operator.core.plan import Verb
 from .content import bound
 from .weights_plan import WeightsPlan, version_of
 
+PATIENCE = 4
+"""Failures in a row, with back-off, after which a joiner turns from what is served to what others move to."""
+
 
 def assign_joiners(
     spec: RolloutReplicaSpec, plan: WeightsPlan, heads: Mapping[str, Head], *, begun: bool
@@ -35,8 +38,13 @@ def assign_joiners(
 
 
 def _keeps_to(floor: Version, head: Head, brought: Version) -> bool:
-    """Whether a head that could not take what the others move to loads what is served."""
-    slot = head.staged
+    """Whether a head that could not take what the others move to loads what is served.
+
+    Who can take neither tries one in its turn, then the other: each attempt at once would have no end.
+    """
+    slot, failed = head.staged, head.worker.failures.get(Verb.STAGE)
+    if failed is not None and failed.about == floor.identity:
+        return failed.count < PATIENCE or failed.retry_in > 0
     if slot is not None and (slot.epoch, slot.version) == floor.identity.as_tuple():
         return slot.phase != "Failed"  # it has begun to
     return head.failure(brought.identity, Verb.STAGE, Verb.COMMIT) is not None
