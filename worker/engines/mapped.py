@@ -8,6 +8,7 @@ when it is asked for, not by a signal when it is filled. `torch` is not needed h
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -135,7 +136,9 @@ class MappedSink:
 
     def close(self) -> None:
         """See `Sink.close`."""
-        self._unmap(flush=False)
+        # The frames of an error may still have a view of it: the pages go with them then.
+        with contextlib.suppress(BufferError):
+            self._unmap(flush=False)
         self.sealed = False
         link, self._link = self._link, None
         if link is not None:
