@@ -86,7 +86,7 @@ class Models:
         if self._size == "tiny":
             return self._tiny.model(1) if seed == 1 else self._tiny.weights(seed)
         folder: Path = CACHE / "models" / f"smoke-{self._size}-s{seed}"
-        if not (folder / "config.json").exists():
+        if not (folder / "generation_config.json").exists():  # which is written last
             maker = script()
             folder.mkdir(parents=True, exist_ok=True)
             maker.make_model(folder, seed, maker.Shape(**SHAPES[self._size]))
