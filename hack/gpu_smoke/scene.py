@@ -60,7 +60,7 @@ class Plan:
     @property
     def length(self) -> int:
         """Tokens of each: it must still run when the commit comes."""
-        return 1000 if self.device == "cuda" else 250
+        return 1000 if self.device == "cuda" else 500
 
     def python(self, engine: str) -> Path | None:
         """Return the interpreter that has the engine, None if no environment is known to have it."""
