@@ -60,7 +60,7 @@ class Plan:
     @property
     def length(self) -> int:
         """Tokens of each: it must still run when the commit comes."""
-        return 1000 if self.device == "cuda" else 250
+        return 1000 if self.device == "cuda" else 500
 
     def python(self, engine: str) -> Path | None:
         """Return the interpreter that has the engine, None if no environment is known to have it."""
@@ -86,7 +86,7 @@ class Models:
         if self._size == "tiny":
             return self._tiny.model(1) if seed == 1 else self._tiny.weights(seed)
         folder: Path = CACHE / "models" / f"smoke-{self._size}-s{seed}"
-        if not (folder / "config.json").exists():
+        if not (folder / "generation_config.json").exists():  # which is written last
             maker = script()
             folder.mkdir(parents=True, exist_ok=True)
             maker.make_model(folder, seed, maker.Shape(**SHAPES[self._size]))

@@ -112,10 +112,11 @@ def test_what_cuda_reports_lasts(error: Exception) -> None:
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
         torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
         EngineError("no room"),
     ],
-    ids=["memory", "memory elsewhere", "shapes", "ours"],
+    ids=["memory", "memory elsewhere", "memory of cuBLAS", "shapes", "ours"],
 )
 def test_what_passes_is_no_end_of_the_process(error: Exception) -> None:
     assert lasting(error) is None

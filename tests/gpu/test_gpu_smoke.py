@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import pytest
+import torch
 
+from engine_kinds import KINDS
 from gpu_smoke.__main__ import Row, main, run, table
-from gpu_smoke.checks import CHECKS
-from gpu_smoke.scene import Plan
+from gpu_smoke.checks import CHECKS, _without_cache
+from gpu_smoke.scene import Plan, Wrong
 from rollout_worker.engine import ENGINES
 
 QUICK = ["start", "outputs", "limits", "abort asleep"]
@@ -55,6 +61,38 @@ def test_an_engine_that_is_not_installed_is_told_and_nothing_passes(
         pytest.skip("sglang is installed in this environment")
     assert main(["sglang", "--out", str(tmp_path)]) == 1
     assert "sglang is not installed: give --python sglang=PATH" in capsys.readouterr().out
+
+
+def scene_of(logprob: float) -> Any:
+    """A worker whose every token has this logprob, of a model of two tokens, equally likely."""
+    body = {"outputs": [{"token_ids": [0] * 8, "logprobs": [logprob] * 8}]}
+    judge = SimpleNamespace(
+        logits=lambda _, tokens: torch.zeros(len(tokens), 2),
+        sampling_logprobs=lambda _, tokens, __: [-math.inf, *[-0.5] * (len(tokens) - 1)],
+    )
+    worker = SimpleNamespace(
+        sample=lambda _: {"token_ids": [0] * 64},
+        generate=lambda **_: httpx.Response(200, json=body),
+    )
+    models = SimpleNamespace(judge=lambda _: judge)
+    return SimpleNamespace(models=models, worker=worker, version=0, exact=False, tolerance=0.25)
+
+
+def test_logprobs_that_are_off_are_found_where_numbers_are_rounded_too() -> None:
+    """One token lies beyond the edge of the judge's nucleus: its logprob there is that of nothing."""
+    assert "top-p logprobs within 0.1 nats" in CHECKS["outputs"](scene_of(-0.6))
+    with pytest.raises(Wrong, match=r"top-p 0.9 are up to 0.4 nats off"):
+        CHECKS["outputs"](scene_of(-0.9))
+
+
+@pytest.mark.parametrize(
+    ("engine", "half", "right"), [("vllm", 3e3, True), ("vllm", 9e4, False), ("hf", 9e4, True)]
+)
+def test_a_cache_that_wakes_with_the_weights_is_found(
+    engine: str, half: float, *, right: bool
+) -> None:
+    scene: Any = SimpleNamespace(plan=SimpleNamespace(device="cuda"), kind=KINDS[engine])
+    assert _without_cache(scene, 2e3, half, 1e5) is right
 
 
 def test_a_failure_is_told_in_the_table() -> None:

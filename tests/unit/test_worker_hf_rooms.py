@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -155,11 +156,31 @@ def test_what_lies_aside_may_be_pinned_where_there_is_room_by_then() -> None:
 
 
 class Driver:
-    """CUDA's, as far as locking pages goes; it says how many bytes are locked."""
+    """CUDA's, as far as locking pages goes; it says how many bytes are locked.
+
+    Its contexts are those of threads, as CUDA's are: who has none can't unlock.
+    """
 
     def __init__(self, error: int = 0) -> None:
         self.error = error
         self.locked: dict[int, int] = {}
+        self.contexts: dict[int, list[int]] = {threading.get_ident(): [77]}
+
+    @property
+    def _mine(self) -> list[int]:
+        return self.contexts.setdefault(threading.get_ident(), [])
+
+    def cuCtxGetCurrent(self, found: Any) -> int:
+        found._obj.value = self._mine[-1] if self._mine else 0
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: ctypes.c_void_p) -> int:
+        self._mine.append(context.value or 0)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, found: Any) -> int:
+        found._obj.value = self._mine.pop()
+        return 0
 
     def cuMemHostRegister_v2(
         self, address: ctypes.c_void_p, nbytes: ctypes.c_size_t, flags: ctypes.c_uint
@@ -169,6 +190,8 @@ class Driver:
         return self.error
 
     def cuMemHostUnregister(self, address: ctypes.c_void_p) -> int:
+        if not self._mine:
+            return 201  # CUDA_ERROR_INVALID_CONTEXT
         del self.locked[address.value or 0]
         return 0
 
@@ -179,6 +202,16 @@ def test_pages_are_locked_until_they_go() -> None:
     assert driver.locked == {4096: 8192}
     unlock()
     assert driver.locked == {}
+
+
+def test_pages_are_unlocked_by_a_thread_without_a_context() -> None:
+    driver = Driver()
+    unlock = lock(4096, 8192, driver)
+    thread = threading.Thread(target=unlock)
+    thread.start()
+    thread.join()
+    assert driver.locked == {}
+    assert list(driver.contexts.values()) == [[77], []]
 
 
 def test_memory_that_cannot_be_locked_serves_unlocked(caplog: pytest.LogCaptureFixture) -> None:

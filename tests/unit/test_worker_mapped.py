@@ -104,6 +104,20 @@ def test_only_what_was_sealed_may_serve() -> None:
         sealed(sink)
 
 
+def test_what_is_closed_while_an_error_still_sees_it_gives_everything_back() -> None:
+    """As the frames of a read do that failed in the middle of a tensor."""
+    before, staging = open_files(), Staging(1 << 20)
+    sink = MappedSink(ENTRIES, staging=staging)
+    view = sink.allocate(ENTRIES[0])
+    assert view is not None
+    part = view[:1]
+    sink.close()
+    staging.claim(1 << 20)()
+    part.release()
+    view.release()
+    assert open_files() == before
+
+
 def test_its_room_is_taken_before_anything_is_filled() -> None:
     """A page that is not there later would end the process."""
     sink = MappedSink([Entry("big", TensorSpec("U8", (1 << 20,)))])

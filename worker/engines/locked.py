@@ -20,7 +20,7 @@ PORTABLE = 1
 def lock(address: int, nbytes: int, driver: Any | None = None) -> Callable[[], None]:
     """Lock pages of this process; returns what undoes that, which must come before they go.
 
-    The calling thread has a context of CUDA. The driver's own interface leaves no error behind for
+    The calling thread has a context of CUDA, who undoes it needs none. The driver's own interface leaves no error behind for
     somebody else's next call, as the runtime's does: memory that it can't lock is only slower.
 
     Args:
@@ -42,7 +42,19 @@ def lock(address: int, nbytes: int, driver: Any | None = None) -> Callable[[], N
             error,
         )
         return _nothing
-    return lambda: found.cuMemHostUnregister(ctypes.c_void_p(address))
+    context = ctypes.c_void_p()
+    found.cuCtxGetCurrent(ctypes.byref(context))
+
+    def undo() -> None:
+        # A thread without a context may be the one that gives the memory back, and pages that stay
+        # locked are read by the driver even if others have come to their address.
+        found.cuCtxPushCurrent_v2(context)
+        error = found.cuMemHostUnregister(ctypes.c_void_p(address))
+        found.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        if error:
+            logger.error("CUDA can't unlock %d bytes of staged weights (error %d)", nbytes, error)
+
+    return undo
 
 
 def _driver() -> Any | None:

@@ -136,7 +136,8 @@ class MappedSink:
 
     def close(self) -> None:
         """See `Sink.close`."""
-        with contextlib.suppress(BufferError):  # the mapping goes with the last view of it
+        # The frames of an error may still have a view of it: the pages go with them then.
+        with contextlib.suppress(BufferError):
             self._unmap(flush=False)
         self.sealed = False
         link, self._link = self._link, None

@@ -7,6 +7,9 @@ import torch
 SIGN = "CUDA error:"
 """How torch begins what CUDA reports, in classes that differ between its calls and versions."""
 
+PASSING = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What a full GPU says."""
+
 
 def lasting(error: BaseException | None) -> str | None:
     """Return what CUDA says, if the error or one that it came of is CUDA's own; else None.
@@ -18,7 +21,7 @@ def lasting(error: BaseException | None) -> str | None:
         of_cuda = isinstance(error, torch.AcceleratorError) or (
             isinstance(error, RuntimeError) and SIGN in str(error)
         )
-        if of_cuda and "out of memory" not in str(error):
+        if of_cuda and not any(words in str(error) for words in PASSING):
             return str(error).partition("\n")[0]
         error = error.__cause__ or error.__context__
     return None
