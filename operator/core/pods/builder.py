@@ -70,7 +70,7 @@ class PodBuilder:
         }
 
     def _metadata(self, replica: int, rank: int, restarts: int) -> Obj:
-        annotations = gang.annotations(self.overlay.get("annotations", {}), rank)
+        annotations = gang.without_scraping(self.overlay.get("annotations", {}), rank)
         annotations[names.ANNOTATION_RESTARTS] = str(restarts)
         if self.retry:
             annotations[names.ANNOTATION_RETRY] = self.retry

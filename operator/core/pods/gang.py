@@ -44,7 +44,7 @@ def ports(spec: RolloutReplicaSpec, rank: int) -> list[Obj]:
     return [*found, gang] if spec.parallelism.nodes > 1 else found
 
 
-def annotations(given: Obj, rank: int) -> Obj:
+def without_scraping(given: Obj, rank: int) -> Obj:
     """Return the template's annotations for one rank: a member has no data port to scrape."""
     if rank == 0 or given.get(f"{SCRAPERS}port") != str(names.DATA_PORT):
         return {**given}
