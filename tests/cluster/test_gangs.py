@@ -137,8 +137,11 @@ def killed_while_committing(gang: Fleet) -> None:
 
 @pytest.mark.parametrize(
     "kill",
-    [killed_while_serving, killed_while_staging, killed_while_committing],
-    ids=["serving", "staging", "committing"],
+    [
+        pytest.param(killed_while_serving, marks=pytest.mark.soak, id="serving"),
+        pytest.param(killed_while_staging, marks=pytest.mark.soak, id="staging"),
+        pytest.param(killed_while_committing, id="committing"),
+    ],
 )
 def test_a_gang_that_loses_a_rank_is_replaced_once(
     gang: Fleet, kill: Callable[[Fleet], None]

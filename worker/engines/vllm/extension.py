@@ -48,7 +48,7 @@ def _die_together() -> None:
         if os.getppid() != core:
             os.kill(os.getpid(), signal.SIGKILL)
         return
-    if CORE not in Path(f"/proc/{core}/cmdline").read_bytes():
+    if CORE not in _command_line(core):
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     fields = Path(f"/proc/{core}/stat").read_text().rpartition(")")[2].split()
@@ -61,6 +61,14 @@ def _die_together() -> None:
         os.kill(core, signal.SIGKILL)
 
     threading.Thread(target=watch, name="rollout-parent", daemon=True).start()
+
+
+def _command_line(pid: int) -> bytes:
+    """Return the command line of a process; empty for 0, the parent of a container's first one."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 _die_together()
