@@ -6,7 +6,6 @@ greedy, so that an answer's first tokens tell which weights made them, whatever 
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -221,7 +220,6 @@ def kill(life: Pool, rollouts: Rollouts, replica: int) -> None:
 
     with rollouts.calm():
         life.eventually("it is replaced", replaced, START_SECONDS)
-    assert "137" in json.dumps(life.status()["lastErrors"]), "how it ended is told"
 
 
 def first_tokens(pool: RolloutPool) -> list[tuple[int, ...]]:
