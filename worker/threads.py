@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -30,6 +30,29 @@ async def in_thread(work: Callable[[Callable[[], bool]], T], cancel: threading.E
         if not future.cancelled():
             future.exception()  # looked at: a thread that gave up is no unheard error
         raise
+
+
+class Closable(Protocol):
+    """What holds something until it is closed."""
+
+    def close(self) -> None:
+        """Give it back."""
+        ...
+
+
+C = TypeVar("C", bound=Closable)
+
+
+async def opened_in_thread(make: Callable[[], C]) -> C:
+    """Return what `make` makes in a thread; a cancelled caller gets nothing, and nothing stays open."""
+    made: list[C] = []
+    try:
+        await in_thread(lambda _: made.append(make()), threading.Event())
+    except BaseException:
+        for each in made:
+            each.close()
+        raise
+    return made[0]
 
 
 class Shared(Generic[T]):

@@ -14,6 +14,7 @@ import httpx
 
 from engine_kinds import ROOT, EngineKind
 from rollout_worker.observe.processes import descendants, end
+from rollout_worker.observe.telemetry import resident_bytes
 from waiting import until_sync
 from workers import PROMPT, Command, events
 
@@ -62,8 +63,7 @@ class Observed(Command):
 
     def memory(self) -> float:
         """Return the resident MiB of the worker and its descendants, shared pages counted once."""
-        pids = (self.process.pid, *(process.pid for process in descendants(self.process.pid)))
-        return sum(map(_proportional_mib, pids))
+        return resident_bytes(self.process.pid) / 2**20
 
     def stage_seconds(self, version: int, path: Path) -> float:
         """Stage a version, wait until it is staged, and return the seconds that took."""
@@ -130,11 +130,3 @@ class Observed(Command):
             end(family, 10)
             if hasattr(self, "data"):
                 self.close()
-
-
-def _proportional_mib(pid: int) -> float:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from engine_kinds import CACHE, KINDS, ROOT, EngineKind
 from reference import Reference
 from rollout_worker.observe.processes import Process, descendants, end
+from rollout_worker.observe.telemetry import resident_bytes
 from tinymodels import TinyModels, script
 from waiting import until_sync
 from workers import Command
@@ -211,8 +212,7 @@ class Scene:
             return gpu_mib()
         if not hasattr(self, "worker"):
             return 0.0
-        pids = [self.worker.process.pid, *(process.pid for process in self.family())]
-        return sum(map(_resident_mib, pids))
+        return resident_bytes(self.worker.process.pid) / 2**20
 
     def close(self) -> None:
         """End the worker and all its processes."""
@@ -229,11 +229,3 @@ def gpu_mib() -> float:
     words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     return float(done.stdout.splitlines()[0])
-
-
-def _resident_mib(pid: int) -> float:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))

@@ -13,15 +13,14 @@ import json
 import mmap
 import os
 import tempfile
-import threading
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from rollout_worker.engine import EngineError, Entry, Sink, WeightsRejected
 from rollout_worker.engines.room import Staging
-from rollout_worker.threads import in_thread
+from rollout_worker.threads import opened_in_thread
 
 SLOTS_VARIABLE = "ROLLOUT_SLOTS"
 """Tells the ranks of an engine where the slots of their node are."""
@@ -171,22 +170,11 @@ async def open_mapped(
     Raises:
         EngineError: there is no room.
     """
-    made: list[MappedSink] = []
-
-    def make(_: Callable[[], bool]) -> None:
-        made.append(
-            MappedSink(
-                entries, folder, header=header, skip=skip, slots=slots, slot=slot, staging=staging
-            )
+    return await opened_in_thread(
+        lambda: MappedSink(
+            entries, folder, header=header, skip=skip, slots=slots, slot=slot, staging=staging
         )
-
-    try:
-        await in_thread(make, threading.Event())
-    except BaseException:
-        for sink in made:
-            sink.close()
-        raise
-    return made[0]
+    )
 
 
 def sealed(sink: Sink) -> MappedSink:

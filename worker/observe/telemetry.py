@@ -215,13 +215,14 @@ class Telemetry:
         return generate_latest(self.registry) + engine_metrics.encode()
 
 
-def resident_bytes() -> float:
-    """Memory of this process and its engine's processes; shared memory counts once.
+def resident_bytes(pid: int | None = None) -> float:
+    """Memory of a process, this one by default, and of those below it; shared memory counts once.
 
     It is the sum of their proportional set sizes; 0 where the system does not report them. Blocks:
     the kernel looks at every page, which takes some 50 ms for each GiB.
     """
-    pids = (os.getpid(), *(process.pid for process in descendants(os.getpid())))
+    first = os.getpid() if pid is None else pid
+    pids = (first, *(process.pid for process in descendants(first)))
     return float(sum(map(_proportional_bytes, pids)))
 
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 from rollout_worker.engine import EngineError, Entry, KvPolicy, Refill, Sink, WeightsRejected
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
-from rollout_worker.threads import in_thread
+from rollout_worker.threads import in_thread, opened_in_thread
 
 from .buffers import Buffers
 from .core import Core
@@ -39,18 +39,7 @@ class Versions:
 
     async def open_slot(self, entries: Sequence[Entry]) -> Sink:
         """See `Engine.open_slot`; a cancelled caller gets no memory, and none stays."""
-        made: list[Sink] = []
-
-        def make(_: Callable[[], bool]) -> None:
-            made.append(self._memory.buffers(entries))
-
-        try:
-            await in_thread(make, threading.Event())
-        except BaseException:
-            for sink in made:
-                sink.close()
-            raise
-        return made[0]
+        return await opened_in_thread(lambda: self._memory.buffers(entries))
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
