@@ -20,6 +20,12 @@ from localkube.home import REPOSITORY, cache
 SYSTEM = "rollout-system"
 """Namespace of the operator; Pod Security `restricted` is enforced there."""
 
+NODES = "rollout-nodes"
+"""Namespace of the DaemonSet that opens the lock directory: `baseline`, as it needs root."""
+
+TURN_DIRECTORY = "/run/rollout-turn"
+"""Lock directory of the local nodes: their own, as only /run is, and gone with them."""
+
 RELEASE = "rollout-operator"
 CHART = REPOSITORY / "charts" / "rollout-operator"
 
@@ -59,6 +65,16 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def colocation(*namespaces: str) -> dict[str, Any]:
+    """Return the chart's values that give these namespaces the nodes' lock directory."""
+    return {
+        "enabled": True,
+        "namespaces": list(namespaces),
+        "directory": TURN_DIRECTORY,
+        "nodeNamespace": NODES,
+    }
+
+
 def namespace(cluster: Cluster, name: str, level: str) -> None:
     """Make a namespace that enforces a Pod Security level."""
     body = {
@@ -77,6 +93,8 @@ def install(cluster: Cluster, *worker_namespaces: str, **values: Any) -> None:
     namespace(cluster, SYSTEM, "restricted")
     for name in worker_namespaces:
         namespace(cluster, name, "baseline")
+    if "colocation" in values:
+        namespace(cluster, NODES, "baseline")
     wanted = sorted({*worker_namespaces, *_worker_namespaces(cluster)})
     chosen = merged(
         LOCAL_VALUES,
