@@ -96,6 +96,10 @@ helm.sh/resource-policy: keep
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch, create, delete]
+# A trainer's claims, on which the pods of colocated pools are made.
+- apiGroups: [resource.k8s.io]
+  resources: [resourceclaims]
+  verbs: [list, watch]
 # Services go with their owner, by the garbage collector.
 - apiGroups: [""]
   resources: [services]
