@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_client.errors import RolloutError, SteeringFailed
-from rollout_client.steering.protocol import PoolState
+from rollout_client.errors import ClusterError, RolloutError, SteeringFailed
+from rollout_client.steering.protocol import PoolState, Steering
 from rollout_client.steering.verbs import SteeringVerbs
 
 from .locks import Locks
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 UNDO_SECONDS = 10.0
 """How long a turn that failed tries to ask the pool back before it says that it could not."""
+
+AGAIN_SECONDS = 0.5
 
 FindDevices = Callable[[], Awaitable[Sequence[str]]]
 
@@ -116,7 +118,7 @@ class Session:
             return
         try:
             async with asyncio.timeout(self._left):
-                self._before = await (await self._pool._steer()).state()
+                self._before = await _state(await self._pool._steer(), self._left)
         except TimeoutError:
             raise SteeringFailed(
                 f"nobody said within {self._plan.seconds:g} s what state the pool is in: is the API server "
@@ -157,12 +159,29 @@ class Session:
 
     async def _wake(self, pool: SteeringVerbs, serving: bool) -> None:
         steering = await pool._steer()
-        if await steering.state() == "Paused":
+        seconds = self._plan.seconds if serving else UNDO_SECONDS
+        if await _state(steering, seconds) == "Paused":
             logger.info("somebody paused the pool during the turn, so it stays as they want it")
         elif serving:
             await pool.wake(seconds=self._plan.seconds)
         else:
             await steering.ask_state("Active", UNDO_SECONDS)
+
+
+async def _state(steering: Steering, seconds: float) -> PoolState | None:
+    """Return the state that was asked for last; an API server that is away is asked for so long.
+
+    Raises:
+        ClusterError: Not allowed, or no answer within these seconds.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return await steering.state()
+        except ClusterError as error:
+            if not error.passing or time.monotonic() > until:
+                raise
+        await asyncio.sleep(AGAIN_SECONDS)
 
 
 async def follow(session: Session) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,10 +25,11 @@ from rollout_client import (
     SteeringFailed,
     TurnFailed,
 )
+from rollout_client.steering import cluster
 from rollout_client.turn import local_turn
 from rollout_worker.turn.files import holders
 from scripted_control import scripted_controls
-from turn_pool import GPUS, PlayedPool, played_pool
+from turn_pool import CLAIMS, GPUS, PODS, PlayedPool, claim, played_pool, pod
 from turn_process import puppet
 from waiting import until
 
@@ -451,6 +453,91 @@ async def test_a_rank_that_is_cancelled_in_a_vote_leaves_no_other_waiting(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert holders(directory) == SERVING
+
+
+async def test_an_outage_at_the_end_of_a_turn_keeps_no_devices_and_no_pool_asleep(
+    played: PlayedPool,
+    pool: AsyncRolloutPool,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "QUICK_SECONDS", 0.1)
+    free: list[bool] = []
+
+    async def outage() -> None:
+        await until(lambda: holders(directory) == dict.fromkeys(sorted(GPUS)))
+        free.append(played.away)
+        await asyncio.sleep(1)
+        played.away = False
+
+    async with pool.turn(seconds=30):
+        played.away = True
+        over = asyncio.create_task(outage())
+    await over
+    assert free == [True]
+    assert holders(directory) == SERVING
+
+
+# The page.
+
+
+def blocks() -> list[str]:
+    page = Path(__file__).parents[2] / "docs" / "share-gpus.md"
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+class OneRank:
+    """What the page uses of torch and torch.distributed, of the only rank."""
+
+    tensor = staticmethod(int)
+
+    class ReduceOp:
+        """All-reduces."""
+
+        MIN = "min"
+
+    @staticmethod
+    def all_reduce(vote: int, op: str) -> None:
+        """One rank agrees with itself."""
+
+    @staticmethod
+    def get_rank() -> int:
+        """The only one."""
+        return 0
+
+    @staticmethod
+    def get_world_size() -> int:
+        """One."""
+        return 1
+
+
+@pytest.mark.parametrize("number", range(2))
+async def test_the_code_of_the_page_runs(
+    played: PlayedPool, directory: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    held: list[list[str]] = []
+
+    def train() -> None:
+        held.append([device for device, who in holders(directory).items() if who == "trainer-0"])
+
+    real = RolloutPool.from_cluster
+    monkeypatch.setattr(RolloutPool, "from_cluster", lambda name, namespace: real(name))
+    monkeypatch.setenv("POD_NAME", "trainer-0")
+    played.server.answer("GET", f"{PODS}/trainer-0", pod({"name": "g", "resourceClaimName": "g"}))
+    played.server.answer("GET", f"{CLAIMS}/g", claim("gpu-10", "gpu-9"))
+    names = {
+        "STEPS": 2,
+        "sample": lambda pool: pool.wait_serving(),
+        "publish": lambda pool, step: None,
+        "train": train,
+        "torch": OneRank,
+        "dist": OneRank,
+        "LOCAL_RANK": 1,
+        "RolloutPool": RolloutPool,
+    }
+    assert len(blocks()) == 2
+    await asyncio.to_thread(exec, blocks()[number], names)
+    assert held == [[sorted(GPUS)] * 2, [[GPUS[1]]]][number]
 
 
 # Pools without an operator, and no pool at all.

@@ -33,6 +33,8 @@ class PlayedPool:
         """States that the operator does not hear of."""
         self.refuses: int | None = None
         """Status that the API server answers to each change, if it refuses them."""
+        self.away = False
+        """Whether the API server answers nothing but 503."""
         self.asked: list[str] = []
         """States that were asked for, in order."""
         self.epoch = 0
@@ -88,11 +90,15 @@ class PlayedPool:
         }
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
+        if self.away:
+            return web.json_response({"message": "overloaded"}, status=503)
         return web.json_response(self._pool())
 
     async def _write(self, request: web.Request) -> web.StreamResponse:
         if self.refuses is not None:
             return web.json_response({"message": "no"}, status=self.refuses)
+        if self.away:
+            return web.json_response({"message": "overloaded"}, status=503)
         body = await request.json()
         if body["metadata"]["resourceVersion"] != str(self._generation):
             return web.json_response({"message": "it was changed"}, status=409)
