@@ -23,8 +23,8 @@ from rollout_operator.api.status import (
 )
 from rollout_worker.schemas import Lifecycle, WeightsId
 
-from .findings import Finding, Kind, find, waits_for
-from .heads import Head
+from .findings import Finding, Kind, find
+from .heads import Head, waits_for
 from .updates.status import weights_status
 from .view import View
 
@@ -57,15 +57,14 @@ def build_status(view: View, stored: RolloutReplicaStatus, now: float) -> Rollou
             Replacement(replica=index, restarts=count)
             for index, count in sorted(view.pods.replacing.items())
         ),
-        last_errors=_last_errors(found.get(Kind.DEGRADED), stored, now),
+        last_errors=_last_errors(view, found.get(Kind.DEGRADED), stored, now),
         conditions=conditions,
     )
 
 
 def _new_restarts(view: View) -> int:
     """Replicas that this pass restarts; one whose deletion failed has been counted."""
-    known = view.seen.restarts_of
-    return sum(known.get(index) != count for index, count in view.pods.restarts.items())
+    return len(view.pods.failed)
 
 
 def _sentence(view: View, found: dict[Kind, Finding]) -> str:
@@ -89,7 +88,7 @@ def _phase(view: View, found: dict[Kind, Finding]) -> Phase:
         (view.spec.state is State.PAUSED and view.reached, Phase.PAUSED),
         (_is_updating(view), Phase.UPDATING),
         (view.reached, Phase.READY),
-        (any(p.started for p in view.seen.pods), Phase.LOADING),
+        (not view.pods.waiting and any(p.started for p in view.seen.pods), Phase.LOADING),
     )
     return next((phase for holds, phase in ladder if holds), Phase.PENDING)
 
@@ -257,11 +256,10 @@ def _members(view: View) -> tuple[Member, ...]:
 
 
 def _last_errors(
-    finding: Finding | None, stored: RolloutReplicaStatus, now: float
+    view: View, finding: Finding | None, stored: RolloutReplicaStatus, now: float
 ) -> tuple[LastError, ...]:
-    if finding is None:
-        return stored.last_errors
-    fresh = LastError(time=datetime.fromtimestamp(now, UTC), message=finding.message)
-    if any(each.message == fresh.message for each in stored.last_errors):
-        return stored.last_errors
-    return (fresh, *stored.last_errors)[:MAX_ERRORS]
+    told = [*view.pods.failed.values(), *([] if finding is None else [finding.message])]
+    known = {each.message for each in stored.last_errors}
+    at = datetime.fromtimestamp(now, UTC)
+    fresh = [LastError(time=at, message=message) for message in told if message not in known]
+    return (*reversed(fresh), *stored.last_errors)[:MAX_ERRORS]
