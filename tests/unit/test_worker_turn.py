@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import turn_process
 from rollout_worker.turn import Turn, TurnError, TurnTimeout
 from rollout_worker.turn.files import holders, lock_name
 from rollout_worker.turn.sharing import SOCKET, Sharing, join
@@ -140,12 +141,32 @@ def test_nobody_joins_without_an_invitation_and_nobody_joins_the_dead(
     monkeypatch.delenv(SOCKET, raising=False)
     join()
     sharing = Sharing(mine.fileno_list)
-    monkeypatch.setenv(SOCKET, str(sharing.path))
-    with pytest.raises(TurnError, match="has no turn for the devices to share"):
-        join()
+    assert "has no turn for the devices to share" in failed_join(sharing)
     sharing.close()
-    with pytest.raises(TurnError, match=r"is gone .* must not touch them"):
-        join()
+    assert "is gone" in failed_join(sharing)
+
+
+def failed_join(sharing: Sharing) -> str:
+    """What a process says that can't join."""
+    return subprocess.run(
+        [sys.executable, "-S", turn_process.__file__, "--join"],
+        env={"PYTHONPATH": str(ROOT / "src"), **sharing.environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stderr
+
+
+def test_who_shares_the_turn_needs_not_join_it(mine: Turn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its own copies would keep the turn when it leaves."""
+    mine.take(10)
+    sharing = Sharing(mine.fileno_list)
+    monkeypatch.setenv(SOCKET, str(sharing.path))
+    before = len(os.listdir("/proc/self/fd"))
+    join()
+    assert len(os.listdir("/proc/self/fd")) == before
+    sharing.close()
 
 
 def test_only_this_user_reaches_the_socket(mine: Turn) -> None:
@@ -295,10 +316,26 @@ def test_processes_that_share_a_replaced_lock_must_end_first(directory: Path, mi
     (directory / lock_name(GPU)).unlink()
     with pytest.raises(TurnError, match=r"was replaced .* \(restart the engine\)"):
         mine.take(10)
-    mine.renew()
+    mine.leave()
     mine.take(10)
     with puppet(directory, "other", GPU) as other:
         assert other.ask("take 0.3").startswith("TurnTimeout")
+
+
+def test_who_leaves_keeps_nobody_else_out_but_those_who_joined_do(
+    directory: Path, mine: Turn
+) -> None:
+    """Children that should have ended may still be there."""
+    with trainer(directory) as other:
+        child = int(other.ask("child"))
+        assert other.ask("leave") == "left"
+        assert refused(mine)
+        assert other.ask("take 0.3").startswith("TurnTimeout")
+        os.kill(child, signal.SIGKILL)
+        assert other.ask("take").startswith("taken")
+        assert refused(mine)
+        assert other.ask("leave") == "left"
+        mine.take(10)
 
 
 def test_a_missing_directory_says_what_to_mount(tmp_path: Path) -> None:

@@ -1,4 +1,11 @@
-"""Why a turn can't be had: `TurnError`, and `TurnTimeout` if somebody else has it."""
+"""Why a turn can't be had.
+
+Errors::
+
+    TurnError              the locks can't be used
+    ├── TurnReplaced       not before processes that share an old lock file have ended
+    └── TurnTimeout        somebody else has the turn
+"""
 
 from __future__ import annotations
 
@@ -7,6 +14,10 @@ from collections.abc import Mapping
 
 class TurnError(Exception):
     """The locks can't be used; the message says what to mount or to change."""
+
+
+class TurnReplaced(TurnError):
+    """Processes share a lock file that isn't the one any more: they must end before the next turn."""
 
 
 class TurnTimeout(TurnError):

@@ -29,6 +29,8 @@ _MOST_FILES = 253
 # Kept for this process's life, for nothing else keeps the turn while it has memory of the device.
 _joined: dict[str, list[int]] = {}
 _joining = threading.Lock()
+_own: set[str] = set()
+"""Sockets at which this very process, or what it was forked from, shares its turn."""
 
 
 class Sharing:
@@ -43,6 +45,7 @@ class Sharing:
         self._files = files
         self._folder = Path(tempfile.mkdtemp(prefix="rollout-turn-"))
         self.path = self._folder / "turn"
+        _own.add(str(self.path))
         self._closed = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -90,13 +93,14 @@ class Sharing:
 def join() -> None:
     """Share the turn of the process that started this one; call it before touching a device.
 
-    Does nothing where nobody shares one (`ROLLOUT_TURN_SOCKET` is unset), and the second time.
+    Does nothing where nobody shares one (`ROLLOUT_TURN_SOCKET` is unset), in the process that does or a
+    fork of it (which have the files), and the second time.
 
     Raises:
         TurnError: whoever shared it is gone or hasn't the turn, so the device may be somebody else's.
     """
     path = os.environ.get(SOCKET)
-    if not path:
+    if not path or path in _own:
         return
     with _joining:
         if path not in _joined:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout_worker.turn import files
-from rollout_worker.turn.errors import TurnError
+from rollout_worker.turn.errors import TurnError, TurnReplaced
 from rollout_worker.turn.looks import Look, Waiting
 
 
@@ -53,7 +53,7 @@ class Turn:
         self._guard = threading.Lock()
         self._open: dict[str, int] = {}
         self._shared = False
-        self._renewed = False
+        self._left = False
         self._attempt: _Attempt | None = None
         self._held: _Attempt | None = None
         self._thread: threading.Thread | None = None
@@ -134,16 +134,22 @@ class Turn:
             TurnError: the turn was never taken, so nothing is open.
         """
         with self._guard:
-            if len(self._open) < len(self._devices) or self._renewed:
+            if len(self._open) < len(self._devices) or self._left:
                 raise TurnError("take the turn before you share it: no lock file is open yet")
             self._shared = True
             return [self._open[device] for device in self._devices]
 
-    def renew(self) -> None:
-        """Open new files for the next turn: say so once every process that shared them has ended."""
+    def leave(self) -> None:
+        """Let go without giving back: who joined keeps the turn until they have ended, too.
+
+        For a holder whose children should have ended but can't be trusted to. The next turn opens the files
+        anew, and is shared anew.
+        """
         with self._guard:
-            if self._held is None:
-                self._renewed = True
+            self._held = None
+            self._left = True
+            if self._thread is None or not self._thread.is_alive():
+                self._close_left()  # else the thread does it, which may stand in one of the files
 
     def _begin(self) -> _Attempt | None:
         with self._guard:
@@ -175,6 +181,7 @@ class Turn:
     def _work(self) -> None:
         while True:
             with self._guard:
+                self._close_left()
                 attempt = self._attempt
                 if attempt is None:
                     self._thread = None
@@ -194,7 +201,6 @@ class Turn:
         attempt.done.set_exception(error)
 
     def _lock_all(self, attempt: _Attempt) -> None:
-        self._forget_old()
         for device in self._devices:
             if not self._lock_one(attempt, device):
                 return
@@ -242,17 +248,15 @@ class Turn:
         """Somebody replaced the file that we waited for: close it, unless others hold it through us."""
         fcntl.flock(self._open[device], fcntl.LOCK_UN)
         if self._shared:
-            raise TurnError(
+            raise TurnReplaced(
                 f"the lock file of {device} in {str(self._directory)!r} was replaced while processes share "
                 f"the old one: end them (restart the engine), and find out who removes files there"
             )
         os.close(self._open.pop(device))
 
-    def _forget_old(self) -> None:
-        with self._guard:
-            if not self._renewed:
-                return
-            self._renewed = self._shared = False
+    def _close_left(self) -> None:
+        if self._left:
+            self._left = self._shared = False
             while self._open:
                 os.close(self._open.popitem()[1])
 

@@ -89,6 +89,9 @@ def _obey(turn: Turn, orders: IO[str]) -> None:
             case ["give"]:
                 turn.give()
                 _say("given")
+            case ["leave"]:
+                turn.leave()
+                _say("left")
             case ["pair"]:
                 # A hand-over as the other side sees it: when the lock was free, and when it was had.
                 turn.give()

@@ -25,6 +25,7 @@ import torch
 
 from rollout_worker.engines.dtypes import TORCH_DTYPES
 from rollout_worker.engines.mapped import located
+from rollout_worker.turn.sharing import join
 
 from .settings import MEMBER_VARIABLE
 
@@ -72,6 +73,8 @@ def _command_line(pid: int) -> bytes:
 
 
 _die_together()
+# vLLM imports this before its worker touches the device (vLLM 0.32: `init_worker`, then `init_device`).
+join()
 
 
 class Extension:
