@@ -5,9 +5,9 @@ There is no scheduler, no kubelet and no driver: the test binds the trainer's po
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from random import Random
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -42,7 +42,7 @@ class Job:
         """What a pool says to run beside it."""
         return {"trainerSelector": {"matchLabels": {"job": self.name}}}
 
-    def add_pod(self, index: int, **spec: Any) -> Obj:
+    def add_pod(self, index: int) -> Obj:
         """Create a pod that nobody has scheduled yet."""
         uses = [{"name": "gpus", "resourceClaimName": f"{self.name}-gpus-{index}"}]
         container = {
@@ -54,7 +54,7 @@ class Job:
             "apiVersion": "v1",
             "kind": "Pod",
             "metadata": {"name": f"{self.name}-{index}", "labels": {"job": self.name}},
-            "spec": {"containers": [container], "resourceClaims": uses, **spec},
+            "spec": {"containers": [container], "resourceClaims": uses},
         }
         return self.lab.api.create(self.lab.path("pods"), body)
 
@@ -136,7 +136,7 @@ async def test_pods_are_made_on_the_right_claims_whatever_comes_first(
 ) -> None:
     name = order.replace(" ", "-")[:12].strip("-")
     job = Job(lab, f"job-{name}")
-    do = {
+    do: dict[str, Callable[[int], object]] = {
         "pool": lambda index: None,
         "pods": job.add_pod,
         "claims": job.add_claim,
@@ -166,14 +166,14 @@ async def test_what_is_waited_for_is_told_by_pod_and_claim(lab: PoolLab) -> None
     )
     await lab.until("it says that there is no trainer", lambda: says(lab, "waits", "Degraded", few))
     assert condition(lab.get("waits"), "Degraded")[:2] == ("True", "TooFewTrainers")
-    steps = [
+    steps: list[tuple[Callable[[], object], str]] = [
         (lambda: job.add_pod(0), "ResourceClaim 'slow-gpus-0' of the trainer's pod 'slow-0', which does"),
         (lambda: job.add_claim(0), "waits for the trainer's pod 'slow-0' to be scheduled, which needs"),
         (lambda: job.bind(0), "ResourceClaim 'slow-gpus-0' of the trainer's pod 'slow-0' to be allocated"),
     ]  # fmt: skip
     for step, told in steps:
         step()
-        await lab.until(told, lambda told=told: says(lab, "waits", "Progressing", told))
+        await lab.until(told, partial(says, lab, "waits", "Progressing", told))
         status = lab.get("waits")["status"]
         assert (status["phase"], told in status["message"]) == ("Pending", True)
         assert condition(lab.get("waits"), "Progressing")[1] == "WaitingForTrainer"
@@ -242,7 +242,7 @@ async def test_eight_trainers_of_eight_devices_with_four_slots(lab: PoolLab) -> 
     todo: list[tuple[str, int]] = [("pod", i) for i in range(8)] + [("claim", i) for i in range(8)]
     random.shuffle(todo)
     todo.insert(9, ("pool", 0))
-    make = {
+    make: dict[str, Callable[[int], object]] = {
         "pod": job.add_pod,
         "claim": job.add_claim,
         "pool": lambda _: lab.create(
