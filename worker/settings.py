@@ -139,6 +139,13 @@ def _port(text: str) -> int:
     return port
 
 
+def _fixed_port(text: str) -> int:
+    port = _port(text)
+    if port == 0:
+        raise ValueError("must be between 1 and 65535: all ranks meet at the same one")
+    return port
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -196,6 +203,7 @@ def _name(text: str) -> str:
 
 _METAVARS: dict[Callable[[str], Any], str] = {
     _port: "PORT",
+    _fixed_port: "PORT",
     _positive: "N",
     _seconds: "SECONDS",
     _delays: "SECONDS,…",
@@ -257,7 +265,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("rank", _rank, 0, "which of these nodes this is; 0 is the head, which serves", metavar="N"),
     Flag("leader-address", _name, None, "host name or address of the head's node, for --nodes above 1",
          metavar="HOST"),
-    Flag("gang-port", _port, 8003, "port on the head's node at which the engine's ranks meet"),
+    Flag("gang-port", _fixed_port, 8003, "port on the head's node at which the engine's ranks meet"),
     Flag("gang-token-file", Path, None, "token that the head shows its members with --auth kubernetes"),
     Flag("member-addresses", _addresses, (), "comma-separated control ports of ranks 1, 2, …; default:"
          " --leader-address with their rank in place of the 0 that ends its first label, and"

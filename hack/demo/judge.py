@@ -1,7 +1,7 @@
 """A judge of turns on the local cluster's fake devices: who had memory of which device, each millisecond.
 
     with Judge(cluster.state) as judge: …
-    report = judge.report(worker_idle_mib)
+    report = judge.report(judge.asleep_mib())
 
 It runs on the machine below the nodes and asks nobody: pods with a device are those whose processes see its
 file; a process has memory of the device while it holds a flock on that file (the trainer), and a worker while
@@ -89,10 +89,19 @@ class Judge:
     def __exit__(self, *_: object) -> None:
         self._process.communicate(timeout=30)
 
-    def worker_mib(self) -> float:
-        """Return the memory that the worker seen last has now."""
-        mib = [line["mib"] for line in self._read() if "mib" in line]
-        return float(mib[-1]) if mib else 0.0
+    def asleep_mib(self) -> float:
+        """Return a sleeping worker's memory: the least that one had after it had most; 0: none slept."""
+        series: dict[str, list[float]] = {}
+        for line in self._read():
+            if line.get("mib"):
+                series.setdefault(line["pod"], []).append(line["mib"])
+        found = [0.0]
+        for mib in series.values():
+            most = max(mib)
+            awake = next(i for i, each in enumerate(mib) if each > most - MARGIN_MIB)
+            least = min(mib[awake:])
+            found += [least] if least < most - MARGIN_MIB else []
+        return max(found)
 
     def having(self, idle_mib: float) -> dict[str, set[str]]:
         """Return the pods that have memory of each device now."""

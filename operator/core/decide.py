@@ -11,7 +11,7 @@ from rollout_worker.schemas import WorkerState
 from .gangs import gangs_of, plan_pods
 from .heads import Head
 from .members import MemberPlanner
-from .plan import CallWorker, Plan, SetGate, Verb, Wait
+from .plan import CallWorker, Note, Plan, SetGate, Verb, Wait
 from .report import build_status
 from .updates.decide import plan_weights
 from .updates.weights_plan import WeightsPlan, target_of
@@ -61,6 +61,7 @@ def decide(
         was_at_rest=_was_at_rest(spec, stored),
     )
     status = build_status(view, stored, now)
+    notes = [Note("Warning", "ReplicaFailed", why) for why in pods.failed.values()] + weights.notes
     return Plan(
         status=status,
         seek=tuple(pods.seek),
@@ -68,7 +69,7 @@ def decide(
         delete=tuple(pods.delete),
         gates=tuple(gates),
         calls=tuple(calls),
-        notes=tuple(weights.notes),
+        notes=tuple(notes),
         restarts=pods.restarts,
         barrier=weights.barrier,
         requeue=wait.seconds,

@@ -38,6 +38,8 @@ class PodPlan:
     backing_off: dict[int, str] = field(default_factory=dict)
     restarts: dict[int, int] = field(default_factory=dict)
     """Failures to note on the pods that replace these replicas."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Why replicas restart now, of those whose failure no pass before this one counted."""
     replacing: dict[int, int] = field(default_factory=dict)
     """The same, of all replicas whose new pods are not all there yet; for status."""
     outdated: int = 0
@@ -122,7 +124,7 @@ def plan_pods(
     if seen.unsettled:
         # What is wrong is told all the same: it has not gone because the view is old.
         wait.at_most(UNSETTLED_SECONDS)
-        plan.delete, plan.create, plan.restarts = harmless, [], {}
+        plan.delete, plan.create, plan.restarts, plan.failed = harmless, [], {}, {}
     plan.replacing = _replacing(spec, seen, gangs, plan)
     plan.waiting, plan.misplaced = places.waiting, places.misplaced
     return plan
@@ -252,6 +254,8 @@ def _replace_failed(
         wait.at_most(left)
         return
     plan.restarts[gang.index] = count
+    if seen.restarts_of.get(gang.index) != count:
+        plan.failed[gang.index] = f"replica {gang.index} failed and restarts: {why}"
     _delete_all(spec, gang.living, plan, f"its replica failed ({why})")
 
 

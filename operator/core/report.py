@@ -57,15 +57,14 @@ def build_status(view: View, stored: RolloutReplicaStatus, now: float) -> Rollou
             Replacement(replica=index, restarts=count)
             for index, count in sorted(view.pods.replacing.items())
         ),
-        last_errors=_last_errors(found.get(Kind.DEGRADED), stored, now),
+        last_errors=_last_errors(view, found.get(Kind.DEGRADED), stored, now),
         conditions=conditions,
     )
 
 
 def _new_restarts(view: View) -> int:
     """Replicas that this pass restarts; one whose deletion failed has been counted."""
-    known = view.seen.restarts_of
-    return sum(known.get(index) != count for index, count in view.pods.restarts.items())
+    return len(view.pods.failed)
 
 
 def _sentence(view: View, found: dict[Kind, Finding]) -> str:
@@ -258,11 +257,10 @@ def _members(view: View) -> tuple[Member, ...]:
 
 
 def _last_errors(
-    finding: Finding | None, stored: RolloutReplicaStatus, now: float
+    view: View, finding: Finding | None, stored: RolloutReplicaStatus, now: float
 ) -> tuple[LastError, ...]:
-    if finding is None:
-        return stored.last_errors
-    fresh = LastError(time=datetime.fromtimestamp(now, UTC), message=finding.message)
-    if any(each.message == fresh.message for each in stored.last_errors):
-        return stored.last_errors
-    return (fresh, *stored.last_errors)[:MAX_ERRORS]
+    told = [*view.pods.failed.values(), *([] if finding is None else [finding.message])]
+    known = {each.message for each in stored.last_errors}
+    at = datetime.fromtimestamp(now, UTC)
+    fresh = [LastError(time=at, message=message) for message in told if message not in known]
+    return (*reversed(fresh), *stored.last_errors)[:MAX_ERRORS]

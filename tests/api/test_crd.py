@@ -182,12 +182,11 @@ def test_transitions(
 ) -> None:
     name = "t-" + request.node.callspec.id.replace(" ", "-").lower()
     start = pool(name, {**target(2, 5, "a"), **given})
-    space.kubectl("create", "-f", "-", manifest=start)
-    command = ("patch", "rr", name, "--type=merge", "-p", json.dumps({"spec": patch}))
+    space.create(start)
     if message is None:
-        space.kubectl(*command)
+        space.patch(name, patch)
     else:
-        assert message in space.refusal(*command)
+        assert message in space.refused_patch(name, patch)
 
 
 def test_scale_changes_replicas_and_shows_the_selector(space: Namespace) -> None:

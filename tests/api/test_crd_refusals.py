@@ -417,7 +417,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_refuses_and_says_what_to_change(
     space: Namespace, patch: dict[str, Any], message: str
 ) -> None:
-    said = space.refusal("create", "--dry-run=server", "-f", "-", manifest=pool("bad", patch))
+    said = space.refused(pool("bad", patch))
     assert message in said
 
 
@@ -425,6 +425,6 @@ def test_refuses_and_says_what_to_change(
     "name", ["a" * 51, "9lives", "with.dot", "pool-heads"], ids=["long", "digit", "dot", "heads"]
 )
 def test_refuses_names_out_of_bounds(space: Namespace, name: str) -> None:
-    said = space.refusal("create", "--dry-run=server", "-f", "-", manifest=pool(name))
+    said = space.refused(pool(name))
     assert "metadata.name must be a DNS-1035 label" in said
     assert "at most 50 characters that does not end in -heads: choose another name" in said

@@ -16,7 +16,7 @@ import pytest
 
 from apiclient import PODS, POOLS, Obj
 from scalelab import NAMESPACE, Call, Lab, processless_pool
-from stuck import GRACE_SECONDS, POOL, StuckPod
+from stuck import GRACE_SECONDS, OTHER, POOL, StuckPod
 from waiting import eventually
 
 POOLS_COUNT, REPLICAS = 30, 4
@@ -196,11 +196,13 @@ def reaction(lab: Lab, pool: str) -> float:
     return took
 
 
-def test_a_pod_that_outlives_its_grace_is_freed(lab: Lab, stuck: StuckPod) -> None:
+def test_a_pod_of_a_dead_node_is_freed_and_made_on_another(lab: Lab, stuck: StuckPod) -> None:
     eventually("the pod is gone", lambda: stuck.uid not in uids_of(lab), 60)
     took = time.monotonic() - stuck.deleted_at
     assert took >= GRACE_SECONDS + STUCK_SECONDS - 1, "the API's times are whole seconds"
-    eventually("its replacement is there", lambda: uids(lab, POOL), 30)
+    lab.await_condition("Ready", {POOL}, 60)
+    (pod,) = lab.pods(POOL)
+    assert pod["spec"]["nodeName"] == OTHER
 
 
 def uids_of(lab: Lab) -> set[str]:

@@ -41,6 +41,19 @@ def one_failure(**spec: Any) -> World:
     return world
 
 
+def test_each_failure_is_told_once_even_the_first_which_waits_for_nothing() -> None:
+    world = World(spec_of(replicas=2))
+    world.run()
+    world.fail("pool-1-0")
+    told = []
+    for _ in range(60):
+        plan = world.step()
+        told += [note.message for note in plan.notes if note.reason == "ReplicaFailed"]
+    assert told == ["replica 1 failed and restarts: exit code 137"]
+    assert world.status.last_errors[0].message == told[0]
+    assert world.status.restarts == 1
+
+
 def test_failures_in_a_row_add_up() -> None:
     world = one_failure()
     steps(world, 590)

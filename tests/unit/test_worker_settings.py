@@ -28,6 +28,12 @@ def test_defaults() -> None:
     assert found.restart_delays == (1, 2, 5, 10, 30, 60)
 
 
+def test_ranks_can_not_meet_at_any_free_port() -> None:
+    with pytest.raises(BadSettings, match=r"--gang-port.*between 1 and 65535: all ranks meet"):
+        settings([*ALONE, "--gang-port", "0"])
+    assert settings([*ALONE, "--control-port", "0", "--gang-port", "9"]).gang_port == 9
+
+
 def test_every_flag_has_a_variable_and_the_flag_wins() -> None:
     for flag in FLAGS:
         assert flag.env == "ROLLOUT_" + flag.name.upper().replace("-", "_")

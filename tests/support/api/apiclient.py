@@ -25,7 +25,7 @@ SLICES = "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices"
 
 
 class ApiError(AssertionError):
-    """The API server refused a request that must succeed."""
+    """The API server refused a request that must succeed, or took one that it must refuse."""
 
     def __init__(self, request: str, status: int, text: str) -> None:
         super().__init__(f"{request}: {status} {text[:500]}")
@@ -48,7 +48,7 @@ def connect(cluster: Cluster, *, timeout: float | None = 30.0) -> httpx.Client:
 
 
 class Api:
-    """Requests that must succeed; close it, or use it as a context manager."""
+    """Requests that must succeed, or be refused; close it, or use it as a context manager."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -112,6 +112,16 @@ class Api:
         body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
         self._send("DELETE", path, body, missing=True)
 
+    def refusal(
+        self, method: str, path: str, body: Obj, *, kind: str = "application/json", **params: str
+    ) -> str:
+        """Return the words with which a request is refused; fail if it is not."""
+        answer = self._ask(method, path, body, kind, params)
+        if not answer.is_client_error:
+            raise ApiError(f"{method} {path}", answer.status_code, answer.text)
+        words: str = answer.json()["message"]
+        return words
+
     def _send(
         self,
         method: str,
@@ -122,13 +132,23 @@ class Api:
         params: dict[str, str] | None = None,
         missing: bool = False,
     ) -> Obj:
-        content = None if body is None else json.dumps(body)
-        headers = {"Content-Type": kind}
-        answer = self._client.request(method, path, content=content, headers=headers, params=params)
+        answer = self._ask(method, path, body, kind, params)
         if not (answer.is_success or (missing and answer.status_code in (404, 409))):
             raise ApiError(f"{method} {path}", answer.status_code, answer.text)
         found: Obj = answer.json()
         return found
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Obj | None,
+        kind: str,
+        params: dict[str, str] | None,
+    ) -> httpx.Response:
+        content = None if body is None else json.dumps(body)
+        headers = {"Content-Type": kind}
+        return self._client.request(method, path, content=content, headers=headers, params=params)
 
 
 @functools.cache
