@@ -104,8 +104,9 @@ cluster-build: ## build Kubernetes and its tools, once
 	@$(CLUSTER_PY) build
 
 .PHONY: cluster-up
-cluster-up: ## start a local cluster (NODES=1 GPUS=0 NAME=rollout)
-	@$(CLUSTER_PY) up --name $(or $(NAME),rollout) --nodes $(or $(NODES),1) --gpus $(or $(GPUS),0)
+cluster-up: ## start a local cluster (NODES=1 GPUS=0 DEVICES=0 NAME=rollout)
+	@$(CLUSTER_PY) up --name $(or $(NAME),rollout) --nodes $(or $(NODES),1) --gpus $(or $(GPUS),0) \
+	  --devices $(or $(DEVICES),0)
 
 .PHONY: cluster-down
 cluster-down: ## remove every local cluster

@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
 
 import check_image
 from buildah import BASE, PACKAGES, SUITE, Store, is_current, stamp_file
+from imagecheck.checks import ENGINES
 from localkube import Cluster, ClusterError, debian, preflight, volumes
 from localkube.home import DEFAULT_NAME, REPOSITORY, cache, exclusive, images, say, step
 
 _SOURCES = ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md", "LICENSE",
             "operator", "worker", "client", "hack/image")  # fmt: skip
-GPU_ENGINES = ("hf", "vllm", "sglang")
 GPU_SECONDS = 5400
 # Wheels, what they unpack to, and the layer made of that; 15 GiB stay for the rest of the machine.
 GPU_GIB = 45
@@ -78,14 +78,14 @@ def main() -> int:
     parser.add_argument("--load", action="store_true", help="import them into a cluster's nodes")
     parser.add_argument("--name", default=DEFAULT_NAME, help="that cluster (default: %(default)s)")
     parser.add_argument(
-        "--gpu", nargs="*", choices=GPU_ENGINES, metavar="ENGINE",
-        help=f"build and check complete images: {', '.join(GPU_ENGINES)} (default: all)",
+        "--gpu", nargs="*", choices=ENGINES, metavar="ENGINE",
+        help=f"build and check complete images: {', '.join(ENGINES)} (default: all)",
     )  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="with --gpu: don't remove them again")
     arguments = parser.parse_args()
     try:
         if arguments.gpu is not None:
-            return build_gpu(arguments.gpu or GPU_ENGINES, keep=arguments.keep)
+            return build_gpu(arguments.gpu or ENGINES, keep=arguments.keep)
         build()
         if arguments.load:
             load(Cluster.attach(arguments.name))
@@ -132,7 +132,7 @@ def build_gpu(engines: Sequence[str], *, keep: bool) -> int:
             reference = gpu_reference(engine)
             with step(f"image {reference}"):
                 store.build(f"worker-{engine}", reference, {})
-            worst = max(worst, check_image.check(store, reference))
+            worst = max(worst, check_image.check(store, reference, engine))
             if not keep:
                 store.do("rmi", "--force", reference)
                 store.do("rmi", "--prune")

@@ -71,6 +71,9 @@ class Config(BaseModel):
     log_level: LogLevel = "INFO"
     log_format: LogFormat = "json"
     pod_name: str = "rollout-operator"
+    turn_claim: str = Field(
+        default="", max_length=253, pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
+    )
     engines: Mapping[str, EngineDefaults] = Field(default_factory=dict)
 
     def engine(self, kind: str) -> EngineDefaults:
@@ -132,6 +135,8 @@ def _parser() -> argparse.ArgumentParser:
         "--resync-seconds": "seconds between full lists of the cluster (default: 300)",
         "--log-level": "minimum log level: DEBUG, INFO, WARNING or ERROR (default: INFO)",
         "--log-format": "log format: json or text (default: json)",
+        "--turn-claim": "PersistentVolumeClaim with a node's lock directory, in each namespace that has "
+        "colocated pools (default: none; trainer and engine may then hold memory at once)",
         "--pod-name": "name of this process in the Lease and in events (default: POD_NAME, else "
         "the host name)",
     }

@@ -119,6 +119,7 @@ class Operator:
             self._start("streams", self._parts.streams.run())
         self._start("poller", self._parts.poller.run())
         self._start("resync", self._parts.resync.run())
+        self._start("neighbours", self._parts.neighbours.run())
         self._start("passes", self._parts.passes.run())
         self._parts.resync.soon(RELIST_SECONDS)  # what went between the list and the streams' start
 
@@ -161,14 +162,14 @@ class Operator:
         await self._parts.calls.cancel_all()
         if events := self._tasks.get("events"):
             await self._parts.recorder.flush(events)
-        await self._cancel("leading", "lease", "poller", "resync", "fence")
+        await self._cancel("leading", "lease", "poller", "resync", "neighbours", "fence")
         await self._parts.leadership.release()
         await self._stop_streams()
         await self._close()
 
     async def _end_badly(self, reason: str) -> None:
         """End at once: a successor may be working already."""
-        await self._cancel("passes", "poller", "resync", "leading", "lease", "events")
+        await self._cancel("passes", "poller", "resync", "neighbours", "leading", "lease", "events")
         await self._parts.calls.cancel_all()
         if reason == DIED:
             await self._parts.leadership.release()

@@ -16,11 +16,13 @@ from rollout_worker.schemas import WorkerState
 from .api.names import audience
 from .cache.expectations import Expectations
 from .cache.feed import Feed
+from .cache.neighbours import Neighbourhood
 from .cache.resync import Resync
 from .cache.store import Store
 from .cache.streams import Streams
 from .cache.workqueue import WorkQueue
 from .config import Config
+from .core.trainers import parse_claim, parse_trainer
 from .kube.client import Kube
 from .kube.events import Recorder
 from .kube.lease import Leadership, SoleLeader
@@ -81,6 +83,11 @@ class Parts:
             interval=config.resync_seconds,
         )
         self.feed = Feed(self.store, self.expectations, self.queue, telemetry, self.resync)
+        self.neighbours = Neighbourhood(
+            self.kube,
+            {"pods": parse_trainer, "resourceclaims": parse_claim},
+            self.feed.part_changed,
+        )
         self.streams = Streams(
             self.feed,
             namespaces=config.watch_namespaces,
@@ -99,6 +106,7 @@ class Parts:
         return Context(
             config=self._config,
             store=self.store,
+            neighbours=self.neighbours,
             expectations=self.expectations,
             kube=self.kube,
             workers=Workers(self.poller, self.calls, self.control),

@@ -44,6 +44,7 @@ from .wire.control import (
     ResetRequest,
     Resident,
     SleepRequest,
+    TurnState,
     WakeRequest,
     WorkerState,
 )
@@ -154,6 +155,7 @@ __all__ = [
     "TokenId",
     "TokenKey",
     "ToolResponse",
+    "TurnState",
     "Usage",
     "WakeRequest",
     "WeightsId",

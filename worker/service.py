@@ -253,6 +253,7 @@ class Worker:
             restarts=runtime.restarts,
             last_error=runtime.last_error,
             progress=runtime.progress,
+            turn=None if runtime.turn is None else runtime.turn.view(),
             in_flight_policies=engine.capabilities.in_flight if engine else (),
         )
 

@@ -11,6 +11,7 @@ import ipaddress
 import os
 import re
 import shlex
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any, Literal, cast, get_args
 from .engine import ENGINES
 from .quantities import bytes_of
 from .schemas import LogprobsOf
+from .turn.errors import TurnError
+from .turn.files import lock_name
 
 ENV_PREFIX = "ROLLOUT_"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -78,6 +81,9 @@ class Settings:
     gang_port: int
     gang_token_file: Path | None
     member_addresses: tuple[str, ...]
+    turn_directory: Path | None
+    turn_devices: tuple[str, ...]
+    turn_holder: str
     kube_api_url: str | None
     kube_ca: Path
     kube_token_file: Path
@@ -133,6 +139,13 @@ def _port(text: str) -> int:
     return port
 
 
+def _fixed_port(text: str) -> int:
+    port = _port(text)
+    if port == 0:
+        raise ValueError("must be between 1 and 65535: all ranks meet at the same one")
+    return port
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -153,6 +166,18 @@ def _addresses(text: str) -> tuple[str, ...]:
         host, _, port = each.rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"{each!r} is not HOST:PORT")
+    return found
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    found = tuple(part.strip() for part in text.split(","))
+    try:
+        for each in found:
+            lock_name(each)
+    except TurnError as error:
+        raise ValueError(str(error)) from error
+    if len(set(found)) < len(found):
+        raise ValueError("names a device twice")
     return found
 
 
@@ -178,6 +203,7 @@ def _name(text: str) -> str:
 
 _METAVARS: dict[Callable[[str], Any], str] = {
     _port: "PORT",
+    _fixed_port: "PORT",
     _positive: "N",
     _seconds: "SECONDS",
     _delays: "SECONDS,…",
@@ -239,11 +265,17 @@ FLAGS: tuple[Flag, ...] = (
     Flag("rank", _rank, 0, "which of these nodes this is; 0 is the head, which serves", metavar="N"),
     Flag("leader-address", _name, None, "host name or address of the head's node, for --nodes above 1",
          metavar="HOST"),
-    Flag("gang-port", _port, 8003, "port on the head's node at which the engine's ranks meet"),
+    Flag("gang-port", _fixed_port, 8003, "port on the head's node at which the engine's ranks meet"),
     Flag("gang-token-file", Path, None, "token that the head shows its members with --auth kubernetes"),
     Flag("member-addresses", _addresses, (), "comma-separated control ports of ranks 1, 2, …; default:"
          " --leader-address with their rank in place of the 0 that ends its first label, and"
          " --control-port", metavar="HOST:PORT,…"),
+    Flag("turn-directory", Path, None, "directory of the node with a lock for each device that somebody else uses"
+         " by turns with this engine", metavar="DIR"),
+    Flag("turn-devices", _devices, (), "comma-separated devices whose locks are this engine's turn",
+         metavar="DEVICE,…"),
+    Flag("turn-holder", _name, None, "name under which others see that this worker has the turn; default: the"
+         " host's name"),
     Flag("log-level", str, "info", "minimum log level", ("debug", "info", "warning", "error")),
     Flag("log-format", str, "json", "log format", ("json", "text")),
     Flag("kube-api-url", str, None, "URL of the Kubernetes API; default: in-cluster", hidden=True),
@@ -277,12 +309,14 @@ def parse(given: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
             "give --model PATH (or ROLLOUT_MODEL): the checkpoint's folder or Hub repository"
         )
     values["served_name"] = values["served_name"] or Path(values["model"]).name or "model"
+    values["turn_holder"] = values["turn_holder"] or socket.gethostname()
     values["namespace"] = values["namespace"] or _own_namespace()
     values["weights_roots"] = _roots(values["weights_roots"], in_pool=values["pool"] is not None)
     settings = Settings(**{field.name: values[field.name] for field in fields(Settings)})
     _check_auth(settings)
     _check_spill(settings.spill_dir)
     _check_gang(settings)
+    _check_turn(settings)
     return settings
 
 
@@ -380,6 +414,16 @@ def _check_gang(settings: Settings) -> None:
         raise BadSettings(
             "--auth kubernetes with --nodes above 1 needs --gang-token-file: a token of this pod,"
             f" issued for {settings.audience!r}"
+        )
+
+
+def _check_turn(settings: Settings) -> None:
+    if (settings.turn_directory is None) != (not settings.turn_devices):
+        raise BadSettings("give --turn-directory and --turn-devices, or neither")
+    if settings.turn_devices and settings.nodes > 1:
+        raise BadSettings(
+            "--turn-devices with --nodes above 1: an engine of several nodes can't take turns yet; use"
+            " one node, or devices of its own"
         )
 
 

@@ -93,6 +93,9 @@ def _add_life_commands(
     command = _add(commands, _up, named)
     command.add_argument("--nodes", type=int, default=1, metavar="N", help="real nodes (1)")
     command.add_argument("--gpus", type=int, default=0, metavar="G", help="fake GPUs a node (0)")
+    command.add_argument(
+        "--devices", type=int, default=0, metavar="D", help="fake devices a node, for claims (0)"
+    )
     command.add_argument("--port", type=int, help="of the API server (default: a free one)")
     command.add_argument(
         "--node-grace", type=int, metavar="SECONDS", help="silence that makes a node NotReady"
@@ -154,8 +157,8 @@ def _build(arguments: argparse.Namespace) -> None:
 
 def _up(arguments: argparse.Namespace) -> None:
     """Start a cluster (or the nodes it lacks) and print the path of its kubeconfig."""
-    if arguments.nodes < 0 or arguments.gpus < 0:
-        raise ClusterError("--nodes and --gpus: 0 or more")
+    if min(arguments.nodes, arguments.gpus, arguments.devices) < 0:
+        raise ClusterError("--nodes, --gpus and --devices: 0 or more")
     # Before anything is compiled for minutes.
     if arguments.nodes:
         preflight.root("a cluster with nodes")
@@ -169,6 +172,7 @@ def _up(arguments: argparse.Namespace) -> None:
         port=arguments.port,
         node_grace_seconds=arguments.node_grace,
         archives=arguments.image,
+        devices=arguments.devices,
     )
     print(cluster.kubeconfig)
 

@@ -20,6 +20,12 @@ from localkube.home import REPOSITORY, cache
 SYSTEM = "rollout-system"
 """Namespace of the operator; Pod Security `restricted` is enforced there."""
 
+NODES = "rollout-nodes"
+"""Namespace of the DaemonSet that opens the lock directory: `baseline`, as it needs root."""
+
+TURN_DIRECTORY = "/run/rollout-turn"
+"""Lock directory of the local nodes: their own, as only /run is, and gone with them."""
+
 RELEASE = "rollout-operator"
 CHART = REPOSITORY / "charts" / "rollout-operator"
 
@@ -59,6 +65,16 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def colocation(*namespaces: str) -> dict[str, Any]:
+    """Return the chart's values that give these namespaces the nodes' lock directory."""
+    return {
+        "enabled": True,
+        "namespaces": list(namespaces),
+        "directory": TURN_DIRECTORY,
+        "nodeNamespace": NODES,
+    }
+
+
 def namespace(cluster: Cluster, name: str, level: str) -> None:
     """Make a namespace that enforces a Pod Security level."""
     body = {
@@ -72,16 +88,20 @@ def namespace(cluster: Cluster, name: str, level: str) -> None:
 def install(cluster: Cluster, *worker_namespaces: str, **values: Any) -> None:
     """Install or upgrade the operator with local images; waits until it is ready.
 
-    Namespaces of an earlier call keep their service account.
+    Namespaces of an earlier call keep their service account and their lock directory.
     """
     namespace(cluster, SYSTEM, "restricted")
     for name in worker_namespaces:
         namespace(cluster, name, "baseline")
-    wanted = sorted({*worker_namespaces, *_worker_namespaces(cluster)})
+    if "colocation" in values:
+        namespace(cluster, NODES, "baseline")
+    earlier = _values(cluster)
+    wanted = sorted({*worker_namespaces, *earlier.get("workers", {}).get("namespaces", ())})
     chosen = merged(
         LOCAL_VALUES,
         {
             "workers": {"namespaces": wanted},
+            "colocation": earlier.get("colocation", {}),
             # The tag stays `dev`: only this tells the Deployment that the image is another one.
             "podAnnotations": {"rollout.dev/image": _stamp("rollout-operator")},
         },
@@ -101,15 +121,14 @@ def _stamp(image: str) -> str:
     return file.read_text().strip()[:16] if file.exists() else "none"
 
 
-def _worker_namespaces(cluster: Cluster) -> list[str]:
-    """Namespaces that an installed release serves, none if there is no release."""
+def _values(cluster: Cluster) -> dict[str, Any]:
+    """What an installed release was given, nothing if there is no release."""
     text = cluster.helm("get", "values", RELEASE, "-n", SYSTEM, "-o", "json", check=False)
     try:
         values: dict[str, Any] = json.loads(text) or {}
     except ValueError:
-        return []
-    found: list[str] = values.get("workers", {}).get("namespaces", [])
-    return found
+        return {}
+    return values
 
 
 def make_models(folder: Path | None = None, *shape: str) -> Path:

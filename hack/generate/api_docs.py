@@ -33,6 +33,9 @@ LABELS = {
 ANNOTATIONS = {
     "ANNOTATION_PAUSED": '`"true"` on a RolloutReplica: the operator leaves it alone',
     "ANNOTATION_RETRY": "Any new value on a RolloutReplica: failed replicas are retried.",
+    "ANNOTATION_TRAINER": "On a colocated pod: the trainer's pod beside which it was made.",
+    "ANNOTATION_CLAIM": "On a colocated pod: uid of the ResourceClaim that it was made for.",
+    "ANNOTATION_DEVICES": "On a colocated pod: its share of the claim's devices.",
 }
 
 HEADER = f"""# API reference

@@ -198,6 +198,7 @@ def _scope() -> dict[str, Schema]:
                 ),
             ),
         ),
+        "colocation": _colocation(namespaces),
         "crds": group(
             install=switch("Install the CRD and upgrade it with the chart."),
             keep=switch(
@@ -206,6 +207,37 @@ def _scope() -> dict[str, Schema]:
             ),
         ),
     }
+
+
+def _colocation(namespace: Schema) -> Schema:
+    return group(
+        enabled=switch(
+            "Make the directory whose locks let colocated trainers and workers take turns: a DaemonSet that "
+            "opens it on each node, and a PersistentVolume and claim of it in each namespace listed below."
+        ),
+        namespaces=items(
+            "Namespaces with trainers and colocated workers: they get a claim of the directory.",
+            namespace,
+        ),
+        directory=text(
+            "The directory on each node, on a local file system.",
+            pattern="^(/[A-Za-z0-9][-A-Za-z0-9._]*)+$",
+        ),
+        claim=text(
+            "Name of these claims; if empty, rollout-turn if enabled, else there is no directory, and turns "
+            "exclude each other only as far as everybody keeps to them. Set it without enabled to use claims "
+            "that somebody else made.",
+            pattern=OPTIONAL_NAME,
+        ),
+        nodeNamespace=text(
+            "Existing namespace of the DaemonSet; if empty, the release's. Its pods need the Pod Security level "
+            "baseline: an init container runs as root, without any capability.",
+            pattern="^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?$",
+        ),
+        nodeSelector=strings(
+            "Labels that a node must have to get the directory; if empty, all do."
+        ),
+    )
 
 
 def _rights() -> dict[str, Schema]:

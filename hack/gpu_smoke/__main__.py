@@ -22,7 +22,7 @@ from pathlib import Path
 from rollout_worker.engine import ENGINES
 
 from .checks import CHECKS
-from .scene import SHAPES, Models, NotHere, Plan, Scene, Wrong
+from .scene import SIZES, Models, NotHere, Plan, Scene, Wrong
 
 MARKS = {"passed": "ok", "failed": "FAILED", "skipped": "-"}
 
@@ -49,10 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         pythons={name: Path(path) for name, path in arguments.python},
         extra=tuple(arguments.worker_arg),
     )
-    rows = list(run(plan, arguments.engines or ENGINES, arguments.check or list(CHECKS)))
     plan.out.mkdir(parents=True, exist_ok=True)
-    results = plan.out / "results.json"
-    results.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    rows: list[Row] = []
+    for row in run(plan, arguments.engines or ENGINES, arguments.check or list(CHECKS)):
+        rows.append(row)
+        _keep(plan.out / "results.json", rows)  # whatever ends this process meanwhile
     _say("\n" + table(rows))
     _say(f"\nlogs and results: {plan.out}")
     ran = any(row.outcome == "passed" for row in rows)
@@ -108,6 +109,12 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def _keep(file: Path, rows: Sequence[Row]) -> None:
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    partial.replace(file)
+
+
 def _told(row: Row) -> Row:
     _say(f"{row.engine:7} {row.check:20} {MARKS[row.outcome]:7} {row.told[:200]}")
     return row
@@ -127,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
-        "--size", choices=list(SHAPES), help="of the model (default: 0.5b on a GPU, else tiny)"
+        "--size", choices=SIZES, help="of the model (default: 0.5b on a GPU, else tiny)"
     )
     parser.add_argument(
         "--python", action="append", default=[], type=_pair, metavar="ENGINE=PATH",

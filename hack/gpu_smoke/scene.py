@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from engine_kinds import CACHE, KINDS, ROOT, EngineKind
 from reference import Reference
 from rollout_worker.observe.processes import Process, descendants, end
 from rollout_worker.observe.telemetry import resident_bytes
-from tinymodels import TinyModels, script
+from tinymodels import TinyModels, half_billion
 from waiting import until_sync
 from workers import Command
 
@@ -24,14 +25,7 @@ Device = Literal["cuda", "cpu"]
 
 START_SECONDS = 900.0
 CALL_SECONDS = 300.0
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {},
-    # Of the shape of Qwen2 0.5B, with random weights.
-    "0.5b": {
-        "vocab": 151936, "hidden": 896, "intermediate": 4864, "layers": 24, "heads": 14,
-        "kv_heads": 2, "max_length": 4096, "std": 0.05, "dtype": "bfloat16",
-    },
-}  # fmt: skip
+SIZES = ("tiny", "0.5b")
 
 
 class Wrong(Exception):
@@ -86,12 +80,7 @@ class Models:
         """Return the model folder of seed 1, or the weights of a later one."""
         if self._size == "tiny":
             return self._tiny.model(1) if seed == 1 else self._tiny.weights(seed)
-        folder: Path = CACHE / "models" / f"smoke-{self._size}-s{seed}"
-        if not (folder / "generation_config.json").exists():  # which is written last
-            maker = script()
-            folder.mkdir(parents=True, exist_ok=True)
-            maker.make_model(folder, seed, maker.Shape(**SHAPES[self._size]))
-        return folder
+        return half_billion(CACHE / "models", seed, "bfloat16")
 
     def judge(self, version: int) -> Reference:
         """Return plain transformers with the weights of a version: 0 is the checkpoint."""
@@ -225,7 +214,9 @@ class Scene:
 
 
 def gpu_mib() -> float:
-    """Return the MiB in use on the first GPU."""
-    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """Return the MiB in use on the first GPU that CUDA sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
+    words = ["nvidia-smi", f"--id={visible}", "--query-gpu=memory.used"]
+    words.append("--format=csv,noheader,nounits")
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     return float(done.stdout.splitlines()[0])

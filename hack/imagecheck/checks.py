@@ -14,6 +14,7 @@ DRIVER = f"{SHARED}/driver"
 """Where the probe of libraries leaves the stub of the driver."""
 
 MARK = "found: "
+ENGINES = ("hf", "vllm", "sglang")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,27 @@ def engine_of(requirements: str) -> str:
     return "hf" if "\ntorch==" in requirements else ""
 
 
-def checks(box: Box) -> Iterator[tuple[str, Callable[[], Verdict]]]:
-    """Yield name and check; what they ask first decides which ones there are."""
+def right_engine(found: str, wanted: str | None) -> Verdict:
+    """Judge which engine an image holds; `wanted`: which one it should, None if that isn't known."""
+    holds = found or "none"
+    if wanted in (None, found):
+        return Verdict(holds, [])
+    problem = f"it should hold {wanted}, it holds {holds}: its target in the Dockerfile has other requirements"
+    return Verdict(holds, [problem])
+
+
+def checks(box: Box, wanted: str | None = None) -> Iterator[tuple[str, Callable[[], Verdict]]]:
+    """Yield name and check; what they ask first decides which ones there are.
+
+    `wanted`: the engine that the image should hold.
+    """
     yield "configuration", lambda: Verdict(_config_words(box), judge.config(box.config))
     found: dict[str, Any] = {}
     yield "process", lambda: _place(box, found)
     if not found:
         return
     engine = engine_of(found["requirements"])
+    yield "engine", lambda: right_engine(engine, wanted)
     yield "versions", lambda: Verdict(_versions_words(found), judge.agreement(found))
     yield "help", lambda: _help(box)
     if not engine:

@@ -40,6 +40,12 @@ ANNOTATION_PAUSED = f"{GROUP}/reconcile-paused"
 ANNOTATION_RETRY = f"{GROUP}/retry"
 ANNOTATION_RESTARTS = f"{GROUP}/restarts"
 """On a pod: how often its replica failed before; this is where the back-off is kept."""
+ANNOTATION_TRAINER = f"{GROUP}/trainer"
+"""On a colocated pod: the trainer's pod beside which it was made; for people."""
+ANNOTATION_CLAIM = f"{GROUP}/claim-uid"
+"""On a colocated pod: uid of the ResourceClaim that it was made for; another one replaces the pod."""
+ANNOTATION_DEVICES = f"{GROUP}/devices"
+"""On a colocated pod: names of its share of the claim's devices, comma-separated."""
 
 GATE_SERVING = f"{GROUP}/serving"
 """Readiness gate of head pods: the engine is awake and at or above the committed weights."""
@@ -56,6 +62,8 @@ MODEL_MOUNT = "/rollout/model"
 WEIGHTS_MOUNT = "/rollout/weights"
 SPILL_MOUNT = "/rollout/spill"
 GANG_MOUNT = "/rollout/gang"
+TURN_MOUNT = "/rollout/turn"
+"""Folder of the node with the locks of its devices, one file each."""
 
 MAX_NAME = 50
 """Longest name of a RolloutReplica: `<name>-<replica ≤ 9998>-<rank ≤ 998>` stays ≤ 63 and the

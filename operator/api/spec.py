@@ -21,6 +21,7 @@ from .schema import (
     field_path,
     rules,
 )
+from .spec_colocation import COLOCATED_RULES, Colocation, Mode
 from .spec_engine import Engine, EngineType, Hub, Model, ModelSource
 from .spec_env import EnvVar
 from .spec_pod import PodTemplate, Resources
@@ -38,6 +39,7 @@ from .spec_worker import Sleep, Spill, WorkerProcess
 
 __all__ = [
     "Claim",
+    "Colocation",
     "Engine",
     "EngineType",
     "EnvVar",
@@ -65,12 +67,6 @@ __all__ = [
 
 class InvalidSpec(ValueError):
     """A stored object that this operator can't read; the text names the field and the fix."""
-
-
-class Mode(StrEnum):
-    """Whose accelerators the pool uses."""
-
-    STANDALONE = "Standalone"
 
 
 class State(StrEnum):
@@ -130,7 +126,7 @@ class RolloutReplicaSpec(ApiModel):
             path=".weights.inFlight.policy",
         ),
         cel(
-            f"has(self.accelerator) || {_WORLD} == 1",
+            f"has(self.accelerator) || self.mode == 'Colocated' || {_WORLD} == 1",
             f"'spec.parallelism: without spec.accelerator a pool runs on CPU with one rank, not %d: set "
             f"spec.accelerator.resource, or tensor, pipeline and data to 1'.format([{_WORLD}])",
             expression=True,
@@ -159,6 +155,7 @@ class RolloutReplicaSpec(ApiModel):
             "spec.podTemplate.resourceClaims",
             path=".resources.claims",
         ),
+        *COLOCATED_RULES,
     )
 
     replicas: int = Field(
@@ -170,9 +167,14 @@ class RolloutReplicaSpec(ApiModel):
     )
     mode: Mode = Field(
         default=Mode.STANDALONE,
-        description="Standalone: the pool has its own accelerators. Immutable.",
+        description="Standalone: the pool has its own accelerators. Colocated: its engines use those of a "
+        "trainer's pods, by turns. Immutable.",
         json_schema_extra=api_default()
         | rules(cel("self == oldSelf", "spec.mode is immutable: create another RolloutReplica")),
+    )
+    colocation: Colocation | None = Field(
+        default=None,
+        description="Beside which pods the engines run; required in mode Colocated. Immutable.",
     )
     state: State = Field(
         default=State.ACTIVE,

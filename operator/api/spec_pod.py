@@ -113,13 +113,14 @@ class ObjectRef(ApiModel):
     name: Dns1123 = Field(description="Name of the object.")
 
 
-_KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+LABEL_KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 
 
-def _keys(what: str) -> dict[str, str]:
+def keys(path: str) -> dict[str, str]:
+    """Return the rule that the keys of the mapping at `path` are those of labels."""
     return cel(
-        f"self.all(k, k.size() <= 317 && k.matches('{_KEY}'))",
-        f"spec.podTemplate.{what}: a key is a name of at most 63 letters, digits, '-', '_' and '.', "
+        f"self.all(k, k.size() <= 317 && k.matches('{LABEL_KEY}'))",
+        f"{path}: a key is a name of at most 63 letters, digits, '-', '_' and '.', "
         "optionally preceded by a DNS prefix and '/': correct the key",
     )
 
@@ -158,7 +159,7 @@ class PodTemplate(ApiModel):
         max_length=32,
         description="Additional labels; `rollout.dev/*` and the operator's own are rejected.",
         json_schema_extra=rules(
-            _keys("labels"),
+            keys("spec.podTemplate.labels"),
             _own("labels", f"{GROUP}/* and {', '.join(OPERATOR_LABELS)}", _REFUSED_LABELS),
         ),
     )
@@ -166,13 +167,15 @@ class PodTemplate(ApiModel):
         default_factory=dict,
         max_length=32,
         description="Additional annotations; `rollout.dev/*` is rejected.",
-        json_schema_extra=rules(_keys("annotations"), _own("annotations", f"{GROUP}/*")),
+        json_schema_extra=rules(
+            keys("spec.podTemplate.annotations"), _own("annotations", f"{GROUP}/*")
+        ),
     )
     node_selector: Mapping[str, LabelValue] = Field(
         default_factory=dict,
         max_length=32,
         description="Labels that a node must have.",
-        json_schema_extra=rules(_keys("nodeSelector"), **ATOMIC_MAP),
+        json_schema_extra=rules(keys("spec.podTemplate.nodeSelector"), **ATOMIC_MAP),
     )
     tolerations: tuple[Toleration, ...] = Field(
         default=(),

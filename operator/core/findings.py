@@ -14,7 +14,7 @@ from rollout_operator.api.spec import State
 from rollout_operator.api.status import UpdatePhase
 from rollout_worker.schemas import Lifecycle
 
-from .heads import Head
+from .heads import waits_for
 from .plan import Verb
 from .view import View
 
@@ -49,6 +49,18 @@ def _conflict(view: View) -> Finding | None:
 def _rejected(view: View) -> Finding | None:
     for text in view.seen.rejections.values():
         return Finding(Kind.DEGRADED, "Rejected", text)
+    return None
+
+
+def _misplaced(view: View) -> Finding | None:
+    for each in view.pods.misplaced:
+        return Finding(Kind.DEGRADED, each.reason, each.message)
+    return None
+
+
+def _stuck(view: View) -> Finding | None:
+    for text in view.pods.stuck:
+        return Finding(Kind.DEGRADED, "PodStuck", text)
     return None
 
 
@@ -177,6 +189,12 @@ def _rolling(view: View) -> Finding | None:
     return Finding(Kind.PROGRESSING, "RollingUpdate", text)
 
 
+def _beside_trainer(view: View) -> Finding | None:
+    for index, what in sorted(view.pods.waiting.items()):
+        return Finding(Kind.PROGRESSING, "WaitingForTrainer", f"replica {index} {what}")
+    return None
+
+
 def _changing_state(view: View) -> Finding | None:
     if view.spec.suspend or view.spec.state is State.ACTIVE:
         return None
@@ -218,46 +236,11 @@ def _first_wait(view: View) -> str:
     return ""
 
 
-def waits_for(head: Head) -> str:
-    """What a head is doing, for a person; empty if it serves."""
-    state = head.worker.state
-    if head.serves:
-        return ""
-    if head.pod.trouble:
-        return head.pod.trouble
-    if trouble := _troubled_member(head):
-        return trouble
-    if state is None:
-        for pod in (head.pod, *head.members):
-            if not pod.started:
-                what = "is waiting for its container" if pod.node else "is not scheduled yet"
-                return what if pod is head.pod else f"waits for {pod.name}, which {what}"
-        return f"does not answer yet ({head.worker.error})" if head.worker.error else "is starting"
-    if state.progress is not None:
-        told = state.progress.fraction is None or "%" in state.progress.message
-        part = "" if told else f" {state.progress.fraction:.0%}"
-        return f"is {state.lifecycle}: {state.progress.message}{part}"
-    others = [h.holder for h in state.holds if h.holder != state.caller]
-    if others:
-        return f"is {state.lifecycle}, held by {', '.join(sorted(others))}"
-    staged = state.weights.staged
-    if staged is not None and staged.phase == "Staging":
-        return f"is staging weights ({staged.epoch}, {staged.version})"
-    return f"is {state.lifecycle}" + ("" if state.serving else " but does not serve yet")
-
-
-def _troubled_member(head: Head) -> str:
-    """Which member keeps a head from serving, as far as its pod says so."""
-    for member in head.members:
-        if member.trouble or member.finished:
-            verb = "lost" if member.finished else "waits for"
-            return f"{verb} {member.name}: {member.trouble or 'it has ended'}"
-    return ""
-
-
 CHECKS: tuple[Check, ...] = (
     _conflict,
     _rejected,
+    _misplaced,
+    _stuck,
     _exhausted,
     _unsupported,
     _content_mismatch,
@@ -272,6 +255,7 @@ CHECKS: tuple[Check, ...] = (
     _updating,
     _leaving,
     _rolling,
+    _beside_trainer,
     _changing_state,
     _starting,
 )

@@ -15,15 +15,12 @@ from rollout_operator.api import names
 from rollout_operator.api.revision import is_current
 from rollout_operator.api.spec import RolloutReplicaSpec
 
+from .failures import backoff, failures
+from .placement import Misplaced
+from .places import Places
 from .plan import CreatePod, DeletePod, SeekPod, Wait
+from .stuck import free_the_stuck, told_stuck
 from .world import RECALLED, Observed, Pod
-
-HEALTHY_SECONDS = 600.0
-"""A replica that failed this long after it had proven itself counts from zero again."""
-
-STUCK_SECONDS = 30.0
-"""A pod still there this long after its grace period (a dead node, a finalizer) is deleted with grace
-0, and again each time this long after."""
 
 UNSETTLED_SECONDS = 1.0
 """How soon to look again while the watch has not shown all our writes."""
@@ -47,6 +44,12 @@ class PodPlan:
     """The same, of all replicas whose new pods are not all there yet; for status."""
     outdated: int = 0
     """Gangs at an old revision that still wait for their turn."""
+    waiting: dict[int, str] = field(default_factory=dict)
+    """What replicas without pods wait for, of the trainer beside which they belong."""
+    misplaced: list[Misplaced] = field(default_factory=list)
+    """Why replicas have no place at all."""
+    stuck: list[str] = field(default_factory=list)
+    """Pods that don't go and may not be removed by force."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +104,13 @@ def plan_pods(
     """
     plan = PodPlan()
     gangs = gangs_of(spec, seen)
+    places = Places(spec, seen)
     for pod in (*seen.pods, *seen.predecessors):
         if pod.owned:
-            _free_the_stuck(pod, now, plan, wait)
+            forced = free_the_stuck(pod, now, wait)
+            plan.delete += [forced] if forced else []
+            told = told_stuck(pod, now)
+            plan.stuck += [told] if told else []
     for gang in gangs.values():
         if spec.suspend or gang.index >= spec.replicas:
             reason = "the pool is suspended" if spec.suspend else "scaled down"
@@ -112,13 +119,14 @@ def plan_pods(
     if not spec.suspend:
         for gang in gangs.values():
             if gang.index < spec.replicas:
-                _keep_whole(spec, seen, gang, now, plan, wait)
+                _keep_whole(spec, seen, gang, places, now, plan, wait)
         _roll(spec, gangs, healthy, settling, plan)
     if seen.unsettled:
         # What is wrong is told all the same: it has not gone because the view is old.
         wait.at_most(UNSETTLED_SECONDS)
         plan.delete, plan.create, plan.restarts, plan.failed = harmless, [], {}, {}
     plan.replacing = _replacing(spec, seen, gangs, plan)
+    plan.waiting, plan.misplaced = places.waiting, places.misplaced
     return plan
 
 
@@ -133,30 +141,6 @@ def _replacing(
         if index < wanted and (seen.unsettled or not gangs[index].complete)
     }
     return kept | plan.restarts
-
-
-def _free_the_stuck(pod: Pod, now: float, plan: PodPlan, wait: Wait) -> None:
-    if pod.deletion_at is None:
-        return
-    left = until_forced(pod, now)
-    if left <= 0:
-        plan.delete.append(force(pod))
-    wait.at_most(left if left > 0 else STUCK_SECONDS)
-
-
-def until_forced(pod: Pod, now: float) -> float:
-    """Seconds until a terminating pod is deleted by force: first, or once more."""
-    if pod.forced_ago is not None:
-        return STUCK_SECONDS - pod.forced_ago
-    left = (pod.deletion_at or now) - now
-    if pod.grace is not None:
-        left = min(left, pod.grace - pod.witnessed)
-    return STUCK_SECONDS + left
-
-
-def force(pod: Pod) -> DeletePod:
-    """Delete a pod that terminates, without grace."""
-    return DeletePod(pod.name, pod.uid, 0, "it outlived its grace period", forced=True)
 
 
 def _missing(gang: Gang) -> set[int]:
@@ -182,21 +166,29 @@ def _delete_all(spec: RolloutReplicaSpec, pods: Sequence[Pod], plan: PodPlan, re
 
 def _grace(spec: RolloutReplicaSpec, pod: Pod) -> int | None:
     """Seconds for a pod to end; None: its own, which spec has not changed since it was made."""
-    if pod.finished:
+    if pod.finished and not pod.colocated:
         return 0
     return None if pod.own_grace in (None, spec.grace_seconds) else spec.grace_seconds
 
 
 def _keep_whole(
-    spec: RolloutReplicaSpec, seen: Observed, gang: Gang, now: float, plan: PodPlan, wait: Wait
+    spec: RolloutReplicaSpec,
+    seen: Observed,
+    gang: Gang,
+    places: Places,
+    now: float,
+    plan: PodPlan,
+    wait: Wait,
 ) -> None:
-    """Replace a gang that failed or lost a pod; create a missing one."""
+    """Replace a gang that failed, or lost a pod or its place; create a missing one."""
     failed = [p for p in gang.living if p.finished]
     going = len(gang.living) < len(gang.pods)
     missing = _missing(gang)
     if going:
         # What ends beside a pod that somebody deletes ends because of it: that is no failure.
         _let_go(spec, gang, plan, "its replica lost a pod and restarts as a whole")
+    elif lost := places.lost(gang.living):
+        _let_go(spec, gang, plan, lost)
     elif failed:
         _replace_failed(spec, seen, gang, failed, now, plan, wait)
     elif gang.pods and missing:
@@ -205,12 +197,23 @@ def _keep_whole(
             _let_go(spec, gang, plan, "its pod template is outdated")
         elif _never_came(seen, gang, missing) or not any(p.started for p in gang.pods):
             restarts = max(p.restarts for p in gang.pods)
-            plan.create += [CreatePod(gang.index, r, restarts) for r in sorted(missing)]
+            _make(gang, places, sorted(missing), restarts, plan)
         else:
             _let_go(spec, gang, plan, "its replica lost a pod and restarts as a whole")
     elif not gang.pods and not any(p.replica == gang.index for p in seen.predecessors):
         restarts = seen.restarts_of.get(gang.index, 0)
-        plan.create += [CreatePod(gang.index, r, restarts) for r in range(gang.size)]
+        _make(gang, places, range(gang.size), restarts, plan)
+
+
+def _make(gang: Gang, places: Places, ranks: Sequence[int], restarts: int, plan: PodPlan) -> None:
+    """Create these ranks, as soon as there is a place for each.
+
+    Until then they are sought: one that lost its labels may be what keeps the trainer waiting.
+    """
+    found = places.take(gang.index, ranks)
+    plan.create += [CreatePod(gang.index, rank, restarts, place) for rank, place in found]
+    if not found:
+        plan.seek += [SeekPod(gang.index, rank) for rank in ranks]
 
 
 def _never_came(seen: Observed, gang: Gang, missing: set[int]) -> bool:
@@ -233,7 +236,7 @@ def _replace_failed(
 ) -> None:
     # Who ended first says why; the clocks of nodes differ, but who followed says so itself.
     pod = min(failed, key=lambda p: (p.followed, p.ended_at, p.rank))
-    count = failures(spec, seen, gang, pod) + 1
+    count = failures(spec, seen, gang.pods, pod) + 1
     policy = spec.restart_policy
     why = pod.trouble or f"pod {pod.name!r} ended with phase {pod.phase}"
     if gang.size > 1 and pod.trouble:
@@ -254,28 +257,6 @@ def _replace_failed(
     if seen.restarts_of.get(gang.index) != count:
         plan.failed[gang.index] = f"replica {gang.index} failed and restarts: {why}"
     _delete_all(spec, gang.living, plan, f"its replica failed ({why})")
-
-
-def failures(spec: RolloutReplicaSpec, seen: Observed, gang: Gang, pod: Pod) -> int:
-    """Failures of a replica before that of its `pod`; 0 after a reset.
-
-    What the head has proven counts for all its ranks.
-    """
-    proven = [p.proven_since for p in gang.pods if p.proven_since is not None]
-    if proven and pod.ended_at - min(proven) >= HEALTHY_SECONDS:
-        return 0
-    if not is_current(pod.revision, spec) or pod.retry != seen.retry:
-        return 0
-    return pod.restarts
-
-
-def backoff(spec: RolloutReplicaSpec, count: int) -> float:
-    """Seconds between the `count`-th failure in a row and its replacement; none after the first."""
-    policy = spec.restart_policy
-    if count <= 1:
-        return 0.0
-    doubled: float = policy.base_delay_seconds * 2.0 ** min(count - 2, 30)
-    return min(doubled, policy.max_delay_seconds)
 
 
 def _roll(

@@ -146,3 +146,40 @@ def stage_failures(heads: Iterable[Head], version: Version) -> list[str]:
     odd = {h.pod.uid: text for h in heads if (text := h.mismatch(version))}
     rest = (h.failure(version.identity, "stage") for h in heads if h.pod.uid not in odd)
     return [*sorted(odd.values()), *sorted(text for text in rest if text)]
+
+
+def waits_for(head: Head) -> str:
+    """What a head is doing, for a person; empty if it serves."""
+    state = head.worker.state
+    if head.serves:
+        return ""
+    if head.pod.trouble:
+        return head.pod.trouble
+    if trouble := _troubled_member(head):
+        return trouble
+    if state is None:
+        for pod in (head.pod, *head.members):
+            if not pod.started:
+                what = "is waiting for its container" if pod.node else "is not scheduled yet"
+                return what if pod is head.pod else f"waits for {pod.name}, which {what}"
+        return f"does not answer yet ({head.worker.error})" if head.worker.error else "is starting"
+    if state.progress is not None:
+        told = state.progress.fraction is None or "%" in state.progress.message
+        part = "" if told else f" {state.progress.fraction:.0%}"
+        return f"is {state.lifecycle}: {state.progress.message}{part}"
+    others = [h.holder for h in state.holds if h.holder != state.caller]
+    if others:
+        return f"is {state.lifecycle}, held by {', '.join(sorted(others))}"
+    staged = state.weights.staged
+    if staged is not None and staged.phase == "Staging":
+        return f"is staging weights ({staged.epoch}, {staged.version})"
+    return f"is {state.lifecycle}" + ("" if state.serving else " but does not serve yet")
+
+
+def _troubled_member(head: Head) -> str:
+    """Which member keeps a head from serving, as far as its pod says so."""
+    for member in head.members:
+        if member.trouble or member.finished:
+            verb = "lost" if member.finished else "waits for"
+            return f"{verb} {member.name}: {member.trouble or 'it has ended'}"
+    return ""

@@ -20,14 +20,20 @@ from rollout_worker.schemas import (
     WeightsId,
 )
 
+from .placement import Place
+
 
 @dataclass(frozen=True, slots=True)
 class CreatePod:
-    """Create the pod of `(replica, rank)`; `restarts` failures came before it."""
+    """Create the pod of `(replica, rank)`; `restarts` failures came before it.
+
+    A colocated pod has a place, all others none.
+    """
 
     replica: int
     rank: int
     restarts: int
+    place: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)

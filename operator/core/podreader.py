@@ -12,7 +12,9 @@ from typing import Any
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
+from rollout_operator.api.spec_colocation import DEVICES_CLAIM
 
+from .trainers import Taken
 from .world import Pod
 
 LAST_WORDS = 300
@@ -68,7 +70,26 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         finished_at=max(_ends(status), default=None),
         last_known_at=_last_known(meta, status),
         trouble=_trouble(status, conditions),
+        colocated=_is_colocated(obj),
+        taken=_taken(notes),
     )
+
+
+def _is_colocated(obj: Obj) -> bool:
+    """Its spec says so, which nobody can change; annotations may be."""
+    claims = (obj.get("spec") or {}).get("resourceClaims") or ()
+    return any(claim["name"] == DEVICES_CLAIM for claim in claims)
+
+
+def _taken(notes: Mapping[str, str]) -> Taken | None:
+    try:
+        return Taken(
+            trainer=notes[names.ANNOTATION_TRAINER],
+            claim_uid=notes[names.ANNOTATION_CLAIM],
+            devices=tuple(notes[names.ANNOTATION_DEVICES].split(",")),
+        )
+    except KeyError:
+        return None
 
 
 BOOT_PREFIX = "boot "

@@ -23,8 +23,8 @@ from rollout_operator.api.status import (
 )
 from rollout_worker.schemas import Lifecycle, WeightsId
 
-from .findings import Finding, Kind, find, waits_for
-from .heads import Head
+from .findings import Finding, Kind, find
+from .heads import Head, waits_for
 from .updates.status import weights_status
 from .view import View
 
@@ -88,7 +88,7 @@ def _phase(view: View, found: dict[Kind, Finding]) -> Phase:
         (view.spec.state is State.PAUSED and view.reached, Phase.PAUSED),
         (_is_updating(view), Phase.UPDATING),
         (view.reached, Phase.READY),
-        (any(p.started for p in view.seen.pods), Phase.LOADING),
+        (not view.pods.waiting and any(p.started for p in view.seen.pods), Phase.LOADING),
     )
     return next((phase for holds, phase in ladder if holds), Phase.PENDING)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from rollout_worker.schemas import Lifecycle, WeightsId, WorkerState
 
+from .trainers import Beside, Taken
+
 
 @dataclass(frozen=True, slots=True)
 class Pod:
@@ -57,6 +59,10 @@ class Pod:
     holds when a clock is set; the API server's times and our wall clock are the rest."""
     forced_ago: float | None = None
     """Seconds since this process tried to remove it by force."""
+    colocated: bool = False
+    """It uses a trainer's devices: it is never removed by force, for its engine may hold them still."""
+    taken: Taken | None = None
+    """The place that it was made for, if it is colocated."""
 
     @property
     def ended_at(self) -> float:
@@ -151,6 +157,8 @@ class Observed:
     """Pods of a deleted RolloutReplica of this name, which have yet to go."""
     awaited: frozenset[str] = frozenset()
     """Names that we need whose holders terminate, as `kind/name`."""
+    beside: Beside = field(default_factory=Beside)
+    """The trainer's pods and claims, of a colocated pool."""
 
     def worker(self, pod: Pod) -> Worker:
         """What is known of a head's worker."""

@@ -7,6 +7,7 @@ Every request has a deadline, is counted, and either returns the object or raise
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from rollout_operator.api.names import API_VERSION, GROUP, KIND, MANAGER, PLURAL, VERSION
 from rollout_operator.api.objects import Obj
 
-from .errors import Forbidden
+from .errors import Forbidden, from_answer
 from .transport import REQUEST_SECONDS, PatchKind, Request, Transport
 
 TOKEN_RENEW_SHARE = 0.7
@@ -33,6 +34,7 @@ RESOURCES: Mapping[str, _Resource] = {
     PLURAL: _Resource(f"/apis/{GROUP}/{VERSION}", API_VERSION, KIND),
     "pods": _Resource("/api/v1", "v1", "Pod"),
     "services": _Resource("/api/v1", "v1", "Service"),
+    "resourceclaims": _Resource("/apis/resource.k8s.io/v1", "resource.k8s.io/v1", "ResourceClaim"),
     "serviceaccounts": _Resource("/api/v1", "v1", "ServiceAccount"),
     "leases": _Resource("/apis/coordination.k8s.io/v1", "coordination.k8s.io/v1", "Lease"),
     "events": _Resource("/apis/events.k8s.io/v1", "events.k8s.io/v1", "Event"),
@@ -160,6 +162,32 @@ class Kube:
             if not meta.get("continue"):
                 return
             params["continue"] = meta["continue"]
+
+    async def watch(
+        self,
+        resource: str,
+        namespace: str | None,
+        version: str,
+        *,
+        selector: str | None = None,
+        seconds: float,
+    ) -> AsyncIterator[tuple[str, Obj]]:
+        """Yield the events after `version`, as (type, object), for so many seconds.
+
+        Raises:
+            Gone: The API server has not kept the events since then: list again.
+        """
+        params = {"watch": "true", "resourceVersion": version, "timeoutSeconds": f"{seconds:.0f}"}
+        if selector:
+            params["labelSelector"] = selector
+        what = f"watch {resource} {namespace or '*'}"
+        url = _url(RESOURCES[resource], resource, namespace, "")
+        request = Request("watch", resource, url, what, None, params, None, fenced=False)
+        async for event in self._transport.stream(request, seconds):
+            kind, obj = event["type"], event["object"]
+            if kind == "ERROR":
+                raise from_answer(int(obj.get("code", 500)), json.dumps(obj).encode(), what, None)
+            yield kind, obj
 
     async def token(self, audience: str, seconds: int = 600) -> str:
         """Return a token of the operator's own account for one audience, from a cache if fresh.

@@ -10,7 +10,8 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +24,9 @@ from .credentials import LoginFailed, login
 from .errors import FencedError, KubeError, Unauthorized, Unavailable, from_answer
 
 REQUEST_SECONDS = 30.0
+STREAM_SLACK_SECONDS = 10.0
+"""How much longer than it was asked for a stream may last: the API server ends it, if it lives."""
+
 CONNECT_SECONDS = 5.0
 MAX_CONNECTIONS = 100
 
@@ -35,6 +39,7 @@ _CONTENT_TYPES: Mapping[PatchKind, str] = {
 _METHODS = {
     "get": "GET",
     "list": "GET",
+    "watch": "GET",
     "create": "POST",
     "patch": "PATCH",
     "delete": "DELETE",
@@ -89,8 +94,26 @@ class Transport:
             return await self._attempt(request)
 
     async def _attempt(self, request: Request) -> Obj:
+        async with self._opened(request) as response:
+            raw = await response.read()
+        return _parsed(raw, request.what)
+
+    async def stream(self, request: Request, seconds: float) -> AsyncIterator[Obj]:
+        """Send a request whose answer is one object in each line, as they come."""
+        async with self._opened(request, lasting=seconds + STREAM_SLACK_SECONDS) as response:
+            rest = b""
+            async for chunk in response.content.iter_any():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    yield _parsed(line, request.what)
+
+    @asynccontextmanager
+    async def _opened(
+        self, request: Request, *, lasting: float | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request, and yield the answer unless it is an error."""
         session, info = await self._connected(request.what)
-        seconds = self._deadline(request)
+        seconds = self._deadline(request) if lasting is None else lasting
         headers = {"Accept": "application/json", **info.as_http_headers()}
         if request.body is not None:
             kind = _CONTENT_TYPES[request.content] if request.content else "application/json"
@@ -108,8 +131,10 @@ class Transport:
                 timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
             ) as response:
                 code = response.status
-                raw = await response.read()
-                retry_after = response.headers.get("Retry-After")
+                if code >= 400:
+                    raw, later = await response.read(), response.headers.get("Retry-After")
+                    raise from_answer(code, raw, request.what, later)
+                yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             code = 0
             if isinstance(error, aiohttp.ClientSSLError):
@@ -119,9 +144,6 @@ class Transport:
             raise Unavailable(0, "NoAnswer", f"{request.what}: {reason}") from error
         finally:
             self._on_request(request.verb, request.resource, code)
-        if code >= 400:
-            raise from_answer(code, raw, request.what, retry_after)
-        return _parsed(raw, request.what)
 
     def _deadline(self, request: Request) -> float:
         if not request.fenced:

@@ -99,7 +99,8 @@ async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) 
     key, spec, seen = look.key, look.spec, look.seen
     writer = Writer(ctx, key, seen.uid)
     defaults = ctx.config.engine(spec.engine.type)
-    builder = PodBuilder(key.name, key.namespace, seen.uid, seen.retry, spec, defaults)
+    turn = ctx.config.turn_claim
+    builder = PodBuilder(key.name, key.namespace, seen.uid, seen.retry, spec, defaults, turn)
     await writer.services()
     await writer.all(
         writer.relabel(p.name, p.uid, names.worker_labels(key.name, p.replica, p.rank))
@@ -117,7 +118,7 @@ async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) 
             memory.witness.forced(deletion.uid, ctx.monotonic())
     await writer.all(writer.delete(p) for p in plan.delete)
     if builder.image:
-        bodies = [builder.build(c.replica, c.rank, c.restarts) for c in plan.create]
+        bodies = [builder.build(c.replica, c.rank, c.restarts, c.place) for c in plan.create]
         await writer.all(writer.create("pods", body) for body in bodies)
     elif plan.create:
         engine = spec.engine.type.value

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rollout_operator.api.objects import Key
 from rollout_operator.cache.expectations import Expectations
+from rollout_operator.cache.neighbours import Neighbourhood
 from rollout_operator.cache.store import Store
 from rollout_operator.config import Config
 from rollout_operator.kube.client import Kube
@@ -26,6 +27,7 @@ class Context:
 
     config: Config
     store: Store
+    neighbours: Neighbourhood
     expectations: Expectations
     kube: Kube
     workers: Workers

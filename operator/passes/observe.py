@@ -9,6 +9,7 @@ from rollout_operator.api.names import Condition
 from rollout_operator.api.objects import Key, Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.core.trainers import Beside, DeviceClaim, Trainer
 from rollout_operator.core.world import Observed
 
 from .context import Context
@@ -29,7 +30,9 @@ class Look:
     seen: Observed
 
 
-def observe(ctx: Context, key: Key, pool: Obj, memory: Memory) -> Observed:
+def observe(
+    ctx: Context, key: Key, pool: Obj, spec: RolloutReplicaSpec, memory: Memory
+) -> Observed:
     """Turn what the store and the polls hold about a pool into plain values."""
     meta = pool["metadata"]
     notes = meta.get("annotations") or {}
@@ -53,6 +56,20 @@ def observe(ctx: Context, key: Key, pool: Obj, memory: Memory) -> Observed:
         retry=notes.get(names.ANNOTATION_RETRY, ""),
         predecessors=told[len(ours) :],
         awaited=frozenset(memory.obstacles.awaited),
+        beside=_beside(ctx, key, spec),
+    )
+
+
+def _beside(ctx: Context, key: Key, spec: RolloutReplicaSpec) -> Beside:
+    """What the trainer has; only colocated pools ask."""
+    if spec.colocation is None:
+        return Beside()
+    found = ctx.neighbours.look(key, spec.colocation.trainer_selector.text())
+    if found.unknown is not None:
+        return Beside(unknown=found.unknown)
+    return Beside(
+        trainers=tuple(pod for pod in found.pods if isinstance(pod, Trainer)),
+        claims={c.name: c for c in found.claims if isinstance(c, DeviceClaim)},
     )
 
 

@@ -11,8 +11,8 @@ from rollout_operator.api.objects import Key, Obj
 from rollout_operator.api.spec import InvalidSpec
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.decide import decide
-from rollout_operator.core.gangs import STUCK_SECONDS, force, until_forced
-from rollout_operator.core.plan import Plan
+from rollout_operator.core.plan import Plan, Wait
+from rollout_operator.core.stuck import free_the_stuck
 from rollout_operator.core.unreadable import conditions_for_invalid
 from rollout_operator.kube.errors import Conflict, NotFound
 
@@ -58,7 +58,7 @@ class Reconciler:
             return None
         if memory.first_look is None:
             memory.recall()
-        look = Look(key, pool, spec, stored, observe(self.ctx, key, pool, memory))
+        look = Look(key, pool, spec, stored, observe(self.ctx, key, pool, spec, memory))
         if not memory.first_polls_done:
             left = wait_for_first_polls(self.ctx, key, look.seen, memory)
             if left:
@@ -78,6 +78,7 @@ class Reconciler:
         memory = self._memory.setdefault(key, Memory())
         for uid in memory.polled:
             self.ctx.workers.forget(uid)
+        self.ctx.neighbours.forget(key)
         self.ctx.telemetry.forget(key)
         if pool is None:
             self.ctx.expectations.forget(key)
@@ -93,14 +94,12 @@ class Reconciler:
         ctx, next_due = self.ctx, None
         _, orphans = memory.pods.read(ctx.store.pods(key), key.name, "")
         for pod in memory.witness.testify(orphans, ctx.monotonic()):
-            if pod.deletion_at is None:
-                continue
-            left = until_forced(pod, ctx.clock())
-            if left <= 0:
+            wait = Wait()
+            forced = free_the_stuck(pod, ctx.clock(), wait)
+            if forced is not None:
                 memory.witness.forced(pod.uid, ctx.monotonic())
-                await Writer(ctx, key, "").delete(force(pod))
-                left = STUCK_SECONDS
-            next_due = soonest(next_due, left)
+                await Writer(ctx, key, "").delete(forced)
+            next_due = soonest(next_due, wait.seconds)
         return next_due
 
 

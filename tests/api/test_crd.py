@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from localkube import Cluster
-from manifests import FULL, GPU, pool, source, target
+from manifests import COLOCATED, FULL, GPU, pool, source, target
 from namespaced import Namespace
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_worker.schemas import WeightsId
@@ -30,6 +30,37 @@ def test_takes_every_field(space: Namespace) -> None:
     target = parse_spec(stored).target
     assert target is not None
     assert target.identity == WeightsId(epoch=1, version=7)
+
+
+def test_takes_every_field_of_a_colocated_pool(space: Namespace) -> None:
+    ranks = {"engine": {"type": "vllm"}, "parallelism": {"tensor": 2, "pipeline": 2}}
+    space.kubectl("create", "-f", "-", manifest=pool("beside", COLOCATED | ranks))
+    stored = json.loads(space.kubectl("get", "rr", "beside", "-o", "json"))
+    assert stored["spec"]["colocation"] == COLOCATED["colocation"]
+    found = parse_spec(stored)
+    assert found.world == 4, "the claim's devices, so no accelerator is named"
+    assert found.colocation is not None
+    assert found.colocation.trainer_selector.text() == "job=grpo,role in (rank,head)"
+    columns = space.kubectl("get", "rr", "beside").split()
+    assert "Colocated" in columns
+
+
+def test_a_trainers_selector_is_taken_by_the_api_server(space: Namespace) -> None:
+    """What the CRD lets pass is a query that lists can be asked with."""
+    keys = [
+        {"key": "a.example/b_c", "operator": "NotIn", "values": ["x", ""]},
+        {"key": "job", "operator": "Exists"},
+        {"key": "old", "operator": "DoesNotExist"},
+    ]
+    change = COLOCATED | {
+        "colocation": {"trainerSelector": {"matchExpressions": keys, "matchLabels": {"e.g/k": ""}}}
+    }
+    space.kubectl("create", "-f", "-", manifest=pool("odd", change))
+    stored = json.loads(space.kubectl("get", "rr", "odd", "-o", "json"))
+    assert stored["spec"]["colocation"]["slots"] == 1
+    found = parse_spec(stored).colocation
+    assert found is not None
+    space.kubectl("get", "pods", "-l", found.trainer_selector.text())
 
 
 def test_fills_in_what_people_must_see(space: Namespace) -> None:
@@ -116,6 +147,22 @@ TRANSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
         "spec.parallelism is immutable: create another RolloutReplica with the new shape",
     ),
     "parallelism removed is its default": ({}, {"parallelism": None}, None),
+    "mode": (
+        {},
+        COLOCATED,
+        "spec.mode is immutable: create another RolloutReplica",
+    ),
+    "slots": (
+        COLOCATED,
+        {"colocation": {"slots": 4}},
+        "spec.colocation is immutable: create another",
+    ),
+    "trainer": (
+        COLOCATED,
+        {"colocation": {"trainerSelector": {"matchLabels": {"job": "ppo"}}}},
+        "spec.colocation is immutable: create another RolloutReplica",
+    ),
+    "no trainer": (COLOCATED, {"colocation": None}, "set both or neither"),
     "image and resources": (
         {},
         {"engine": {"image": "x:2"}, "resources": {"requests": {"cpu": "2"}}},

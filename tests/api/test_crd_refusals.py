@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from localkube import Cluster
-from manifests import GPU, pool, source, target
+from manifests import COLOCATED, GPU, pool, source, target
 from namespaced import Namespace
 
 
@@ -29,6 +29,11 @@ def mount(path: str, name: str = "data") -> dict[str, Any]:
     return template(
         volumes=[{"name": "data", "emptyDir": {}}], volumeMounts=[{"name": name, "mountPath": path}]
     )
+
+
+def colocated(**fields: Any) -> dict[str, Any]:
+    """A pool beside a trainer, with these fields of its colocation."""
+    return {"mode": "Colocated", "colocation": {**COLOCATED["colocation"], **fields}}
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -344,6 +349,57 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "toleration effect": (
         template(tolerations=[{"effect": "Never"}]),
         'supported values: "NoSchedule", "PreferNoSchedule", "NoExecute"',
+    ),
+    "colocated without a trainer": (
+        {"mode": "Colocated"},
+        "spec.colocation and spec.mode Colocated belong together: set both or neither",
+    ),
+    "a trainer beside a pool of its own devices": (
+        {"mode": "Standalone", "colocation": COLOCATED["colocation"]},
+        "spec.colocation and spec.mode Colocated belong together: set both or neither",
+    ),
+    "colocated with an accelerator": (
+        {**COLOCATED, "engine": {"type": "vllm"}, "accelerator": GPU},
+        "spec.accelerator must not be set in mode Colocated: the devices are those of the trainer's "
+        "ResourceClaim; remove it",
+    ),
+    "colocated gangs": (
+        {**COLOCATED, "engine": {"type": "vllm"}, "parallelism": {"tensor": 4, "nodes": 2}},
+        "spec.parallelism.nodes: a Colocated pool has one pod per replica so far, not 2: set nodes to 1",
+    ),
+    "no slots": (colocated(slots=0), "spec.colocation.slots in body should be greater than or"),
+    "every pod a trainer": (
+        colocated(trainerSelector={}),
+        "spec.colocation.trainerSelector is empty and would select every pod: add matchLabels or",
+    ),
+    "trainer label": (
+        colocated(trainerSelector={"matchLabels": {"-job": "a"}}),
+        "spec.colocation.trainerSelector.matchLabels: a key is a name of at most 63 letters",
+    ),
+    **{
+        f"{operator} with {len(values)} values": (
+            colocated(
+                trainerSelector={
+                    "matchExpressions": [{"key": "job", "operator": operator, "values": values}]
+                }
+            ),
+            "In and NotIn need values, Exists and DoesNotExist must have none: correct values",
+        )
+        for operator, values in (("In", []), ("Exists", ["a"]))
+    },
+    "request of a claim": (
+        colocated(request="Half_0"),
+        "spec.colocation.request in body should match",
+    ),
+    "a claim of the trainer's name": (
+        colocated()
+        | template(resourceClaims=[{"name": "rollout-devices", "resourceClaimName": "b"}]),
+        "the name rollout-devices is that of the trainer's claim in mode Colocated: rename this claim",
+    ),
+    "devices of its own choice": (
+        colocated(slots=2) | env({"name": "CUDA_VISIBLE_DEVICES", "value": "0"}),
+        "spec.engine.env: the operator sets CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER where "
+        "colocation.slots is more than 1: remove them",
     ),
     "unknown field": ({"replicaz": 1}, 'unknown field "spec.replicaz"'),
     "unknown nested field": (

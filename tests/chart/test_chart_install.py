@@ -54,6 +54,27 @@ def test_operator_pod_is_admitted_as_restricted(cluster: Cluster) -> None:
     cluster.kubectl("create", "--dry-run=server", "-f", "-", input=json.dumps(pod))
 
 
+def test_the_lock_directory_asks_for_baseline_here_and_restricted_there(cluster: Cluster) -> None:
+    template = one(case("everything"), "DaemonSet")["spec"]["template"]
+    level = "pod-security.kubernetes.io/enforce=baseline"
+    cluster.kubectl("label", "--overwrite", "namespace", "rl-2", level)
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "node", "namespace": "rl-2", **template["metadata"]},
+        "spec": template["spec"],
+    }
+    cluster.kubectl("create", "--dry-run=server", "-f", "-", input=json.dumps(pod))
+    # What mounts the claim is an ordinary user's: here the operator's own pod does.
+    template = one(case("default"), "Deployment")["spec"]["template"]
+    template["spec"]["serviceAccountName"] = "default"
+    claim = {"claimName": "rollout-turn"}
+    template["spec"]["volumes"].append({"name": "turn", "persistentVolumeClaim": claim})
+    pod["metadata"] = {"name": "user", "namespace": NAMESPACE}
+    pod["spec"] = template["spec"]
+    cluster.kubectl("create", "--dry-run=server", "-f", "-", input=json.dumps(pod))
+
+
 def installed(cluster: Cluster) -> set[str]:
     """Return the objects that bear the chart's label, as kind/name."""
     kinds = (

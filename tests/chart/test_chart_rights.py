@@ -19,6 +19,7 @@ POOLS: Rights = {
     "/pods": {"get", "list", "watch", "create", "delete"},
     "/pods/status": {"patch"},
     "/services": {"get", "list", "watch", "create", "patch"},
+    "resource.k8s.io/resourceclaims": {"list", "watch"},
     "events.k8s.io/events": {"create"},
 }
 

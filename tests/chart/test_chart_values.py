@@ -15,9 +15,10 @@ from rollout_operator.config import ConfigFile
 from rollout_worker.settings import FLAGS
 
 NAME = "rollout-rollout-operator"
+CLAIM = "PersistentVolumeClaim"
 CLUSTER_WIDE = {
     *("CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding"),
-    *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"),
+    *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding", "PersistentVolume"),
 }
 
 
@@ -197,3 +198,68 @@ def test_control_ports_speak_tls_with_both_secrets_only() -> None:
     assert said.partition("=")[2] == mounted["control-ca"] + "/ca.crt"
     half = helm("template", "rollout", CHART, "--set=workers.controlTLS.secretName=a")
     assert "set secretName and caSecretName, or neither" in half.stderr
+
+
+def colocated(*settings: str) -> list[Document]:
+    wanted = ("colocation.enabled=true", "colocation.namespaces={rl,rl-2}", *settings)
+    return rendered(*(f"--set={each}" for each in wanted))
+
+
+def test_the_lock_directory_is_a_claim_in_each_namespace_and_the_same_folder() -> None:
+    documents = colocated()
+    daemon = one(documents, "DaemonSet")
+    claims = {
+        (c["metadata"]["namespace"], c["metadata"]["name"]): c for c in every(documents, CLAIM)
+    }
+    ours = (NAMESPACE, daemon["metadata"]["name"])
+    assert set(claims) == {ours, ("rl", "rollout-turn"), ("rl-2", "rollout-turn")}
+    volumes = {v["metadata"]["name"]: v["spec"] for v in every(documents, "PersistentVolume")}
+    assert len(volumes) == 3
+    for key, claim in claims.items():
+        volume = volumes[claim["spec"]["volumeName"]]
+        assert (volume["claimRef"]["namespace"], volume["claimRef"]["name"]) == key
+        assert volume["accessModes"] == claim["spec"]["accessModes"] == ["ReadWriteMany"]
+        assert volume["storageClassName"] == claim["spec"]["storageClassName"] == ""
+        kind = "DirectoryOrCreate" if key == ours else "Directory"
+        assert volume["hostPath"] == {"path": "/var/lib/rollout/turn", "type": kind}
+    template = daemon["spec"]["template"]
+    (volume,) = template["spec"]["volumes"]
+    assert volume["persistentVolumeClaim"]["claimName"] == ours[1]
+    assert (
+        daemon["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    )
+
+
+def test_the_node_part_holds_no_token_and_no_capability_and_is_not_the_operator() -> None:
+    documents = colocated()
+    template = one(documents, "DaemonSet")["spec"]["template"]
+    assert template["spec"]["automountServiceAccountToken"] is False
+    (opens,) = template["spec"]["initContainers"]
+    (waits,) = template["spec"]["containers"]
+    for each in (opens, waits):
+        context = each["securityContext"]
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["readOnlyRootFilesystem"] is True
+    assert waits["securityContext"]["runAsNonRoot"] is True
+    selector = one(documents, "Service")["spec"]["selector"]
+    assert not selector.items() <= template["metadata"]["labels"].items()
+
+
+def test_claims_outlive_the_release_as_their_pods_do() -> None:
+    def kept(*settings: str) -> set[tuple[str, str]]:
+        return {
+            (each["kind"], each["metadata"].get("namespace", "*"))
+            for each in every(colocated(*settings), CLAIM)
+            + every(colocated(*settings), "PersistentVolume")
+            if "helm.sh/resource-policy" in each["metadata"].get("annotations", {})
+        }
+
+    assert kept() == {(CLAIM, "rl"), (CLAIM, "rl-2"), ("PersistentVolume", "*")}
+    assert kept("crds.keep=false") == set()
+
+
+def test_a_tenant_is_told_who_makes_the_lock_directory() -> None:
+    done = helm("template", "x", CHART, "--set=colocation.enabled=true,rbac.namespaced=true")
+    assert done.returncode != 0
+    assert "let an admin make them and set colocation.claim" in done.stderr

@@ -11,13 +11,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 import rollout_local
-from apiclient import PODS, api_of
 from localkube import Cluster
+from operators import operator_pids
 from pools import Pool, manifest
 from waiting import eventually
 
@@ -31,24 +30,6 @@ def life(cluster: Cluster) -> Iterator[Pool]:
     pool.wait("Ready")
     yield pool
     pool.delete()
-
-
-def operator_pids(cluster: Cluster) -> list[int]:
-    """Processes of the operator's pods, as this machine numbers them."""
-    pods = api_of(cluster).items(PODS.format(rollout_local.SYSTEM), fresh=True)
-    uids = [pod["metadata"]["uid"].replace("-", "") for pod in pods]
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            group = (entry / "cgroup").read_text().replace("-", "").replace("_", "")
-            words = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"rollout-operator" in words and any(uid in group for uid in uids):
-            found.append(int(entry.name))
-    return found
 
 
 def scale_operator(cluster: Cluster, replicas: int) -> None:

@@ -12,11 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clusters import control_plane, nodes_cluster
-from localkube import Cluster, ClusterError, network
+from localkube import Cluster, ClusterError, fakedevices, network
 from localkube.home import SOURCES, cache
 from localkube.settings import DNS_ADDRESS
 from waiting import eventually
@@ -65,7 +66,7 @@ def one_node() -> Iterator[Cluster]:
     if os.geteuid() != 0:
         pytest.skip("real nodes need root")
     began = time.monotonic()
-    with nodes_cluster("local", nodes=1, gpus=4) as cluster:
+    with nodes_cluster("local", nodes=1, gpus=4, devices=2) as cluster:
         logger.info("control plane and a node ready after %.1f s", time.monotonic() - began)
         yield cluster
     assert not any(traces(cluster).values()), traces(cluster)
@@ -233,6 +234,75 @@ def test_a_node_claims_its_gpus_and_the_scheduler_counts_them(one_node: Cluster)
 
     until(refused, "5 GPUs of a node with 4 are refused")
     one_node.kubectl("delete", "pod", "greedy", "--wait=false")
+
+
+def claiming(name: str, claim: str) -> dict[str, Any]:
+    """Return a pod that uses a claim."""
+    spec = {
+        "terminationGracePeriodSeconds": 0,
+        "resourceClaims": [{"name": "gpus", "resourceClaimName": claim}],
+        "containers": [
+            {
+                "name": "c",
+                "image": "localhost/pause:1",
+                "resources": {"claims": [{"name": "gpus"}]},
+            }
+        ],
+    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
+
+
+def claim_of_two(name: str) -> dict[str, Any]:
+    exactly = {"deviceClassName": fakedevices.DRIVER, "count": 2}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": name},
+        "spec": {"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}},
+    }
+
+
+def apply_all(cluster: Cluster, *items: object) -> None:
+    listed = {"apiVersion": "v1", "kind": "List", "items": items}
+    cluster.kubectl("apply", "-f", "-", input=json.dumps(listed))
+
+
+def test_pods_that_share_a_claim_share_its_devices(one_node: Cluster) -> None:
+    node = one_node.nodes[0]
+    apply_all(
+        one_node,
+        claim_of_two("shared"),
+        claiming("first", "shared"),
+        claiming("second", "shared"),
+    )
+    ready = ("wait", "--for=condition=Ready", "--timeout=60s")
+    one_node.kubectl(*ready, "pod/first", "pod/second")
+    path = "jsonpath={range .status.allocation.devices.results[*]}{.driver}/{.pool}/{.device} {end}"
+    devices = one_node.kubectl("get", "resourceclaim", "shared", "-o", path).split()
+    assert devices == [f"{fakedevices.DRIVER}/{node.name}/gpu-{i}" for i in range(2)]
+    for device in ("gpu-0", "gpu-1"):
+        found = f"grep -l '/devices/{device} /dev/{device} ' /proc/[0-9]*/mountinfo"
+        assert len(node.run("sh", "-c", found, capture=True).split()) == 2
+
+    # Somebody else gets none of them, and the driver remembers nothing but what is on its disk.
+    apply_all(one_node, claim_of_two("others"), claiming("other", "others"))
+    reason = 'jsonpath={.status.conditions[?(@.type=="PodScheduled")].message}'
+    refusal = "cannot allocate all claims"
+    until(lambda: refusal in one_node.kubectl("get", "pod", "other", "-o", reason), refusal)
+    node.run("pkill", "-KILL", "-x", "fakedevices")
+    apply_all(one_node, claiming("third", "shared"))
+    one_node.kubectl(*ready, "pod/third")
+    one_node.kubectl("delete", "--now", "pod/first", "pod/second", "pod/third")
+    one_node.kubectl(*ready, "pod/other")
+    one_node.kubectl("delete", "--now", "pod/other")
+    until(lambda: not list((node.folder / "run/cdi").iterdir()), "no claim is prepared")
+    one_node.kubectl("delete", "resourceclaim", "shared", "others")
+
+
+def test_a_running_cluster_keeps_its_devices(one_node: Cluster) -> None:
+    status, said = run_cli("up", "--name", one_node.name, "--devices", "3")
+    assert status == 2
+    assert "runs with 2 devices a node" in said
 
 
 def test_a_crashed_node_is_noticed_and_comes_back(one_node: Cluster) -> None:

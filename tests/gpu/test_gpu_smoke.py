@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from engine_kinds import KINDS
 from gpu_smoke.__main__ import Row, main, run, table
 from gpu_smoke.checks import CHECKS, _without_cache
-from gpu_smoke.scene import Plan, Wrong
+from gpu_smoke.scene import Plan, Wrong, gpu_mib
 from rollout_worker.engine import ENGINES
 
 QUICK = ["start", "outputs", "limits", "abort asleep"]
@@ -51,6 +53,37 @@ def test_the_checks_run_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixt
     assert shown.count("| hf |") == len(QUICK)
     assert "64 greedy tokens right" in shown
     assert {"results.json", "hf"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_results_are_kept_check_by_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten minutes of a GPU must not be lost to a check that never ends."""
+    rows = [Row("hf", name, "passed", "", 1.0) for name in ("start", "outputs")]
+
+    def interrupted(*_: object) -> Iterator[Row]:
+        yield from rows
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpu_smoke.__main__.run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(["hf", "--out", str(tmp_path)])
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert [row["check"] for row in kept] == ["start", "outputs"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "mib"), [(None, 0.0), ("", 0.0), ("3", 3.0), ("2,0", 2.0), ("GPU-5", 5.0)]
+)
+def test_the_memory_is_that_of_the_gpu_in_use(
+    visible: str | None, mib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text("""#!/bin/sh\necho "$1" | sed 's/--id=//; s/GPU-//'\n""")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_mib() == mib
 
 
 def test_an_engine_that_is_not_installed_is_told_and_nothing_passes(

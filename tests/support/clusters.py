@@ -22,38 +22,38 @@ _OURS = re.compile(r"test-[a-z0-9-]+-(?P<pid>\d+)")
 @contextmanager
 def control_plane(purpose: str) -> Iterator[Cluster]:
     """Yield a control plane without nodes on free ports of loopback; needs no root."""
-    with _started(purpose, nodes=0, gpus=0) as cluster:
+    with _started(purpose, nodes=0) as cluster:
         yield cluster
 
 
 @contextmanager
-def nodes_cluster(purpose: str, nodes: int, gpus: int = 0) -> Iterator[Cluster]:
+def nodes_cluster(purpose: str, nodes: int, gpus: int = 0, devices: int = 0) -> Iterator[Cluster]:
     """Yield a cluster with real nodes; needs root."""
-    with _started(purpose, nodes, gpus) as cluster:
+    with _started(purpose, nodes, gpus, devices) as cluster:
         yield cluster
 
 
 @contextmanager
-def run_cluster(purpose: str, nodes: int, gpus: int = 0) -> Iterator[Cluster]:
+def run_cluster(purpose: str, nodes: int, gpus: int = 0, devices: int = 0) -> Iterator[Cluster]:
     """Yield a cluster that every pytest process of one `make test` shares.
 
     What failed is tried again on the very same cluster: `hack/lanes` removes it at the end.
     """
     run = os.environ.get("ROLLOUT_TEST_RUN")
     if run is None:
-        with nodes_cluster(purpose, nodes, gpus) as cluster:
+        with nodes_cluster(purpose, nodes, gpus, devices) as cluster:
             yield cluster
         return
     remove_left_behind()
-    yield Cluster.start(f"test-{purpose}-{run}", nodes=nodes, gpus=gpus)
+    yield Cluster.start(f"test-{purpose}-{run}", nodes=nodes, gpus=gpus, devices=devices)
 
 
 @contextmanager
-def _started(purpose: str, nodes: int, gpus: int) -> Iterator[Cluster]:
+def _started(purpose: str, nodes: int, gpus: int = 0, devices: int = 0) -> Iterator[Cluster]:
     remove_left_behind()
     name = f"test-{purpose}-{os.getpid()}"
     try:
-        yield Cluster.start(name, nodes=nodes, gpus=gpus)
+        yield Cluster.start(name, nodes=nodes, gpus=gpus, devices=devices)
     finally:
         if not os.environ.get("ROLLOUT_KEEP_CLUSTER"):
             Cluster.remove(name)

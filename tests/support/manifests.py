@@ -55,6 +55,19 @@ def source(**fields: Any) -> Document:
     return {"model": {"source": {"path": None, **fields}}}
 
 
+COLOCATED: Document = {
+    "mode": "Colocated",
+    "colocation": {
+        "trainerSelector": {
+            "matchLabels": {"job": "grpo"},
+            "matchExpressions": [{"key": "role", "operator": "In", "values": ["rank", "head"]}],
+        },
+        "slots": 2,
+        "request": "gpus",
+    },
+}
+"""A change of spec that puts the engines beside a trainer."""
+
 PROBE = {"initialDelaySeconds": 2, "periodSeconds": 3, "timeoutSeconds": 4, "failureThreshold": 5}
 
 FULL: Document = {

@@ -274,6 +274,13 @@ async def test_who_was_restarted_comes_back_to_the_pools_state(steered: Steered)
     await until(lambda: steered.controls[0].holds == ["Paused"], what="the keeper to pause it")
 
 
+async def test_a_hold_of_somebody_else_does_not_stand_for_the_pools(steered: Steered) -> None:
+    await steered.direct.change_state("Paused", 10)
+    steered.controls[0].holds_of_others = ["Paused"]
+    steered.controls[0].holds = []
+    await until(lambda: steered.controls[0].holds == ["Paused"], what="the keeper to pause it")
+
+
 async def test_an_order_that_comes_after_a_newer_one_is_undone(steered: Steered) -> None:
     """The keeper pauses a replica that was restarted, while the user resumes the pool."""
     await steered.direct.change_state("Paused", 10)

@@ -11,7 +11,7 @@ import pytest
 import imports as import_probe
 from imagecheck import judge, versions
 from imagecheck.box import Ended
-from imagecheck.checks import Failed, engine_of, findings
+from imagecheck.checks import ENGINES, Failed, engine_of, findings, right_engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,6 +83,17 @@ def test_requirements_tell_the_engine(name: str) -> None:
     text = (ROOT / "requirements" / f"{name}.txt").read_text()
     wanted = {"vllm-cpu": "hf", "worker": ""}.get(name, name.removesuffix("-cpu"))
     assert engine_of(text) == wanted
+
+
+def test_an_image_of_another_engine_is_noticed() -> None:
+    """Each would pass its own checks: a target may have the wrong requirements."""
+    for engine in ENGINES:
+        assert right_engine(engine, engine).problems == []
+        assert right_engine(engine, None).problems == []
+    assert right_engine("hf", "vllm").problems == [
+        "it should hold vllm, it holds hf: its target in the Dockerfile has other requirements"
+    ]
+    assert "it holds none" in right_engine("", "sglang").problems[0]
 
 
 def place(**other: object) -> dict[str, Any]:

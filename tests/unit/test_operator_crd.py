@@ -76,6 +76,7 @@ def test_only_what_people_must_see_has_a_default() -> None:
     assert {p for p, s in ALL.items() if "default" in s} == {
         ".spec.replicas",
         ".spec.mode",
+        ".spec.colocation.slots",
         ".spec.state",
         ".spec.suspend",
         ".spec.parallelism",

@@ -10,14 +10,8 @@ import pytest
 from poolspecs import NOW, spec_of
 from poolspecs import a_pod as pod
 from rollout_operator.api.spec import RolloutReplicaSpec
-from rollout_operator.core.gangs import (
-    HEALTHY_SECONDS,
-    PodPlan,
-    backoff,
-    failures,
-    gangs_of,
-    plan_pods,
-)
+from rollout_operator.core.failures import HEALTHY_SECONDS, backoff, failures
+from rollout_operator.core.gangs import PodPlan, gangs_of, plan_pods
 from rollout_operator.core.plan import CreatePod, DeletePod, Wait
 from rollout_operator.core.world import RECALLED, Observed, Pod
 
@@ -370,7 +364,7 @@ def test_failures_count_until_ten_minutes_after_it_proved_itself(
     spec = spec_of()
     dead = pod(spec, **{"phase": "Failed", "finished_at": NOW, "restarts": 4, **fields})
     seen = Observed("pool", "ns", "u", 1, (dead,), {}, {}, {}, 0, {}, None, False, "")
-    assert failures(spec, seen, gangs_of(spec, seen)[0], dead) == count
+    assert failures(spec, seen, gangs_of(spec, seen)[0].pods, dead) == count
     assert HEALTHY_SECONDS == 600
 
 

@@ -14,6 +14,7 @@ from poolspecs import spec_of, target
 from rollout_operator.core.plan import Verb
 from rollout_operator.core.updates.weights_plan import target_of
 from rollout_worker.schemas import WeightsId
+from simtrainers import SimTrainers
 from simworker import SimWorker, root_hash
 from world import World
 
@@ -30,6 +31,11 @@ GANG: dict[str, object] = {
     "parallelism": {"tensor": 2, "nodes": 2},
     "accelerator": {"resource": "nvidia.com/gpu"},
 }
+BESIDE: dict[str, object] = {
+    "mode": "Colocated",
+    "colocation": {"trainerSelector": {"matchLabels": {"job": "grpo"}}, "slots": 2},
+}
+"""Two trainer pods with two devices each."""
 ACTIONS = (
     *("raise", "raise", "epoch", "template", "up", "down", "pause", "sleep",
       "wake", "wake", "suspend", "kill", "fail", "reboot", "break", "mend", "forget", "intrude",
@@ -37,6 +43,8 @@ ACTIONS = (
       "publishes", "ahead", "ask too much", "ask less", "publish to refusers and rest"),
     *("finalize", "free", "set clock", "refuse writes", "take writes", "unlabel", "make again",
       "drain", "ask to go", "freeze", "dawdle"),
+    *("restart trainer", "restart trainer", "end trainer", "more trainers", "all trainers",
+      "give claims back", "lose sight of the trainer"),
     *["refuse", "raise", "pause, raise and hush"] * 3,
 )  # fmt: skip
 
@@ -44,11 +52,14 @@ ACTIONS = (
 class History:
     """A world, and what may happen to it."""
 
-    def __init__(self, strategy: str, random: Random, nodes: int) -> None:
+    def __init__(self, strategy: str, random: Random, shape: dict[str, object]) -> None:
         self.random = random
         weights = {"strategy": strategy, "deadlineSeconds": random.choice([4, 600])}
-        shape: dict[str, object] = GANG if nodes > 1 else {}
         self.world = World(spec_of(replicas=2, weights=weights, **shape))
+        self.trainers: SimTrainers | None = None
+        if self.world.spec.colocation is not None:
+            self.trainers = SimTrainers(self.world.spec, generated=random.random() < 0.5)
+            self.world.trainers = self.trainers
 
     def happen(self, action: str) -> None:
         """Let this happen."""
@@ -98,6 +109,42 @@ class History:
     def dawdle(self) -> None:
         """Ranks take a while to notice that another one has gone."""
         self.world.gang_seconds = float(self.random.randint(0, 10))
+
+    def restart_trainer(self) -> None:
+        if self.trainers is not None:
+            self.trainers.restart(self.random.choice(self.trainers.wanted))
+
+    def end_trainer(self) -> None:
+        """A pod of the trainer's ends, and nobody makes it again for now."""
+        if self.trainers is not None and len(self.trainers.wanted) > 1:
+            name = self.random.choice(self.trainers.wanted)
+            self.trainers.wanted.remove(name)
+            self.trainers.restart(name)
+
+    def more_trainers(self) -> None:
+        """One comes whose name is before or behind those of the others."""
+        if self.trainers is not None:
+            name = self.random.choice(["a", "t-0-b", "t-10"])
+            if name not in self.trainers.wanted:
+                self.trainers.wanted.append(name)
+
+    def all_trainers(self) -> None:
+        if self.trainers is not None:
+            for name in {*self.trainers.wanted} - {"t-0", "t-1"}:
+                self.trainers.restart(name)
+            self.trainers.wanted = ["t-0", "t-1"]
+
+    def give_claims_back(self) -> None:
+        """The trainer stops, and its claims are allocated elsewhere when it comes back."""
+        if self.trainers is not None:
+            self.trainers.sites += 1
+            for name in self.trainers.wanted:
+                self.trainers.restart(name)
+
+    def lose_sight_of_the_trainer(self) -> None:
+        """A new operator has yet to list its pods and claims."""
+        if self.trainers is not None:
+            self.trainers.listed = False
 
     def reboot(self) -> None:
         if running := [name for name in self._running() if name.endswith("-0")]:
@@ -254,7 +301,7 @@ class History:
     def end_well(self) -> None:
         """Everything that disturbs ends, and all comes to be as asked."""
         for action in ("mend", "ask less", "leave", "speak", "let go", "quick", "no lag", "wake",
-                       "free", "take writes"):  # fmt: skip
+                       "free", "take writes", "all trainers"):  # fmt: skip
             self.happen(action)
         world = self.world
         self.raise_()  # the last version may be bound to bytes that nobody finds any more
@@ -283,18 +330,29 @@ def _settled(world: World) -> bool:
     )
 
 
+def _each_is_in_its_place(world: World) -> None:
+    if world.trainers is None:
+        return
+    for pod in world.pods.values():
+        beside = world.trainers.pods[f"t-{pod.replica // 2}"]
+        claim = world.trainers.claims[beside.claims[0]]
+        assert pod.taken is not None
+        assert (pod.node, pod.taken.claim_uid) == (beside.node, claim.uid)
+        assert pod.taken.devices == (claim.devices[pod.replica % 2].name,)
+
+
 @settings(max_examples=settings().max_examples * 3 // 5)  # some passes each
 @given(
     st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(1, 6)), min_size=5, max_size=25),
     st.sampled_from(["AllAtOnce", "Rolling", "Eager"]),
-    st.sampled_from([1, 2]),
+    st.sampled_from([{}, GANG, BESIDE]),
     st.randoms(use_true_random=False),
 )
 def test_any_history_ends_right(
-    actions: list[tuple[str, int]], strategy: str, nodes: int, random: Random
+    actions: list[tuple[str, int]], strategy: str, shape: dict[str, object], random: Random
 ) -> None:
     """Each pass on the way is safe, and at rest all is as asked and nothing is planned any more."""
-    history = History(strategy, random, nodes)
+    history = History(strategy, random, shape)
     for action, passes in actions:
         history.happen(action)
         for _ in range(passes):
@@ -311,9 +369,11 @@ def test_any_history_ends_right(
     wanted = target_of(world.spec).identity
     assert status.weights.committed.identity == wanted
     assert status.weights.committed.root_hash == root_hash(wanted)
+    nodes = world.spec.parallelism.nodes
     assert sorted(world.pods) == [
         f"pool-{i}-{rank}" for i in range(world.spec.replicas) for rank in range(nodes)
     ]
+    _each_is_in_its_place(world)
     assert all(pod.ready for pod in world.pods.values())
     for pod in (p for p in world.pods.values() if p.rank == 0):
         worker = world.workers[pod.uid]

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from poolspecs import spec_of
+from poolspecs import colocated_spec, spec_of
 from rollout_operator.api.names import CONTROL_TLS_CERT
 from rollout_operator.api.revision import is_current, revision
 from rollout_operator.config import EngineDefaults
+from rollout_operator.core.placement import Place
+from rollout_operator.core.podreader import parse_pod
 from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.services import differs, pool_services, repair
+from rollout_operator.core.trainers import Taken
 from rollout_worker.settings import FLAGS
 
 GPU: dict[str, Any] = {
@@ -86,6 +89,61 @@ def test_the_whole_pod_is_as_it_was_reviewed(
     if request.config.getoption("--update-goldens"):
         golden.write_text(text)
     assert text == golden.read_text(), "run pytest --update-goldens and review the difference"
+
+
+PLACE = Place(
+    trainer="t-0",
+    node="n1",
+    claim="t-0-gpus",
+    claim_uid="u",
+    request="gpus",
+    devices=("gpu.example.com/n1/gpu-2", "gpu.example.com/n1/gpu-3"),
+    first=2,
+)
+
+
+def test_a_colocated_pod_is_as_it_was_reviewed(request: pytest.FixtureRequest) -> None:
+    more = {
+        "podTemplate": {"resourceClaims": [{"name": "nics", "resourceClaimName": "nics"}]},
+        "resources": {"claims": [{"name": "nics"}], "limits": {"memory": "1Gi"}},
+    }
+    spec = colocated_spec(slots=2, tensor=2, **more)
+    builder = PodBuilder("pool", "ns", "uid", "", spec, EngineDefaults(image="w:1"), "rollout-turn")
+    golden = GOLDENS / "pod-colocated.yaml"
+    text = plain_yaml(builder.build(1, 0, 0, PLACE))
+    if request.config.getoption("--update-goldens"):
+        golden.write_text(text)
+    assert text == golden.read_text(), "run pytest --update-goldens and review the difference"
+    assert "nodeName" not in text
+
+
+def test_a_pod_is_read_back_with_the_place_it_was_made_for() -> None:
+    spec = colocated_spec(slots=2, tensor=2)
+    builder = PodBuilder("pool", "ns", "uid", "", spec, EngineDefaults(image="w:1"))
+    made = builder.build(1, 0, 0, PLACE)
+    made["metadata"]["uid"] = "p"
+    pod = parse_pod(made, "uid")
+    assert pod is not None
+    assert pod.colocated
+    assert pod.taken == Taken("t-0", "u", PLACE.devices)
+    del made["metadata"]["annotations"]["rollout.dev/devices"]
+    pod = parse_pod(made, "uid")
+    assert pod is not None
+    assert (pod.colocated, pod.taken) == (True, None), "its spec tells, whatever people do"
+
+
+def test_a_pod_with_all_of_a_claim_chooses_no_devices_and_without_a_directory_takes_no_turn() -> (
+    None
+):
+    builder = PodBuilder(
+        "pool", "ns", "uid", "", colocated_spec(tensor=2), EngineDefaults(image="w")
+    )
+    made = builder.build(0, 0, 0, PLACE)
+    told = {entry["name"] for entry in made["spec"]["containers"][0]["env"]}
+    assert "ROLLOUT_TENSOR" in told
+    assert not told & {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
+    assert not any(name.startswith("ROLLOUT_TURN") for name in told)
+    assert "rollout-turn" not in plain_yaml(made)
 
 
 def test_both_services_are_as_they_were_reviewed(request: pytest.FixtureRequest) -> None:

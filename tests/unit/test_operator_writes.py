@@ -115,8 +115,9 @@ async def test_a_gate_says_since_when_its_worker_has_proven_itself(
         (pod(owner="a stranger", ownerReferences=[], deletionTimestamp="2026-01-01T00:00:00Z"), False),
         (pod(ownerReferences=[]), True),
         (pod(ownerReferences=[{"controller": True, "kind": "Job", "name": "math", "uid": "x"}]), True),
+        (pod(ownerReferences=[{"kind": "RolloutReplica", "name": "math", "uid": "ours"}]), True),
     ],
-    ids=["left over", "terminates", "nobody's", "a stranger's"],
+    ids=["left over", "terminates", "nobody's", "a stranger's", "ours, but not controlled by us"],
 )  # fmt: skip
 async def test_a_name_that_gets_free_is_no_conflict(
     api: Loopback, ctx: Context, found: Obj, conflict: bool

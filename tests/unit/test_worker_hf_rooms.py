@@ -90,6 +90,25 @@ def test_another_dtype_is_turned_into_the_models() -> None:
     assert is_all(model, 0.5)
 
 
+def test_what_other_dtypes_come_through_is_charged_until_it_is_sealed() -> None:
+    """On a GPU that is locked memory, of the size of the largest tensor."""
+    staging = Staging(NBYTES + 64)
+    memory = memory_of(nn.Linear(3, 4).to(torch.bfloat16), staging)
+    sink = memory.buffers(ENTRIES)
+    with pytest.raises(EngineError, match="stagingMemory"):
+        staging.claim(1)
+    filled(sink, 0.5)
+    staging.claim(64)()
+    sink.close()
+    staging.claim(NBYTES + 64)()
+    memory.buffers(ENTRIES).close()
+    staging.claim(NBYTES + 64)()
+    tight = memory_of(nn.Linear(3, 4).to(torch.bfloat16), Staging(NBYTES))
+    with pytest.raises(EngineError, match="64 bytes of staged"):
+        tight.buffers(ENTRIES)
+    assert tight._staging._taken == 0
+
+
 def addresses(model: nn.Module) -> Mapping[str, int]:
     return {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
 

@@ -1,5 +1,6 @@
 import argparse
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,12 @@ def test_defaults() -> None:
     assert (found.drain_seconds, found.shutdown_grace, found.max_queue) == (30, 5, 1024)
     assert (found.logprobs, found.in_pool, found.weights_roots) == ("sampling", False, ())
     assert found.restart_delays == (1, 2, 5, 10, 30, 60)
+
+
+def test_ranks_can_not_meet_at_any_free_port() -> None:
+    with pytest.raises(BadSettings, match=r"--gang-port.*between 1 and 65535: all ranks meet"):
+        settings([*ALONE, "--gang-port", "0"])
+    assert settings([*ALONE, "--control-port", "0", "--gang-port", "9"]).gang_port == 9
 
 
 def test_every_flag_has_a_variable_and_the_flag_wins() -> None:
@@ -182,3 +189,32 @@ def test_openapi_names_every_route(capsys: pytest.CaptureFixture[str]) -> None:
         assert f'"/v1/{route}"' in said
     for route in ("wake", "abort", "weights/stage", "weights/commit", "weights/discard", "require"):
         assert f'"/v1/{route}"' in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "wrong"),
+    [
+        (["--turn-directory", "/turn"], "or neither"),
+        (["--turn-devices", "a"], "or neither"),
+        (["--turn-directory", "/turn", "--turn-devices", "a,b,a"], "names a device twice"),
+        (["--turn-directory", "/turn", "--turn-devices", "a,"], "can't name a device"),
+        (
+            [
+                *("--turn-directory", "/t", "--turn-devices", "a"),
+                *("--nodes", "2", "--leader-address", "a-0.b"),
+            ],
+            "can't take turns yet",
+        ),
+    ],
+    ids=["directory", "devices", "twice", "nothing", "nodes"],
+)
+def test_turns_that_make_no_sense_are_refused(flags: list[str], wrong: str) -> None:
+    with pytest.raises(BadSettings, match=wrong):
+        settings([*ALONE, *flags])
+
+
+def test_the_turn_is_taken_under_the_hosts_name_unless_another_is_given() -> None:
+    turn = [*ALONE, "--turn-directory", "/turn", "--turn-devices", "b, a"]
+    assert settings(turn).turn_holder == socket.gethostname()
+    assert settings([*turn, "--turn-holder", "pod-0"]).turn_holder == "pod-0"
+    assert settings(turn).turn_devices == ("b", "a")

@@ -33,7 +33,7 @@ from rollout_worker.engines.sglang.desk import Desk
 from rollout_worker.engines.sglang.model import Model
 from rollout_worker.engines.sglang.process import Process
 from rollout_worker.engines.sglang.streams import Stream, child_tokens
-from rollout_worker.observe.processes import is_stopped
+from rollout_worker.observe.processes import find
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
 from waiting import until
 
@@ -227,7 +227,7 @@ async def test_a_process_that_stays_stopped_is_missed_and_one_that_a_debugger_he
     try:
         assert watched.stopped() is None
         os.kill(child.pid, signal.SIGSTOP)
-        await until(lambda: is_stopped(child.pid))
+        await until(lambda: (seen := find(child.pid)) is not None and seen.stopped())
         assert watched.stopped(0.2) is None, "not for a moment"
         await until(lambda: watched.stopped(0.2) is not None)
         assert watched.stopped(0.2) == f"a process of SGLang (pid {child.pid}) is stopped"

@@ -11,17 +11,20 @@ from pathlib import Path
 
 import httpx
 import pytest
+from aiohttp import web
 
 from localkube.pki import Authority
 from rollout_client.control import ControlUnreachable, WorkerControl
 from rollout_client.discovery.members import static_members
 from rollout_client.steering.control_ports import ControlPorts
+from rollout_worker.gang.line import TLS_NAME, Line
 from rollout_worker.ports import connections
 from rollout_worker.ports.auth import Anyone
 from rollout_worker.ports.connections import CONTROL_PLACES, Listener, Room
 from rollout_worker.ports.server import Servers, bind
 from rollout_worker.ports.tls import Certificate
 from rollout_worker.settings import BadSettings
+from rollout_worker.wire.gang import GangState
 from tiny_worker import settings, tiny_worker
 from waiting import until
 
@@ -142,6 +145,51 @@ async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path: 
     assert held.context is good
     assert not keeping.done()
     keeping.cancel()
+
+
+async def test_the_head_trusts_its_members_renewed_certificates(tmp_path: Path) -> None:
+    """All pods of a gang get the same new ones; none of them is restarted for it."""
+    home = tmp_path / "held"
+    home.mkdir()
+    held = [home / name for name in ("tls.crt", "tls.key", "ca.crt")]
+
+    def renew(name: str) -> ssl.SSLContext:
+        (tmp_path / name).mkdir()
+        authority = Authority(tmp_path / name, "ca")
+        authority.issue("w", "/CN=w", usage="serverAuth", san=f"DNS:{TLS_NAME}")
+        for file, new in zip(held, ("w.crt", "w.key", "ca.crt"), strict=True):
+            os.replace(tmp_path / name / new, file)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(held[0], held[1])
+        return context
+
+    state = GangState(boot_id="b", rank=1, phase="Ready")
+
+    async def member(_: web.BaseRequest) -> web.Response:
+        # So each call has a handshake of its own.
+        headers = {"Connection": "close"}
+        return web.Response(body=state.model_dump_json(), headers=headers)
+
+    runner = web.ServerRunner(web.Server(member))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=renew("first"))
+    await site.start()
+    port = runner.addresses[0][1]
+    files = ("--control-tls-cert-file", str(held[0]), "--control-tls-key-file", str(held[1]))
+    line = Line(1, f"127.0.0.1:{port}", "a", settings(*files))
+    try:
+        for name in ("second", "third"):
+            assert (await line.state(started=True)).boot_id == "b"
+            renewed = renew(name)
+            await site.stop()
+            site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=renewed, reuse_address=True)
+            await site.start()
+        assert (await line.state(started=True)).boot_id == "b"
+        held[0].write_text("nonsense")
+        assert (await line.state(started=True)).boot_id == "b", "it keeps what it had"
+    finally:
+        await line.close()
+        await runner.cleanup()
 
 
 def test_files_that_cant_be_used_are_told_at_the_start(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +18,17 @@ import pytest
 
 from rollout_worker.engine import EngineError, EngineRequest, Gang, InvalidRequest
 from rollout_worker.engines import network
-from rollout_worker.engines.vllm import settings
+from rollout_worker.engines.vllm import hashing, settings, under_ray
 from rollout_worker.engines.vllm.gate import Gate
+from rollout_worker.engines.vllm.hashing import beside_hash
 from rollout_worker.engines.vllm.intake import Model, check
 from rollout_worker.engines.vllm.labels import Labels
 from rollout_worker.engines.vllm.launch import Steps
 from rollout_worker.engines.vllm.steering import Steering
-from rollout_worker.observe.processes import descendants, end
-from rollout_worker.schemas import SamplingParams, WeightsId
+from rollout_worker.observe.processes import Standing, descendants, end, find
+from rollout_worker.schemas import Progress, SamplingParams, WeightsId
 from rollout_worker.sources.files import ReadCancelled
+from tiny_engine import write_weights
 from waiting import until_sync
 
 
@@ -169,16 +172,107 @@ def test_a_node_knows_its_own_address_and_interface() -> None:
         network.interface_of("203.0.113.7")
 
 
-def test_a_stopped_process_is_told_from_a_running_one() -> None:
+def test_a_process_that_stays_stopped_is_told_from_one_that_a_debugger_held() -> None:
+    """One look at a rank must not end its gang."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
         try:
             (found,) = {each for each in descendants(os.getpid()) if each.pid == child.pid}
-            assert not found.stopped()
+            assert found == find(child.pid)
+            standing = Standing()
+            assert standing.still([found], 0.0) is None
             child.send_signal(signal.SIGSTOP)
             until_sync(found.stopped, what="the signal")
             assert found.alive(), "which is why it has to be looked at"
+            assert standing.still([found]) is None, "not for a moment"
+            until_sync(lambda: standing.still([found], 0.2) == found, what="a while")
+            child.send_signal(signal.SIGCONT)
+            until_sync(lambda: not found.stopped(), what="the signal")
+            assert standing.still([found], 0.0) is None
+            child.send_signal(signal.SIGSTOP)
+            until_sync(found.stopped, what="the signal")
+            assert standing.still([found], 0.2) is None, "it counts anew"
         finally:
             child.kill()
+
+
+def ray_flags(**given: object) -> argparse.Namespace:
+    flags = {"data_parallel_backend": "mp", "data_parallel_size": 1}
+    return argparse.Namespace(**{**flags, "distributed_executor_backend": "ray", **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "why"),
+    [
+        ({"data_parallel_backend": "ray"}, "1", "--data-parallel-backend ray makes vLLM's cores"),
+        ({"data_parallel_size": 2}, "1", "set parallelism.data to 1"),
+        ({}, "0", "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 chooses an executor that notices no dead"),
+        ({}, "1", "Ray is not installed here"),
+    ],
+)
+def test_what_ray_would_do_behind_the_workers_back_is_refused(
+    given: dict[str, Any], variable: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(under_ray.EXECUTOR_VARIABLE, variable)
+    monkeypatch.setattr(sys, "path", [])  # where no Ray is
+    with pytest.raises(EngineError, match=why):
+        under_ray.check_flags(ray_flags(**given))
+    under_ray.check_flags(ray_flags(distributed_executor_backend="mp"))
+
+
+def test_a_device_that_ray_does_not_schedule_is_refused() -> None:
+    with pytest.raises(EngineError, match="no ranks under Ray on cpu: leave it out"):
+        under_ray.check_platform(SimpleNamespace(ray_device_key="", device_name="cpu"))
+    under_ray.check_platform(SimpleNamespace(ray_device_key="GPU", device_name="cuda"))
+
+
+class Ranks:
+    """Ranks of Ray: those `away` are on another node, and reach nothing of this process."""
+
+    def __init__(self, away: int) -> None:
+        self._away = away
+
+    async def collective_rpc(self, method: str, args: tuple[str, str]) -> list[int | None]:
+        assert method == "rollout_reach"
+        with open(args[0]) as file:  # noqa: ASYNC230 - it is memory
+            assert file.read() == args[1]
+        return [*[os.getpid()] * (2 - self._away), *[None] * self._away]
+
+
+async def test_ranks_that_read_our_memory_are_watched_and_others_refused() -> None:
+    assert await under_ray.ranks(Ranks(away=0)) == {find(os.getpid())}
+    with pytest.raises(EngineError, match="Ray put rank 1 where it can't read the worker's memory"):
+        await under_ray.ranks(Ranks(away=1))
+
+
+def test_a_failed_start_is_told_before_the_checkpoint_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes minutes with a large one."""
+
+    def endless(folder: Path, report: object, cancelled: Callable[[], bool]) -> str:
+        until_sync(cancelled, what="the start's failure")
+        raise ReadCancelled
+
+    def start() -> None:
+        raise EngineError("no such device")
+
+    monkeypatch.setattr(hashing, "hash_of", endless)
+    with pytest.raises(EngineError, match="no such device"):
+        beside_hash(tmp_path, lambda _: None, lambda: False, start, lambda _: None)
+
+
+def test_what_was_started_ends_with_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
+    ended: list[str] = []
+    write_weights(tmp_path, 7)
+    report: list[Progress] = []
+    started, root_hash = beside_hash(
+        tmp_path, report.append, lambda: False, lambda: "it", ended.append
+    )
+    assert (started, root_hash.partition(":")[0], ended) == ("it", "xxh3_128", [])
+    assert report[-1].message == "starting vLLM's processes"
+    with pytest.raises(ReadCancelled):
+        beside_hash(tmp_path, report.append, lambda: True, lambda: "it", ended.append)
+    assert ended == ["it"]
 
 
 @dataclass

@@ -18,6 +18,8 @@ COMMIT = "commit"
 """The holder shown for a running commit, which acts as a hold of its own."""
 
 SleepLevel = Literal[1, 2]
+EVERYTHING: frozenset[MemoryTag] = frozenset({"weights", "kv_cache"})
+"""What a sleep may release."""
 
 
 class Want(IntEnum):
@@ -35,6 +37,11 @@ class Target:
     want: Want
     released: frozenset[MemoryTag] = frozenset()
     level: SleepLevel = 1
+
+    @property
+    def all_released(self) -> bool:
+        """Whether no memory of the engine is wanted at all."""
+        return self.want is Want.ASLEEP and self.released.issuperset(EVERYTHING)
 
 
 @dataclass(frozen=True, slots=True)

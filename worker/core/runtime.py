@@ -22,6 +22,7 @@ from rollout_worker.schemas import Lifecycle, Progress, Resident
 from rollout_worker.settings import Settings
 from rollout_worker.wire.problems import ProblemError, conflict
 
+from .device_turn import DeviceTurn
 from .holds import Holds, Target, Want
 from .states import Tracker
 
@@ -66,6 +67,10 @@ class Runtime:
         """Fires when the state, a hold or a request changes."""
         self.exclusive = asyncio.Lock()
         """Held by whoever moves the lifecycle, commits weights or replaces the engine."""
+        self.turn: DeviceTurn | None = None
+        """Set where others use the same devices by turns."""
+        if settings.turn_devices:
+            self.turn = DeviceTurn(settings, self.telemetry, self.changed.wait)
         self.gang: Head | None = None
         """Set where the engine spans several nodes and this is the first."""
         self.engine: Engine | None = None

@@ -24,9 +24,10 @@ MOVES: Final[Mapping[Lifecycle, frozenset[Lifecycle]]] = {
     S.PAUSED: frozenset({S.ACTIVE, S.DRAINING, S.FAILED}),
     S.DRAINING: frozenset({S.ASLEEP, S.PAUSED, S.PAUSING, S.ACTIVE, S.FAILED}),
     # Waking may restore only part of the memory, or fail and go back to sleep.
-    S.ASLEEP: frozenset({S.WAKING, S.FAILED}),
+    # With devices by turns, an engine that dies asleep is loaded again when it is to wake.
+    S.ASLEEP: frozenset({S.WAKING, S.LOADING, S.FAILED}),
     S.WAKING: frozenset({S.ACTIVE, S.PAUSED, S.ASLEEP, S.FAILED}),
-    S.FAILED: frozenset({S.LOADING}),
+    S.FAILED: frozenset({S.LOADING, S.ASLEEP}),
 }
 """Allowed moves; an engine crash leads from every state to Failed."""
 

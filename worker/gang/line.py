@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
-from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -12,6 +10,8 @@ from pydantic import BaseModel, ValidationError
 from rollout_worker.settings import Settings
 from rollout_worker.threads import Shared
 from rollout_worker.wire.gang import GangSlot, GangState, SlotRequest
+
+from .trust import Trust
 
 ANSWER_SECONDS = 3.0
 """What a member gets to answer: from memory, so it is the network's time."""
@@ -50,12 +50,27 @@ class Line:
         self._token = None if found is None else Shared(found.read_text, f"gang-{rank}")
         secure = settings.control_tls_cert_file
         self._extensions = {} if secure is None else {"sni_hostname": TLS_NAME}
-        self._http = httpx.AsyncClient(
-            base_url=f"http{'s' if secure else ''}://{address}/v1/gang/",
-            verify=True if secure is None else _trusting(secure),
+        self._url = f"http{'s' if secure else ''}://{address}/v1/gang/"
+        self._trust = None if secure is None else Trust(secure, f"trust-{rank}")
+        self._http = self._connected()
+        self._former: httpx.AsyncClient | None = None
+
+    def _connected(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self._url,
+            verify=True if self._trust is None else self._trust.context,
             timeout=ANSWER_SECONDS,
             trust_env=False,  # a proxy is not meant for the gang's own network
         )
+
+    async def _renew(self) -> None:
+        """Meet new connections with the certificates of the day."""
+        if self._trust is None or not await self._trust.renewed() or self._http.is_closed:
+            return
+        outdated, self._former = self._former, self._http  # calls of the last one may be under way
+        self._http = self._connected()
+        if outdated is not None:
+            await outdated.aclose()
 
     async def state(self, *, started: bool) -> GangState:
         """Ask how it is; `started` says whether the head's engine runs.
@@ -78,12 +93,15 @@ class Line:
         await self._call(GangState, "DELETE", f"slots/{slot}")
 
     async def close(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
         await self._http.aclose()
+        if self._former is not None:
+            await self._former.aclose()
 
     async def _call(
         self, kind: type[M], method: str, path: str, body: BaseModel | None = None, **query: str
     ) -> M:
+        await self._renew()
         if self._http.is_closed:  # what is under way when the head ends
             raise NoAnswer("the head ends")
         try:
@@ -120,14 +138,3 @@ def _detail(answer: httpx.Response) -> str:
         return str(found["detail"])
     except (ValueError, KeyError, TypeError):
         return answer.text[:200]
-
-
-def _trusting(certificate: Path) -> ssl.SSLContext:
-    """Trust what this pod itself shows, and who issued it: all pods of a pool have the same."""
-    context = ssl.create_default_context()
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.load_verify_locations(certificate)
-    issuer = certificate.parent / "ca.crt"
-    if issuer.exists():
-        context.load_verify_locations(issuer)
-    return context

@@ -1,4 +1,4 @@
-"""Moves the worker to the state that its live holds ask for.
+"""Moves the worker to the state that its live holds ask for; whole, for each step follows from another.
 
 One level-triggered task compares target and state and takes one step at a time, under the same lock
 as commits. Verbs only change holds and wait until the worker has `settled`.
@@ -13,13 +13,15 @@ from collections.abc import Callable, Collection
 from math import inf
 from typing import Literal
 
-from rollout_worker.core.holds import Target, Want
+from rollout_worker.core.holds import EVERYTHING, Target, Want
 from rollout_worker.core.runtime import Runtime
 from rollout_worker.engine import EngineCrashed, EngineError, WeightsRejected
 from rollout_worker.requests.flights import Flights
 from rollout_worker.schemas import AbortReason, Lifecycle, MemoryTag
 from rollout_worker.updates.state import Updates
 from rollout_worker.wire.problems import ProblemError, conflict
+
+from .turning import turn_to_wake
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,11 @@ class Governor:
         self._released: frozenset[MemoryTag] = frozenset()
         self._level = 1
         self._forget_plan()
+
+    def engine_gone(self) -> None:
+        """Take note that the engine died and all its memory with it, while it was to be asleep."""
+        self._forget_plan()
+        self._released, self._level = EVERYTHING, self._runtime.target().level
 
     def _forget_plan(self) -> None:
         self._drain_until = inf
@@ -264,6 +271,12 @@ class Governor:
             asleep = engine.sleep(target.level, target.released, self._updates.refill)
             await runtime.call(asleep, MEMORY_SECONDS, "sleep")
         self._released, self._level = self._released | target.released, target.level
+        self._give_turn()
+
+    def _give_turn(self) -> None:
+        """Let others have the devices if the engine has no memory of them."""
+        if self._runtime.turn is not None and self._released.issuperset(EVERYTHING):
+            self._runtime.turn.give()
 
     async def _change_sleep(self) -> None:
         """From Asleep: restore memory that no hold wants released, or release more."""
@@ -279,12 +292,16 @@ class Governor:
         engine, _ = runtime.loaded()
         runtime.lifecycle.move(Lifecycle.WAKING)
         try:
+            if not await turn_to_wake(runtime, lambda: not self.resident(tags)):
+                runtime.lifecycle.move(Lifecycle.ASLEEP)
+                return
             with runtime.telemetry.transition("wake"):
                 awake = engine.wake(tags, self._updates.refill)
                 await runtime.call(awake, MEMORY_SECONDS, "wake")
         except EngineCrashed:
             raise
         except EngineError:
+            self._give_turn()
             runtime.lifecycle.move(Lifecycle.ASLEEP)
             raise
         self._released -= tags

@@ -4,6 +4,9 @@ When an engine dies, its requests end as aborted (`engine`). Its replacement loa
 weights from their source before it serves anything; if it dies of that, the next one does. If that
 source is gone, the worker comes up with the checkpoint, fenced by a floor until someone commits the
 lost weights or later ones.
+
+Where others use the devices by turns, no engine loads before it is the worker's turn, and none that is to be
+asleep: then the worker stays Asleep without one until somebody wakes it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from math import inf
 
 from rollout_worker.core.holds import Want
 from rollout_worker.core.runtime import Runtime
@@ -26,6 +30,7 @@ from rollout_worker.engine import (
 from rollout_worker.gang.places import GangBroken
 from rollout_worker.requests.flights import Flights
 from rollout_worker.schemas import CHECKPOINT, Lifecycle, Progress, WeightsId
+from rollout_worker.turn import TurnReplaced
 from rollout_worker.updates.state import Updates
 
 from .governor import Governor
@@ -92,21 +97,36 @@ class Supervisor:
             await self._bury(reason)
             if runtime.gang is not None:
                 raise GangBroken(reason)
+            if await self._rest():
+                continue
             delay = delays[min(failures, len(delays) - 1)]
             failures += 1
             logger.warning("restarting the engine in %g s", delay)
             self._expect(delay)
             await asyncio.sleep(delay)
 
+    async def _rest(self) -> bool:
+        """Stay asleep without an engine, if it should be asleep and others have the devices then."""
+        runtime = self._runtime
+        if runtime.turn is None or not runtime.target().all_released:
+            return False
+        async with runtime.exclusive:
+            self._governor.engine_gone()
+            self._report(Progress(message="the engine died; it is loaded again to wake"))
+            runtime.lifecycle.move(Lifecycle.ASLEEP)
+        while runtime.target().all_released:
+            self._expect(WATCH_SECONDS)
+            await runtime.changed.wait(WATCH_SECONDS)
+        return True
+
     async def _live_once(self) -> str:
         """Load an engine and watch it; return why it ended."""
         runtime = self._runtime
         try:
-            with runtime.telemetry.transition("load"):
-                await self._load()
+            await self._load()
         except ProcessSpent:
             raise
-        except EngineError as error:
+        except (EngineError, TurnReplaced) as error:
             return str(error)
         except TimeoutError:
             timeout = runtime.settings.start_timeout
@@ -120,23 +140,30 @@ class Supervisor:
 
     async def _load(self) -> None:
         runtime = self._runtime
-        self._expect(runtime.settings.start_timeout + SEED_SECONDS)
         async with runtime.exclusive:
-            self._report(Progress(message="creating the engine"))
             runtime.lifecycle.move(Lifecycle.LOADING)
-            runtime.died = asyncio.get_running_loop().create_future()
-            async with asyncio.timeout(runtime.settings.start_timeout):
-                # In a thread: importing an engine takes seconds, and probes need answers.
-                engine = runtime.engine = await asyncio.to_thread(self._create)
-                info = await self._start(engine)
-            runtime.info = info
-            name = runtime.settings.served_name
-            runtime.telemetry.info(info.engine, info.engine_version, name)
-            self._updates.loaded(info)
-            await self._seed(engine, info)
+            if runtime.turn is not None:
+                self._expect(inf)  # however long others have the devices
+                await runtime.turn.take(self._report)
+            self._expect(runtime.settings.start_timeout + SEED_SECONDS)
+            with runtime.telemetry.transition("load"):
+                await self._create_and_start()
             self._governor.engine_replaced()
             runtime.progress = None
             runtime.lifecycle.move(_FIRST[runtime.target().want])
+
+    async def _create_and_start(self) -> None:
+        runtime = self._runtime
+        self._report(Progress(message="creating the engine"))
+        runtime.died = asyncio.get_running_loop().create_future()
+        async with asyncio.timeout(runtime.settings.start_timeout):
+            # In a thread: importing an engine takes seconds, and probes need answers.
+            engine = runtime.engine = await asyncio.to_thread(self._create)
+            info = await self._start(engine)
+        runtime.info = info
+        runtime.telemetry.info(info.engine, info.engine_version, runtime.settings.served_name)
+        self._updates.loaded(info)
+        await self._seed(engine, info)
 
     async def _start(self, engine: Engine) -> EngineInfo:
         """Start it; in a gang, with all others, of which one that fails ends the wait."""
@@ -232,23 +259,33 @@ class Supervisor:
         except TimeoutError:
             logger.warning("a verb still uses the engine after %g s", STOP_SECONDS)
         await self._stop_engine()
+        if runtime.turn is not None:
+            runtime.turn.close()
 
     async def _stop_engine(self) -> None:
-        """Stop the engine; give up on it after `STOP_SECONDS`."""
+        """Stop the engine; give up on it after `STOP_SECONDS`.
+
+        With it goes the turn for its devices, unless it may have memory of them in this process.
+        """
         runtime = self._runtime
         engine, runtime.engine = runtime.engine, None
-        if engine is None:
-            return
+        stopped = engine is None or await self._stopped(engine)
+        if runtime.turn is not None and stopped:
+            runtime.turn.leave()  # one of its processes that lives against all odds keeps the turn
+
+    async def _stopped(self, engine: Engine) -> bool:
         await asyncio.sleep(0)  # calls that were made before this moment begin before it stops
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await engine.stop()
+            return True
         except TimeoutError:
             logger.warning("the engine did not stop within %g s", STOP_SECONDS)
         except EngineError as error:
             logger.warning("the engine failed to stop: %s", error)
         except Exception:  # whatever the adapter raised, another engine is started
             logger.exception("the engine failed to stop")
+        return False
 
 
 _FIRST = {

@@ -18,6 +18,7 @@ from rollout_worker.schemas import (
     AbortReason,
     AbortRequest,
     AbortResponse,
+    Lifecycle,
     MemoryTag,
     PauseRequest,
     ReleaseRequest,
@@ -30,6 +31,7 @@ from .governor import Governor, Mode
 
 logger = logging.getLogger(__name__)
 
+QUICK_SECONDS = 5.0
 SLACK_SECONDS = 660.0
 """How long a transition may take beyond its drain, to abort requests and move weights."""
 
@@ -49,9 +51,15 @@ class Verbs:
             ProblemError: the worker can't be paused now; 409 `changed-meanwhile`, the hold expired
                 or was released before the worker was paused.
         """
-        self._ready_for_verbs(request.generation)
         ttl = request.ttl_seconds
-        self._runtime.holds.pause(holder, inf if ttl is None else time.monotonic() + ttl)
+        expires = inf if ttl is None else time.monotonic() + ttl
+        if self._rests(request.generation):
+            self._runtime.holds.pause(
+                holder, expires
+            )  # which loads an engine, unless others sleep on
+            await self._loading()
+        self._ready_for_verbs(request.generation)
+        self._runtime.holds.pause(holder, expires)
         await self._close(holder, request.mode, request.deadline_seconds, AbortReason.CONTROL)
 
     async def sleep(self, holder: str, request: SleepRequest) -> None:
@@ -60,6 +68,9 @@ class Verbs:
         Raises:
             ProblemError: the worker can't be put to sleep now.
         """
+        if self._rests(request.generation):
+            self._runtime.holds.sleep(holder, request.level, request.tags)
+            return
         engine = self._ready_for_verbs(request.generation)
         if request.level not in engine.capabilities.sleep_levels:
             able = " and ".join(map(str, engine.capabilities.sleep_levels))
@@ -71,6 +82,20 @@ class Verbs:
             raise ProblemError("unsupported", fix, errors=[{"field": "level", "message": fix}])
         self._runtime.holds.sleep(holder, request.level, request.tags)
         await self._close(holder, request.mode, request.deadline_seconds, AbortReason.SLEEP)
+
+    def _rests(self, generation: int | None) -> bool:
+        """Whether the worker is asleep without an engine, as one that takes turns may be."""
+        runtime = self._runtime
+        runtime.see_generation(generation)
+        resting = runtime.lifecycle.state is Lifecycle.ASLEEP and runtime.engine is None
+        return resting and not runtime.shutting_down
+
+    async def _loading(self) -> None:
+        """Let a worker without an engine begin to load one, if its holds ask for that now."""
+        runtime = self._runtime
+        runtime.changed.fire()
+        if not runtime.target().all_released:
+            await runtime.changed.wait(QUICK_SECONDS)
 
     def _ready_for_verbs(self, generation: int | None) -> Engine:
         runtime = self._runtime
@@ -127,9 +152,16 @@ class Verbs:
         runtime, governor = self._runtime, self._governor
         logger.info("released by %r", holder)
         runtime.changed.fire()
+        if self._rests(None):
+            self._check_others(holder)
+            await self._loading()
         runtime.loaded()
         await governor.reach(lambda: governor.resident(tags), SLACK_SECONDS, lambda: True)
         await governor.reach(lambda: runtime.held or governor.settled, SLACK_SECONDS, lambda: True)
+        self._check_others(holder)
+
+    def _check_others(self, holder: str) -> None:
+        runtime = self._runtime
         others = runtime.holds.others(holder, time.monotonic())
         if others:
             raise conflict(

@@ -6,11 +6,14 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
 POLL_SECONDS = 0.02
+STOPPED_SECONDS = 3.0
+"""How long a process must have been stopped to be missed: a debugger stops it for a moment, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +29,9 @@ class Process:
         return seen is not None and seen[1] == self.started and seen[2] != "Z"
 
     def stopped(self) -> bool:
-        """Whether a signal has stopped it."""
+        """Whether a signal or a debugger has stopped it."""
         seen = _stat(self.pid)
-        return seen is not None and seen[1] == self.started and seen[2] == "T"
+        return seen is not None and seen[1] == self.started and seen[2] in "Tt"
 
     def title(self) -> str:
         """Return its command line; empty once it is gone."""
@@ -41,6 +44,12 @@ class Process:
                 os.kill(self.pid, signal.SIGKILL)
 
 
+def find(pid: int) -> Process | None:
+    """Return the process that has this id now, None if none has."""
+    seen = _stat(pid)
+    return None if seen is None else Process(pid, seen[1])
+
+
 def title_of(pid: int) -> str:
     """Return the command line of a process, which may be a title of its own; empty once it is gone."""
     try:
@@ -50,10 +59,17 @@ def title_of(pid: int) -> str:
     return line.replace(b"\0", b" ").decode(errors="replace")
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal or a debugger."""
-    seen = _stat(pid)
-    return seen is not None and seen[2] in "Tt"
+class Standing:
+    """Tells which of some processes stand still: look by look, since one look proves nothing."""
+
+    def __init__(self) -> None:
+        self._since: dict[Process, float] = {}
+
+    def still(self, watched: Iterable[Process], seconds: float = STOPPED_SECONDS) -> Process | None:
+        """Look at them; returns one that has been stopped in every look for so long."""
+        now = time.monotonic()
+        self._since = {each: self._since.get(each, now) for each in watched if each.stopped()}
+        return next((each for each, since in self._since.items() if now - since >= seconds), None)
 
 
 def _stat(pid: int) -> tuple[int, int, str] | None:

@@ -27,6 +27,7 @@ _REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _PAUSE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 30)
+_TURN_BUCKETS = (0.001, 0.005, 0.05, 0.5, 1, 5, 15, 30, 60, 120, 300, 600, 1800, 3600)
 _UPDATE_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 PHASES = ("stage", "commit")
@@ -180,6 +181,13 @@ class Telemetry:
             "Duration of lifecycle transitions.",
             ["transition"],
             buckets=_UPDATE_BUCKETS,
+            registry=registry,
+        )
+
+        self.turn_seconds = Histogram(
+            "rollout_worker_turn_wait_seconds",
+            "Time from wanting the turn for the devices to having it.",
+            buckets=_TURN_BUCKETS,
             registry=registry,
         )
 

@@ -43,6 +43,18 @@ class Hold(Wire):
     )
 
 
+class TurnState(Wire):
+    """Whether the worker may hold memory of its devices, which others use by turns."""
+
+    state: Literal["Held", "Waiting", "Released"]
+    devices: tuple[str, ...] = Field(
+        description="Names of the devices, in the order of their locks."
+    )
+    waiting_for: dict[str, str] = Field(
+        default_factory=dict, description="The device that it waits for, and who holds it."
+    )
+
+
 class WorkerState(Wire):
     """Response of `GET /v1/state`."""
 
@@ -69,6 +81,9 @@ class WorkerState(Wire):
     restarts: int = 0
     last_error: str | None = None
     progress: Progress | None = None
+    turn: TurnState | None = Field(
+        default=None, description="Null unless the engine shares its devices by turns."
+    )
     in_flight_policies: tuple[InFlightPolicy, ...] = Field(
         default=(),
         description="Policies for requests in flight that a commit may use, once an engine has"

@@ -67,6 +67,17 @@ true
 {{- end -}}
 {{- end -}}
 
+{{/* Labels of the DaemonSet's pods: not the operator's, which its Service selects. */}}
+{{- define "rollout-operator.nodeLabels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}-node
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* Claim of the lock directory in each namespace with colocated pools; empty: there is none. */}}
+{{- define "rollout-operator.turnClaim" -}}
+{{- .Values.colocation.claim | default (ternary "rollout-turn" "" .Values.colocation.enabled) -}}
+{{- end -}}
+
 {{/* What running workers need stays after an uninstall, as their objects do. */}}
 {{- define "rollout-operator.kept" -}}
 {{- if .Values.crds.keep -}}
@@ -85,6 +96,10 @@ helm.sh/resource-policy: keep
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch, create, delete]
+# A trainer's claims, on which the pods of colocated pools are made.
+- apiGroups: [resource.k8s.io]
+  resources: [resourceclaims]
+  verbs: [list, watch]
 # Services go with their owner, by the garbage collector.
 - apiGroups: [""]
   resources: [services]

@@ -89,6 +89,7 @@ COMPONENTS = (
         for name in ("containerd", "containerd-shim-runc-v2", "ctr")
     ),
     Component("coredns", folder=SOURCES / "coredns"),
+    Component("fakedevices", folder=SOURCES / "fakedevices"),
     Component("helm", "helm.sh/helm/v4/cmd/helm@v4.3.1"),
     Component("kwok", "sigs.k8s.io/kwok/cmd/kwok@v0.8.0"),
 )

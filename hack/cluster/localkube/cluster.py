@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import cgroups, controlplane, debian, kwok, network, preflight, processes, tools
+from . import (
+    cgroups,
+    controlplane,
+    debian,
+    fakedevices,
+    kwok,
+    network,
+    preflight,
+    processes,
+    tools,
+)
 from .home import DEFAULT_NAME, ClusterError, clusters, images, say, step
 from .node import Node, nodes, now, remove_mount_point
 from .settings import Settings, state_folder
@@ -33,6 +43,7 @@ class Cluster:
         port: int | None = None,
         node_grace_seconds: int | None = None,
         archives: Sequence[Path] = (),
+        devices: int = 0,
     ) -> Cluster:
         """Start a cluster and wait until it is ready; a running one only gets the nodes it lacks.
 
@@ -43,6 +54,7 @@ class Cluster:
             port: of the API server; None: a free one.
             node_grace_seconds: silence after which a node is declared not ready.
             archives: OCI archives that every node imports before it is ready.
+            devices: fake devices of every node, for ResourceClaims (DeviceClass `gpu.example.com`).
 
         Raises:
             ClusterError: the surroundings don't allow it; the text says what to change.
@@ -51,8 +63,8 @@ class Cluster:
         if nodes:
             debian.ensure(debian.NODE_PACKAGES)
             preflight.real_nodes()
-        cluster = cls._running(name, nodes) or cls._start(
-            name, nodes, gpus, port, node_grace_seconds
+        cluster = cls._running(name, nodes, devices) or cls._start(
+            name, nodes, gpus, devices, port, node_grace_seconds
         )
         missing = [i for i in range(1, nodes + 1) if Node(cluster.settings, i).init_pid() is None]
         cluster._launch(missing, archives)
@@ -182,7 +194,7 @@ class Cluster:
         kwok.start(self.settings, stages, nodes, gpus, local=local)
 
     @classmethod
-    def _running(cls, name: str, nodes: int) -> Cluster | None:
+    def _running(cls, name: str, nodes: int, devices: int) -> Cluster | None:
         settings = Settings.load(name)
         if settings is None or not controlplane.is_running(settings):
             return None
@@ -191,19 +203,33 @@ class Cluster:
                 f"cluster {name!r} runs as control plane only: "
                 f"`cluster.py down --name {name}`, then start it with nodes"
             )
+        if devices not in (0, settings.devices):
+            raise ClusterError(
+                f"cluster {name!r} runs with {settings.devices} devices a node: "
+                f"`cluster.py down --name {name}`, then start it with {devices}"
+            )
         say(f"  cluster {name} is running already")
         return cls(settings)
 
     @classmethod
     def _start(
-        cls, name: str, nodes: int, gpus: int, port: int | None, node_grace: int | None
+        cls,
+        name: str,
+        nodes: int,
+        gpus: int,
+        devices: int,
+        port: int | None,
+        node_grace: int | None,
     ) -> Cluster:
         cls.remove(name)
         slot = network.reserve(state_folder(name)).slot if nodes else None
         try:
-            settings = Settings.new(name, slot=slot, gpus=gpus, node_grace=node_grace, port=port)
+            settings = Settings.new(
+                name, slot=slot, gpus=gpus, devices=devices, node_grace=node_grace, port=port
+            )
             with step("control plane ready"):
                 controlplane.start(settings)
+                fakedevices.declare(settings)
         except BaseException:
             # What is half up would hold ports and a network. The logs stay for a look.
             processes.sweep(state_folder(name))

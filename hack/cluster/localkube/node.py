@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from . import cgroups, network, node_files, pki, processes
+from . import cgroups, fakedevices, network, node_files, pki, processes
 from .apiserver import ApiServer
 from .home import ClusterError, binaries
 from .settings import DNS_ADDRESS, Settings
@@ -66,7 +66,7 @@ class Node:
         network.add_routes(settings.network, self.index)
 
     def await_ready(self, began: datetime) -> None:
-        """Wait until the API server calls it ready, by a heartbeat after `began`; claim GPUs.
+        """Wait until the API server calls it ready, by a heartbeat after `began`, with its devices.
 
         Raises:
             ClusterError: the node died or took too long.
@@ -80,6 +80,12 @@ class Node:
             time.sleep(0.05)
         if self._settings.gpus:
             self._claim_gpus()
+        while not fakedevices.published(self._settings, self._api, self.name):
+            processes.require_alive(self._settings.state, self.name)
+            if time.monotonic() > deadline:
+                log = processes.log_file(self._settings.state, f"{self.name}-fakedevices")
+                raise ClusterError(f"{self.name} did not publish its devices: see {log}")
+            time.sleep(0.05)
 
     def crash(self) -> None:
         """Kill pid 1 and with it every process of the node, as a power cut would."""
@@ -173,6 +179,7 @@ class Node:
             "kubelet": ["kubelet", *(f"--{name}={value}" for name, value in kubelet.items())],
             "kube-proxy": ["kube-proxy", f"--config={etc}/kube-proxy.yaml"],
             "coredns": ["coredns", "-conf", f"{etc}/Corefile"],
+            **fakedevices.service(self._settings, self.name),
         }
         log = processes.log_file
         others = [i for i in range(1, addresses.MAX_NODES + 1) if i != self.index]

@@ -9,6 +9,9 @@ from .settings import DNS_ADDRESS, Settings
 ETC = "/run/node"
 """Where a node sees its own configuration."""
 
+CDI = "/run/cdi"
+"""Where a node keeps the CDI files that tell containers of their devices."""
+
 CONTAINERD_SOCKET = "/run/containerd/containerd.sock"
 PAUSE_IMAGE = "localhost/pause:1"
 
@@ -23,6 +26,9 @@ state = "/run/containerd"
   [plugins."io.containerd.cri.v1.images".pinned_images]
     sandbox = "{PAUSE_IMAGE}"
 [plugins."io.containerd.cri.v1.runtime"]
+  # What the driver of the fake devices writes for each claim; /etc is the machine's.
+  enable_cdi = true
+  cdi_spec_dirs = ["{CDI}"]
   # Without CAP_SYS_RESOURCE a score below our own can't be set.
   restrict_oom_score_adj = true
   disable_apparmor = true

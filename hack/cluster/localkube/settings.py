@@ -6,7 +6,7 @@ import json
 import random
 import re
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from .home import ClusterError, clusters, exclusive
@@ -89,7 +89,11 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One cluster. `slot`: that of its network; None: a control plane on loopback, no nodes."""
+    """One cluster.
+
+    `slot` is that of its network; None: a control plane on loopback, no nodes. `gpus` are numbers
+    that a node claims to have, `devices` what ResourceClaims allocate (fakedevices.py).
+    """
 
     name: str
     slot: int | None
@@ -100,6 +104,7 @@ class Settings:
     etcd_peer_port: int
     controller_manager_port: int
     scheduler_port: int
+    devices: int = 0
 
     @property
     def network(self) -> Network:
@@ -151,7 +156,14 @@ class Settings:
 
     @classmethod
     def new(
-        cls, name: str, *, slot: int | None, gpus: int, node_grace: int | None, port: int | None
+        cls,
+        name: str,
+        *,
+        slot: int | None,
+        gpus: int,
+        devices: int,
+        node_grace: int | None,
+        port: int | None,
     ) -> Settings:
         """Choose ports and write everything to the state folder.
 
@@ -160,7 +172,7 @@ class Settings:
         """
         # Another cluster that starts at this moment does not listen on its ports yet.
         with exclusive("ports"):
-            chosen = cls._choose(name, slot, gpus, node_grace, port)
+            chosen = replace(cls._choose(name, slot, gpus, node_grace, port), devices=devices)
             chosen.save()
         return chosen
 

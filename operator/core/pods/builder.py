@@ -10,8 +10,9 @@ from rollout_operator.api.objects import Obj
 from rollout_operator.api.revision import revision
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.config import EngineDefaults
+from rollout_operator.core.placement import Place
 
-from . import gang
+from . import devices, gang
 from .environment import pools_own, settings
 from .overlay import joined_by, merged
 from .volumes import mounts, volumes
@@ -33,6 +34,7 @@ class PodBuilder:
         retry: its retry annotation, copied onto pods.
         spec: what it wants.
         defaults: the operator's image, environment and pod template for the engine.
+        turn_claim: PersistentVolumeClaim with a node's lock directory, for colocated pods; empty: none.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class PodBuilder:
         retry: str,
         spec: RolloutReplicaSpec,
         defaults: EngineDefaults,
+        turn_claim: str = "",
     ) -> None:
         self.name = name
         self.namespace = namespace
@@ -50,6 +53,7 @@ class PodBuilder:
         self.retry = retry
         self.spec = spec
         self.defaults = defaults
+        self.turn_claim = turn_claim
         self.overlay = merged(
             defaults.pod_template,
             spec.pod_template.model_dump(mode="json", by_alias=True, exclude_defaults=True),
@@ -60,14 +64,31 @@ class PodBuilder:
         """Image of the worker; None if neither the pool nor the operator names one."""
         return self.spec.engine.image or self.defaults.image
 
-    def build(self, replica: int, rank: int, restarts: int) -> Obj:
-        """Return the pod of `(replica, rank)`."""
-        return {
+    def build(self, replica: int, rank: int, restarts: int, place: Place | None = None) -> Obj:
+        """Return the pod of `(replica, rank)`; a colocated one has a place."""
+        made = {
             "apiVersion": "v1",
             "kind": "Pod",
             "metadata": self._metadata(replica, rank, restarts),
             "spec": self._spec(replica, rank),
         }
+        if place is not None:
+            self._seat(made, place)
+        return made
+
+    def _seat(self, pod: Obj, place: Place) -> None:
+        """Put a pod in its place: beside the trainer's, on the same claim."""
+        meta, spec = pod["metadata"], pod["spec"]
+        worker = spec["containers"][0]
+        meta["annotations"] |= devices.notes(place)
+        spec["resourceClaims"] = [*spec.get("resourceClaims", ()), devices.pod_claim(place)]
+        claims = [*worker["resources"].get("claims", ()), devices.container_claim(place)]
+        worker["resources"] = {**worker["resources"], "claims": claims}
+        told = devices.environment(self.spec, place, meta["name"], self.turn_claim)
+        worker["env"] = [*worker["env"], *({"name": k, "value": v} for k, v in told.items())]
+        if self.turn_claim:
+            spec["volumes"] = [*spec["volumes"], devices.turn_volume(self.turn_claim)]
+            worker["volumeMounts"] = [*worker["volumeMounts"], devices.turn_mount()]
 
     def _metadata(self, replica: int, rank: int, restarts: int) -> Obj:
         annotations = gang.without_scraping(self.overlay.get("annotations", {}), rank)

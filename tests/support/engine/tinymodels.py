@@ -1,4 +1,4 @@
-"""Tiny real models for tests, made once from seeds by `hack/tinymodel.py` and kept in `.cache`."""
+"""Real models of random weights, made once from seeds by `hack/tinymodel.py` and kept in `.cache`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib.util
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +16,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "hack" / "tinymodel.py"
+HALF_BILLION = {
+    "vocab": 151936,
+    "hidden": 896,
+    "intermediate": 4864,
+    "layers": 24,
+    "heads": 14,
+    "kv_heads": 2,
+    "max_length": 4096,
+}
 
 
 def script() -> ModuleType:
@@ -43,16 +54,38 @@ class TinyModels:
 
     def _made(self, kind: str, seed: int) -> Path:
         folder = self.home / f"{kind}-s{seed}"
-        if not folder.exists():
-            self.home.mkdir(parents=True, exist_ok=True)
-            partial = Path(tempfile.mkdtemp(dir=self.home, prefix=".making-"))
-            getattr(script(), f"make_{kind}")(partial, seed)
-            partial.chmod(0o755)
-            try:
-                partial.rename(folder)
-            except OSError:  # another test process was quicker
-                shutil.rmtree(partial)
+        _once(folder, lambda partial: getattr(script(), f"make_{kind}")(partial, seed))
         return folder
+
+
+def half_billion(home: Path, seed: int, dtype: str) -> Path:
+    """Return a whole model folder of the shape of Qwen2 0.5B; in float32 it takes 2 GB on disk.
+
+    Making it takes some tens of seconds.
+    """
+
+    def make(partial: Path) -> None:
+        maker = script()
+        maker.make_model(partial, seed, maker.Shape(dtype=dtype, std=0.05, **HALF_BILLION))
+
+    folder = home / f"qwen2-0.5b-shape-{dtype}-s{seed}"
+    _once(folder, make)
+    return folder
+
+
+def _once(folder: Path, make: Callable[[Path], object]) -> None:
+    """Make a folder unless it is there: wholly or not at all, whoever makes it meanwhile."""
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
+    try:
+        make(partial)
+        partial.chmod(0o755)
+        with suppress(OSError):  # another process was quicker
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

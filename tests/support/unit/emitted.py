@@ -30,6 +30,8 @@ def _of_function(function: ast.FunctionDef) -> Iterator[str]:
         match node:
             case ast.Call(func=ast.Name(id="Finding" | "Note"), args=[_, reason, *_]):
                 yield from _texts(reason, function)
+            case ast.Call(func=ast.Name(id="Misplaced"), args=[reason, *_]):
+                yield from _texts(reason, function)
             case ast.Return(value=ast.Tuple(elts=[_, reason, _])):
                 yield from _texts(reason, function)
             case ast.Tuple(elts=[ast.Constant(value="Normal" | "Warning"), reason, *_]):

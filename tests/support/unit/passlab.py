@@ -22,9 +22,11 @@ from rollout_operator.api.objects import Key, Obj
 from rollout_operator.api.revision import revision
 from rollout_operator.api.spec import parse_spec
 from rollout_operator.cache.expectations import Expectations
+from rollout_operator.cache.neighbours import Neighbourhood
 from rollout_operator.cache.store import Store
 from rollout_operator.config import Config, EngineDefaults
 from rollout_operator.core.services import pool_services
+from rollout_operator.core.trainers import parse_claim, parse_trainer
 from rollout_operator.kube.client import Kube
 from rollout_operator.kube.events import Recorder
 from rollout_operator.passes.context import Context
@@ -111,6 +113,9 @@ class PassLab:
         self.ctx = Context(
             config=Config(engines={"hf": EngineDefaults(image="localhost/none")}),
             store=Store(),
+            neighbours=Neighbourhood(
+                kube, {"pods": parse_trainer, "resourceclaims": parse_claim}, lambda key: None
+            ),
             expectations=Expectations(),
             kube=kube,
             workers=Workers(self.poller, self.calls, self.control),

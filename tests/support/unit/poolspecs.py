@@ -44,3 +44,12 @@ def target(epoch: int, version: int, path: str | None = None) -> dict[str, Any]:
     """A weights section with this pointer."""
     source = path or f"/rollout/weights/{epoch}-{version}"
     return {"target": {"epoch": epoch, "version": version, "source": {"path": source}}}
+
+
+def colocated_spec(*, slots: int = 1, tensor: int = 1, **changes: Any) -> RolloutReplicaSpec:
+    """A pool of `vllm` workers beside a trainer, with so many devices each."""
+    colocation = {"trainerSelector": {"matchLabels": {"job": "grpo"}}, "slots": slots}
+    if "request" in changes:
+        colocation["request"] = changes.pop("request")
+    shape = {"engine": {"type": "vllm"}, "parallelism": {"tensor": tensor}}
+    return spec_of(mode="Colocated", colocation=colocation, **shape, **changes)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rollout_operator.api.revision import is_current
 from rollout_operator.api.spec import RolloutReplicaSpec, State, Strategy
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.core.placement import Placement
 from rollout_operator.core.plan import CallWorker, Plan, Verb
 from rollout_operator.core.world import Observed, Pod
 from rollout_worker.schemas import CommitRequest, StageRequest, WeightsId, WorkerState
@@ -72,6 +73,28 @@ def check(one: Pass) -> None:
     _barrier(one)
     _stays_in_service(one)
     _rolls_within_its_budget(one)
+    _keeps_its_places(one)
+
+
+def _keeps_its_places(one: Pass) -> None:
+    """No two pods have one device, none is made for a claim that goes, none removed by force."""
+    pods = {p.uid: p for p in (*one.seen.pods, *one.seen.predecessors)}
+    for deletion in one.plan.delete:
+        pod = pods[deletion.uid]
+        assert not pod.colocated or deletion.grace != 0, "its engine may have the devices still"
+    for index in one.plan.restarts:
+        assert any(p.finished for p in one.ours.values() if p.replica == index), "it has not failed"
+    if one.spec.colocation is None:
+        return
+    held = [d for p in pods.values() if p.taken and not p.finished for d in p.taken.devices]
+    for made in one.plan.create:
+        assert made.place is not None, "a colocated pod without a place"
+        claim = (one.seen.beside.claims or {})[made.place.claim]
+        assert claim.allocated
+        assert not claim.deleting
+        assert {d.name for d in claim.devices} >= set(made.place.devices)
+        held += made.place.devices
+    assert len(held) == len(set(held)), "two pods have one device"
 
 
 def _committed_never_falls(one: Pass) -> None:
@@ -309,6 +332,8 @@ def _rolls_within_its_budget(one: Pass) -> None:
         if head is None or head.uid in one.terminating or not _works(one, head):
             down += 1
         elif head.uid in leaving:
+            if one.spec.colocation and Placement(one.spec, one.seen.beside).lost(head):
+                continue  # the devices are the trainer's: it can't stay for anybody's budget
             assert not is_current(head.revision, one.spec), "it serves, and nothing of it is old"
             gone += 1
     budget = one.spec.update_strategy.max_unavailable

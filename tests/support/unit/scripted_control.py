@@ -25,6 +25,7 @@ class ScriptedControl:
         self.error: str | None = None
         self.resident = True
         self.holds: list[str] = []
+        self.holds_of_others: list[str] = []
         self.fence_epoch = 0
         self.required: dict[str, int] | None = None
         self.refuse: dict[str, tuple[int, str]] = {}
@@ -80,7 +81,10 @@ class ScriptedControl:
             "serving": True,
             "weights": self._weights(),
             "resident": {"weights": self.resident, "kv_cache": self.resident},
-            "holds": [{"holder": "me", "state": state} for state in self.holds],
+            "holds": [
+                *({"holder": "me", "state": state} for state in self.holds),
+                *({"holder": "another", "state": state} for state in self.holds_of_others),
+            ],
             "caller": "me",
         }
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from poolspecs import a_pod
 from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.core.placement import Place
 from rollout_operator.core.plan import DeletePod, SetGate
+from rollout_operator.core.trainers import Taken
 from rollout_operator.core.world import Pod
 from simcalls import SimCalls
 from simworker import SimWorker
@@ -63,7 +65,7 @@ class SimPods(SimCalls):
             )
             self.log.append(f"gate {gate.name} {gate.serving}")
 
-    def make(self, replica: int, rank: int, restarts: int = 0) -> None:
+    def make(self, replica: int, rank: int, restarts: int = 0, place: Place | None = None) -> None:
         """Create a pod; a name that is taken stays with whoever has it."""
         name = f"pool-{replica}-{rank}"
         assert name not in self.predecessors, "it is known that the name is taken"
@@ -74,7 +76,7 @@ class SimPods(SimCalls):
         if name in self.strangers or name in self.pods:
             return
         self.log.append(f"create {name}")
-        self.pods[name] = self._pod(name, replica, rank, restarts)
+        self.pods[name] = _seated(self._pod(name, replica, rank, restarts), place)
         self._unshow("create", self.pods[name].uid)
         if rank == 0:
             self.workers[f"uid{self.uids}"] = SimWorker(
@@ -244,3 +246,11 @@ class SimPods(SimCalls):
             serving = worker.serving if worker else pod.rank > 0 and joined
             ready = not pod.finished and serving and (pod.gate or pod.rank > 0)
             self.pods[name] = replace(pod, ready=ready)
+
+
+def _seated(pod: Pod, place: Place | None) -> Pod:
+    """The pod in its place, if it is a colocated one."""
+    if place is None:
+        return pod
+    taken = Taken(place.trainer, place.claim_uid, place.devices)
+    return replace(pod, colocated=True, taken=taken, node=place.node)

@@ -169,13 +169,23 @@ class TinyWorker:
 
 
 @contextlib.asynccontextmanager
-async def tiny_worker(home: Path, *flags: str, rows: int = 8) -> AsyncIterator[TinyWorker]:
-    """Run a worker until the block ends; no engine of it may have been treated badly."""
+async def tiny_worker(
+    home: Path, *flags: str, rows: int = 8, loads: bool = True
+) -> AsyncIterator[TinyWorker]:
+    """Run a worker until the block ends; no engine of it may have been treated badly.
+
+    Args:
+        home: where its files go.
+        flags: of its command line.
+        rows: what its engine runs at once.
+        loads: whether to wait until it has loaded one.
+    """
     worker = TinyWorker(home, flags)
     worker.rows = rows
     running = asyncio.create_task(worker.worker.run())
     try:
-        await until(lambda: worker.runtime.lifecycle.has_engine, what="the engine")
+        if loads:
+            await until(lambda: worker.runtime.lifecycle.has_engine, what="the engine")
         yield worker
         assert not running.done(), "its own loops go on"
     finally:

@@ -16,13 +16,15 @@ from typing import Any, TypeVar
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.decide import decide
-from rollout_operator.core.gangs import STUCK_SECONDS
 from rollout_operator.core.plan import Plan
+from rollout_operator.core.stuck import STUCK_SECONDS
+from rollout_operator.core.trainers import Beside
 from rollout_operator.core.world import Observed, Pod
 from rollout_operator.passes.witness import Witness
 from rollout_worker.schemas import WeightsId
 from safety import Pass, check
 from simpods import SimPods
+from simtrainers import SimTrainers
 
 T = TypeVar("T")
 
@@ -38,6 +40,8 @@ class World(SimPods):
         self.refuses: Callable[[str], bool] = lambda kind: False
         """Whether the API server refuses a write: of status, a gate, a deletion, a creation."""
         self.barrier: frozenset[str] | None = None
+        self.trainers: SimTrainers | None = None
+        """Of a colocated pool; whoever makes the world gives it one."""
         self._forced_at: dict[str, float] = {}
         self._counted: set[str] = set()
         """Uids of pods whose end status.restarts has counted."""
@@ -72,6 +76,7 @@ class World(SimPods):
             paused=False,
             retry=self.retry,
             predecessors=told[len(pods) :],
+            beside=self.trainers.beside() if self.trainers else Beside(),
         )
 
     def _is_polled(self, pod: Pod) -> bool:
@@ -93,6 +98,8 @@ class World(SimPods):
     def step(self) -> Plan:
         """One pass and its effects; the clock moves a second."""
         self.catch_up()
+        if self.trainers is not None:
+            self.trainers.catch_up(self.tick, (*self.pods.values(), *self.predecessors.values()))
         seen, stored = self.observed(), self.status
         plan = decide(self.spec, seen, stored, self.now)
         going = frozenset(p.uid for p in self.pods.values() if p.deleting)
@@ -125,7 +132,7 @@ class World(SimPods):
         before = self.conflicts
         self.conflicts = dict(before) if seen.unsettled else {}
         if not self._each(
-            "create", plan.create, lambda c: self.make(c.replica, c.rank, c.restarts)
+            "create", plan.create, lambda c: self.make(c.replica, c.rank, c.restarts, c.place)
         ):
             self.conflicts = before
         elif self._each("gate", gates[len(off) :], self.set_gate):

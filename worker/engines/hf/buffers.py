@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,8 @@ from .rooms import Room
 
 DTYPES = {name: dtype for name, dtype in TORCH_DTYPES.items() if not name.startswith("F8")}
 """What transformers computes with."""
+BOUNCE = "bounce"
+"""The one tensor of a room that others only come through."""
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -34,6 +37,8 @@ class Buffers:
         dtype: One for all floating tensors, None to leave them as they are.
         device: Where they go.
         room: Where they go instead; tensors that it lacks are read for their hash alone.
+        bounce: What they come through if they can't be read to where they go, with room for
+            `bounced` bytes; None if that is 0.
     """
 
     memory: Literal["host"] = "host"
@@ -44,11 +49,12 @@ class Buffers:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         room: Room | None = None,
+        bounce: Room | None = None,
     ) -> None:
         self._dtype = dtype
         self._device = device
         self._room = room
-        self._bounce: Tensor | None = None
+        self._bounce = bounce
         self._current: tuple[Entry, Tensor] | None = None
         self.tensors: dict[str, Tensor] = {}
         """Those that are complete, under their names."""
@@ -86,25 +92,29 @@ class Buffers:
         if self._room is None:
             return torch.empty(size, dtype=torch.uint8)
         home = self._room.tensors[entry.name]
-        if home.device.type == "cpu" and home.dtype == DTYPES[entry.spec.dtype]:
+        if _direct(entry, home):
             return home.reshape(-1).view(torch.uint8)
-        if self._bounce is None or self._bounce.numel() < size:
-            # Page-locked where there is a GPU, which reads such memory several times as fast.
-            self._bounce = torch.empty(size, dtype=torch.uint8, pin_memory=home.is_cuda)
-        return self._bounce[:size]
+        assert self._bounce is not None, "taken with the room"
+        return self._bounce.tensors[BOUNCE][:size]
 
     def seal(self) -> None:
         """See `Sink.seal`."""
         self._settle()
-        self._bounce = None
+        self._free_bounce()
         self.sealed = True
 
     def close(self) -> None:
         """See `Sink.close`; who has taken `tensors` keeps them."""
-        self._current, self._bounce, self.tensors, self.sealed = None, None, {}, False
+        self._current, self.tensors, self.sealed = None, {}, False
+        self._free_bounce()
         room, self._room = self._room, None
         if room is not None:
             room.free()
+
+    def _free_bounce(self) -> None:
+        bounce, self._bounce = self._bounce, None
+        if bounce is not None:
+            bounce.free()
 
     def _settle(self) -> None:
         if self._current is None:
@@ -120,6 +130,20 @@ class Buffers:
         else:
             floating = self._dtype is not None and tensor.is_floating_point()
             self.tensors[entry.name] = tensor.to(self._device, self._dtype if floating else None)
+
+
+def bounced(entries: Sequence[Entry], room: Room) -> int:
+    """Return the bytes of the largest tensor that can't be read to where it goes; 0: all can."""
+    homes = ((each, room.tensors.get(each.name)) for each in entries)
+    return max(
+        (each.spec.nbytes for each, home in homes if home is not None and not _direct(each, home)),
+        default=0,
+    )
+
+
+def _direct(entry: Entry, home: Tensor) -> bool:
+    """Whether a tensor's bytes can be read to where they go."""
+    return home.device.type == "cpu" and home.dtype == DTYPES.get(entry.spec.dtype)
 
 
 def nbytes(tensor: Tensor) -> int:

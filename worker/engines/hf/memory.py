@@ -22,7 +22,7 @@ from torch import Tensor
 from rollout_worker.engine import EngineError, Entry, WeightsRejected
 from rollout_worker.engines.room import Staging
 
-from .buffers import Buffers, bytes_of, nbytes
+from .buffers import BOUNCE, Buffers, bounced, bytes_of, nbytes
 from .loading import Loaded
 from .rooms import Beside, Room, Spec, in_main_memory
 
@@ -76,7 +76,8 @@ class Memory:
         """Return buffers for another version of the weights, with these tensors; blocks.
 
         All of their memory is taken at once, on the model's device if that has room beside the
-        serving weights, else in main memory.
+        serving weights, else in main memory; so is what tensors of another dtype or device come
+        through.
 
         Raises:
             WeightsRejected: this model's can't be put in place.
@@ -89,12 +90,26 @@ class Memory:
             for each in entries
             if each.name in self._targets
         ]
+        room = self._room(specs)
+        try:
+            return Buffers(room=room, bounce=self._bounce(bounced(entries, room)))
+        except EngineError:
+            room.free()
+            raise
+
+    def _room(self, specs: Sequence[Spec]) -> Room:
         if self._beside is not None:
             try:
-                return Buffers(room=Room(self._beside(specs), lambda: None))
+                return Room(self._beside(specs), lambda: None)
             except torch.OutOfMemoryError:
                 release_freed()
-        return Buffers(room=in_main_memory(specs, self._staging, aside=self._beside is not None))
+        return in_main_memory(specs, self._staging, aside=self._beside is not None)
+
+    def _bounce(self, size: int) -> Room | None:
+        """Take main memory, page-locked where there is a GPU, which reads it several times as fast."""
+        whole = [(BOUNCE, (size,), torch.uint8)]
+        locked = self._beside is not None
+        return in_main_memory(whole, self._staging, aside=locked) if size else None
 
     def swap(
         self, tensors: Mapping[str, Tensor], *, pin: bool = False, aside: bool = False

@@ -43,8 +43,8 @@ class Versions:
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
-        async with self._lock:
-            try:
+        try:
+            async with self._lock:
                 if "weights" in self._away:
                     raise EngineError("the weights are asleep: wake them before the commit")
                 staged = _sealed(sink)
@@ -54,8 +54,8 @@ class Versions:
                     self._core.commit(identity, kv)
 
                 await self._command(flip)
-            finally:
-                await asyncio.to_thread(sink.close)
+        finally:  # also if it is cancelled while another verb has the lock
+            await asyncio.to_thread(sink.close)
 
     async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
         """See `Engine.sleep`."""

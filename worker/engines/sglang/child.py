@@ -12,6 +12,7 @@ import sys
 from importlib.metadata import version
 
 from rollout_worker.engines import tested
+from rollout_worker.turn.sharing import join
 
 PR_SET_PDEATHSIG = 1
 
@@ -27,6 +28,7 @@ def main() -> None:
     """Serve the worker at the other end of the socket `FD` until it closes."""
     descriptor, parent, flags = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     die_with_parent(parent)
+    join()  # this process has no memory of the device to speak of, but what it imports may look at it
     if tested.FLAG in flags:
         flags.remove(tested.FLAG)
     elif (why := tested.refusal("SGLang", version("sglang"))) is not None:

@@ -14,6 +14,8 @@ from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
+from rollout_worker.turn.sharing import join
+
 from . import sampler, spilling
 from .child import die_with_parent
 from .streams import UNREAD_SECONDS
@@ -26,6 +28,7 @@ _installed = False
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     """Be a scheduler of SGLang, changed."""
     die_with_parent()
+    join()  # before anything touches the device
     install()
     return run_scheduler_process(*args, **kwargs)
 

@@ -21,15 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollout_worker.engine import EngineError
-from rollout_worker.observe.processes import is_stopped, title_of
+from rollout_worker.observe.processes import STOPPED_SECONDS, Standing, find, title_of
 
 logger = logging.getLogger("rollout_worker.sglang")
 
 CHILD = "rollout_worker.engines.sglang.child"
 FOLDER = "rollout-sglang-"
 KILL_SECONDS = 15.0
-STOPPED_SECONDS = 3.0
-"""How long a process must have been stopped: a debugger stops it for a moment, too."""
 TITLE = "sglang::"
 """What SGLang's processes call themselves."""
 LINES = 40
@@ -46,7 +44,7 @@ class Process:
         self._folder: Path | None = None
         self._watched: dict[int, int] = {}  # descriptor of a process -> its id
         self._reader: asyncio.Task[None] | None = None
-        self._stopped: dict[int, float] = {}  # process that was seen stopped -> since when
+        self._standing = Standing()
         self._last: deque[str] = deque(maxlen=LINES)
 
     def start(self, python: str, flags: Sequence[str], environ: Mapping[str, str]) -> socket.socket:
@@ -151,13 +149,9 @@ class Process:
 
     def stopped(self, seconds: float = STOPPED_SECONDS) -> str | None:
         """Return which watched process has been stopped (SIGSTOP) for so long; None: none has."""
-        now = time.monotonic()
-        found = [pid for pid in self._watched.values() if is_stopped(pid)]
-        self._stopped = {pid: self._stopped.get(pid, now) for pid in found}
-        for pid, since in self._stopped.items():
-            if now - since >= seconds:
-                return f"{self._name(pid)} is stopped"
-        return None
+        there = (find(pid) for pid in self._watched.values())
+        still = self._standing.still((each for each in there if each is not None), seconds)
+        return None if still is None else f"{self._name(still.pid)} is stopped"
 
     def _name(self, pid: int) -> str:
         what = "SGLang's process" if pid == self._main else "a process of SGLang"

@@ -71,8 +71,8 @@ class Versions:
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
-        async with self._lock:
-            try:
+        try:
+            async with self._lock:
                 if "weights" in self._away:
                     raise EngineError("the weights are asleep: wake them before the commit")
                 mapped = sealed(sink)
@@ -81,8 +81,8 @@ class Versions:
                     await self._desk.rest("in_place" if keep else "retract")
                     await self._load(mapped, str(identity), flush=not keep)
                 self._desk.switched(identity, keep=keep)
-            finally:
-                await asyncio.to_thread(sink.close)
+        finally:  # also if it is cancelled while another verb has the lock
+            await asyncio.to_thread(sink.close)
 
     async def _load(self, sink: MappedSink, version: str | None, *, flush: bool) -> None:
         where = {"slot": sink.slot} if sink.slot else {"path": sink.path}

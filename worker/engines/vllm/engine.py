@@ -41,7 +41,7 @@ from rollout_worker.schemas import (
 )
 from rollout_worker.sources.files import ReadCancelled
 
-from . import environment, launch, leftovers, settings
+from . import ending, environment, launch, leftovers, settings, under_ray
 from .gate import Gate
 from .intake import check
 from .labels import Labels
@@ -52,8 +52,6 @@ from .versions import Versions
 logger = logging.getLogger(__name__)
 
 WARM_UP_SECONDS = 600.0
-STOP_SECONDS = 5
-"""What vLLM's processes get to end by themselves."""
 
 
 @dataclass(slots=True)
@@ -79,19 +77,25 @@ class VllmEngine:
         self._ended: str | None = None
         self._give_up = threading.Event()
         self._before = processes.descendants(os.getpid())
+        self._standing = processes.Standing()
         self.capabilities = _capabilities(options.logprobs, seed=True, strings=True, cache=True)
 
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
         """See `Engine.start`."""
         launched = await self._launch(report)
         report(Progress(message="warming up"))
-        parts = await self._assemble(launched)
         try:
+            if launched.config.parallel_config.use_ray:
+                launched.adopt(await under_ray.ranks(launched.llm))
+            parts = await self._assemble(launched)
             async with asyncio.timeout(WARM_UP_SECONDS):
                 await parts.traffic.warm_up()
         except (EngineCrashed, TimeoutError) as error:
-            await asyncio.to_thread(_shut_down, launched, launched.processes)
+            await asyncio.to_thread(ending.shut_down, launched)
             raise EngineError(f"vLLM started, but can't generate: {error}") from error
+        except EngineError:
+            await asyncio.to_thread(ending.shut_down, launched)
+            raise
         self._parts = parts
         model = launched.model
         chunked = launched.config.scheduler_config.enable_chunked_prefill
@@ -129,8 +133,8 @@ class VllmEngine:
             raise EngineError("the engine was stopped while it loaded") from None
         except asyncio.CancelledError:
             self._give_up.set()
-            await self._end_start()
-            done, _ = await asyncio.wait([starting], timeout=STOP_SECONDS)
+            await asyncio.to_thread(ending.end_start, self._before)
+            done, _ = await asyncio.wait([starting], timeout=ending.STOP_SECONDS)
             for future in done:
                 future.exception()  # looked at: a start that was given up is no unheard error
             raise
@@ -156,20 +160,11 @@ class VllmEngine:
         self._end("the engine was stopped")
         parts, self._parts = self._parts, None
         if parts is None:
-            await self._end_start()
+            await asyncio.to_thread(ending.end_start, self._before)
             return
         parts.traffic.end()
         await parts.versions.forget_spill()
-        mine = parts.launched.processes
-        mine |= {p for known in mine for p in processes.descendants(known.pid)}
-        await asyncio.to_thread(_shut_down, parts.launched, mine)
-
-    async def _end_start(self) -> None:
-        """End what was started so far; without its processes a start fails at once."""
-        began = processes.descendants(os.getpid()) - self._before
-        shared = leftovers.segments(began)
-        await asyncio.to_thread(processes.end, began, float(STOP_SECONDS))
-        await asyncio.to_thread(leftovers.remove, shared)
+        await asyncio.to_thread(ending.shut_down, parts.launched)
 
     def validate(self, request: EngineRequest) -> None:
         """See `Engine.validate`."""
@@ -247,7 +242,7 @@ class VllmEngine:
         if parts.launched.llm.errored or not all(p.alive() for p in parts.launched.vital):
             self._ended = "vLLM's engine core or one of its workers died"
             return self._ended
-        if self._options.gang is not None and any(p.stopped() for p in parts.launched.vital):
+        if self._options.gang is not None and self._standing.still(parts.launched.vital):
             self._ended = "one of vLLM's processes was stopped"
             return self._ended
         since, deadline = parts.steering.idle_since(), self._settings.step_deadline_seconds
@@ -270,19 +265,6 @@ class VllmEngine:
 
     def _end(self, why: str) -> None:
         self._ended = self._ended or why
-
-
-def _shut_down(launched: launch.Launched, mine: set[processes.Process]) -> None:
-    """End vLLM and whatever it left; blocks."""
-    shared = launched.segments | leftovers.segments(mine)
-    try:
-        launched.llm.shutdown(timeout=STOP_SECONDS)
-    except Exception:  # whatever it was, its processes are ended below
-        logger.exception("vLLM did not shut down in order")
-    left = processes.end(mine, float(STOP_SECONDS))
-    if left:
-        logger.error("processes of vLLM do not end: %s", sorted(p.pid for p in left))
-    leftovers.remove(shared)
 
 
 def _capabilities(kind: LogprobsOf, *, seed: bool, strings: bool, cache: bool) -> Capabilities:

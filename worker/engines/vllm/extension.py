@@ -25,8 +25,11 @@ import torch
 
 from rollout_worker.engines.dtypes import TORCH_DTYPES
 from rollout_worker.engines.mapped import located
+from rollout_worker.observe.processes import find
+from rollout_worker.turn.sharing import join
 
 from .settings import MEMBER_VARIABLE
+from .under_ray import HEAD_VARIABLE
 
 PR_SET_PDEATHSIG = 1
 MADV_DONTNEED = 4
@@ -40,7 +43,7 @@ def _die_together() -> None:
 
     A worker dies with the engine core that started it. The core itself never looks back at its
     parent (vLLM 0.32), so each worker watches ours and ends the core in its place. A worker that
-    something else started (Ray) is that one's to end.
+    Ray started watches ours, too: without it the core ends by itself.
     """
     core = os.getppid()
     if os.environ.get(MEMBER_VARIABLE) == str(core):  # a member's worker started it
@@ -49,16 +52,25 @@ def _die_together() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return
     if CORE not in _command_line(core):
+        head, _, started = os.environ.get(HEAD_VARIABLE, "").partition(".")
+        found = find(int(head)) if head else None
+        if found is not None and str(found.started) == started:
+            _end_after(found.pid, os.getpid())
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     fields = Path(f"/proc/{core}/stat").read_text().rpartition(")")[2].split()
-    watched = os.pidfd_open(int(fields[1]))
+    _end_after(int(fields[1]), core)
+
+
+def _end_after(pid: int, also: int) -> None:
+    """Kill a process as soon as another has ended."""
+    watched = os.pidfd_open(pid)
 
     def watch() -> None:
         ended = select.poll()
         ended.register(watched, select.POLLIN)
         ended.poll()
-        os.kill(core, signal.SIGKILL)
+        os.kill(also, signal.SIGKILL)
 
     threading.Thread(target=watch, name="rollout-parent", daemon=True).start()
 
@@ -72,6 +84,8 @@ def _command_line(pid: int) -> bytes:
 
 
 _die_together()
+# vLLM imports this before its worker touches the device (vLLM 0.32: `init_worker`, then `init_device`).
+join()
 
 
 class Extension:
@@ -98,6 +112,13 @@ class Extension:
                 dtype=runner.model_config.dtype,
                 device=runner.device,
             )
+
+    def rollout_reach(self, path: str, secret: str) -> int | None:
+        """Return the id of this process if it reads the worker's memory, None if it doesn't."""
+        try:
+            return os.getpid() if Path(path).read_text() == secret else None
+        except OSError:
+            return None
 
     def rollout_load(self, ticket: str) -> None:
         """Make the weights of a sink the model's; a failure leaves the model unusable."""

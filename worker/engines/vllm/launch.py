@@ -11,23 +11,23 @@ import multiprocessing.resource_tracker
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rollout_worker.engine import EngineError, Layout
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.checkpoint import dtype_of, hash_of, layout_of
+from rollout_worker.engines.checkpoint import dtype_of, layout_of
 from rollout_worker.engines.folder import eos_ids, load_tokenizer, read_config
 from rollout_worker.observe.processes import Process, descendants
 from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import open_source
 
 from .environment import join_gang
+from .hashing import Report, beside_hash
 from .intake import Model
 from .leftovers import segments, temporary_files
 from .settings import Settings
+from .under_ray import announce, check_platform
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,6 @@ DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""
 
 DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
-
-Report = Callable[[Progress], None]
 
 
 @dataclass(slots=True)
@@ -76,6 +74,12 @@ class Launched:
     segments: set[str]
     vital: set[Process]
 
+    def adopt(self, ranks: set[Process]) -> None:
+        """Watch over ranks that something else started."""
+        self.processes |= ranks
+        self.segments |= segments(ranks)
+        self.vital |= ranks
+
 
 def launch(
     options: EngineOptions, settings: Settings, report: Report, cancelled: Callable[[], bool]
@@ -99,15 +103,18 @@ def launch(
 
     before = descendants(os.getpid())
     steps = Steps()
-    with ThreadPoolExecutor(1) as pool:
-        hashing = pool.submit(hash_model, options.model, report, cancelled)
-        llm = _construct(config, steps)
-        try:
-            root_hash = hashing.result()
-            tokenizer = load_tokenizer(options.model)
-        except BaseException:
-            llm.shutdown()
-            raise
+    llm, root_hash = beside_hash(
+        options.model,
+        report,
+        cancelled,
+        lambda: _construct(config, steps),
+        lambda it: it.shutdown(),
+    )
+    try:
+        tokenizer = load_tokenizer(options.model)
+    except BaseException:
+        llm.shutdown()
+        raise
     model = Model(
         max_length=int(config.model_config.max_model_len),
         vocab_size=int(config.model_config.get_vocab_size()),
@@ -131,18 +138,6 @@ def launch(
         segments=segments(processes),
         vital={process for process in processes if process.title().startswith(TITLE)},
     )
-
-
-def hash_model(folder: Path, report: Report, cancelled: Callable[[], bool]) -> str:
-    """Return the root hash of the checkpoint, and tell of the progress."""
-
-    def advance(done: int, total: int) -> None:
-        if done < total:
-            report(Progress(message=f"checking weights {done / total:.0%}", fraction=done / total))
-        else:
-            report(Progress(message="starting vLLM's processes"))
-
-    return hash_of(folder, advance, cancelled)
 
 
 def _ours(before: set[Process]) -> set[Process]:
@@ -172,6 +167,9 @@ def configure(
     if leader is not None:
         flags.master_addr = leader
     args = AsyncEngineArgs.from_cli_args(flags)
+    if args.distributed_executor_backend == "ray":
+        check_platform(current_platform)
+        announce()
     try:
         headless = options.gang is not None and options.gang.rank > 0
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)

@@ -7,7 +7,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from rollout_worker.observe import processes
 from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import ReadCancelled, open_source
 
-from . import environment, launch, leftovers, settings
-
-STOP_SECONDS = 5.0
+from . import ending, environment, launch, leftovers, settings
+from .hashing import Report, beside_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +45,7 @@ class VllmMember:
         self._settings = settings.parse(options.args, options.gang)
         self._give_up = threading.Event()
         self._before = processes.descendants(os.getpid())
+        self._standing = processes.Standing()
         self._ranks: Ranks | None = None
 
     async def start(self, report: Callable[[Progress], None]) -> MemberInfo:
@@ -66,7 +65,7 @@ class VllmMember:
             raise EngineError("the ranks were stopped while they loaded") from None
         except asyncio.CancelledError:
             await self.stop()
-            done, _ = await asyncio.wait([starting], timeout=STOP_SECONDS)
+            done, _ = await asyncio.wait([starting], timeout=ending.STOP_SECONDS)
             for future in done:
                 future.exception()  # looked at: a start that was given up is no unheard error
             raise
@@ -87,23 +86,20 @@ class VllmMember:
         ranks = set() if self._ranks is None else self._ranks.processes
         if not all(rank.alive() for rank in ranks):
             return "one of vLLM's ranks died"
-        if any(rank.stopped() for rank in ranks):
+        if self._standing.still(ranks):
             return "one of vLLM's ranks was stopped"
         return None
 
     async def stop(self) -> None:
         """See `Member.stop`."""
         self._give_up.set()
-        began = processes.descendants(os.getpid()) - self._before
-        shared = leftovers.segments(began)
-        await asyncio.to_thread(processes.end, began, STOP_SECONDS)
-        await asyncio.to_thread(leftovers.remove, shared)
+        await asyncio.to_thread(ending.end_start, self._before)
 
 
 def launch_ranks(
     options: EngineOptions,
     flags: settings.Settings,
-    report: launch.Report,
+    report: Report,
     cancelled: Callable[[], bool],
 ) -> Ranks:
     """Start the ranks of a member's node.
@@ -124,14 +120,9 @@ def launch_ranks(
     os.environ[settings.MEMBER_VARIABLE] = str(os.getpid())
 
     before = processes.descendants(os.getpid())
-    with ThreadPoolExecutor(1) as pool:
-        hashing = pool.submit(launch.hash_model, options.model, report, cancelled)
-        executor = _executor(config)
-        try:
-            root_hash = hashing.result()
-        except BaseException:
-            executor.shutdown()
-            raise
+    executor, root_hash = beside_hash(
+        options.model, report, cancelled, lambda: _executor(config), lambda it: it.shutdown()
+    )
     ranks = {worker.proc.pid for worker in executor.workers}
     running = {each for each in processes.descendants(os.getpid()) - before if each.pid in ranks}
     return Ranks(executor, MemberInfo(str(options.model), root_hash, layout), running)

@@ -12,6 +12,7 @@ from rollout_worker.engine import EngineError, Gang
 from rollout_worker.engines import tested
 
 from .refused import REFUSED
+from .under_ray import check_flags
 
 MEMBER_VARIABLE = "ROLLOUT_VLLM_MEMBER"
 """Tells ranks that a worker started, and no engine core, which process it is."""
@@ -112,6 +113,7 @@ def parse(args: Sequence[str], gang: Gang | None = None) -> Settings:
             "the worker can't watch over it: use mp (the default) or ray"
         )
     _spread(parsed, given, gang)
+    check_flags(parsed)
     return Settings(parsed.step_deadline_seconds, parsed, given)
 
 

@@ -48,15 +48,15 @@ class Versions:
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
-        async with self._lock:
-            try:
+        try:
+            async with self._lock:
                 if "weights" in self._steering.away:
                     raise EngineError("the weights are asleep: wake them before the commit")
                 mapped = sealed(sink)
                 async with self._steering.frozen():
                     await self._flip(identity, mapped, kv)
-            finally:
-                await asyncio.to_thread(sink.close)
+        finally:  # also if it is cancelled while another verb has the lock
+            await asyncio.to_thread(sink.close)
 
     async def _flip(self, identity: WeightsId, sink: MappedSink, kv: KvPolicy) -> None:
         """Load, then label; nothing steps meanwhile."""

@@ -1,0 +1,171 @@
+"""The part of the spec that says whose accelerators the engines use: their own, or a trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .schema import (
+    ATOMIC_LIST,
+    ATOMIC_MAP,
+    ApiModel,
+    Dns1123Label,
+    api_default,
+    cel,
+    checked,
+    rules,
+)
+from .spec_pod import LABEL_KEY, keys
+from .spec_scheduling import LabelValue
+
+DEVICES_CLAIM = "rollout-devices"
+"""What a colocated pod calls the trainer's claim."""
+
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+"""By these variables the operator gives each of several pods its share of a claim."""
+
+
+class Mode(StrEnum):
+    """Whose accelerators the pool uses."""
+
+    STANDALONE = "Standalone"
+    COLOCATED = "Colocated"
+
+
+class Requirement(ApiModel):
+    """A condition on one label."""
+
+    model_config = checked(
+        cel(
+            "(self.operator in ['In', 'NotIn']) == (has(self.values) && self.values.size() > 0)",
+            "spec.colocation.trainerSelector.matchExpressions: In and NotIn need values, Exists and "
+            "DoesNotExist must have none: correct values",
+        )
+    )
+
+    key: Annotated[str, Field(min_length=1, max_length=317, pattern=LABEL_KEY)] = Field(
+        description="Label key."
+    )
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = Field(
+        description="How the label is compared with values."
+    )
+    values: tuple[LabelValue, ...] = Field(
+        default=(),
+        max_length=32,
+        description="Values, for In and NotIn.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+
+    def text(self) -> str:
+        """Return the condition as a query has it."""
+        listed = f"({','.join(self.values)})"
+        return {
+            "In": f"{self.key} in {listed}",
+            "NotIn": f"{self.key} notin {listed}",
+            "Exists": self.key,
+            "DoesNotExist": f"!{self.key}",
+        }[self.operator]
+
+
+class TrainerSelector(ApiModel):
+    """A label selector, as everywhere in Kubernetes; all conditions must hold."""
+
+    model_config = checked(
+        cel(
+            "(has(self.matchLabels) && self.matchLabels.size() > 0) || "
+            "(has(self.matchExpressions) && self.matchExpressions.size() > 0)",
+            "spec.colocation.trainerSelector is empty and would select every pod: add matchLabels or "
+            "matchExpressions",
+        )
+    )
+
+    match_labels: Mapping[str, LabelValue] = Field(
+        default_factory=dict,
+        max_length=32,
+        description="Labels that a pod must have.",
+        json_schema_extra=rules(keys("spec.colocation.trainerSelector.matchLabels"), **ATOMIC_MAP),
+    )
+    match_expressions: tuple[Requirement, ...] = Field(
+        default=(),
+        max_length=32,
+        description="Further conditions on labels.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+
+    def text(self) -> str:
+        """Return the selector as a query of the API server has it."""
+        return ",".join(self._conditions())
+
+    def _conditions(self) -> Iterator[str]:
+        yield from (f"{key}={value}" for key, value in sorted(self.match_labels.items()))
+        yield from sorted(each.text() for each in self.match_expressions)
+
+
+class Colocation(ApiModel):
+    """Beside which pods the engines run, and which part of their devices they use. Immutable."""
+
+    model_config = checked(
+        cel(
+            "self == oldSelf",
+            "spec.colocation is immutable: create another RolloutReplica",
+        )
+    )
+
+    trainer_selector: TrainerSelector = Field(
+        description="Label selector of the trainer's pods, in the pool's namespace. They are ordered by "
+        "name, numbers in it by their value."
+    )
+    slots: int = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="Rollout pods beside each trainer pod; each uses an equal share of the claim's "
+        "devices.",
+        json_schema_extra=api_default(),
+    )
+    request: Dns1123Label | None = Field(
+        default=None,
+        description="Request of the trainer's ResourceClaim whose devices the engines use; if unset, the "
+        "only one.",
+    )
+
+
+COLOCATED_RULES = (
+    cel(
+        "has(self.colocation) == (self.mode == 'Colocated')",
+        "spec.colocation and spec.mode Colocated belong together: set both or neither",
+        path=".colocation",
+    ),
+    cel(
+        "self.mode != 'Colocated' || !has(self.accelerator)",
+        "spec.accelerator must not be set in mode Colocated: the devices are those of the trainer's "
+        "ResourceClaim; remove it",
+        path=".accelerator",
+    ),
+    cel(
+        "self.mode != 'Colocated' || self.parallelism.nodes == 1",
+        "'spec.parallelism.nodes: a Colocated pool has one pod per replica so far, not %d: set nodes to 1'"
+        ".format([self.parallelism.nodes])",
+        expression=True,
+        path=".parallelism",
+    ),
+    cel(
+        "self.mode != 'Colocated' || !has(self.podTemplate) || "
+        "!has(self.podTemplate.resourceClaims) || "
+        f"!self.podTemplate.resourceClaims.exists(c, c.name == '{DEVICES_CLAIM}')",
+        f"spec.podTemplate.resourceClaims: the name {DEVICES_CLAIM} is that of the trainer's claim in mode "
+        "Colocated: rename this claim",
+        path=".podTemplate",
+    ),
+    cel(
+        "!has(self.colocation) || self.colocation.slots == 1 || !has(self.engine.env) || "
+        f"!self.engine.env.exists(e, e.name in {list(VISIBLE_DEVICES)!r})",
+        f"spec.engine.env: the operator sets {' and '.join(VISIBLE_DEVICES)} where colocation.slots is "
+        "more than 1: remove them",
+        path=".engine.env",
+    ),
+)
+"""Rules of the whole spec that are about the mode."""

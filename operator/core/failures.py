@@ -1,0 +1,35 @@
+"""How often a replica has failed in a row, and how long its replacement waits for that. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollout_operator.api.revision import is_current
+from rollout_operator.api.spec import RolloutReplicaSpec
+
+from .world import Observed, Pod
+
+HEALTHY_SECONDS = 600.0
+"""A replica that failed this long after it had proven itself counts from zero again."""
+
+
+def failures(spec: RolloutReplicaSpec, seen: Observed, gang: Iterable[Pod], pod: Pod) -> int:
+    """Failures of a replica, the pods `gang`, before that of its `pod`; 0 after a reset.
+
+    What the head has proven counts for all its ranks.
+    """
+    proven = [p.proven_since for p in gang if p.proven_since is not None]
+    if proven and pod.ended_at - min(proven) >= HEALTHY_SECONDS:
+        return 0
+    if not is_current(pod.revision, spec) or pod.retry != seen.retry:
+        return 0
+    return pod.restarts
+
+
+def backoff(spec: RolloutReplicaSpec, count: int) -> float:
+    """Seconds between the `count`-th failure in a row and its replacement; none after the first."""
+    policy = spec.restart_policy
+    if count <= 1:
+        return 0.0
+    doubled: float = policy.base_delay_seconds * 2.0 ** min(count - 2, 30)
+    return min(doubled, policy.max_delay_seconds)

@@ -1,0 +1,201 @@
+"""Beside which trainer pod each colocated pod runs, and with which of its devices. Pure.
+
+Pod number i = replica · nodes + rank runs beside trainer pod ⌊i / slots⌋, ordered by name, and has the
+(i mod slots)-th equal share of the devices of its claim. That is so whatever came first: nothing
+here depends on when a pod, a claim or the pool was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rollout_operator.api.spec import Colocation, RolloutReplicaSpec
+
+from .trainers import Beside, Device, DeviceClaim, Trainer, natural
+from .world import Pod
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a pod belongs, and what it has there."""
+
+    trainer: str
+    node: str
+    claim: str
+    claim_uid: str
+    request: str
+    devices: tuple[str, ...]
+    """Names of its devices, in the order of the claim's."""
+    first: int
+    """Index of the first of them among the devices that its container sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """No place yet: `why` says for what, of a subject that goes before it ("waits for …")."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Misplaced:
+    """No place until somebody changes something; the message has the numbers."""
+
+    reason: str
+    message: str
+
+
+Answer = Place | Waits | Misplaced
+
+
+class Placement:
+    """Where the pods of one pool belong, as far as the world of this pass tells.
+
+    Args:
+        spec: a colocated pool.
+        beside: the trainer's pods and claims.
+    """
+
+    def __init__(self, spec: RolloutReplicaSpec, beside: Beside) -> None:
+        assert spec.colocation is not None, "only colocated pools have places"
+        self._spec = spec
+        self._with: Colocation = spec.colocation
+        self._beside = beside
+        self._trainers = sorted(beside.trainers, key=lambda t: (natural(t.name), t.name))
+        self._known = {claim.uid: claim for claim in (beside.claims or {}).values()}
+
+    def of(self, replica: int, rank: int) -> Answer:
+        """Return the place of a pod."""
+        if self._beside.claims is None:
+            return Waits(f"waits for the list of the trainer's pods and claims{self._unknown()}")
+        if few := self._too_few():
+            return few
+        number = replica * self._spec.parallelism.nodes + rank
+        trainer = self._trainers[number // self._with.slots]
+        claim = self._claim(trainer, self._beside.claims)
+        if not isinstance(claim, DeviceClaim):
+            return claim
+        return self._share(trainer, claim, number % self._with.slots)
+
+    def lost(self, pod: Pod) -> str | None:
+        """Why a pod that was made for a place has to go: it has lost it, or belongs elsewhere.
+
+        While no place is known for it, it stays as long as it may keep its claim.
+        """
+        if self._beside.claims is None or pod.taken is None:
+            return None
+        claim = self._known.get(pod.taken.claim_uid)
+        if claim is None:
+            return "its claim is gone"
+        if claim.deleting:
+            return f"its claim {claim.name!r} is being deleted"
+        ends = (t.name for t in self._trainers if t.deleting and t.uid == claim.pod_uid)
+        if trainer := next(ends, None):
+            return f"the trainer's pod {trainer!r} goes, and takes its claim {claim.name!r} along"
+        return self._moved(pod, self.of(pod.replica, pod.rank))
+
+    def _moved(self, pod: Pod, now: Answer) -> str | None:
+        if not isinstance(now, Place) or pod.taken is None:
+            return None
+        if pod.taken.claim_uid != now.claim_uid:
+            return (
+                f"its place is beside the trainer's pod {now.trainer!r}, with claim {now.claim!r}"
+            )
+        if pod.taken.devices != now.devices:
+            return f"its share of claim {now.claim!r} is {', '.join(now.devices)}"
+        if pod.node not in (None, now.node):
+            return f"its claim {now.claim!r} is on node {now.node!r} now"
+        return None
+
+    def _unknown(self) -> str:
+        return f": {self._beside.unknown}" if self._beside.unknown else ""
+
+    def _too_few(self) -> Misplaced | None:
+        """While one is missing nobody knows which, so nothing is made and nothing moved."""
+        pods = self._spec.replicas * self._spec.parallelism.nodes
+        needed = -(-pods // self._with.slots)
+        have = len(self._trainers)
+        if have >= needed:
+            return None
+        return Misplaced(
+            "TooFewTrainers",
+            f"{pods} rollout pods with {self._with.slots} slots per trainer pod need {needed} trainer "
+            f"pods, and spec.colocation.trainerSelector ({self._with.trainer_selector.text()}) selects "
+            f"{have}: start more of them or lower spec.replicas",
+        )
+
+    def _claim(
+        self, trainer: Trainer, known: Mapping[str, DeviceClaim]
+    ) -> DeviceClaim | Waits | Misplaced:
+        """The claim of a trainer's pod that has the devices, once all is there."""
+        what = f"the trainer's pod {trainer.name!r}"
+        if trainer.deleting:
+            return Waits(f"waits for {what} to go and come back")
+        if trainer.unmade:
+            return Waits(f"waits for the ResourceClaim {trainer.unmade[0]!r} of {what} to be made")
+        missing = next((name for name in trainer.claims if name not in known), None)
+        if missing is not None:
+            return Waits(
+                f"waits for the ResourceClaim {missing!r} of {what}, which does not exist yet"
+            )
+        if trainer.node is None:  # a claim for an extended resource is made as it is scheduled
+            told = f", which needs ResourceClaim {trainer.claims[0]!r}" if trainer.claims else ""
+            return Waits(f"waits for {what} to be scheduled{told}")
+        chosen = self._chosen(what, [known[name] for name in trainer.claims])
+        if isinstance(chosen, Misplaced):
+            return chosen
+        if chosen.deleting:
+            return Waits(
+                f"waits for a new ResourceClaim of {what}: {chosen.name!r} is being deleted"
+            )
+        if not chosen.allocated:
+            return Waits(f"waits for the ResourceClaim {chosen.name!r} of {what} to be allocated")
+        return chosen
+
+    def _chosen(self, what: str, claims: list[DeviceClaim]) -> DeviceClaim | Misplaced:
+        """Of all claims of a trainer's pod the one that has the request."""
+        if not claims:
+            return Misplaced(
+                "NoClaim",
+                f"{what} has no ResourceClaim: give it one in spec.resourceClaims of its template, or "
+                "limits of an extended resource that a DeviceClass has",
+            )
+        wanted = self._with.request
+        having = [c for c in claims if wanted is None or wanted in c.requests]
+        if not having:
+            told = "; ".join(f"{c.name} has {', '.join(c.requests)}" for c in claims)
+            return Misplaced(
+                "NoClaim",
+                f"no ResourceClaim of {what} has a request {wanted!r} as in spec.colocation.request: {told}",
+            )
+        count = sum(len(c.requests) for c in having) if wanted is None else len(having)
+        if count == 1:
+            return having[0]
+        told = ", ".join(f"{c.name}/{r}" for c in having for r in c.requests if wanted in (None, r))
+        fix = "set spec.colocation.request" if wanted is None else "name their requests differently"
+        return Misplaced(
+            "AmbiguousClaim", f"{what} has {count} requests of devices ({told}): {fix}"
+        )
+
+    def _share(self, trainer: Trainer, claim: DeviceClaim, share: int) -> Place | Misplaced:
+        request = self._with.request or claim.requests[0]
+        devices = _of(claim.devices, request)
+        slots, wanted = self._with.slots, self._spec.world // self._spec.parallelism.nodes
+        if len(devices) != slots * wanted:
+            return Misplaced(
+                "UnequalShares",
+                f"request {request!r} of ResourceClaim {claim.name!r} has {len(devices)} devices, and "
+                f"{slots} slots of {wanted} (tensor·pipeline·data of spec.parallelism) need "
+                f"{slots * wanted}: change spec.colocation.slots, spec.parallelism or the claim",
+            )
+        first = share * wanted
+        mine = tuple(d.name for d in devices[first : first + wanted])
+        assert trainer.node is not None, "an allocated claim is looked at on its node only"
+        return Place(trainer.name, trainer.node, claim.name, claim.uid, request, mine, first)
+
+
+def _of(devices: Iterable[Device], request: str) -> list[Device]:
+    """Devices of one request, or of its alternatives, which are named `request/alternative`."""
+    mine = (d for d in devices if d.request == request or d.request.startswith(f"{request}/"))
+    return sorted(mine, key=lambda d: (d.driver, natural(d.pool), natural(d.device)))

@@ -1,0 +1,64 @@
+"""The places of a pool's pods in one pass: which may be made, and what is in the way. Pure.
+
+A pool of its own accelerators has no places, and its pods may always be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollout_operator.api.spec import RolloutReplicaSpec
+
+from .placement import Misplaced, Place, Placement, Waits
+from .world import Observed, Pod
+
+
+class Places:
+    """See the module.
+
+    Args:
+        spec: the wanted pool.
+        seen: the world.
+    """
+
+    def __init__(self, spec: RolloutReplicaSpec, seen: Observed) -> None:
+        self._placement = None if spec.colocation is None else Placement(spec, seen.beside)
+        self._pods = (*seen.pods, *seen.predecessors)
+        self.waiting: dict[int, str] = {}
+        """What replicas without pods wait for, of the trainer."""
+        self.misplaced: list[Misplaced] = []
+        """What somebody has to change, each thing once."""
+
+    def take(self, replica: int, ranks: Iterable[int]) -> list[tuple[int, Place | None]]:
+        """Return these ranks with their places; none of them while one has no place."""
+        found: list[tuple[int, Place | None]] = []
+        for rank in ranks:
+            place = self._free(replica, rank)
+            if isinstance(place, Waits):
+                self.waiting[replica] = place.why
+                return []
+            if isinstance(place, Misplaced):
+                self.misplaced += [] if place in self.misplaced else [place]
+                return []
+            found.append((rank, place))
+        return found
+
+    def lost(self, pods: Iterable[Pod]) -> str | None:
+        """Why one of these pods, and its gang with it, has to leave its place."""
+        if self._placement is None:
+            return None
+        reasons = (self._placement.lost(pod) for pod in pods if pod.owned)
+        return next((why for why in reasons if why), None)
+
+    def _free(self, replica: int, rank: int) -> Place | Waits | Misplaced | None:
+        """The place of a pod, once nobody of this pool has its devices any more."""
+        if self._placement is None:
+            return None
+        place = self._placement.of(replica, rank)
+        if not isinstance(place, Place):
+            return place
+        for pod in self._pods:
+            held = pod.taken if pod.owned and not pod.finished else None
+            if held is not None and set(held.devices) & set(place.devices):
+                return Waits(f"waits for pod {pod.name!r} to give {place.devices[0]} back")
+        return place

@@ -1,0 +1,57 @@
+"""What a colocated pod has of the trainer's: its claim, its share of the devices, and the turn."""
+
+from __future__ import annotations
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Obj
+from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.api.spec_colocation import DEVICES_CLAIM
+from rollout_operator.core.placement import Place
+
+_VOLUME = "rollout-turn"
+
+
+def notes(place: Place) -> dict[str, str]:
+    """Return what a pod says of its place; the operator finds by it what has to be replaced."""
+    return {
+        names.ANNOTATION_TRAINER: place.trainer,
+        names.ANNOTATION_CLAIM: place.claim_uid,
+        names.ANNOTATION_DEVICES: ",".join(place.devices),
+    }
+
+
+def pod_claim(place: Place) -> Obj:
+    """Return the entry of the pod's `resourceClaims`: the scheduler puts it where the claim is."""
+    return {"name": DEVICES_CLAIM, "resourceClaimName": place.claim}
+
+
+def container_claim(place: Place) -> Obj:
+    """Return the entry of the worker container's `resources.claims`."""
+    return {"name": DEVICES_CLAIM, "request": place.request}
+
+
+def environment(
+    spec: RolloutReplicaSpec, place: Place, pod: str, turn_claim: str
+) -> dict[str, str]:
+    """Return which devices the worker sees, and which locks it takes in whose name."""
+    values = {}
+    if spec.colocation is not None and spec.colocation.slots > 1:
+        indices = range(place.first, place.first + len(place.devices))
+        # Drivers name devices in the order of the bus; CUDA's own default is the fastest first.
+        values["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in indices)
+    if turn_claim:
+        values["ROLLOUT_TURN_DIRECTORY"] = names.TURN_MOUNT
+        values["ROLLOUT_TURN_DEVICES"] = ",".join(place.devices)
+        values["ROLLOUT_TURN_HOLDER"] = pod
+    return values
+
+
+def turn_volume(turn_claim: str) -> Obj:
+    """Return the volume with the node's lock directory."""
+    return {"name": _VOLUME, "persistentVolumeClaim": {"claimName": turn_claim}}
+
+
+def turn_mount() -> Obj:
+    """Return where it is mounted, to be written to: who holds a lock says so in its file."""
+    return {"name": _VOLUME, "mountPath": names.TURN_MOUNT}

@@ -1,0 +1,48 @@
+"""Pods that terminate and don't go: a dead node, a finalizer of somebody else. Pure."""
+
+from __future__ import annotations
+
+from .plan import DeletePod, Wait
+from .world import Pod
+
+STUCK_SECONDS = 30.0
+"""A pod still there this long after its grace period (a dead node, a finalizer) is deleted with grace
+0, and again each time this long after."""
+
+
+def free_the_stuck(pod: Pod, now: float, wait: Wait) -> DeletePod | None:
+    """Return the deletion by force of a pod that outlived its grace period, if it is due.
+
+    Never of a colocated pod: what is removed by force may run on, with the trainer's devices.
+    """
+    if pod.deletion_at is None:
+        return None
+    left = until_forced(pod, now)
+    wait.at_most(left if left > 0 else STUCK_SECONDS)
+    return force(pod) if left <= 0 and not pod.colocated else None
+
+
+def told_stuck(pod: Pod, now: float) -> str | None:
+    """Say that a colocated pod outlived its grace period, and what can be done."""
+    if not pod.colocated or pod.deletion_at is None or until_forced(pod, now) > 0:
+        return None
+    where = f" on node {pod.node!r}" if pod.node else ""
+    return (
+        f"pod {pod.name!r}{where} outlived its grace period and is not removed by force, because its engine "
+        "may hold the trainer's devices: mend the node, or delete the Node object once it is off"
+    )
+
+
+def until_forced(pod: Pod, now: float) -> float:
+    """Seconds until a terminating pod is deleted by force: first, or once more."""
+    if pod.forced_ago is not None:
+        return STUCK_SECONDS - pod.forced_ago
+    left = (pod.deletion_at or now) - now
+    if pod.grace is not None:
+        left = min(left, pod.grace - pod.witnessed)
+    return STUCK_SECONDS + left
+
+
+def force(pod: Pod) -> DeletePod:
+    """Delete a pod that terminates, without grace."""
+    return DeletePod(pod.name, pod.uid, 0, "it outlived its grace period", forced=True)

@@ -1,0 +1,131 @@
+"""A trainer's pods and their ResourceClaims, read once into plain values. Pure.
+
+The only place that knows the shape of claims, and the three ways in which a pod has one: by name,
+from a template, and for an extended resource of its limits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Obj
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A pod that the pool's `trainerSelector` selects."""
+
+    name: str
+    uid: str
+    node: str | None = None
+    deleting: bool = False
+    claims: tuple[str, ...] = ()
+    """Names of its ResourceClaims, as far as they are there."""
+    unmade: tuple[str, ...] = ()
+    """Names of entries of its `resourceClaims` whose ResourceClaim has yet to be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One allocated device."""
+
+    request: str
+    driver: str
+    pool: str
+    device: str
+
+    @property
+    def name(self) -> str:
+        """What its lock is called; the same device has it in every claim."""
+        return f"{self.driver}/{self.pool}/{self.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceClaim:
+    """A ResourceClaim."""
+
+    name: str
+    uid: str
+    deleting: bool = False
+    requests: tuple[str, ...] = ()
+    allocated: bool = False
+    devices: tuple[Device, ...] = ()
+    pod_uid: str | None = None
+    """The pod that it was generated for and goes with; None: somebody made it to stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What may be beside a colocated pool's pods."""
+
+    trainers: tuple[Trainer, ...] = ()
+    claims: Mapping[str, DeviceClaim] | None = None
+    """By name; None: not known yet, and `unknown` says why."""
+    unknown: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The place that a colocated pod was made for, as its annotations have it."""
+
+    trainer: str
+    claim_uid: str
+    devices: tuple[str, ...]
+
+
+def natural(name: str) -> tuple[tuple[int, str | int], ...]:
+    """Sort key of names: their numbers count by value, so t-2 comes before t-10."""
+    parts = re.split(r"(\d+)", name)
+    return tuple((1, int(part)) if part.isdigit() else (0, part) for part in parts if part)
+
+
+def parse_trainer(obj: Obj) -> Trainer | None:
+    """Read a pod; None if it is none of a trainer's: it has ended, or it is a rollout pod itself."""
+    meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    labels = meta.get("labels") or {}
+    if labels.get(names.LABEL_MANAGED_BY) == names.MANAGER:
+        return None
+    if status.get("phase") in ("Failed", "Succeeded"):
+        return None
+    made = {
+        s["name"]: s.get("resourceClaimName") for s in status.get("resourceClaimStatuses") or ()
+    }
+    claims, unmade = [], []
+    for entry in spec.get("resourceClaims") or ():
+        name = entry.get("resourceClaimName") or made.get(entry["name"])
+        if name:
+            claims.append(name)
+        elif entry["name"] not in made:  # else no claim was needed
+            unmade.append(entry["name"])
+    extended = status.get("extendedResourceClaimStatus") or {}
+    if extended.get("resourceClaimName"):
+        claims.append(extended["resourceClaimName"])
+    return Trainer(
+        name=meta["name"],
+        uid=meta["uid"],
+        node=spec.get("nodeName"),
+        deleting=meta.get("deletionTimestamp") is not None,
+        claims=tuple(dict.fromkeys(claims)),
+        unmade=tuple(unmade),
+    )
+
+
+def parse_claim(obj: Obj) -> DeviceClaim:
+    """Read a ResourceClaim."""
+    meta = obj["metadata"]
+    requests = ((obj.get("spec") or {}).get("devices") or {}).get("requests") or ()
+    allocation = (obj.get("status") or {}).get("allocation")
+    results = ((allocation or {}).get("devices") or {}).get("results") or ()
+    owners = meta.get("ownerReferences") or ()
+    return DeviceClaim(
+        name=meta["name"],
+        uid=meta["uid"],
+        deleting=meta.get("deletionTimestamp") is not None,
+        requests=tuple(r["name"] for r in requests),
+        allocated=allocation is not None,
+        devices=tuple(Device(r["request"], r["driver"], r["pool"], r["device"]) for r in results),
+        pod_uid=next((o["uid"] for o in owners if o["kind"] == "Pod"), None),
+    )

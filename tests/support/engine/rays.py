@@ -1,0 +1,106 @@
+"""A Ray of one node on this machine, for vLLM's ranks: its environment has Ray beside vLLM."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine_kinds import CACHE, ROOT, EngineKind
+from gangs import free_port
+from processes import descendants
+from rollout_worker.observe import processes
+from waiting import until_sync
+
+ENVIRONMENT = CACHE / "env-ray"
+PLUGIN = Path(__file__).parent / "rayable"
+NEEDED = ("ray", "msgpack")
+"""What vLLM's environment lacks of Ray's; all else has the same pins in both."""
+START_SECONDS = 180.0
+
+
+def packages(folder: Path) -> Path:
+    """Return a folder from which vLLM's interpreter imports Ray and nothing else of its environment."""
+    (found,) = ENVIRONMENT.glob("lib/python3*/site-packages")
+    folder.mkdir()
+    for name in NEEDED:
+        for each in (found / name, *found.glob(f"{name}-*.dist-info")):
+            (folder / each.name).symlink_to(each)
+    return folder
+
+
+class Ray:
+    """A running one; `env` is the environment of a worker that uses it."""
+
+    def __init__(self, kind: EngineKind, home: Path, gpus: int) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        path = (str(ROOT / "src"), str(packages(home / "packages")), str(PLUGIN))
+        shared = {
+            "PYTHONPATH": os.pathsep.join(path),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "disabled",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self.env: Mapping[str, str] = {**kind.env, **shared, "RAY_ADDRESS": self.address}
+        self._log = home / "ray.log"
+        words = [
+            *(
+                "-m",
+                "ray.scripts.scripts",
+                "start",
+                "--head",
+                "--block",
+                "--node-ip-address=127.0.0.1",
+            ),
+            *(f"--port={self.address.partition(':')[2]}", f"--temp-dir={home / 'tmp'}"),
+            *("--num-cpus=1", f"--num-gpus={gpus}", "--object-store-memory=100000000"),
+            *("--include-dashboard=false", "--disable-usage-stats"),
+        ]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [str(kind.python), *words],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **shared, "HOME": str(home)},
+            )
+        until_sync(self._up, START_SECONDS, what="Ray")
+
+    def _up(self) -> bool:
+        told = self._log.read_text()
+        assert self.process.poll() is None, told
+        return "Ray runtime started" in told
+
+    def ranks(self) -> list[int]:
+        """Process ids of vLLM's ranks; Ray calls an actor by what it does, vLLM by its rank."""
+        family = descendants(self.process.pid)
+        names = ("RayWorkerProc", "VLLM::")
+        return [each.pid for each in family if any(name in each.command for name in names)]
+
+    def close(self) -> None:
+        """End it and all that it started."""
+        family = processes.descendants(self.process.pid)
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        finally:
+            self.process.kill()
+            processes.end(family, 10)
+
+
+@contextmanager
+def ray_node(kind: EngineKind, *, gpus: int) -> Iterator[Ray]:
+    """Run one; its folder is short, because the names of its sockets must be."""
+    home = Path(tempfile.mkdtemp(prefix="ray-"))
+    try:
+        ray = Ray(kind, home, gpus)
+        try:
+            yield ray
+        finally:
+            ray.close()
+    finally:
+        shutil.rmtree(home, ignore_errors=True)

@@ -1,0 +1,139 @@
+"""A process of its own that takes turns as it is told, and one that joins it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from rollout_worker.turn import Turn, TurnError
+from rollout_worker.turn.sharing import Sharing, join
+
+ROOT = Path(__file__).parents[3]
+
+
+class Puppet:
+    """Such a process, from outside: it answers each order with one line."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.pid = process.pid
+
+    def ask(self, order: str) -> str:
+        """Give an order and return the answer."""
+        self.tell(order)
+        return self.answer()
+
+    def tell(self, order: str) -> None:
+        """Give an order whose answer is read later."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(order + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        """Return the next answer; the test's own time limit ends a wait for ever."""
+        return _line(self.process)
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait(30)
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        self.process.send_signal(number)
+
+
+@contextmanager
+def puppet(directory: Path, holder: str, *devices: str, uid: int | None = None) -> Iterator[Puppet]:
+    """Start one, and end it and the children that it left."""
+    command = [sys.executable, "-S", __file__, str(directory), holder, *devices]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(ROOT / "src"), "TURN_UID": str(uid or os.getuid())},
+        start_new_session=True,
+    )
+    try:
+        assert _line(process) == "ready"
+        yield Puppet(process)
+    finally:
+        # Its children are in its session's process group, and may outlive it.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def _obey(turn: Turn, orders: IO[str]) -> None:
+    sharing: Sharing | None = None
+    for order in orders:
+        match order.split():
+            case ["take", *timeout]:
+                _say(_take(turn, float(timeout[0]) if timeout else 60.0))
+            case ["give"]:
+                turn.give()
+                _say("given")
+            case ["leave"]:
+                turn.leave()
+                _say("left")
+            case ["pair"]:
+                # A hand-over as the other side sees it: when the lock was free, and when it was had.
+                turn.give()
+                _say(str(time.monotonic()))
+            case ["child"]:
+                sharing = sharing or Sharing(turn.fileno_list)
+                _say(_child(sharing))
+            case other:
+                raise AssertionError(f"unknown order {other}")
+
+
+def _take(turn: Turn, timeout: float) -> str:
+    try:
+        turn.take(timeout)
+    except TurnError as error:
+        return f"{type(error).__name__}: {error}"
+    return f"taken {time.monotonic()}"
+
+
+def _child(sharing: Sharing) -> str:
+    child = subprocess.Popen(
+        [sys.executable, "-S", __file__, "--join"],
+        env=dict(os.environ) | sharing.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert _line(child) == "joined"
+    return str(child.pid)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--join":
+        join()
+        _say("joined")
+        signal.pause()
+    # Here, not before: another user may not be able to read this interpreter's modules.
+    os.setuid(int(os.environ["TURN_UID"]))
+    _say("ready")
+    _obey(Turn(Path(sys.argv[1]), sys.argv[3:], sys.argv[2]), sys.stdin)

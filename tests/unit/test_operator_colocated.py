@@ -1,0 +1,211 @@
+"""A pool beside a trainer, pass by pass: what is made, what is waited for, what follows its claim."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from poolspecs import colocated_spec
+from rollout_operator.core.plan import Plan
+from rollout_operator.core.stuck import STUCK_SECONDS
+from rollout_operator.core.trainers import Beside, Taken
+from simtrainers import SimTrainers
+from world import World
+
+
+def world_beside(*, generated: bool, replicas: int = 2, slots: int = 1) -> World:
+    world = World(colocated_spec(replicas=replicas, slots=slots))
+    world.trainers = SimTrainers(world.spec, generated=generated)
+    return world
+
+
+def trainers_of(world: World) -> SimTrainers:
+    assert world.trainers is not None
+    return world.trainers
+
+
+def told(plan: Plan, kind: str) -> tuple[str, str]:
+    found = plan.status.condition(kind)
+    assert found is not None
+    return found.reason, found.message
+
+
+def places(world: World) -> dict[str, Taken | None]:
+    return {name: pod.taken for name, pod in world.pods.items()}
+
+
+@pytest.mark.parametrize("generated", [False, True])
+def test_pods_are_made_beside_the_trainer_once_it_is_there(generated: bool) -> None:
+    world = world_beside(generated=generated)
+    sentences = []
+    for _ in range(2):
+        plan = world.step()
+        sentences.append((plan.status.phase, *told(plan, "Progressing")))
+        assert not any(g.serving for g in plan.gates)
+    phases, reasons, texts = zip(*sentences, strict=True)
+    assert set(phases) == {"Pending"}
+    assert set(reasons) == {"WaitingForTrainer"}
+    assert texts[0] == (
+        "replica 0 waits for the ResourceClaim 'gpus' of the trainer's pod 't-0' to be made"
+    )
+    assert texts[1].startswith(
+        "replica 0 waits for the trainer's pod 't-0' to be scheduled, which needs ResourceClaim 't-0-"
+    )
+    status = world.run()
+    assert status.phase == "Ready"
+    sim = trainers_of(world)
+    for index, pod in enumerate(world.pods.values()):
+        beside = sim.pods[f"t-{index}"]
+        claim = sim.claims[beside.claims[0]]
+        assert pod.node == beside.node
+        assert pod.taken == Taken(beside.name, claim.uid, (claim.devices[0].name,))
+
+
+def test_a_pod_with_a_claim_that_stays_outlives_the_trainers() -> None:
+    world = world_beside(generated=False)
+    world.run()
+    before = {name: pod.uid for name, pod in world.pods.items()}
+    trainers_of(world).restart("t-0")
+    for _ in range(8):
+        assert world.step().status.condition("Degraded").status == "False"  # type: ignore[union-attr]
+    assert trainers_of(world).pods["t-0"].uid != "trainer1", "it came back"
+    assert {name: pod.uid for name, pod in world.pods.items()} == before
+    assert world.status.phase == "Ready"
+
+
+def test_a_pod_goes_with_a_generated_claim_and_comes_back_on_the_new_one() -> None:
+    """Its gate goes off first, no other replica is touched, and nothing has failed."""
+    world = world_beside(generated=True)
+    world.run()
+    before = {name: (pod.uid, pod.taken) for name, pod in world.pods.items()}
+    trainers_of(world).restart("t-0")
+    plan = world.step()
+    (gone,) = plan.delete
+    assert (gone.name, gone.grace, gone.forced) == ("pool-0-0", None, False)
+    claim = gone.reason.rpartition("claim ")[2]
+    assert gone.reason == f"the trainer's pod 't-0' goes, and takes its claim {claim}"
+    assert [(g.name, g.serving) for g in plan.gates] == [("pool-0-0", False)]
+    plan = world.step()
+    assert told(plan, "Progressing") == (
+        "WaitingForTrainer",
+        "replica 0 waits for the trainer's pod 't-0' to go and come back",
+    )
+    status = world.run()
+    assert (status.phase, status.restarts, status.last_errors) == ("Ready", 0, status.last_errors)
+    after = {name: (pod.uid, pod.taken) for name, pod in world.pods.items()}
+    assert after["pool-1-0"] == before["pool-1-0"]
+    assert after["pool-0-0"][1] != before["pool-0-0"][1]
+    assert {pod.restarts for pod in world.pods.values()} == {0}
+
+
+def test_an_engine_that_fails_beside_a_trainer_is_a_failure() -> None:
+    world = world_beside(generated=False)
+    world.run()
+    world.fail("pool-0-0")
+    plan = world.step()
+    assert [(d.name, d.grace) for d in plan.delete] == [("pool-0-0", None)]
+    status = world.run()
+    assert (status.phase, status.restarts) == ("Ready", 1)
+
+
+def test_while_a_trainer_is_missing_nothing_moves_and_the_numbers_are_told() -> None:
+    world = world_beside(generated=False, replicas=3)
+    sim = trainers_of(world)
+    sim.wanted = ["t-0", "t-1", "t-2"]
+    world.run()
+    before = places(world)
+    sim.wanted.remove("t-0")
+    sim.restart("t-0")
+    for _ in range(5):
+        world.step()
+    assert places(world) == before, "t-1 isn't the first for that"
+    world.kill("pool-2-0")
+    plan = world.step()
+    assert told(plan, "Degraded") == (
+        "TooFewTrainers",
+        "3 rollout pods with 1 slots per trainer pod need 3 trainer pods, and "
+        "spec.colocation.trainerSelector (job=grpo) selects 2: start more of them or lower spec.replicas",
+    )
+    assert plan.status.phase == "Degraded"
+    assert not plan.create
+    sim.wanted.append("t-0")
+    assert world.run().phase == "Ready"
+    assert places(world) == before
+
+
+def test_an_earlier_trainer_moves_those_behind_it() -> None:
+    """Nobody gets a device before the pod that has it has gone."""
+    world = world_beside(generated=False)
+    world.run()
+    world.grace = 3.0
+    trainers_of(world).wanted.insert(0, "a")
+    for _ in range(20):
+        world.step()
+    status = world.run()
+    assert status.phase == "Ready"
+    assert [pod.taken.trainer for pod in world.pods.values() if pod.taken] == ["a", "t-0"]
+    assert status.restarts == 0
+
+
+def test_devices_are_waited_for_that_another_pod_has_yet_to_give_back() -> None:
+    world = world_beside(generated=False)
+    world.run()
+    mine = world.pods["pool-0-0"]
+    world.kill("pool-0-0")
+    world.kill("pool-1-0")
+    world.predecessors["pool-1-0"] = replace(
+        mine, name="pool-1-0", replica=1, uid="old", deletion_at=world.tick + 9, grace=9.0
+    )
+    plan = world.step()
+    device = mine.taken.devices[0] if mine.taken else ""
+    assert (
+        told(plan, "Progressing")[1] == f"replica 0 waits for pod 'pool-1-0' to give {device} back"
+    )
+    for _ in range(10):
+        world.step()
+    assert world.run().phase == "Ready"
+
+
+def test_what_is_not_known_changes_nothing() -> None:
+    world = world_beside(generated=True)
+    world.run()
+    trainers_of(world).restart("t-0")
+    world.trainers = None
+    plan = world.step()
+    assert not plan.delete
+    assert world.observed().beside == Beside()
+    world.kill("pool-1-0")
+    plan = world.step()
+    assert not plan.create
+    assert told(plan, "Progressing")[1] == (
+        "replica 1 waits for the list of the trainer's pods and claims"
+    )
+
+
+def test_a_colocated_pod_that_does_not_go_is_told_and_never_forced() -> None:
+    world = world_beside(generated=False)
+    world.run()
+    pod = world.pods["pool-0-0"]
+    world.held.add(pod.uid)
+    world.ask_to_go("pool-0-0")
+    for _ in range(int(STUCK_SECONDS) + 3):
+        plan = world.step()
+        assert not any(d.forced for d in plan.delete)
+    assert told(plan, "Degraded") == (
+        "PodStuck",
+        "pod 'pool-0-0' on node 'node-t-0-0' outlived its grace period and is not removed by force, because "
+        "its engine may hold the trainer's devices: mend the node, or delete the Node object once it is off",
+    )
+    world.held.clear()
+    assert world.run().phase == "Ready"
+
+
+def test_a_pod_that_lost_its_labels_is_sought_before_anything_is_waited_for() -> None:
+    """It holds the claim that the trainer's next pod waits for."""
+    world = world_beside(generated=True)
+    world.run()
+    world.unlabelled.add(world.pods["pool-0-0"].uid)
+    trainers_of(world).restart("t-0")
+    assert world.run(80).phase == "Ready"
+    assert not world.unlabelled

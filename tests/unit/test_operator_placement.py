@@ -1,0 +1,344 @@
+"""Beside which trainer pod a colocated pod belongs: in any order, of any kind of claim, with numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poolspecs import a_pod, colocated_spec
+from rollout_operator.core.placement import Misplaced, Place, Placement, Waits
+from rollout_operator.core.trainers import (
+    Beside,
+    Device,
+    DeviceClaim,
+    Taken,
+    Trainer,
+    natural,
+    parse_claim,
+    parse_trainer,
+)
+from rollout_operator.core.world import Pod
+
+
+def trainer(name: str, **fields: Any) -> Trainer:
+    """A pod of a trainer on a node of its own, with one claim."""
+    made = Trainer(name, f"uid of {name}", node=f"node of {name}", claims=(f"claim of {name}",))
+    return replace(made, **fields)
+
+
+def claim(of: str, count: int = 8, **fields: Any) -> DeviceClaim:
+    """The claim of a trainer's pod, allocated, with so many devices of one request."""
+    found = tuple(
+        Device("gpus", "gpu.example.com", f"node of {of}", f"gpu-{i}") for i in range(count)
+    )
+    name = f"claim of {of}"
+    made = DeviceClaim(name, f"uid of {name}", requests=("gpus",), allocated=True, devices=found)
+    return replace(made, **fields)
+
+
+def beside(*trainers: Trainer, claims: tuple[DeviceClaim, ...] | None = None) -> Beside:
+    found = tuple(claim(t.name) for t in trainers) if claims is None else claims
+    return Beside(trainers, {c.name: c for c in found})
+
+
+def place(answer: object) -> Place:
+    assert isinstance(answer, Place), answer
+    return answer
+
+
+def why(answer: object) -> str:
+    assert isinstance(answer, Waits), answer
+    return answer.why
+
+
+def wrong(answer: object) -> tuple[str, str]:
+    assert isinstance(answer, Misplaced), answer
+    return answer.reason, answer.message
+
+
+def pod_at(found: Place, replica: int = 0, **fields: Any) -> Pod:
+    """A pod that was made for this place, and runs there."""
+    taken = Taken(found.trainer, found.claim_uid, found.devices)
+    spec = colocated_spec(replicas=1)
+    return a_pod(spec, replica, colocated=True, taken=taken, node=found.node, **fields)
+
+
+NAMES = [f"t-{i}" for i in range(8)]
+
+
+@given(st.permutations(NAMES), st.randoms(use_true_random=False))
+def test_eight_trainers_of_eight_devices_with_four_slots(order: list[str], random: Random) -> None:
+    """32 rollout pods; whatever was made first, each has its two devices, and nobody else has them."""
+    spec = colocated_spec(replicas=32, slots=4, tensor=2)
+    found = [claim(name) for name in order]
+    random.shuffle(found)
+    places = Placement(spec, beside(*map(trainer, order), claims=tuple(found)))
+    used: set[tuple[str, str]] = set()
+    for replica in range(32):
+        mine = place(places.of(replica, 0))
+        assert mine.trainer == f"t-{replica // 4}"
+        assert (mine.node, mine.claim) == (f"node of {mine.trainer}", f"claim of {mine.trainer}")
+        assert mine.first == 2 * (replica % 4)
+        where = f"gpu.example.com/node of {mine.trainer}/gpu-"
+        assert mine.devices == (f"{where}{mine.first}", f"{where}{mine.first + 1}")
+        assert not used & {(mine.claim_uid, d) for d in mine.devices}
+        used |= {(mine.claim_uid, d) for d in mine.devices}
+    assert len(used) == 64
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_no_two_pods_get_one_device(trainers: int, slots: int, each: int, random: Random) -> None:
+    spec = colocated_spec(replicas=trainers * slots, slots=slots, tensor=each)
+    there = [trainer(f"job-{i}-{random.randrange(999)}") for i in range(trainers)]
+    claims = tuple(claim(t.name, slots * each) for t in there)
+    random.shuffle(there)
+    places = Placement(spec, beside(*there, claims=claims))
+    used = [d for i in range(trainers * slots) for d in place(places.of(i, 0)).devices]
+    assert len(used) == len(set(used)) == trainers * slots * each
+
+
+def test_names_are_ordered_by_their_numbers() -> None:
+    order = ["b", "t", "t-2", "t-10", "t-10-a", "t2", "t10"]
+    assert sorted(sorted(order), key=natural) == ["b", "t", "t2", "t10", "t-2", "t-10", "t-10-a"]
+    spec = colocated_spec(replicas=12)
+    places = Placement(spec, beside(*(trainer(f"t-{i}") for i in range(12)), claims=tuple(
+        claim(f"t-{i}", 1) for i in range(12)
+    )))  # fmt: skip
+    assert place(places.of(10, 0)).trainer == "t-10"
+
+
+def test_devices_are_ordered_by_pool_and_number() -> None:
+    spec = colocated_spec(replicas=2, slots=2, tensor=2)
+    found = tuple(
+        Device("gpus", "gpu.example.com", pool, device)
+        for pool, device in (("b", "gpu-0"), ("a", "gpu-10"), ("a", "gpu-9"), ("b", "gpu-1"))
+    )
+    places = Placement(spec, beside(trainer("t"), claims=(claim("t", devices=found),)))
+    shares = [place(places.of(i, 0)).devices for i in range(2)]
+    where = "gpu.example.com/"
+    assert shares == [
+        (f"{where}a/gpu-9", f"{where}a/gpu-10"),
+        (f"{where}b/gpu-0", f"{where}b/gpu-1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pod", "change", "told"),
+    [
+        ({"deleting": True}, {}, "waits for the trainer's pod 't' to go and come back"),
+        (
+            {"claims": (), "unmade": ("gpus",)},
+            {},
+            "waits for the ResourceClaim 'gpus' of the trainer's pod 't' to be made",
+        ),
+        (
+            {"claims": ("other",)},
+            {},
+            "waits for the ResourceClaim 'other' of the trainer's pod 't', which does not exist yet",
+        ),
+        (
+            {"node": None},
+            {},
+            "waits for the trainer's pod 't' to be scheduled, which needs ResourceClaim 'claim of t'",
+        ),
+        ({"node": None, "claims": ()}, {}, "waits for the trainer's pod 't' to be scheduled"),
+        (
+            {},
+            {"deleting": True},
+            "waits for a new ResourceClaim of the trainer's pod 't': 'claim of t' is being deleted",
+        ),
+        (
+            {},
+            {"allocated": False, "devices": ()},
+            "waits for the ResourceClaim 'claim of t' of the trainer's pod 't' to be allocated",
+        ),
+    ],
+)
+def test_what_is_waited_for_is_named(
+    pod: dict[str, Any], change: dict[str, Any], told: str
+) -> None:
+    spec = colocated_spec(replicas=1, tensor=8)
+    found = beside(trainer("t", **pod), claims=(claim("t", **change),))
+    assert why(Placement(spec, found).of(0, 0)) == told
+
+
+def test_what_is_not_listed_is_waited_for() -> None:
+    spec = colocated_spec(replicas=1)
+    known = Beside()
+    assert why(Placement(spec, known).of(0, 0)) == (
+        "waits for the list of the trainer's pods and claims"
+    )
+    known = Beside(unknown="list pods rl: forbidden")
+    assert why(Placement(spec, known).of(0, 0)).endswith("claims: list pods rl: forbidden")
+
+
+def test_too_few_trainers_are_told_with_the_numbers() -> None:
+    spec = colocated_spec(replicas=5, slots=2, tensor=4)
+    reason, text = wrong(Placement(spec, beside(trainer("t-0"), trainer("t-1"))).of(0, 0))
+    assert reason == "TooFewTrainers"
+    assert text == (
+        "5 rollout pods with 2 slots per trainer pod need 3 trainer pods, and "
+        "spec.colocation.trainerSelector (job=grpo) selects 2: start more of them or lower spec.replicas"
+    )
+
+
+@pytest.mark.parametrize(("slots", "tensor"), [(3, 2), (2, 2), (4, 4), (1, 1)])
+def test_a_share_that_does_not_fit_is_told_with_the_numbers(slots: int, tensor: int) -> None:
+    spec = colocated_spec(replicas=1, slots=slots, tensor=tensor)
+    reason, text = wrong(Placement(spec, beside(trainer("t"))).of(0, 0))
+    assert reason == "UnequalShares"
+    assert text == (
+        f"request 'gpus' of ResourceClaim 'claim of t' has 8 devices, and {slots} slots of {tensor} "
+        f"(tensor·pipeline·data of spec.parallelism) need {slots * tensor}: change "
+        "spec.colocation.slots, spec.parallelism or the claim"
+    )
+
+
+def test_a_pod_without_claims_is_told() -> None:
+    spec = colocated_spec(replicas=1)
+    reason, text = wrong(Placement(spec, beside(trainer("t", claims=()))).of(0, 0))
+    assert reason == "NoClaim"
+    assert text.startswith("the trainer's pod 't' has no ResourceClaim: give it one")
+
+
+TWO = (
+    Device("half-0", "d", "p", "gpu-0"),
+    Device("half-1", "d", "p", "gpu-1"),
+    Device("half-1/cheap", "d", "p", "gpu-2"),
+)
+
+
+def test_the_request_chooses_among_requests_and_claims() -> None:
+    halves = claim("t", requests=("half-0", "half-1"), devices=TWO)
+    nic = claim("nic", requests=("nics",), devices=(Device("nics", "nic", "p", "nic-0"),))
+    known = beside(trainer("t", claims=("claim of t", "claim of nic")), claims=(halves, nic))
+    mine = place(Placement(colocated_spec(replicas=1, request="half-0"), known).of(0, 0))
+    assert (mine.claim, mine.request, mine.devices) == ("claim of t", "half-0", ("d/p/gpu-0",))
+    other = colocated_spec(replicas=2, request="half-1", slots=2)
+    assert place(Placement(other, known).of(1, 0)).devices == ("d/p/gpu-2",), "an alternative's"
+    reason, text = wrong(Placement(colocated_spec(replicas=1), known).of(0, 0))
+    assert reason == "AmbiguousClaim"
+    assert text == (
+        "the trainer's pod 't' has 3 requests of devices (claim of t/half-0, claim of t/half-1, "
+        "claim of nic/nics): set spec.colocation.request"
+    )
+    reason, text = wrong(Placement(colocated_spec(replicas=1, request="gpus"), known).of(0, 0))
+    assert reason == "NoClaim"
+    assert (
+        "has a request 'gpus' as in spec.colocation.request: claim of t has half-0, half-1" in text
+    )
+    again = replace(nic, requests=("half-0",))
+    known = beside(trainer("t", claims=("claim of t", "claim of nic")), claims=(halves, again))
+    reason, text = wrong(Placement(colocated_spec(replicas=1, request="half-0"), known).of(0, 0))
+    assert (reason, text.endswith(": name their requests differently")) == ("AmbiguousClaim", True)
+
+
+def test_a_pod_stays_in_its_place_and_leaves_it_for_another() -> None:
+    spec = colocated_spec(replicas=2, tensor=8)
+    both = beside(trainer("t-0"), trainer("t-1"))
+    mine = pod_at(place(Placement(spec, both).of(0, 0)))
+    assert Placement(spec, both).lost(mine) is None
+    unscheduled = replace(mine, node=None)
+    assert Placement(spec, both).lost(unscheduled) is None
+    first = beside(trainer("a"), trainer("t-0"), trainer("t-1"))
+    assert Placement(spec, first).lost(mine) == (
+        "its place is beside the trainer's pod 'a', with claim 'claim of a'"
+    )
+    moved = beside(trainer("t-0", node="elsewhere"), trainer("t-1"))
+    text = "its claim 'claim of t-0' is on node 'elsewhere' now"
+    assert Placement(spec, moved).lost(mine) == text
+    assert Placement(spec, moved).lost(unscheduled) is None
+    other = claim("t-0", devices=claim("x").devices)
+    shared = beside(trainer("t-0"), trainer("t-1"), claims=(other, claim("t-1")))
+    told = Placement(spec, shared).lost(mine)
+    assert told is not None
+    assert told.startswith("its share of claim 'claim of t-0' is gpu.example.com/node of x/gpu-0, ")
+
+
+def test_a_pod_outlives_its_trainer_with_a_claim_that_stays() -> None:
+    """While one is missing nobody knows which: nothing moves, and nothing is made."""
+    spec = colocated_spec(replicas=2, tensor=8)
+    mine = pod_at(place(Placement(spec, beside(trainer("t-0"), trainer("t-1"))).of(0, 0)))
+    claims = (claim("t-0"), claim("t-1"))
+    for trainers in ([trainer("t-1")], [trainer("t-0", node=None), trainer("t-1")], []):
+        assert Placement(spec, beside(*trainers, claims=claims)).lost(mine) is None
+    going = beside(trainer("t-0", deleting=True), trainer("t-1"), claims=claims)
+    assert Placement(spec, going).lost(mine) is None
+    assert Placement(spec, Beside()).lost(mine) is None, "nothing is known"
+    renamed = beside(trainer("s-0", claims=("claim of t-0",)), trainer("t-1"), claims=claims)
+    assert Placement(spec, replace(renamed)).lost(replace(mine, node=None)) is None, (
+        "the same claim"
+    )
+
+
+def test_a_pod_goes_with_the_claim_that_was_made_for_its_trainer() -> None:
+    spec = colocated_spec(replicas=1, tensor=8)
+    made = claim("t", pod_uid="uid of t")
+    known = beside(trainer("t"), claims=(made,))
+    mine = pod_at(place(Placement(spec, known).of(0, 0)))
+    assert Placement(spec, known).lost(mine) is None
+    ends = beside(trainer("t", deleting=True), claims=(made,))
+    assert Placement(spec, ends).lost(mine) == (
+        "the trainer's pod 't' goes, and takes its claim 'claim of t' along"
+    )
+    going = beside(claims=(replace(made, deleting=True),))
+    assert Placement(spec, going).lost(mine) == "its claim 'claim of t' is being deleted"
+    assert Placement(spec, beside()).lost(mine) == "its claim is gone"
+    again = beside(trainer("t"), claims=(replace(made, uid="another"),))
+    assert Placement(spec, again).lost(mine) == "its claim is gone"
+
+
+META = {"name": "t-0", "uid": "u", "labels": {"job": "grpo"}}
+
+
+def test_a_trainers_claims_are_found_however_it_has_them() -> None:
+    named = [{"name": "gpus", "resourceClaimName": "job-gpus-0"}]
+    made = [{"name": "gpus", "resourceClaimTemplateName": "halves"}]
+    told = {"resourceClaimStatuses": [{"name": "gpus", "resourceClaimName": "t-0-gpus-x"}]}
+    extended = {"extendedResourceClaimStatus": {"resourceClaimName": "t-0-extended-y"}}
+    on = {"nodeName": "n1"}
+
+    def read(spec: dict[str, Any], status: dict[str, Any]) -> Trainer | None:
+        return parse_trainer({"metadata": META, "spec": spec, "status": status})
+
+    assert read({**on, "resourceClaims": named}, {}) == Trainer(
+        "t-0", "u", node="n1", claims=("job-gpus-0",)
+    )
+    assert read({"resourceClaims": made}, {}) == Trainer("t-0", "u", unmade=("gpus",))
+    assert read({"resourceClaims": made}, told) == Trainer("t-0", "u", claims=("t-0-gpus-x",))
+    assert read(on, extended) == Trainer("t-0", "u", node="n1", claims=("t-0-extended-y",))
+    none = {"resourceClaimStatuses": [{"name": "gpus"}]}
+    assert read({"resourceClaims": made}, none) == Trainer("t-0", "u"), "none was needed"
+    gone = {"metadata": {**META, "deletionTimestamp": "2026-01-01T00:00:00Z"}}
+    assert parse_trainer(gone) == Trainer("t-0", "u", deleting=True)
+
+
+@pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
+def test_a_pod_that_has_ended_is_no_trainer(phase: str) -> None:
+    assert parse_trainer({"metadata": META, "status": {"phase": phase}}) is None
+
+
+def test_a_rollout_pod_is_no_trainer_whatever_its_labels() -> None:
+    labels = {"job": "grpo", "app.kubernetes.io/managed-by": "rollout-operator"}
+    assert parse_trainer({"metadata": {**META, "labels": labels}}) is None
+
+
+def test_a_claim_is_read_whole() -> None:
+    result = {"request": "gpus", "driver": "gpu.example.com", "pool": "n1", "device": "gpu-0"}
+    raw = {
+        "metadata": {"name": "c", "uid": "u", "ownerReferences": [{"kind": "Pod", "uid": "t"}]},
+        "spec": {"devices": {"requests": [{"name": "gpus", "exactly": {"count": 1}}]}},
+        "status": {"allocation": {"devices": {"results": [result]}}, "reservedFor": [{"uid": "t"}]},
+    }
+    device = Device("gpus", "gpu.example.com", "n1", "gpu-0")
+    assert device.name == "gpu.example.com/n1/gpu-0"
+    assert parse_claim(raw) == DeviceClaim(
+        "c", "u", requests=("gpus",), allocated=True, devices=(device,), pod_uid="t"
+    )
+    bare = {"metadata": {"name": "c", "uid": "u"}, "spec": {}}
+    assert parse_claim(bare) == DeviceClaim("c", "u")

@@ -1,0 +1,88 @@
+"""vLLM's ranks as actors of Ray: they are Ray's children, and the worker watches over them all the same.
+
+It can because they are on its own node: they read staged weights from its memory, and it sees them die.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import secrets
+from typing import Any
+
+from rollout_worker.engine import EngineError
+from rollout_worker.observe.processes import Process, find
+
+FLAG = "engine.args: --distributed-executor-backend ray"
+HEAD_VARIABLE = "ROLLOUT_VLLM_HEAD"
+"""Tells ranks that Ray started which process to end with: its id and start time."""
+EXECUTOR_VARIABLE = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
+
+
+def check_flags(parsed: argparse.Namespace) -> None:
+    """Refuse what Ray would do behind the worker's back.
+
+    Raises:
+        EngineError: says what to use instead.
+    """
+    if parsed.data_parallel_backend == "ray":
+        raise EngineError(
+            "engine.args: --data-parallel-backend ray makes vLLM's cores actors, which the worker"
+            " can't watch over: leave it out"
+        )
+    if parsed.distributed_executor_backend != "ray":
+        return
+    if parsed.data_parallel_size > 1:
+        raise EngineError(f"{FLAG}: set parallelism.data to 1 and raise spec.replicas")
+    if os.environ.get(EXECUTOR_VARIABLE, "1") == "0":
+        raise EngineError(
+            f"engine.env: {EXECUTOR_VARIABLE}=0 chooses an executor that notices no dead rank:"
+            " leave it out"
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise EngineError(f"{FLAG}: Ray is not installed here: add it to the image, or use mp")
+
+
+def check_platform(platform: Any) -> None:
+    """Refuse a device that Ray doesn't schedule.
+
+    Raises:
+        EngineError: it is one, such as a CPU.
+    """
+    if not platform.ray_device_key:
+        raise EngineError(
+            f"{FLAG}: vLLM has no ranks under Ray on {platform.device_name}: leave it out"
+        )
+
+
+def announce() -> None:
+    """Let ranks that are started from now on know whom to end with."""
+    own = find(os.getpid())
+    assert own is not None, "this process is there"
+    os.environ[HEAD_VARIABLE] = f"{own.pid}.{own.started}"
+
+
+async def ranks(llm: Any) -> set[Process]:
+    """Return the processes of all ranks, once each has read this process's memory.
+
+    Raises:
+        EngineError: one can't: no staged weights would reach it.
+    """
+    secret = secrets.token_hex()
+    handle = os.memfd_create("rollout-reach", os.MFD_CLOEXEC)
+    try:
+        os.write(handle, secret.encode())
+        path = f"/proc/{os.getpid()}/fd/{handle}"
+        pids: list[int | None] = await llm.collective_rpc("rollout_reach", args=(path, secret))
+    finally:
+        os.close(handle)
+    found = [None if pid is None else find(pid) for pid in pids]
+    for rank, process in enumerate(found):
+        if process is None:
+            raise EngineError(
+                f"{FLAG}: Ray put rank {rank} where it can't read the worker's memory: have all"
+                " ranks in the worker's own container, of as many GPUs, or set parallelism.nodes and"
+                " use mp"
+            )
+    return {process for process in found if process is not None}

@@ -1,0 +1,41 @@
+"""Waiting for the devices before an engine takes memory of them: what ends such a wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollout_worker.core.runtime import Runtime
+from rollout_worker.engine import EngineCrashed
+from rollout_worker.schemas import Progress
+from rollout_worker.turn import TurnReplaced
+
+
+async def turn_to_wake(runtime: Runtime, wanted: Callable[[], bool]) -> bool:
+    """Wait until a sleeping engine may take memory; False if it should not any more.
+
+    Args:
+        runtime: of the worker; says in its progress who is waited for.
+        wanted: whether the engine's memory is still wanted.
+
+    Raises:
+        EngineCrashed: its processes can't share any turn to come: they have to be replaced.
+        EngineError: there is no way to know whose turn it is.
+    """
+    if runtime.turn is None:
+        return True
+
+    def report(progress: Progress) -> None:
+        runtime.progress = progress
+
+    def may() -> bool:
+        return wanted() and runtime.alive and not runtime.shutting_down
+
+    try:
+        had = await runtime.turn.take(report, may)
+        runtime.check_alive()
+        return had
+    except TurnReplaced as error:
+        runtime.crashed(str(error))
+        raise EngineCrashed(str(error)) from error
+    finally:
+        runtime.progress = None

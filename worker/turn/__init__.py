@@ -1,0 +1,10 @@
+"""The turn: which process of a node may hold memory of an accelerator, by one lock for each device.
+
+The trainer takes it, too, so nothing here imports anything but the standard library
+(docs/decisions/020-one-lock-shared-by-every-process.md).
+"""
+
+from rollout_worker.turn.errors import TurnError, TurnReplaced, TurnTimeout
+from rollout_worker.turn.turns import Turn
+
+__all__ = ["Turn", "TurnError", "TurnReplaced", "TurnTimeout"]

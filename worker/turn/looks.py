@@ -1,0 +1,59 @@
+"""What somebody who waits for a turn does now and then: tell who holds it, and mind the time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from rollout_worker.turn.errors import TurnTimeout
+
+Waiting = Callable[[Mapping[str, str]], None]
+
+# Who waits is told of it at once, then looks at each second whether another one holds the turn.
+_FIRST_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 1.0
+# So much longer than asked for may opening the files of a free turn last before it counts as not had.
+_OPENING_SECONDS = 5.0
+
+
+class Look:
+    """What somebody who waits does now and then: tell who holds the turn, and mind the time."""
+
+    def __init__(
+        self,
+        blocked_by: Callable[[], Mapping[str, str]],
+        timeout: float | None,
+        waiting: Waiting | None,
+    ) -> None:
+        self._blocked_by = blocked_by
+        self._timeout = timeout
+        self._waiting = waiting
+        self._start = time.monotonic()
+        self._told: Mapping[str, str] = {}
+        self._every = _FIRST_LOOK_SECONDS
+
+    def seconds(self) -> float:
+        """Return how long to wait until the next look."""
+        if self._timeout is None:
+            return self._every
+        left = self._timeout - (time.monotonic() - self._start)
+        return max(0.001, min(self._every, left))
+
+    def __call__(self) -> None:
+        """Tell who holds the turn if that has changed.
+
+        Raises:
+            TurnTimeout: the time is up.
+        """
+        blocked_by = self._blocked_by()
+        if blocked_by != self._told and blocked_by:
+            self._told = blocked_by
+            if self._waiting is not None:
+                self._waiting(blocked_by)
+        waited = time.monotonic() - self._start
+        self._every = _LOOK_SECONDS if waited >= _FIRST_LOOK_SECONDS else _FIRST_LOOK_SECONDS
+        if self._timeout is None:
+            return
+        # A free turn whose files are being opened is had in a moment: then nobody holds it.
+        if waited >= self._timeout + (0.0 if blocked_by else _OPENING_SECONDS):
+            raise TurnTimeout(self._timeout, blocked_by)

@@ -1,0 +1,126 @@
+"""How processes of one holder share its turn: they get its open lock files over a Unix socket.
+
+A lock falls when the last copy of its open file is closed, or when the holder unlocks it. So a process that
+joined keeps the turn after its parent was killed, until it has ended itself, and a holder that gives the turn
+back needs no word from anybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from rollout_worker.turn.errors import TurnError
+
+logger = logging.getLogger(__name__)
+
+SOCKET = "ROLLOUT_TURN_SOCKET"
+_JOIN_SECONDS = 30.0
+# Linux passes at most 253 descriptors in one message (SCM_MAX_FD).
+_MOST_FILES = 253
+
+# Kept for this process's life, for nothing else keeps the turn while it has memory of the device.
+_joined: dict[str, list[int]] = {}
+_joining = threading.Lock()
+_own: set[str] = set()
+"""Sockets at which this very process, or what it was forked from, shares its turn."""
+
+
+class Sharing:
+    """A socket in a private folder that gives the open lock files to processes of this user."""
+
+    def __init__(self, files: Callable[[], list[int]]) -> None:
+        """Listen.
+
+        Args:
+            files: returns what is to be shared (`Turn.fileno_list`).
+        """
+        self._files = files
+        self._folder = Path(tempfile.mkdtemp(prefix="rollout-turn-"))
+        self.path = self._folder / "turn"
+        _own.add(str(self.path))
+        self._closed = threading.Event()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(str(self.path))
+            self._socket.listen(64)
+        except OSError as error:
+            self.close()
+            raise TurnError(
+                f"can't listen at {str(self.path)!r} ({error}): let TMPDIR name a writable folder with a "
+                f"short path"
+            ) from error
+        threading.Thread(target=self._serve, name="turn-sharing", daemon=True).start()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs in its environment to join."""
+        return {SOCKET: str(self.path)}
+
+    def close(self) -> None:
+        """Listen no more; who has joined keeps what it has."""
+        self._closed.set()
+        # A thread in accept() hears of a shutdown, not of a close.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                # Out of descriptors, say: whoever wants to join waits for us.
+                if self._closed.wait(0.1):
+                    return
+                continue
+            with peer:
+                try:
+                    peer.settimeout(_JOIN_SECONDS)
+                    socket.send_fds(peer, [b"turn"], self._files())
+                except (OSError, TurnError):
+                    logger.warning("a process could not join the turn", exc_info=True)
+
+
+def join() -> None:
+    """Share the turn of the process that started this one; call it before touching a device.
+
+    Does nothing where nobody shares one (`ROLLOUT_TURN_SOCKET` is unset), in the process that does or a
+    fork of it (which have the files), and the second time.
+
+    Raises:
+        TurnError: whoever shared it is gone or hasn't the turn, so the device may be somebody else's.
+    """
+    path = os.environ.get(SOCKET)
+    if not path or path in _own:
+        return
+    with _joining:
+        if path not in _joined:
+            _joined[path] = _receive(path)
+
+
+def _receive(path: str) -> list[int]:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+            peer.settimeout(_JOIN_SECONDS)
+            peer.connect(path)
+            said, files, _, _ = socket.recv_fds(peer, 16, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
+    except OSError as error:
+        raise TurnError(
+            f"the process that shares its turn for the devices at {path!r} is gone "
+            f"({error.strerror or error}): this one must not touch them"
+        ) from error
+    if not said or not files:
+        raise TurnError(
+            f"the process at {path!r} has no turn for the devices to share: see its log; this one "
+            f"must not touch them"
+        )
+    return files
