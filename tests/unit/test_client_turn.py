@@ -243,6 +243,41 @@ async def test_somebody_who_pauses_the_pool_meanwhile_wins(
     assert played.asked == ["Asleep", "Paused"]
 
 
+async def test_a_pool_that_another_trainer_wakes_too_early_is_asked_again(
+    played: PlayedPool, pool: AsyncRolloutPool, directory: Path
+) -> None:
+    played.overruled = ["Active"]
+    async with pool.turn(seconds=30):
+        assert holders(directory) == MINE
+    assert played.asked == ["Asleep", "Active"] * 2
+
+
+async def test_a_turn_that_somebody_overrules_gives_up_and_leaves_the_pool_to_them(
+    played: PlayedPool, pool: AsyncRolloutPool
+) -> None:
+    played.overruled = ["Paused"]
+    with pytest.raises(SteeringFailed, match=r"somebody set spec\.state to Paused"):
+        async with pool.turn(seconds=30):
+            raise AssertionError
+    assert played.asked == ["Asleep", "Paused"]
+
+
+async def test_the_end_of_a_turn_waits_for_another_trainers(
+    played: PlayedPool, pool: AsyncRolloutPool
+) -> None:
+    async def other() -> None:
+        await until(lambda: len(played.asked) == 3)
+        await asyncio.sleep(0.3)
+        played.somebody_asks("Active")
+
+    async with pool.turn(seconds=30):
+        played.overruled = ["Asleep"]
+        ends = asyncio.create_task(other())
+    assert ends.done()
+    assert played.asked == ["Asleep", "Active", "Asleep", "Active"]
+    await ends
+
+
 async def test_a_trainer_with_an_older_epoch_gives_back_and_is_told(
     played: PlayedPool, pool: AsyncRolloutPool, directory: Path
 ) -> None:
@@ -307,20 +342,17 @@ async def test_two_trainers_at_once_have_the_devices_one_after_the_other(
 
     async def train(number: int) -> None:
         nonlocal most
-        # The other one may put the pool to sleep again while this one waits for it: they win.
-        async with (
-            AsyncRolloutPool.from_cluster("math") as pool,
-            pool.turn(seconds=20, serving=False),
-        ):
-            inside.append(number)
-            most = max(most, len(inside))
-            assert not played.worker.held
-            await asyncio.sleep(0.2)
-            inside.remove(number)
+        async with AsyncRolloutPool.from_cluster("math") as pool:
+            for _ in range(3):
+                async with pool.turn(seconds=60):
+                    inside.append(number)
+                    most = max(most, len(inside))
+                    assert not played.worker.held
+                    await asyncio.sleep(0.05)
+                    inside.remove(number)
 
     await asyncio.gather(train(0), train(1))
     assert most == 1
-    played.somebody_asks("Active")
     await until(lambda: played.worker.held, what="the worker has its devices again")
 
 

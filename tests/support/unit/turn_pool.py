@@ -37,6 +37,8 @@ class PlayedPool:
         """Whether the API server answers nothing but 503."""
         self.asked: list[str] = []
         """States that were asked for, in order."""
+        self.overruled: list[str] = []
+        """States that somebody asks for right after a trainer asked for another one."""
         self.epoch = 0
         self._generation = 1
         self._task: asyncio.Task[None] | None = None
@@ -103,6 +105,8 @@ class PlayedPool:
         if body["metadata"]["resourceVersion"] != str(self._generation):
             return web.json_response({"message": "it was changed"}, status=409)
         self.somebody_asks(body["spec"]["state"])
+        if self.overruled:
+            self.somebody_asks(self.overruled.pop(0))
         return web.json_response(self._pool())
 
     async def _slices(self, request: web.Request) -> web.StreamResponse:
