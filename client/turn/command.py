@@ -86,9 +86,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value <= FOR_EVER:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"give a number of seconds above 0, not {text!r}")
     return value
 
 
