@@ -66,6 +66,11 @@ class Beside:
     """By name; None: not known yet, and `unknown` says why."""
     unknown: str = ""
 
+    @property
+    def asked(self) -> bool:
+        """The API server has been asked what there is, and may answer yet."""
+        return self.claims is None and not self.unknown
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:
