@@ -125,7 +125,7 @@ def test_while_a_trainer_is_missing_nothing_moves_and_the_numbers_are_told() -> 
     plan = world.step()
     assert told(plan, "Degraded") == (
         "TooFewTrainers",
-        "3 rollout pods with 1 slots per trainer pod need 3 trainer pods, and "
+        "the pool needs 3 of the trainer's pods for 3 of its own (spec.colocation.slots 1), and "
         "spec.colocation.trainerSelector (job=grpo) selects 2: start more of them or lower spec.replicas",
     )
     assert plan.status.phase == "Degraded"

@@ -182,7 +182,7 @@ def test_too_few_trainers_are_told_with_the_numbers() -> None:
     reason, text = wrong(Placement(spec, beside(trainer("t-0"), trainer("t-1"))).of(0, 0))
     assert reason == "TooFewTrainers"
     assert text == (
-        "5 rollout pods with 2 slots per trainer pod need 3 trainer pods, and "
+        "the pool needs 3 of the trainer's pods for 5 of its own (spec.colocation.slots 2), and "
         "spec.colocation.trainerSelector (job=grpo) selects 2: start more of them or lower spec.replicas"
     )
 
