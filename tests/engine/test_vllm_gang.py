@@ -59,10 +59,11 @@ def test_two_nodes_make_the_tokens_of_one(both: Gang, reference: Reference) -> N
 def test_an_update_under_load_reaches_all_ranks(
     both: Gang, tiny_models: TinyModels, reference_2: Reference
 ) -> None:
-    running = both.head.long(sampling={"max_tokens": 100, "ignore_eos": True, "temperature": 0})
-    both.head.update(1, 1, tiny_models.weights(2), in_flight="Recompute")
+    assert both.head.stage(1, 1, tiny_models.weights(2))["phase"] == "Staged"
+    running = both.head.long(sampling={"max_tokens": 480, "ignore_eos": True, "temperature": 0})
+    both.head.commit(1, 1, in_flight="Recompute")
     answer = running.result(120).json()["outputs"][0]
-    assert [span["version"] for span in answer["spans"]] == [0, 1]
+    assert [span["version"] for span in answer["weights"]] == [0, 1]
     assert greedy(both) == reference_2.greedy(PROMPT, 12)
 
 
@@ -96,7 +97,7 @@ def reason(both: Gang) -> str:
 
 
 def test_a_killed_member_ends_the_gang_while_it_serves(fresh: Gang) -> None:
-    running = fresh.head.long()
+    running = fresh.head.long(sampling={"max_tokens": 480, "ignore_eos": True})
     ranks = fresh.ranks()
     fresh.member.process.kill()
     ends(fresh, member=-signal.SIGKILL)

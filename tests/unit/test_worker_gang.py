@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from loopback import Loopback, loopback
+from rollout_worker.engine import Gang
 from rollout_worker.gang import head as heads
 from rollout_worker.gang import member as members
 from rollout_worker.gang import silence
@@ -21,7 +22,7 @@ from rollout_worker.gang.places import members as addresses
 from rollout_worker.gang.silence import Silence
 from rollout_worker.schemas import Lifecycle, WeightsId
 from rollout_worker.threads import in_thread
-from tiny_gang import Node, TinyGang, head, node
+from tiny_gang import NODES, Node, TinyGang, head, node
 from tiny_worker import refused, settings, tiny_worker
 from waiting import until
 
@@ -302,6 +303,22 @@ async def test_a_member_told_to_end_stays_while_its_head_drains(
         await asyncio.sleep(0.5)
         assert not leaving.done()
     await asyncio.wait_for(leaving, 10)
+
+
+async def test_a_member_knows_at_once_that_its_head_runs(
+    tmp_path: Path, member: Node, root_hash: str
+) -> None:
+    """A head that dies right after its start is then missed within seconds, not within a minute."""
+    at = f"127.0.0.1:{member.port}"
+    flags = settings(*NODES, "--member-addresses", at)
+    gang = Gang(nodes=2, rank=0, leader="127.0.0.1", port=8003, slots=tmp_path / "slots")
+    head = heads.Head(flags, gang, "boot", lambda _: None)
+    (watched,) = head._members
+    await until(lambda: member.worker.ready, what="its ranks")
+    watched.hear(await watched.line.state(started=False))
+    await head.agree(root_hash)
+    assert member.worker._leader_started
+    await watched.line.close()
 
 
 async def test_another_head_finds_no_member_of_the_former(

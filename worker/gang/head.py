@@ -144,6 +144,8 @@ class Head:
                     f" ({root_hash}): give all nodes the same model"
                 )
         self.started = True
+        # Now, not with the next look: who knows that all run misses a dead head sooner.
+        await _all(_told_started, self._members)
 
     # Slots.
 
@@ -228,6 +230,14 @@ async def _all(one: Callable[[Watched], Awaitable[T]], members: Sequence[Watched
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _told_started(member: Watched) -> None:
+    """Tell a member that the head's engine runs; one that does not answer is the watch's to miss."""
+    try:
+        await member.line.state(started=True)
+    except NoAnswer as error:
+        logger.warning("%s was not told of the start: %s", member.line.name, error)
 
 
 async def _filled(line: Line, slot: str, request: SlotRequest) -> str:
