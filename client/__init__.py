@@ -22,6 +22,7 @@ from .errors import (
     RolloutError,
     SteeringFailed,
     Superseded,
+    TurnFailed,
     VersionChanged,
 )
 from .hooks import Hook, PrometheusHook
@@ -58,6 +59,7 @@ __all__ = [
     "SamplingParams",
     "SteeringFailed",
     "Superseded",
+    "TurnFailed",
     "VersionChanged",
     "WeightsId",
 ]

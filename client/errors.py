@@ -14,6 +14,7 @@
     │   ├── PublishFailed       they can't be used, or not by all; says by which replica and why
     │   └── Superseded          newer weights took their place
     ├── SteeringFailed          sleep, wake or pause failed
+    ├── TurnFailed              the devices were not had; `waiting_for` says who has them
     └── ClusterError            the API server refused, or could not be reached
 
 `replica` names the member that was asked last (None: none was), `cause` is one sentence.
@@ -21,7 +22,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -133,6 +134,24 @@ class Superseded(PublishError):
 
 class SteeringFailed(RolloutError):
     """A change of state was refused, undone by somebody else, or not complete in time."""
+
+
+class TurnFailed(RolloutError):
+    """The turn on shared devices was not had: nothing is held, and the pool was asked back.
+
+    Attributes:
+        waiting_for: Who held which device when the time was up; empty: it failed for another reason.
+    """
+
+    def __init__(
+        self,
+        cause: str,
+        *,
+        replica: str | None = None,
+        waiting_for: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(cause, replica=replica)
+        self.waiting_for = dict(waiting_for or {})
 
 
 class ClusterError(RolloutError):

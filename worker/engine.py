@@ -341,6 +341,9 @@ class Engine(Protocol):
         """Abort what runs (reason `engine`), free everything, leave no process behind.
 
         Works on an engine that is dead, hung or half started, too.
+
+        Raises:
+            EngineError: something of it may still hold memory of a device in this process.
         """
         ...
 

@@ -37,7 +37,8 @@ from rollout_client.steering.cluster import ClusterSteering
 from rollout_client.steering.direct import DirectSteering
 from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.protocol import Steering
-from rollout_client.steering.verbs import SteeringVerbs
+from rollout_client.turn.devices import devices_by
+from rollout_client.turn.verbs import TurnVerbs
 from rollout_worker.schemas import WeightsId
 
 from .background import Background
@@ -50,7 +51,7 @@ DISCOVERY_SECONDS = 10.0
 """How long steering waits for discovery to find the first members."""
 
 
-class AsyncRolloutPool(Presence, GeneratingVerbs, SteeringVerbs):
+class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
     """Generates on all replicas of a pool; members come and go by themselves.
 
     Make it with `from_urls`, `from_dns` or `from_cluster`, use it as an async context manager (or
@@ -107,7 +108,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, SteeringVerbs):
             deterministic=deterministic,
             deadline_seconds=deadline_seconds,
         )
-        SteeringVerbs.__init__(self, steering, self._hook, max_staleness)
+        TurnVerbs.__init__(self, steering, self._hook, max_staleness)
 
     @classmethod
     def from_urls(
@@ -185,12 +186,14 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, SteeringVerbs):
         """
         found = access(kubeconfig, context)
         namespace, kube = namespace or found.namespace, Kube(found)
-        return cls(
+        pool = cls(
             EndpointDiscovery(kube, name, namespace),
             name=f"{namespace}/{name}",
             steering=ClusterSteering(kube, name, namespace),
             **options,
         )
+        pool._find_devices = partial(devices_by, kube)
+        return pool
 
     # Life.
 

@@ -29,12 +29,16 @@ from rollout_client.steering.protocol import (
 )
 from rollout_client.steering.spool import SHARD_BYTES, drain_here, spool_here
 from rollout_client.steering.versions import KEEP, Versions
+from rollout_client.turn import HeldTurn, TurnOptions
+from rollout_client.turn.plan import Plan
+from rollout_client.turn.session import Session
 from rollout_worker.schemas import WeightsId, WorkerInfo
 
 from .asynchronous import AsyncRolloutPool
 from .loop_thread import LoopThread
 from .options import PoolOptions
 from .sync_stream import SyncStream, following
+from .sync_turn import follow_here
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
@@ -276,3 +280,18 @@ class RolloutPool:
             yield self
         finally:
             self._thread.call(block.__aexit__(None, None, None))
+
+    @contextmanager
+    def turn(self, **options: Unpack[TurnOptions]) -> Iterator[HeldTurn]:
+        """Have the devices that this process shares with the pool for a block."""
+        pool = self.asynchronous
+        session = Session(pool, Plan(**options), pool._find_devices)
+        follow_here(session, self._thread)
+        try:
+            yield session.held
+        except BaseException as error:
+            session.give()  # here: nothing in the pool's thread may come between
+            self._thread.call(session.leave(error))
+            raise
+        session.give()
+        self._thread.call(session.leave(None))

@@ -215,13 +215,7 @@ class ClusterSteering:
             ClusterError: Not allowed, or no answer.
         """
         began = time.monotonic()
-
-        def change(pool: Obj, unsure: bool) -> Obj | None:
-            if self._epoch:
-                check_epoch(pool, self._epoch)
-            return None if wanted_state(pool) == state else {"spec": {"state": state}}
-
-        pool = await self._swap(change, seconds)
+        pool = await self._ask(state, seconds)
         generation, message = pool["metadata"]["generation"], ""
         first_at: float | None = None
         try:
@@ -241,6 +235,23 @@ class ClusterSteering:
                     await asyncio.sleep(LOOK_SECONDS)
         except TimeoutError:
             raise SteeringFailed(f"not {state} within {seconds:g} s: {message}") from None
+
+    async def ask_state(self, state: PoolState, seconds: float) -> None:
+        """Ask for a state in spec; the operator does the rest.
+
+        Raises:
+            EpochLost: Another trainer has the pool.
+            ClusterError: Not allowed, or no answer within these seconds.
+        """
+        await self._ask(state, seconds)
+
+    async def _ask(self, state: PoolState, seconds: float) -> Obj:
+        def change(pool: Obj, unsure: bool) -> Obj | None:
+            if self._epoch:
+                check_epoch(pool, self._epoch)
+            return None if wanted_state(pool) == state else {"spec": {"state": state}}
+
+        return await self._swap(change, seconds)
 
     async def _seen(self) -> Obj | str:
         """Return the object, or why the API server does not show it at the moment."""

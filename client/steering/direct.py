@@ -203,6 +203,10 @@ class DirectSteering:
         moved = [name for name, answer in answers.items() if answer is None]
         return len(moved) if state == "Active" else 0
 
+    async def ask_state(self, state: PoolState, seconds: float) -> None:
+        """Ask for a state; nobody else would see to it, so this waits as `change_state` does."""
+        await self.change_state(state, seconds)
+
 
 def _highest_epoch(state: WorkerState) -> int:
     weights = state.weights

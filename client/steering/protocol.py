@@ -78,6 +78,9 @@ class Steering(Protocol):
     async def change_state(self, state: PoolState, seconds: float) -> int:
         """Move all replicas to a state; return how many of them serve then."""
 
+    async def ask_state(self, state: PoolState, seconds: float) -> None:
+        """Ask for a state; whoever keeps the replicas at it does the rest."""
+
     async def state(self) -> PoolState | None:
         """Return the state that was asked for last; None: not known."""
 

@@ -177,5 +177,4 @@ def claims(cluster: Cluster, name: str, folder: Path) -> None:
         volumes.claim_manifest(name, "models", folder / "models"),
         volumes.claim_manifest(name, "weights", folder / "weights", writable=True),
     ]
-    for manifest in manifests:
-        cluster.kubectl("apply", "-f", "-", input=manifest)
+    cluster.kubectl("apply", "-f", "-", input="".join(manifests))

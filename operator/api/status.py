@@ -161,6 +161,11 @@ class Member(ApiModel):
     version: Identity | None = Field(default=None, description="Version of its active weights.")
     ready: bool = Field(description="Whether it serves.")
     restarts: Count = Field(default=0, description="Restarts of the replica.")
+    turn: Literal["Held", "Waiting", "Released"] | None = Field(
+        default=None,
+        description="Whether it may hold memory of the devices that it shares with a trainer; unset if it "
+        "shares none.",
+    )
     message: ShortMessage = Field(default="", description="What it is waiting for, or what failed.")
 
 

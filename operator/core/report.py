@@ -246,6 +246,7 @@ def _member(head: Head) -> Member:
         version=active.version if active else None,
         ready=head.serves,
         restarts=pod.restarts,
+        turn=state.turn.state if state and state.turn else None,
         message=waits_for(head),
     )
 

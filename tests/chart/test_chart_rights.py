@@ -136,6 +136,8 @@ ROLES: dict[str, Any] = {
         "rollout.dev/rolloutreplicas/state": {"update"},
         "rollout.dev/rolloutreplicas/control": {"get"},
         "discovery.k8s.io/endpointslices": {"get", "list", "watch"},
+        "/pods": {"get"},
+        "resource.k8s.io/resourceclaims": {"get"},
     },
 }
 

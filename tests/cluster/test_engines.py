@@ -1,6 +1,7 @@
 """`examples/<engine>.yaml` on the real cluster: what a trainer sees is the same for every engine.
 
-`hf` is what all other tests of this tier run.
+`hf` is what all other tests of this tier run. vLLM starts, answers, is updated, sleeps and wakes in pods every
+day, too: those of a gang (`test_gangs`).
 """
 
 from __future__ import annotations
@@ -29,16 +30,7 @@ TOLD = re.compile(r" is (Starting|Loading): \w+")
 """What a pool's message says while a worker starts, with the worker's own words at the end."""
 
 
-KINDS = [
-    pytest.param("vllm", False, id="vllm"),
-    pytest.param("sglang", True, id="sglang"),
-    pytest.param("vllm", True, id="vllm that dies", marks=pytest.mark.soak),
-]
-"""Engine, and whether it is killed. An engine that starts again costs a minute of a core, and how each
-kind dies is the contract's (`test_raw_restarts`): that the pod outlives it, one kind shows every day."""
-
-
-@pytest.fixture
+@pytest.fixture(params=[pytest.param("vllm", marks=pytest.mark.soak), "sglang"])
 def engine(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Pool]:
     """The example of an engine with one replica; Ready."""
     body = yaml.safe_load((REPOSITORY / "examples" / f"{request.param}.yaml").read_text())
@@ -54,8 +46,7 @@ def engine(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Pool]:
         pool.delete()
 
 
-@pytest.mark.parametrize(("engine", "dies"), KINDS, indirect=["engine"])
-def test_an_engine_lives_as_any_other(engine: Pool, dies: bool) -> None:
+def test_an_engine_lives_as_any_other(engine: Pool) -> None:
     folder = rollout_local.make_models()
     assert tokens(engine) == greedy(folder / "models" / "tiny")
     assert engine.generate()["outputs"][0]["weights"][0]["version"] == 0
@@ -75,9 +66,8 @@ def test_an_engine_lives_as_any_other(engine: Pool, dies: bool) -> None:
     engine.wait("Ready", seconds=90)
     assert tokens(engine) == updated
 
-    if dies:
-        die(engine)
-        assert tokens(engine) == updated, "the new engine has the committed weights"
+    die(engine)
+    assert tokens(engine) == updated, "the new engine has the committed weights"
 
 
 def die(engine: Pool) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import pytest
+
 from fleets import Fleet
 from leaders import kill_leader, taken_over
 from localkube import Cluster
@@ -175,7 +177,9 @@ def test_a_worker_is_ahead_of_the_target(fleet: Fleet) -> None:
     fleet.settled(new, 2)
 
 
+@pytest.mark.soak
 def test_the_operator_dies_while_staging(fleet: Fleet, cluster: Cluster) -> None:
+    """Every day it dies while committing, below, and in each phase in `test_operator_decide`."""
     old = fleet.identity
     path = fleet.publish(other(fleet), late=True)
     new = fleet.point(path)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from engines import (
     run_all,
     update,
 )
+from processes import look, shares_lock
 from reference import Reference
 from rollout_worker.engine import EngineError, WeightsRejected
 from rollout_worker.engines import EngineOptions
@@ -37,6 +38,8 @@ from rollout_worker.engines.sglang.streams import UNREAD_SECONDS
 from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId
 from rollout_worker.sources.files import open_source
 from rollout_worker.sources.filling import fill
+from rollout_worker.turn import Turn
+from rollout_worker.turn.sharing import SOCKET, Sharing
 from tinymodels import TinyModels
 
 PYTHON = KINDS["sglang"].python
@@ -60,8 +63,22 @@ def options(model: Path) -> EngineOptions:
     return EngineOptions(model=model, device="cpu", dtype="float32", max_length=256, args=flags)
 
 
+@pytest.fixture(scope="module")
+def lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The lock of a device whose turn this process shares with what it starts."""
+    folder = tmp_path_factory.mktemp("turn")
+    turn = Turn(folder, ["gpu-0"], "this test")
+    turn.take(10)
+    sharing = Sharing(turn.fileno_list)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SOCKET, str(sharing.path))
+        yield folder / "gpu-0"
+    sharing.close()
+    turn.give()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tiny_models: TinyModels) -> AsyncIterator[SglangEngine]:
+async def engine(tiny_models: TinyModels, lock: Path) -> AsyncIterator[SglangEngine]:
     engine = SglangEngine(options(tiny_models.model(1)))
     seen: list[str] = []
     try:
@@ -95,6 +112,16 @@ async def test_tokens_and_logprobs_are_those_of_plain_transformers(
     outputs = await run_all(engine, [request(f"g{i}", max_tokens=24) for i in range(6)])
     assert {tuple(o.token_ids) for o in outputs} == {tuple(reference.greedy(PROMPT, 24))}
     assert outputs[0].versions == [(0, False)] * 24
+
+
+async def test_its_schedulers_share_the_turn_for_the_devices(
+    engine: SglangEngine, lock: Path
+) -> None:
+    assert engine._node._process is not None
+    found = [look(pid) for pid in engine._node._process.pids()]
+    schedulers = [p.pid for p in found if p is not None and "sglang::scheduler" in p.command]
+    assert schedulers
+    assert all(shares_lock(pid, lock) for pid in schedulers)
 
 
 async def test_a_bad_version_is_refused_by_the_tensor_and_the_old_one_serves(

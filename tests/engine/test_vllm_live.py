@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,8 +15,9 @@ import httpx
 import pytest
 
 from engine_kinds import KINDS, ROOT, left_out
-from processes import descendants
+from processes import Process, descendants, shares_lock
 from reference import Reference
+from rollout_worker.turn import Turn, TurnTimeout
 from tinymodels import script
 from waiting import until_sync
 from workers import PROMPT, Command, slug
@@ -22,6 +25,7 @@ from workers import PROMPT, Command, slug
 KIND = KINDS["vllm"]
 SHAPE = {"hidden": 512, "intermediate": 1024, "layers": 4, "heads": 8, "vocab": 32768}
 WEIGHTS_MB = 105
+GPU = "gpu-0"
 
 pytestmark = pytest.mark.skipif(left_out(KIND) is not None, reason=str(left_out(KIND)))
 
@@ -38,8 +42,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def worker(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    with served(models["one"], tmp_path_factory.mktemp("vllm-worker")) as worker:
+def locks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lock directory of the worker."""
+    return tmp_path_factory.mktemp("vllm-turn")
+
+
+@pytest.fixture(scope="module")
+def worker(
+    models: dict[str, Path], locks: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Command]:
+    turn = ("--turn-directory", str(locks), "--turn-devices", GPU)
+    with served(models["one"], tmp_path_factory.mktemp("vllm-worker"), *turn) as worker:
         yield worker
 
 
@@ -70,13 +83,14 @@ def test_an_update_reaches_a_tied_output_head(worker: Command, models: dict[str,
 
 def resident_mb(worker: Command) -> float:
     """Memory of vLLM's worker process."""
-    pages = [
-        int((Path("/proc") / str(process.pid) / "statm").read_text().split()[1])
-        for process in descendants(worker.process.pid)
-        if "VLLM::Worker" in process.command
-    ]
-    assert len(pages) == 1
-    return pages[0] * 4096 / 2**20
+    pages = (Path("/proc") / str(ranks(worker).pid) / "statm").read_text().split()
+    return int(pages[1]) * 4096 / 2**20
+
+
+def ranks(worker: Command) -> Process:
+    """The process that holds the model."""
+    (found,) = (p for p in descendants(worker.process.pid) if "VLLM::Worker" in p.command)
+    return found
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -136,3 +150,27 @@ def test_what_vllm_alone_refuses_ends_that_request_only(
         assert "speculative" in answer.json()["detail"]
         assert running.result(60).json()["outputs"][0]["stop_reason"] == "length"
         assert worker.state()["restarts"] == 0
+
+
+def test_the_turn_outlives_a_killed_worker_as_long_as_its_engine(
+    worker: Command, locks: Path
+) -> None:
+    """The last one here, for it ends the worker that the others share."""
+    trainer = Turn(locks, [GPU], "trainer-0")
+    model = ranks(worker)
+    assert shares_lock(model.pid, locks / GPU)
+    assert worker.post("sleep").json()["turn"]["state"] == "Released"
+    assert not shares_lock(model.pid, locks / GPU)
+    assert worker.post("wake").json()["turn"]["state"] == "Held"
+    assert shares_lock(model.pid, locks / GPU)
+    # Stopped, it can't follow its parent.
+    os.kill(model.pid, signal.SIGSTOP)
+    try:
+        worker.process.kill()
+        worker.process.wait(30)
+        with pytest.raises(TurnTimeout):
+            trainer.take(1)
+    finally:
+        os.kill(model.pid, signal.SIGCONT)
+    trainer.take(30)
+    until_sync(lambda: not model.alive, 30, what="the end of the stopped one")

@@ -95,3 +95,15 @@ def _bound() -> list[tuple[str, str]]:
     """Inodes and paths of unix sockets in the file system."""
     rows = [line.split() for line in (PROC / "net" / "unix").read_text().splitlines()[1:]]
     return [(row[6], row[7]) for row in rows if len(row) > 7 and row[7].startswith("/")]
+
+
+def shares_lock(pid: int, file: Path) -> bool:
+    """Whether a process has a copy of the very open file that carries the lock on `file`."""
+    home = PROC / str(pid)
+    for link in (home / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(link) == str(file):
+                told = (home / "fdinfo" / link.name).read_text()
+                if any(line.startswith("lock:") for line in told.splitlines()):
+                    return True
+    return False

@@ -21,6 +21,7 @@ HEAVY = {
     [
         "rollout_client",
         "rollout_client.control",
+        "rollout_client.turn.command",
         "rollout_client.integrations.ray",
         "rollout_client.integrations.verl",
         "rollout_client.integrations.verl_rollout",

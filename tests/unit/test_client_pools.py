@@ -50,7 +50,7 @@ def test_the_synchronous_pool_has_the_same_methods_with_the_same_arguments() -> 
 
 def test_the_actor_has_what_crosses_processes() -> None:
     ours, theirs = public(PoolActor), public(AsyncRolloutPool)
-    missing = {"stream", "as_completed", "generating", "save_and_publish"}
+    missing = {"stream", "as_completed", "generating", "save_and_publish", "turn"}
     made = {"from_urls", "from_dns", "from_cluster"}
     have = {name for name, value in theirs.items() if inspect.isfunction(value)}
     assert set(ours) == have - missing - made
@@ -126,6 +126,7 @@ def kinds(base: type[RolloutError]) -> Iterator[type[RolloutError]]:
             RolloutError.__init__, rollout_client.RequestError.__init__)),
         RequestRefused("too long", replica="p-0", status=413, slug="too-long"),
         rollout_client.ClusterError("no", status=403, reason="Forbidden"),
+        rollout_client.TurnFailed("no", waiting_for={"gpu-0": "trainer-1"}),
         ManyFailed([NoReplica("nobody", replica="p-1"), RequestRefused("x", status=422)]),
         ControlError(409, "held", "asleep", {"holders": ["x"]}),
         ControlUnreachable("GET /v1/state: no answer"),

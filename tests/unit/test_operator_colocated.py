@@ -10,6 +10,7 @@ from poolspecs import colocated_spec
 from rollout_operator.core.plan import Plan
 from rollout_operator.core.stuck import STUCK_SECONDS
 from rollout_operator.core.trainers import Beside, Taken
+from rollout_worker.schemas import Progress, TurnState
 from simtrainers import SimTrainers
 from world import World
 
@@ -209,3 +210,19 @@ def test_a_pod_that_lost_its_labels_is_sought_before_anything_is_waited_for() ->
     trainers_of(world).restart("t-0")
     assert world.run(80).phase == "Ready"
     assert not world.unlabelled
+
+
+def test_who_has_the_turn_is_told_of_each_member() -> None:
+    world = world_beside(generated=False)
+    world.run()
+    assert [m.turn for m in world.status.members] == [None, None], "they share no devices"
+    device = "gpu.example.com/node-t-0-0/gpu-0"
+    first, second = world.worker(0), world.worker(1)
+    second.turn = TurnState(state="Held", devices=("other",))
+    first.turn = TurnState(state="Waiting", devices=(device,), waiting_for={device: "t-0"})
+    first.progress = Progress(message=f"waiting for the turn: {device} is held by t-0")
+    first.loading, world.autoload = True, False
+    world.step()
+    waiting, serving = world.step().status.members
+    assert (waiting.state, waiting.turn, serving.turn) == ("Loading", "Waiting", "Held")
+    assert waiting.message == f"is Loading: waiting for the turn: {device} is held by t-0"

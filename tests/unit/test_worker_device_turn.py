@@ -325,6 +325,24 @@ async def test_an_engine_that_does_not_stop_keeps_the_turn(
             await trainer.take_async(0.1)
 
 
+async def test_a_process_that_is_spent_keeps_the_turn_until_it_has_ended(
+    tmp_path: Path, directory: Path, trainer: Turn
+) -> None:
+    """No engine works in it any more, but memory of the last one is still there."""
+    worker = TinyWorker(tmp_path, ("--turn-directory", str(directory), "--turn-devices", GPU))
+    running = asyncio.create_task(worker.worker.run())
+    await worker.reaches(Lifecycle.ACTIVE)
+    worker.engine.spent = "CUDA is gone"
+    await asyncio.wait({running}, timeout=10)
+    assert isinstance(running.exception(), ExceptionGroup)
+    await worker.worker.supervisor.end()
+    with pytest.raises(TurnTimeout):
+        await trainer.take_async(0.1)
+    assert worker.runtime.turn is not None
+    worker.runtime.turn.close()
+    await trainer.take_async(5)
+
+
 async def test_a_lock_directory_that_is_gone_is_told_and_waited_for(
     tmp_path: Path, directory: Path
 ) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import turn_process
+from processes import shares_lock
 from rollout_worker.turn import Turn, TurnError, TurnTimeout
 from rollout_worker.turn.files import holders, lock_name
 from rollout_worker.turn.sharing import SOCKET, Sharing, join
@@ -108,6 +109,9 @@ def test_a_child_that_joined_keeps_the_turn_of_its_killed_parent(
 ) -> None:
     with trainer(directory) as other:
         child = int(other.ask("child"))
+        lock = directory / lock_name(GPU)
+        assert shares_lock(child, lock)
+        assert not shares_lock(os.getpid(), lock)
         other.kill()
         assert refused(mine) == {GPU: "trainer-0"}
         os.kill(child, signal.SIGKILL)

@@ -28,6 +28,7 @@ from rollout_worker.engines.vllm.steering import Steering
 from rollout_worker.observe.processes import Standing, descendants, end, find
 from rollout_worker.schemas import Progress, SamplingParams, WeightsId
 from rollout_worker.sources.files import ReadCancelled
+from rollout_worker.turn.sharing import SOCKET
 from tiny_engine import write_weights
 from waiting import until_sync
 
@@ -217,6 +218,12 @@ def test_what_ray_would_do_behind_the_workers_back_is_refused(
     with pytest.raises(EngineError, match=why):
         under_ray.check_flags(ray_flags(**given))
     under_ray.check_flags(ray_flags(distributed_executor_backend="mp"))
+
+
+def test_ray_is_refused_where_devices_are_had_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SOCKET, "/nowhere/turn")
+    with pytest.raises(EngineError, match="can't share the turn for the devices"):
+        under_ray.check_flags(ray_flags())
 
 
 def test_a_device_that_ray_does_not_schedule_is_refused() -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from rollout_worker.engine import EngineError
+from rollout_worker.observe.device_memory import Free, free_memory, grows, missing
 from rollout_worker.observe.telemetry import Telemetry
 from rollout_worker.schemas import Progress, TurnState
 from rollout_worker.settings import Settings
@@ -20,6 +21,11 @@ from rollout_worker.turn.sharing import Sharing
 
 logger = logging.getLogger(__name__)
 
+Look = Callable[[], Awaitable[Mapping[str, Free]]]
+
+MEMORY_SECONDS = 30.0
+"""How long memory may take to come back from who had the turn before."""
+MEMORY_EVERY_SECONDS = 0.2
 LOOK_SECONDS = 1.0
 """How often whoever waits looks whether it should still, besides whenever something changes."""
 
@@ -32,6 +38,8 @@ class DeviceTurn:
         settings: Settings,
         telemetry: Telemetry,
         changed: Callable[[float], Awaitable[object]],
+        look: Look = free_memory,
+        memory_seconds: float = MEMORY_SECONDS,
     ) -> None:
         """Prepare; nothing is opened before the turn is wanted.
 
@@ -39,11 +47,16 @@ class DeviceTurn:
             settings: name the directory, the devices and this holder.
             telemetry: counts what the waits took.
             changed: returns when something has changed in the worker, or after so many seconds.
+            look: returns the free memory of the devices, nothing where there is no such thing.
+            memory_seconds: how long to wait for memory that others gave back.
         """
         assert settings.turn_directory is not None, "checked by the settings"
         self._turn = Turn(settings.turn_directory, settings.turn_devices, settings.turn_holder)
         self._telemetry = telemetry
         self._changed = changed
+        self._look = look if settings.device != "cpu" else _nothing
+        self._memory_seconds = memory_seconds
+        self._left: Mapping[str, Free] = {}
         self._sharing: Sharing | None = None
         self._waiting = False
 
@@ -70,6 +83,7 @@ class DeviceTurn:
                 had = taking.done() and wanted()
             if had:
                 self._taken(taking, began)
+                had = await self._room(report, wanted)
             return had
         except BaseException:
             had = False
@@ -102,6 +116,42 @@ class DeviceTurn:
         self._telemetry.turn_seconds.observe(waited)
         logger.info("it is this worker's turn for the devices, after %.3f s", waited)
 
+    async def _room(self, report: Callable[[Progress], None], wanted: Callable[[], bool]) -> bool:
+        """Wait until who had the turn before has given its memory back; False if not `wanted` any more.
+
+        The lock of a killed process may fall before the driver has taken its memory back.
+
+        Raises:
+            EngineError: it has not.
+        """
+        until, before = time.monotonic() + self._memory_seconds, await self._look()
+        if not before:
+            return wanted()
+        while wanted():
+            why = missing(before, self._left)
+            if why is not None and time.monotonic() > until:
+                raise EngineError(
+                    f"{why}: who had the turn before gave it back, but not its memory; let it free that,"
+                    " or end it"
+                )
+            if why is None and self._left:
+                return True
+            report(
+                Progress(message=f"waiting for memory of the devices: {why or 'it still grows'}")
+            )
+            await asyncio.sleep(MEMORY_EVERY_SECONDS)
+            now = await self._look()
+            if not self._left and (not grows(now, before) or time.monotonic() > until):
+                return True
+            before = now
+        return False
+
+    async def give_back(self) -> None:
+        """Give the turn back, and remember what the engine leaves free for its next one."""
+        if self._turn.held:
+            self._left = await self._look()
+        self.give()
+
     def give(self) -> None:
         """Give the turn back: no process of the engine has memory of the devices."""
         if self._turn.held:
@@ -110,6 +160,7 @@ class DeviceTurn:
 
     def leave(self) -> None:
         """Let go of the turn: it stays with those of the engine's processes that haven't ended."""
+        self._left = {}
         self._turn.leave()
 
     def close(self) -> None:
@@ -137,6 +188,10 @@ def waits_for(who: Mapping[str, str]) -> str:
     """Say whom this worker waits for."""
     held = ", ".join(f"{device} is held by {holder}" for device, holder in who.items())
     return f"waiting for the turn: {held}"
+
+
+async def _nothing() -> Mapping[str, Free]:
+    return {}
 
 
 async def _stop(taking: asyncio.Task[None]) -> None:

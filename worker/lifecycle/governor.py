@@ -271,12 +271,12 @@ class Governor:
             asleep = engine.sleep(target.level, target.released, self._updates.refill)
             await runtime.call(asleep, MEMORY_SECONDS, "sleep")
         self._released, self._level = self._released | target.released, target.level
-        self._give_turn()
+        await self._give_turn()
 
-    def _give_turn(self) -> None:
+    async def _give_turn(self) -> None:
         """Let others have the devices if the engine has no memory of them."""
         if self._runtime.turn is not None and self._released.issuperset(EVERYTHING):
-            self._runtime.turn.give()
+            await self._runtime.turn.give_back()
 
     async def _change_sleep(self) -> None:
         """From Asleep: restore memory that no hold wants released, or release more."""
@@ -301,7 +301,7 @@ class Governor:
         except EngineCrashed:
             raise
         except EngineError:
-            self._give_turn()
+            await self._give_turn()
             runtime.lifecycle.move(Lifecycle.ASLEEP)
             raise
         self._released -= tags

@@ -62,6 +62,7 @@ class Supervisor:
         self._flights = flights
         self._governor = governor
         self._create = create
+        self._spent = False
         self._busy_until = time.monotonic() + HEARTBEAT_SECONDS
 
     def health(self) -> str | None:
@@ -91,6 +92,7 @@ class Supervisor:
             try:
                 reason = await self._live_once()
             except ProcessSpent as error:
+                self._spent = True
                 await self._bury(str(error))
                 raise
             failures = 0 if time.monotonic() - began > HEALTHY_SECONDS else failures
@@ -259,18 +261,19 @@ class Supervisor:
         except TimeoutError:
             logger.warning("a verb still uses the engine after %g s", STOP_SECONDS)
         await self._stop_engine()
-        if runtime.turn is not None:
+        if runtime.turn is not None and not self._spent:
             runtime.turn.close()
 
     async def _stop_engine(self) -> None:
         """Stop the engine; give up on it after `STOP_SECONDS`.
 
-        With it goes the turn for its devices, unless it may have memory of them in this process.
+        With it goes the turn for its devices, unless there may be memory of them in this process: then it goes
+        with the process.
         """
         runtime = self._runtime
         engine, runtime.engine = runtime.engine, None
         stopped = engine is None or await self._stopped(engine)
-        if runtime.turn is not None and stopped:
+        if runtime.turn is not None and stopped and not self._spent:
             runtime.turn.leave()  # one of its processes that lives against all odds keeps the turn
 
     async def _stopped(self, engine: Engine) -> bool:

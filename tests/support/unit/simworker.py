@@ -15,6 +15,7 @@ from rollout_worker.schemas import (
     Resident,
     StagedWeights,
     StageRequest,
+    TurnState,
     WeightsId,
     WeightsSource,
     WeightsState,
@@ -59,6 +60,7 @@ class SimWorker:
     """Its engine is dead, and it says why in `last_error`."""
     last_error: str | None = None
     progress: Progress | None = None
+    turn: TurnState | None = None
     commits: list[WeightsId] = field(default_factory=list)
     drain: float | None = None
     """What running requests get at its end."""
@@ -104,6 +106,7 @@ class SimWorker:
             holds=tuple(holds),
             caller=ME,
             progress=self.progress,
+            turn=self.turn,
             last_error=self.last_error,
             drain_seconds=self.drain,
             in_flight_policies=self.policies,

@@ -29,6 +29,7 @@ from rollout_worker.engine import (
     InvalidRequest,
     KvPolicy,
     Layout,
+    ProcessSpent,
     Refill,
     Sink,
     TensorSpec,
@@ -154,6 +155,7 @@ class TinyEngine:
         self.paused = False
         self.stopped = False
         self.wrong: str | None = None
+        self.spent: str | None = None
         """What `alive` says."""
         self.resident: dict[MemoryTag, bool] = {"weights": True, "kv_cache": True}
         self.asked = 0
@@ -396,6 +398,8 @@ class TinyEngine:
         return frozenset(row.request.request_id for row in (*self._running, *self._queue))
 
     def alive(self) -> str | None:
+        if self.spent is not None:
+            raise ProcessSpent(self.spent)
         return self.wrong
 
     def metrics(self) -> str:

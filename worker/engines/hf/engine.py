@@ -122,21 +122,27 @@ class HfEngine:
         parts, self._parts = self._parts, None
         if parts is not None:
             large = (weakref.ref(parts.loaded.model), weakref.ref(parts.core))
-            await self._halt(parts)
+            ended = await self._halt(parts)
             del parts
             await asyncio.to_thread(release_freed)
             if any(each() is not None for each in large):
                 gc.unfreeze()  # a cycle holds them, such as an error and its frames
                 await asyncio.to_thread(release_freed)
+            if not ended:
+                raise EngineError(
+                    "the step thread did not end, so memory of its model is still here"
+                )
 
-    async def _halt(self, parts: Parts) -> None:
+    async def _halt(self, parts: Parts) -> bool:
         with contextlib.suppress(EngineCrashed, TimeoutError):
             end = parts.thread.call(lambda: parts.core.abort(None, AbortReason.ENGINE))
             await asyncio.wait_for(asyncio.wrap_future(end), STOP_SECONDS)
         parts.memory.forget_spill()
-        if not await asyncio.to_thread(parts.thread.stop, STOP_SECONDS):
+        ended = await asyncio.to_thread(parts.thread.stop, STOP_SECONDS)
+        if not ended:
             logger.error("the step thread did not end within %.0f s", STOP_SECONDS)
         self._end_streams("the engine was stopped")
+        return ended
 
     def validate(self, request: EngineRequest) -> None:
         """See `Engine.validate`."""

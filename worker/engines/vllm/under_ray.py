@@ -13,6 +13,7 @@ from typing import Any
 
 from rollout_worker.engine import EngineError
 from rollout_worker.observe.processes import Process, find
+from rollout_worker.turn.sharing import SOCKET
 
 FLAG = "engine.args: --distributed-executor-backend ray"
 HEAD_VARIABLE = "ROLLOUT_VLLM_HEAD"
@@ -33,6 +34,10 @@ def check_flags(parsed: argparse.Namespace) -> None:
         )
     if parsed.distributed_executor_backend != "ray":
         return
+    if SOCKET in os.environ:
+        raise EngineError(
+            f"{FLAG}: ranks that Ray starts can't share the turn for the devices (--turn-devices): use mp"
+        )
     if parsed.data_parallel_size > 1:
         raise EngineError(f"{FLAG}: set parallelism.data to 1 and raise spec.replicas")
     if os.environ.get(EXECUTOR_VARIABLE, "1") == "0":

@@ -1,0 +1,187 @@
+"""`rollout-turn`: the turn for trainers that are not written in Python, and who has it now.
+
+    rollout-turn run [--pool NAME] [--devices A,B] [--directory D] [--timeout S] -- CMD …
+    rollout-turn status [--directory D]
+
+CMD inherits the open lock files: kill -9 of `rollout-turn` alone frees nothing, the turn ends with the
+last process that has them. Exit status: that of CMD, 128 + N if signal N ended it (or ended the wait);
+124 if the turn was not had in time, 125 if it could not be asked for, 126 or 127 if CMD can't be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from rollout_client.errors import RolloutError, SteeringFailed, TurnFailed
+from rollout_client.hooks import Hook
+from rollout_client.kube.access import access
+from rollout_client.kube.client import Kube
+from rollout_client.steering.cluster import ClusterSteering
+from rollout_client.steering.verbs import SteeringVerbs
+from rollout_worker.turn import TurnError
+from rollout_worker.turn.files import holders
+
+from .devices import devices_by, pod_devices
+from .plan import DIRECTORY, ENV_DEVICES, ENV_DIRECTORY, Plan, given_devices, lock_directory
+from .running import Interrupted, Signals, run_command
+from .session import Session, follow
+
+NOT_HAD, NOT_ASKED = 124, 125
+FOR_EVER = 10 * 365 * 86400.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    made = argparse.ArgumentParser(
+        prog="rollout-turn",
+        description="Take turns on accelerators with a pool of rollout workers.",
+        epilog="See docs/share-gpus.md for what a trainer's pod needs.",
+    )
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="run|status")
+    run = verbs.add_parser(
+        "run",
+        help="run a command while its devices are its own",
+        usage="rollout-turn run [options] -- CMD [ARG …]",
+        description="Take the node's locks for the devices, run CMD, exit with its status. CMD and the "
+        "processes that inherit the lock files from it keep the turn until all have ended.",
+        epilog="Exit status: CMD's; 128+N: signal N; 124: the turn was not had in time (who has it is "
+        "named); 125: it could not be asked for; 126, 127: CMD can't be run or was not found.",
+    )
+    run.add_argument(
+        "--devices",
+        help=f"names of the devices, separated by commas (default: ${ENV_DEVICES}, else the devices of "
+        "this pod's ResourceClaims, which the role rollout-trainer may read)",
+    )
+    run.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=FOR_EVER,
+        metavar="SECONDS",
+        help="how long to wait for the pool and the locks together (default: without end)",
+    )
+    run.add_argument(
+        "--pool",
+        help="name of the RolloutReplica that sleeps meanwhile (default: no pool is asked; its workers "
+        "keep the turn until they sleep)",
+    )
+    run.add_argument("--namespace", help="of the pool (default: the pod's)")
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD", help="what to run")
+    status = verbs.add_parser(
+        "status",
+        help="say who has which device",
+        description="One line a device: its name, a tab, who has it.",
+    )
+    for each in (run, status):
+        each.add_argument(
+            "--directory",
+            help=f"the node's lock directory (default: ${ENV_DIRECTORY}, else {DIRECTORY})",
+        )
+    return made
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= FOR_EVER:
+        raise ValueError
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    made = parser()
+    options = made.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="rollout-turn: %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    if options.verb == "status":
+        sys.exit(status(lock_directory(options.directory)))
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        made.error("run: give the command to run after --")
+    if options.namespace and not options.pool:
+        made.error("run: --namespace is the pool's: give --pool")
+    sys.exit(asyncio.run(run(options, command)))
+
+
+def status(directory: Path) -> int:
+    """Print who has which device; return the exit status."""
+    try:
+        found = holders(directory)
+    except TurnError as error:
+        print(f"rollout-turn: {error}", file=sys.stderr)  # noqa: T201
+        return NOT_ASKED
+    for device, holder in found.items():
+        print(f"{device}\t{'free' if holder is None else holder}")  # noqa: T201
+    return 0
+
+
+async def run(options: argparse.Namespace, command: Sequence[str]) -> int:
+    """Take the turn, run the command; return the exit status."""
+    try:
+        session, close = made_session(options)
+    except (RolloutError, ValueError) as error:
+        return _refused(error)
+    with Signals() as signals:
+        try:
+            await signals.cancelling(follow(session))
+        except Interrupted as error:
+            return 128 + error.number
+        except (TurnFailed, SteeringFailed) as error:
+            late = isinstance(error, SteeringFailed) or bool(error.waiting_for)
+            return _refused(error, NOT_HAD if late else NOT_ASKED)
+        except RolloutError as error:
+            return _refused(error)
+        else:
+            ended = await run_command(command, session.held, session.environment, signals)
+            return await _left(session, ended)
+        finally:
+            await close()
+
+
+async def _left(session: Session, ended: int) -> int:
+    """Ask for the pool; the locks fall when this process ends, unless somebody of CMD's is left."""
+    try:
+        await session.ask_awake()
+    except RolloutError as error:
+        print(f"rollout-turn: the pool was not woken: {error}", file=sys.stderr)  # noqa: T201
+    return ended
+
+
+def made_session(options: argparse.Namespace) -> tuple[Session, Callable[[], Awaitable[None]]]:
+    """Return a session, and what closes its connections.
+
+    Raises:
+        ClusterError: There are no usable credentials.
+        ValueError: The options can't be met.
+    """
+    devices = options.devices.split(",") if options.devices else None
+    plan = Plan(
+        devices=given_devices([each.strip() for each in devices] if devices else None),
+        directory=options.directory,
+        seconds=options.timeout,
+        serving=False,
+    )
+    if options.pool is None:
+        return Session(None, plan, pod_devices), _nothing
+    found = access()
+    kube = Kube(found)
+    steering = ClusterSteering(kube, options.pool, options.namespace or found.namespace)
+    return Session(SteeringVerbs(steering, Hook()), plan, lambda: devices_by(kube)), steering.close
+
+
+async def _nothing() -> None:
+    return None
+
+
+def _refused(error: Exception, code: int = NOT_ASKED) -> int:
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    print(f"rollout-turn: {error}{notes}", file=sys.stderr)  # noqa: T201
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The locks of one turn: taken and given back, refused where this program would wait for itself.
+
+Lock files that were opened once stay open for the next turn of this process: not of a fork, which
+would hold them together with its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from rollout_client.errors import TurnFailed
+from rollout_worker.turn import Turn, TurnError, TurnTimeout
+
+from .plan import ENV_DIRECTORY
+
+logger = logging.getLogger(__name__)
+
+ENV_HELD = "ROLLOUT_TURN_HELD"
+"""What `rollout-turn run` holds for the command that it runs: directory and devices."""
+
+_around: ContextVar[tuple[Locks, ...]] = ContextVar("turns around this code", default=())
+
+
+_guard = threading.Lock()
+_idle: dict[tuple[int, Path, tuple[str, ...], str], list[Turn]] = {}
+"""Turns of this process that nobody uses at the moment."""
+
+
+class Locks:
+    """See the module.
+
+    Args:
+        directory: The node's lock directory.
+        devices: To lock; none: these locks are had at once and keep nobody off.
+        holder: For people who wait.
+        pool: What sleeps meanwhile, if anything does.
+    """
+
+    def __init__(
+        self, directory: Path, devices: Sequence[str], holder: str, pool: object | None = None
+    ) -> None:
+        with _as_failed():
+            self._turn = Turn(directory, devices, holder) if devices else None
+        self._directory = directory
+        self._pool = pool
+        self._active = False
+        self.devices = tuple(sorted(devices))
+        self._key = (os.getpid(), directory, self.devices, holder)
+        self._borrowed = False
+
+    @property
+    def held(self) -> bool:
+        """Whether the turn is had."""
+        return self._active
+
+    def check(self) -> None:
+        """Refuse what can't be had before anybody falls asleep for it.
+
+        Raises:
+            TurnFailed: There is no lock directory, or this code runs inside a turn on one of these
+                devices, or of this pool.
+        """
+        if self.devices and not self._directory.is_dir():
+            raise TurnFailed(
+                f"there is no lock directory {str(self._directory)!r}: mount the PersistentVolumeClaim "
+                f"rollout-turn there, or name another place by directory=, --directory or {ENV_DIRECTORY}"
+            )
+        for other in _around.get():
+            if other.held and self._meets(other):
+                raise TurnFailed(
+                    "turns don't nest: this code runs inside a turn on the same devices or of the same "
+                    "pool already, and would wait for itself"
+                )
+        held = json.loads(os.environ.get(ENV_HELD) or "{}")
+        if self._directory == Path(held.get("directory", "")):
+            taken = set(held["devices"]) & set(self.devices)
+            if taken:
+                raise TurnFailed(
+                    f"`rollout-turn run` holds {', '.join(sorted(taken))} for this program as long as it "
+                    "runs: take the turn in the program, or run it under rollout-turn, not both"
+                )
+
+    def _meets(self, other: Locks) -> bool:
+        if self._pool is not None and self._pool is other._pool:
+            return True
+        shared = set(self.devices) & set(other.devices)
+        return bool(shared) and self._directory == other._directory
+
+    def begin(self) -> None:
+        """Note that the code that follows runs inside this turn."""
+        self._active = True
+        around = tuple(each for each in _around.get() if each.held)
+        _around.set((*around, self))
+
+    async def take(self, seconds: float | None) -> None:
+        """Wait until all are had; whoever is cancelled holds nothing.
+
+        Raises:
+            TurnFailed: Not within these seconds, or the directory can't be used.
+        """
+        if (turn := self._borrow()) is not None:
+            with _as_failed():
+                await turn.take_async(seconds, _tell)
+
+    def take_here(self, seconds: float | None) -> None:
+        """As `take`, in a program without an event loop."""
+        if (turn := self._borrow()) is not None:
+            with _as_failed():
+                turn.take(seconds, _tell)
+
+    def give(self) -> None:
+        """Give back what is held, for all processes that share it."""
+        self._active = False
+        if self._turn is None or not self._borrowed:
+            return
+        self._turn.give()
+        self._borrowed = False
+        with _guard:
+            _idle.setdefault(self._key, []).append(self._turn)
+
+    def _borrow(self) -> Turn | None:
+        if self._turn is not None and not self._borrowed:
+            self._borrowed = True
+            with _guard:
+                if idle := _idle.get(self._key):
+                    self._turn = idle.pop()
+        return self._turn
+
+    def filenos(self) -> list[int]:
+        """Return the open lock files, for processes that shall hold the turn, too."""
+        return [] if self._turn is None else self._turn.fileno_list()
+
+    def environment(self) -> dict[str, str]:
+        """Return what tells a program that these locks are held for it."""
+        held = {"directory": str(self._directory), "devices": list(self.devices)}
+        return {ENV_HELD: json.dumps(held)}
+
+
+@contextmanager
+def _as_failed() -> Iterator[None]:
+    try:
+        yield
+    except TurnTimeout as error:
+        raise TurnFailed(str(error), waiting_for=error.waiting_for) from error
+    except TurnError as error:
+        raise TurnFailed(str(error)) from error
+
+
+def _tell(waiting_for: Mapping[str, str]) -> None:
+    for device, holder in waiting_for.items():
+        logger.info("waiting for %s, which %s has", device, holder)

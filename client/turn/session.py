@@ -1,0 +1,219 @@
+"""One turn of one process: what each step of `rounds` does, and the way back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_client.errors import RolloutError, SteeringFailed
+from rollout_client.steering.protocol import PoolState
+from rollout_client.steering.verbs import SteeringVerbs
+
+from .locks import Locks
+from .plan import Plan, given_devices, holder_name, lock_directory
+from .rounds import Deed, Steps, Vote, taking
+
+logger = logging.getLogger(__name__)
+
+UNDO_SECONDS = 10.0
+"""How long a turn that failed tries to ask the pool back before it says that it could not."""
+
+FindDevices = Callable[[], Awaitable[Sequence[str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTurn:
+    """The turn that a block has.
+
+    Attributes:
+        devices: Names of the devices that are locked for it; none without locks.
+        filenos: Their open lock files. A process that inherits them (`pass_fds`) and outlives this
+            one keeps the turn until it has ended.
+    """
+
+    devices: tuple[str, ...]
+    filenos: tuple[int, ...]
+
+
+class Session:
+    """See the module.
+
+    Args:
+        pool: To put to sleep; None: only the locks are taken.
+        plan: What was asked for.
+        find: Asks which devices this process has, where nobody names them.
+    """
+
+    def __init__(self, pool: SteeringVerbs | None, plan: Plan, find: FindDevices) -> None:
+        self._pool = pool
+        self._plan = plan
+        self._find = find
+        self._until = time.monotonic() + plan.seconds
+        self._locks = Locks(lock_directory(plan.directory), (), "", pool)
+        self._before: PoolState | None = None
+        self._asked = False
+
+    @property
+    def held(self) -> HeldTurn:
+        """What the block gets."""
+        return HeldTurn(self._locks.devices, tuple(self._locks.filenos()))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What tells a program that the turn is held for it."""
+        return self._locks.environment()
+
+    def steps(self) -> Steps:
+        """Return what is to be done, in order."""
+        return taking(self._plan.rank, self._plan.world)
+
+    def agreed(self, yes: bool) -> bool:
+        """Return whether all ranks say yes."""
+        return self._plan.agreed(yes)
+
+    def begin(self) -> None:
+        """Note that the code that follows runs inside this turn."""
+        self._locks.begin()
+
+    def give(self) -> None:
+        """Give back what is held; may be called again."""
+        self._locks.give()
+
+    async def do(self, deed: Deed) -> None:
+        """Do one deed but `begin`, which belongs into the caller's own context."""
+        match deed:
+            case "find":
+                await self._look()
+            case "sleep":
+                await self._sleep()
+            case "take":
+                await self._locks.take(self._left)
+            case "give":
+                self.give()
+            case "undo":
+                await self._undo()
+
+    @property
+    def _left(self) -> float:
+        return max(0.0, round(self._until - time.monotonic(), 2))
+
+    async def _look(self) -> None:
+        plan = self._plan
+        if plan.locks:
+            devices = given_devices(plan.devices)
+            if devices is None:
+                devices = list(await self._find())
+            who = holder_name(plan.rank, plan.world)
+            self._locks = Locks(lock_directory(plan.directory), devices, who, self._pool)
+        self._locks.check()
+
+    async def _sleep(self) -> None:
+        if self._pool is None:
+            return
+        try:
+            async with asyncio.timeout(self._left):
+                self._before = await (await self._pool._steer()).state()
+        except TimeoutError:
+            raise SteeringFailed(
+                f"nobody said within {self._plan.seconds:g} s what state the pool is in: is the API server "
+                "there?"
+            ) from None
+        self._asked = True
+        await self._pool.sleep(seconds=self._left)
+
+    async def _undo(self) -> None:
+        """Ask the pool back to what it was before this turn put it to sleep."""
+        before = self._before or "Active"
+        if self._pool is not None and self._asked and before != "Asleep":
+            await (await self._pool._steer()).ask_state(before, UNDO_SECONDS)
+
+    async def leave(self, failure: BaseException | None) -> None:
+        """Give the turn back, then wake the pool; after a failure only ask for it.
+
+        Raises:
+            SteeringFailed: The pool was asked, but does not serve in time.
+            EpochLost: Another trainer has the pool.
+            ClusterError: Not allowed, or no answer.
+        """
+        self.give()
+        if self._pool is None or not self._plan.wake or self._plan.rank != 0:
+            return
+        if failure is None:
+            return await self._wake(self._pool, self._plan.serving)
+        try:
+            await self._wake(self._pool, serving=False)
+        except RolloutError as second:
+            failure.add_note(f"the turn was given back, but the pool was not woken: {second}")
+        return None
+
+    async def ask_awake(self) -> None:
+        """Ask the pool to be Active and keep the locks: they fall with the last process that has them."""
+        if self._pool is not None and self._plan.wake:
+            await self._wake(self._pool, serving=False)
+
+    async def _wake(self, pool: SteeringVerbs, serving: bool) -> None:
+        steering = await pool._steer()
+        if await steering.state() == "Paused":
+            logger.info("somebody paused the pool during the turn, so it stays as they want it")
+        elif serving:
+            await pool.wake(seconds=self._plan.seconds)
+        else:
+            await steering.ask_state("Active", UNDO_SECONDS)
+
+
+async def follow(session: Session) -> None:
+    """Do the steps in an event loop; a cancelled caller votes no before it leaves.
+
+    Raises:
+        RolloutError: The turn was not had.
+        asyncio.CancelledError: The caller was cancelled; nothing is held.
+    """
+    steps, way = session.steps(), _Way()
+    send: Callable[[Any], Any] = steps.send
+    value: Any = None
+    try:
+        while True:
+            try:
+                step = send(value)
+            except StopIteration:
+                return
+            try:
+                send, value = steps.send, await way.one(session, step)
+            except BaseException as error:  # noqa: BLE001  # the rounds say what it means
+                send, value = steps.throw, error
+    except RolloutError:
+        if way.cancelled is not None:
+            raise way.cancelled from None
+        raise
+
+
+class _Way:
+    """Does steps and remembers that the caller was cancelled while a vote could not be broken off."""
+
+    def __init__(self) -> None:
+        self.cancelled: asyncio.CancelledError | None = None
+
+    async def one(self, session: Session, step: Deed | Vote) -> bool:
+        if isinstance(step, Vote):
+            return await self._vote(session, step.yes and self.cancelled is None)
+        if self.cancelled is not None and step in ("find", "sleep", "take", "begin"):
+            raise self.cancelled
+        if step == "begin":
+            session.begin()
+        else:
+            await session.do(step)
+        return True
+
+    async def _vote(self, session: Session, yes: bool) -> bool:
+        """Vote in a thread; the others wait in the same vote, so it can't be broken off."""
+        vote = asyncio.ensure_future(asyncio.to_thread(session.agreed, yes))
+        while not vote.done():
+            try:
+                await asyncio.wait({vote})
+            except asyncio.CancelledError as error:
+                self.cancelled = error
+        return vote.result()

@@ -1,0 +1,57 @@
+"""`pool.turn()`: the pool sleeps and its devices are this trainer's for a block."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Unpack
+
+from rollout_client.hooks import Hook
+from rollout_client.steering.protocol import Steering
+from rollout_client.steering.verbs import SteeringVerbs
+
+from .devices import pod_devices
+from .plan import Plan, TurnOptions
+from .session import FindDevices, HeldTurn, Session, follow
+
+
+class TurnVerbs(SteeringVerbs):
+    """What a trainer does that shares its accelerators with the pool.
+
+    Args:
+        steering: As of `SteeringVerbs`.
+        hook: As of `SteeringVerbs`.
+        max_staleness: As of `SteeringVerbs`.
+    """
+
+    def __init__(
+        self, steering: Steering | None, hook: Hook, max_staleness: int | None = None
+    ) -> None:
+        super().__init__(steering, hook, max_staleness)
+        self._find_devices: FindDevices = pod_devices
+
+    @asynccontextmanager
+    async def turn(self, **options: Unpack[TurnOptions]) -> AsyncIterator[HeldTurn]:
+        """Have the devices that this process shares with the pool for a block.
+
+        The pool falls asleep, this process takes the node's locks, the block runs, the locks are given
+        back, the pool wakes. Free all memory of the devices before the block ends. However the block
+        ends, the turn is given back and the pool is asked to wake; after an error this does not wait
+        until it serves. See docs/share-gpus.md.
+
+        Args:
+            **options: See `rollout_client.turn.TurnOptions`.
+
+        Raises:
+            TurnFailed: The turn was not had; the pool is asked back to what it was.
+            SteeringFailed: The pool did not fall asleep, or did not serve afterwards, in time.
+            EpochLost, ClusterError: See `sleep`.
+        """
+        session = Session(self, Plan(**options), self._find_devices)
+        await follow(session)
+        try:
+            yield session.held
+        except BaseException as error:
+            await session.leave(error)
+            raise
+        await session.leave(None)

@@ -1,0 +1,270 @@
+"""Pools beside a trainer on a real API server: its pods and claims come in any order, and are replaced.
+
+There is no scheduler, no kubelet and no driver: the test binds the trainer's pods and allocates claims itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from random import Random
+
+import pytest
+import pytest_asyncio
+
+from apiclient import Obj
+from localkube import Cluster
+from poollab import PoolLab, pool_lab
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CLAIMS = "/apis/resource.k8s.io/v1/namespaces/{}/resourceclaims"
+DRIVER = "gpu.example.com"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lab(crd: Cluster) -> AsyncIterator[PoolLab]:
+    async with pool_lab(crd, "beside") as made:
+        yield made
+
+
+class Job:
+    """A trainer's pods and claims, called after its name."""
+
+    def __init__(self, lab: PoolLab, name: str, devices: int = 1) -> None:
+        self.lab = lab
+        self.name = name
+        self.devices = devices
+        self._claims = CLAIMS.format(lab.namespace)
+
+    @property
+    def colocation(self) -> Obj:
+        """What a pool says to run beside it."""
+        return {"trainerSelector": {"matchLabels": {"job": self.name}}}
+
+    def add_pod(self, index: int) -> Obj:
+        """Create a pod that nobody has scheduled yet."""
+        uses = [{"name": "gpus", "resourceClaimName": f"{self.name}-gpus-{index}"}]
+        container = {
+            "name": "c",
+            "image": "localhost/none",
+            "resources": {"claims": [{"name": "gpus"}]},
+        }
+        body = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": f"{self.name}-{index}", "labels": {"job": self.name}},
+            "spec": {"containers": [container], "resourceClaims": uses},
+        }
+        return self.lab.api.create(self.lab.path("pods"), body)
+
+    def add_claim(self, index: int, owner: Obj | None = None) -> Obj:
+        """Create a claim that nobody has allocated yet; `owner`: as if generated for this pod."""
+        meta: Obj = {"name": f"{self.name}-gpus-{index}"}
+        if owner is not None:
+            ref = {"apiVersion": "v1", "kind": "Pod", "controller": True}
+            meta["ownerReferences"] = [
+                {**ref, "name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}
+            ]
+        wants = {"name": "gpus", "exactly": {"deviceClassName": DRIVER, "count": self.devices}}
+        body = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": meta,
+            "spec": {"devices": {"requests": [wants]}},
+        }
+        return self.lab.api.create(self._claims, body)
+
+    def bind(self, index: int) -> None:
+        """Schedule a pod to a node of its own."""
+        name = f"{self.name}-{index}"
+        target = {"apiVersion": "v1", "kind": "Node", "name": f"node-{index}"}
+        body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
+        self.lab.api.create(f"{self.lab.path('pods', name)}/binding", body)
+
+    def allocate(self, index: int) -> None:
+        """Give a claim devices of that node."""
+        results = [
+            {"request": "gpus", "driver": DRIVER, "pool": f"node-{index}", "device": f"gpu-{i}"}
+            for i in reversed(range(self.devices))
+        ]
+        path = f"{self._claims}/{self.name}-gpus-{index}/status"
+        self.lab.api.patch(path, {"status": {"allocation": {"devices": {"results": results}}}})
+
+    def remove_pod(self, index: int) -> None:
+        """Delete a pod for good."""
+        self.lab.api.delete(self.lab.path("pods", f"{self.name}-{index}"), gracePeriodSeconds=0)
+
+    def remove_claim(self, index: int) -> None:
+        """Delete a claim for good."""
+        self.lab.api.delete(f"{self._claims}/{self.name}-gpus-{index}")
+
+
+def seat(pod: Obj) -> tuple[str, str, str]:
+    """Trainer, claim and devices of a pod, which its spec must name, too."""
+    notes = pod["metadata"]["annotations"]
+    (claim,) = pod["spec"]["resourceClaims"]
+    assert claim["name"] == "rollout-devices"
+    used = pod["spec"]["containers"][0]["resources"]["claims"]
+    assert used == [{"name": "rollout-devices", "request": "gpus"}]
+    assert "nodeName" not in pod["spec"]
+    return notes["rollout.dev/trainer"], claim["resourceClaimName"], notes["rollout.dev/devices"]
+
+
+def condition(pool: Obj, kind: str) -> tuple[str, str, str]:
+    found = next(c for c in pool["status"]["conditions"] if c["type"] == kind)
+    return found["status"], found["reason"], found["message"]
+
+
+def says(lab: PoolLab, name: str, kind: str, text: str) -> bool:
+    """Whether a condition's message has this in it."""
+    pool = lab.get(name)
+    return "conditions" in pool.get("status", {}) and text in condition(pool, kind)[2]
+
+
+ORDERS = {
+    "pool first": ["pool", "pods", "claims", "bind", "allocate"],
+    "claims first": ["claims", "allocate", "pool", "pods", "bind"],
+    "trainer first": ["pods", "claims", "allocate", "bind", "pool"],
+    "bound before it has a claim": ["pods", "bind", "pool", "claims", "allocate"],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_pods_are_made_on_the_right_claims_whatever_comes_first(
+    lab: PoolLab, order: str
+) -> None:
+    name = order.replace(" ", "-")[:12].strip("-")
+    job = Job(lab, f"job-{name}")
+    do: dict[str, Callable[[int], object]] = {
+        "pool": lambda index: None,
+        "pods": job.add_pod,
+        "claims": job.add_claim,
+        "bind": job.bind,
+        "allocate": job.allocate,
+    }
+    for step in ORDERS[order]:
+        if step == "pool":
+            lab.create(name, mode="Colocated", colocation=job.colocation, replicas=2)
+        for index in (1, 0):
+            do[step](index)
+    await lab.reaches(name)
+    assert {pod: seat(found) for pod, found in lab.pods(name).items()} == {
+        f"{name}-{i}-0": (f"{job.name}-{i}", f"{job.name}-gpus-{i}", f"{DRIVER}/node-{i}/gpu-0")
+        for i in range(2)
+    }
+    columns = lab.cluster.kubectl("-n", lab.namespace, "get", "rr", name).split()
+    assert "Colocated" in columns
+
+
+async def test_what_is_waited_for_is_told_by_pod_and_claim(lab: PoolLab) -> None:
+    job = Job(lab, "slow")
+    lab.create("waits", mode="Colocated", colocation=job.colocation, replicas=1)
+    few = (
+        "1 rollout pods with 1 slots per trainer pod need 1 trainer pods, and "
+        "spec.colocation.trainerSelector (job=slow) selects 0"
+    )
+    await lab.until("it says that there is no trainer", lambda: says(lab, "waits", "Degraded", few))
+    assert condition(lab.get("waits"), "Degraded")[:2] == ("True", "TooFewTrainers")
+    steps: list[tuple[Callable[[], object], str]] = [
+        (lambda: job.add_pod(0), "ResourceClaim 'slow-gpus-0' of the trainer's pod 'slow-0', which does"),
+        (lambda: job.add_claim(0), "waits for the trainer's pod 'slow-0' to be scheduled, which needs"),
+        (lambda: job.bind(0), "ResourceClaim 'slow-gpus-0' of the trainer's pod 'slow-0' to be allocated"),
+    ]  # fmt: skip
+    for step, told in steps:
+        step()
+        await lab.until(told, partial(says, lab, "waits", "Progressing", told))
+        status = lab.get("waits")["status"]
+        assert (status["phase"], told in status["message"]) == ("Pending", True)
+        assert condition(lab.get("waits"), "Progressing")[1] == "WaitingForTrainer"
+        assert not lab.pods("waits")
+    job.allocate(0)
+    await lab.reaches("waits")
+
+
+async def test_a_claim_that_is_replaced_replaces_the_pod_and_counts_no_failure(
+    lab: PoolLab,
+) -> None:
+    """As a StatefulSet with a claim template does: with the trainer's pod goes its claim."""
+    job = Job(lab, "reborn")
+    for index in range(2):
+        job.add_claim(index, owner=job.add_pod(index))
+        job.bind(index)
+        job.allocate(index)
+    lab.create("follows", mode="Colocated", colocation=job.colocation, replicas=2)
+    await lab.reaches("follows")
+    before = {name: pod["metadata"]["uid"] for name, pod in lab.pods("follows").items()}
+    lab.writes()
+    job.remove_pod(0)
+    job.remove_claim(0)
+    await lab.until("the pod follows", lambda: list(lab.pods("follows")) == ["follows-1-0"])
+    writes = [w for w in lab.writes() if w.name == "follows-0-0"]
+    kinds = [(w.verb, w.resource) for w in writes if w.resource in ("pods", "pods/status")]
+    assert kinds == [("patch", "pods/status"), ("delete", "pods")], "its gate went off first"
+    claim = job.add_claim(0, owner=job.add_pod(0))
+    job.allocate(0)
+    job.bind(0)
+    await lab.reaches("follows")
+    pods = lab.pods("follows")
+    assert pods["follows-0-0"]["metadata"]["uid"] != before["follows-0-0"]
+    assert pods["follows-1-0"]["metadata"]["uid"] == before["follows-1-0"], "nothing happened to it"
+    notes = pods["follows-0-0"]["metadata"]["annotations"]
+    assert notes["rollout.dev/claim-uid"] == claim["metadata"]["uid"]
+    assert notes["rollout.dev/restarts"] == "0"
+    assert lab.get("follows")["status"].get("restarts", 0) == 0
+
+
+async def test_a_claim_that_stays_keeps_the_pod_while_the_trainer_is_made_again(
+    lab: PoolLab,
+) -> None:
+    job = Job(lab, "durable")
+    for step in (job.add_claim, job.add_pod, job.bind, job.allocate):
+        step(0)
+    lab.create("stays", mode="Colocated", colocation=job.colocation, replicas=1)
+    await lab.reaches("stays")
+    before = lab.pods("stays")["stays-0-0"]["metadata"]["uid"]
+    lab.writes()
+    job.remove_pod(0)
+    job.add_pod(0)
+    job.bind(0)
+    lab.patch("stays", replicas=2)  # whoever looks now has seen all that
+    await lab.until(
+        "the numbers are told", lambda: says(lab, "stays", "Degraded", "selects 1: start more")
+    )
+    assert lab.pods("stays")["stays-0-0"]["metadata"]["uid"] == before
+    assert not [w for w in lab.writes() if w.resource == "pods"]
+
+
+async def test_eight_trainers_of_eight_devices_with_four_slots(lab: PoolLab) -> None:
+    """Everything comes in a random order, one after the other, and the pool in between."""
+    job = Job(lab, "large", devices=8)
+    random = Random(8)
+    todo: list[tuple[str, int]] = [("pod", i) for i in range(8)] + [("claim", i) for i in range(8)]
+    random.shuffle(todo)
+    todo.insert(9, ("pool", 0))
+    make: dict[str, Callable[[int], object]] = {
+        "pod": job.add_pod,
+        "claim": job.add_claim,
+        "pool": lambda _: lab.create(
+            "wide",
+            mode="Colocated",
+            colocation={**job.colocation, "slots": 4},
+            replicas=32,
+            engine={"type": "vllm", "image": "localhost/none"},
+            parallelism={"tensor": 2},
+        ),
+    }
+    for kind, index in todo:
+        make[kind](index)
+    ready = [(kind, i) for i in range(8) for kind in ("bind", "allocate")]
+    random.shuffle(ready)
+    for kind, index in ready:
+        getattr(job, kind)(index)
+    await lab.until("32 pods", lambda: len(lab.pods("wide")) == 32, 90)
+    for name, pod in lab.pods("wide").items():
+        number = int(name.split("-")[1])
+        beside, share = divmod(number, 4)
+        devices = [f"{DRIVER}/node-{beside}/gpu-{2 * share + i}" for i in range(2)]
+        assert seat(pod) == (f"large-{beside}", f"large-gpus-{beside}", ",".join(devices))
+        env = {e["name"]: e.get("value") for e in pod["spec"]["containers"][0]["env"]}
+        assert env["CUDA_VISIBLE_DEVICES"] == f"{2 * share},{2 * share + 1}"
