@@ -148,22 +148,20 @@ def make_models(folder: Path | None = None, *shape: str) -> Path:
         "weights/bad": ["--seed", "5", "--weights-only", "--hidden", "64"],
     }
     for name, arguments in wanted.items():
-        out = folder / name
-        if (out / "manifest.json").exists() or (out / "config.json").exists():
-            continue
-        subprocess.run(
-            [
-                sys.executable,
-                str(REPOSITORY / "hack" / "tinymodel.py"),
-                str(out),
-                *shape,
-                *arguments,
-            ],
-            check=True,
-            timeout=300,
-            stdout=subprocess.DEVNULL,
-        )
+        make_model(folder / name, *shape, *arguments)
     return folder
+
+
+def make_model(out: Path, *flags: str) -> None:
+    """Make one model, or one version of its weights, by flags of tinymodel.py; once."""
+    if (out / "manifest.json").exists() or (out / "config.json").exists():
+        return
+    subprocess.run(
+        [sys.executable, str(REPOSITORY / "hack" / "tinymodel.py"), str(out), *flags],
+        check=True,
+        timeout=300,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def claims(cluster: Cluster, name: str, folder: Path) -> None:

@@ -3,9 +3,9 @@
     with Judge(cluster.state) as judge: …
     report = judge.report(judge.asleep_mib())
 
-It runs on the machine below the nodes and asks nobody: pods with a device are those whose processes see its
-file; a process has memory of the device while it holds a flock on that file (the trainer), and a worker while
-its own memory is well above what it has asleep. Locks of the nodes' lock directories are written down beside it.
+It runs on the machine below the nodes and asks nobody. Pods with a device are those whose processes see its
+file; of several workers on one claim each has its share. The trainer has memory of a device while it holds a
+flock on that file, a worker while its own memory is well above what it has asleep.
 
 As a program (`judge.py STATE`) it writes one JSON line for each change, until its input ends.
 """
@@ -204,6 +204,7 @@ class _Looks:
         self._marks: list[tuple[str, str]] = []
         self._said: dict[str, float] = {}
         self._devices: dict[str, tuple[str, ...]] = {}
+        self._share = re.compile(rb"\0ROLLOUT_TURN_DEVICES=([^\0]*)")
         cluster = re.escape(state.name)
         self._mount = re.compile(rf"/{cluster}/nodes/(\S+)/run/devices/(\S+) /dev/")
 
@@ -228,7 +229,14 @@ class _Looks:
             return _Seen(pid, "", (), False) if self._is_young(folder) else None
         found = self._mount.findall((folder / "mountinfo").read_text())
         worker = WORKER in (folder / "cmdline").read_bytes()
-        devices = tuple(sorted(f"{node}/{device}" for node, device in set(found)))
+        share = self._share.search((folder / "environ").read_bytes())
+        devices = tuple(
+            sorted(
+                f"{node}/{device}"
+                for node, device in set(found)
+                if share is None or f"/{node}/{device}" in share[1].decode()
+            )
+        )
         return _Seen(pid, pod[1].replace("_", "-"), devices, worker and bool(devices))
 
     def _is_young(self, folder: Path) -> bool:
