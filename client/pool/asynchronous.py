@@ -192,7 +192,8 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
             steering=ClusterSteering(kube, name, namespace),
             **options,
         )
-        pool._find_devices = partial(devices_by, kube)
+        # The trainer's pod is in the pool's namespace: claims are shared within one alone.
+        pool._find_devices = partial(devices_by, kube, namespace)
         return pool
 
     # Life.

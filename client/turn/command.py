@@ -15,6 +15,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rollout_client.errors import RolloutError, SteeringFailed, TurnFailed
@@ -85,9 +86,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value <= FOR_EVER:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"give a number of seconds above 0, not {text!r}")
     return value
 
 
@@ -169,8 +173,10 @@ def made_session(options: argparse.Namespace) -> tuple[Session, Callable[[], Awa
         return Session(None, plan, pod_devices), _nothing
     found = access()
     kube = Kube(found)
-    steering = ClusterSteering(kube, options.pool, options.namespace or found.namespace)
-    return Session(SteeringVerbs(steering, Hook()), plan, lambda: devices_by(kube)), steering.close
+    namespace = options.namespace or found.namespace
+    steering = ClusterSteering(kube, options.pool, namespace)
+    find = partial(devices_by, kube, namespace)
+    return Session(SteeringVerbs(steering, Hook()), plan, find), steering.close
 
 
 async def _nothing() -> None:

@@ -42,21 +42,21 @@ async def pod_devices(
             f"ResourceClaims, {BY_HAND}"
         ) from error
     try:
-        return await devices_by(kube)
+        return await devices_by(kube, kube.namespace)
     finally:
         await kube.close()
 
 
-async def devices_by(kube: Kube) -> list[str]:
+async def devices_by(kube: Kube, namespace: str) -> list[str]:
     """As `pod_devices`, over connections that are there."""
     name = os.environ.get(ENV_POD) or socket.gethostname()
-    where = f"{kube.namespace}/{name}"
-    pod = await _get(kube, "pods", f"/api/v1/namespaces/{kube.namespace}/pods/{name}", where)
+    where = f"{namespace}/{name}"
+    pod = await _get(kube, "pods", f"/api/v1/namespaces/{namespace}/pods/{name}", where)
     found: set[str] = set()
     for claim in claims_of(pod, where):
-        path = f"{CLAIMS}/{kube.namespace}/resourceclaims/{claim}"
-        claimed = await _get(kube, "resourceclaims", path, f"{kube.namespace}/{claim}")
-        found.update(devices_of(claimed, f"{kube.namespace}/{claim}", where))
+        path = f"{CLAIMS}/{namespace}/resourceclaims/{claim}"
+        claimed = await _get(kube, "resourceclaims", path, f"{namespace}/{claim}")
+        found.update(devices_of(claimed, f"{namespace}/{claim}", where))
     return sorted(found, key=natural)
 
 

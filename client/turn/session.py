@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_client.errors import RolloutError, SteeringFailed
-from rollout_client.steering.protocol import PoolState
+from rollout_client.errors import ClusterError, RolloutError, SteeringFailed
+from rollout_client.steering.protocol import PoolState, Steering
 from rollout_client.steering.verbs import SteeringVerbs
 
 from .locks import Locks
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 UNDO_SECONDS = 10.0
 """How long a turn that failed tries to ask the pool back before it says that it could not."""
+
+AGAIN_SECONDS = 0.5
 
 FindDevices = Callable[[], Awaitable[Sequence[str]]]
 
@@ -116,20 +118,31 @@ class Session:
             return
         try:
             async with asyncio.timeout(self._left):
-                self._before = await (await self._pool._steer()).state()
+                self._before = await _state(await self._pool._steer(), self._left)
         except TimeoutError:
             raise SteeringFailed(
                 f"nobody said within {self._plan.seconds:g} s what state the pool is in: is the API server "
                 "there?"
             ) from None
         self._asked = True
-        await self._pool.sleep(seconds=self._left)
+        steering = await self._pool._steer()
+        while True:
+            try:
+                return await self._pool.sleep(seconds=self._left)
+            except SteeringFailed:
+                # Another trainer's turn has ended meanwhile, and it woke the pool: once more.
+                if self._left < AGAIN_SECONDS or await steering.state() != "Active":
+                    raise
+            await asyncio.sleep(AGAIN_SECONDS)
 
     async def _undo(self) -> None:
         """Ask the pool back to what it was before this turn put it to sleep."""
         before = self._before or "Active"
-        if self._pool is not None and self._asked and before != "Asleep":
-            await (await self._pool._steer()).ask_state(before, UNDO_SECONDS)
+        if self._pool is None or not self._asked or before == "Asleep":
+            return
+        steering = await self._pool._steer()
+        if await steering.state() == "Asleep":  # else somebody wants something else meanwhile
+            await steering.ask_state(before, UNDO_SECONDS)
 
     async def leave(self, failure: BaseException | None) -> None:
         """Give the turn back, then wake the pool; after a failure only ask for it.
@@ -157,12 +170,49 @@ class Session:
 
     async def _wake(self, pool: SteeringVerbs, serving: bool) -> None:
         steering = await pool._steer()
-        if await steering.state() == "Paused":
+        seconds = self._plan.seconds if serving else UNDO_SECONDS
+        if await _state(steering, seconds) == "Paused":
             logger.info("somebody paused the pool during the turn, so it stays as they want it")
         elif serving:
-            await pool.wake(seconds=self._plan.seconds)
+            await self._serve(pool, steering)
         else:
             await steering.ask_state("Active", UNDO_SECONDS)
+
+    async def _serve(self, pool: SteeringVerbs, steering: Steering) -> None:
+        """Wake the pool and return once it serves; another trainer's turn before that is waited for."""
+        until = time.monotonic() + self._plan.seconds
+        while True:
+            try:
+                return await pool.wake(seconds=max(0.0, until - time.monotonic()))
+            except SteeringFailed:
+                if time.monotonic() > until or await steering.state() != "Asleep":
+                    raise
+            # It wakes the pool at its end; asking before would only keep it from its turn.
+            await _until_awake(steering, until)
+
+
+async def _state(steering: Steering, seconds: float) -> PoolState | None:
+    """Return the state that was asked for last; an API server that is away is asked for so long.
+
+    Raises:
+        ClusterError: Not allowed, or no answer within these seconds.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return await steering.state()
+        except ClusterError as error:
+            if not error.passing or time.monotonic() > until:
+                raise
+        await asyncio.sleep(AGAIN_SECONDS)
+
+
+async def _until_awake(steering: Steering, until: float) -> None:
+    """Return once somebody has asked for another state than Asleep, or when the time is up."""
+    while True:
+        if time.monotonic() > until or await steering.state() != "Asleep":
+            return
+        await asyncio.sleep(AGAIN_SECONDS)
 
 
 async def follow(session: Session) -> None:

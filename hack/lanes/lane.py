@@ -10,9 +10,9 @@ TESTS = Path("tests")
 
 BUDGETS = {
     "unit": 240,
-    "chart": 90,
-    "api": 220,
-    "scale": 110,
+    "chart": 60,
+    "api": 210,
+    "scale": 90,
     "contract": 720,
     "engine": 420,
     "gpu": 40,

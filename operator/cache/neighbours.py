@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,6 +26,8 @@ WATCH_SECONDS = 120.0
 """How long events are followed before the next list."""
 
 RETRY_SECONDS = 1.0
+"""Least time from one list to the next; doubled with each failure."""
+
 MAX_RETRY_SECONDS = 30.0
 
 Resource = Literal["pods", "resourceclaims"]
@@ -135,17 +138,20 @@ class Neighbourhood:
                 self._stale.set()
 
     async def _follow(self, scope: Scope, watched: _Watched) -> None:
+        """List and watch, over and over; how often is bounded, however soon streams end."""
         delay = RETRY_SECONDS
         while True:
+            began = time.monotonic()
             try:
                 await self._once(scope, watched)
                 delay = RETRY_SECONDS
             except Gone:
-                continue  # the list is too old for its events: take another one
+                delay = RETRY_SECONDS  # the list is too old for its events: take another one
             except KubeError as error:
                 self._complain(watched, error)
-                await asyncio.sleep(delay * random.uniform(0.8, 1.2))
                 delay = min(MAX_RETRY_SECONDS, 2 * delay)
+            due = began + delay * random.uniform(0.8, 1.2)
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
 
     async def _once(self, scope: Scope, watched: _Watched) -> None:
         """List, and follow the events for a while."""

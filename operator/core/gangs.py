@@ -208,12 +208,13 @@ def _keep_whole(
 def _make(gang: Gang, places: Places, ranks: Sequence[int], restarts: int, plan: PodPlan) -> None:
     """Create these ranks, as soon as there is a place for each.
 
-    Until then they are sought: one that lost its labels may be what keeps the trainer waiting.
+    Until then those are sought that a claim knows: such a pod lost its labels, and may be what keeps
+    the trainer waiting.
     """
     found = places.take(gang.index, ranks)
     plan.create += [CreatePod(gang.index, rank, restarts, place) for rank, place in found]
     if not found:
-        plan.seek += [SeekPod(gang.index, rank) for rank in ranks]
+        plan.seek += [SeekPod(gang.index, rank) for rank in places.unseen(gang.index, ranks)]
 
 
 def _never_came(seen: Observed, gang: Gang, missing: set[int]) -> bool:

@@ -120,8 +120,9 @@ class Placement:
             return None
         return Misplaced(
             "TooFewTrainers",
-            f"{pods} rollout pods with {self._with.slots} slots per trainer pod need {needed} trainer "
-            f"pods, and spec.colocation.trainerSelector ({self._with.trainer_selector.text()}) selects "
+            f"the pool needs {needed} of the trainer's pods for {pods} of its own (spec.colocation.slots "
+            f"{self._with.slots}), and spec.colocation.trainerSelector "
+            f"({self._with.trainer_selector.text()}) selects "
             f"{have}: start more of them or lower spec.replicas",
         )
 

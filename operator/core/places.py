@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rollout_operator.api import names
 from rollout_operator.api.spec import RolloutReplicaSpec
 
 from .placement import Misplaced, Place, Placement, Waits
@@ -23,6 +24,8 @@ class Places:
 
     def __init__(self, spec: RolloutReplicaSpec, seen: Observed) -> None:
         self._placement = None if spec.colocation is None else Placement(spec, seen.beside)
+        self._pool = seen.name
+        self._claims = seen.beside.claims
         self._pods = (*seen.pods, *seen.predecessors)
         self.waiting: dict[int, str] = {}
         """What replicas without pods wait for, of the trainer."""
@@ -42,6 +45,11 @@ class Places:
                 return []
             found.append((rank, place))
         return found
+
+    def unseen(self, replica: int, ranks: Iterable[int]) -> list[int]:
+        """Return those of the missing ranks that a claim knows: they are there, without our labels."""
+        users = {user for claim in (self._claims or {}).values() for user in claim.users}
+        return [rank for rank in ranks if names.pod_name(self._pool, replica, rank) in users]
 
     def lost(self, pods: Iterable[Pod]) -> str | None:
         """Why one of these pods, and its gang with it, has to leave its place."""

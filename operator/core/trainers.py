@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
@@ -55,6 +56,8 @@ class DeviceClaim:
     devices: tuple[Device, ...] = ()
     pod_uid: str | None = None
     """The pod that it was generated for and goes with; None: somebody made it to stay."""
+    users: tuple[str, ...] = ()
+    """Names of the pods for which it is reserved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,11 @@ class Beside:
     """By name; None: not known yet, and `unknown` says why."""
     unknown: str = ""
 
+    @property
+    def asked(self) -> bool:
+        """The API server has been asked what there is, and may answer yet."""
+        return self.claims is None and not self.unknown
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:
@@ -76,6 +84,7 @@ class Taken:
     devices: tuple[str, ...]
 
 
+@lru_cache(maxsize=4096)
 def natural(name: str) -> tuple[tuple[int, str | int], ...]:
     """Sort key of names: their numbers count by value, so t-2 comes before t-10."""
     parts = re.split(r"(\d+)", name)
@@ -117,7 +126,8 @@ def parse_claim(obj: Obj) -> DeviceClaim:
     """Read a ResourceClaim."""
     meta = obj["metadata"]
     requests = ((obj.get("spec") or {}).get("devices") or {}).get("requests") or ()
-    allocation = (obj.get("status") or {}).get("allocation")
+    status = obj.get("status") or {}
+    allocation, users = status.get("allocation"), status.get("reservedFor") or ()
     results = ((allocation or {}).get("devices") or {}).get("results") or ()
     owners = meta.get("ownerReferences") or ()
     return DeviceClaim(
@@ -128,4 +138,5 @@ def parse_claim(obj: Obj) -> DeviceClaim:
         allocated=allocation is not None,
         devices=tuple(Device(r["request"], r["driver"], r["pool"], r["device"]) for r in results),
         pod_uid=next((o["uid"] for o in owners if o["kind"] == "Pod"), None),
+        users=tuple(user["name"] for user in users if user.get("resource") == "pods"),
     )

@@ -59,6 +59,8 @@ class Reconciler:
         if memory.first_look is None:
             memory.recall()
         look = Look(key, pool, spec, stored, observe(self.ctx, key, pool, spec, memory))
+        if spec.colocation is not None and look.seen.beside.asked:
+            return None  # the lists' end, or what is wrong with them, wakes the pool
         if not memory.first_polls_done:
             left = wait_for_first_polls(self.ctx, key, look.seen, memory)
             if left:

@@ -42,6 +42,9 @@ def post_events(ctx: Context, look: Look, plan: Plan, memory: Memory) -> None:
         logger.info("%s", plan.sentence, extra={"pool": str(look.key)})
 
 
+WAITING = "WaitingForTrainer"
+"""The one reason of Progressing that is worth an event: somebody may have to act."""
+
 FINAL = (UpdatePhase.COMPLETE, UpdatePhase.SUPERSEDED)
 
 
@@ -93,7 +96,9 @@ def show_figures(ctx: Context, key: Key, pool: Obj, status: RolloutReplicaStatus
 
 
 def _changed(condition: PoolCondition, before: PoolCondition | None) -> bool:
-    """Another status; or degraded for another reason."""
+    """Another status; or degraded for another reason, or waiting for something else of a trainer."""
+    if condition.reason == WAITING:
+        return before is None or before.message != condition.message
     if before is None:
         return condition.status != "False"
     degraded = condition.type == Condition.DEGRADED and condition.status == "True"
@@ -110,4 +115,6 @@ def _event_of(condition: PoolCondition) -> tuple[EventType, str] | None:
         ("Asleep", "True"): ("Normal", "Asleep"),
         ("Suspended", "True"): ("Normal", "Suspended"),
     }
+    if condition.reason == WAITING:
+        return "Normal", WAITING
     return table.get((condition.type, condition.status))

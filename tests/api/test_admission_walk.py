@@ -15,7 +15,7 @@ import pytest
 
 from apiclient import MERGE, POOLS, connect
 from localkube import Cluster
-from manifests import FULL, pool, text
+from manifests import COLOCATED, FULL, pool, text
 from people import policed
 from rollout_operator.api.crd import custom_resource_definition
 
@@ -95,7 +95,7 @@ def cluster(crd: Cluster) -> Iterator[Cluster]:
         for account, parts in WRITERS.items():
             if account.startswith("narrow-"):
                 _grant(crd, account, parts)
-        for name, patch in (("full", FULL), ("bare", {})):
+        for name, patch in (("full", FULL), ("bare", {}), ("beside", COLOCATED)):
             manifest = pool(name, patch)
             manifest["metadata"] |= {"labels": {"team": "rl"}, "annotations": NOTES}
             crd.kubectl("-n", NAMESPACE, "create", "-f", "-", input=text(manifest))
@@ -173,6 +173,8 @@ def leaves(schema: Mapping[str, Any], path: Path) -> Iterator[tuple[Path, Mappin
 
 
 FIELDS = dict(leaves(SPEC, ("spec",)))
+BESIDE = {path for path in FIELDS if path[:2] == ("spec", "colocation")}
+"""Fields of the other mode: only the pool `beside` has them."""
 
 
 def at(document: Any, path: Path) -> Any:
@@ -219,14 +221,23 @@ def test_a_part_opens_its_own_fields(api: httpx.Client, account: str) -> None:
 
 def test_every_field_is_set_in_the_pool_that_is_walked() -> None:
     missing = {".".join(path) for path in FIELDS if at({"spec": FULL}, path) is None}
-    assert missing == {".".join(path) for path in ALONE}
+    assert missing == {".".join(path) for path in {*ALONE, *BESIDE}}
+    assert all(at({"spec": COLOCATED}, path) is not None for path in BESIDE)
     assert set(NEEDS) - {path for path in NEEDS if path[0] == "metadata"} <= set(FIELDS)
     assert set(FIELDS) >= IMMUTABLE | set(OTHER)
 
 
 @pytest.mark.parametrize("account", WALKERS)
+def test_a_pool_stays_beside_its_trainer(api: httpx.Client, account: str) -> None:
+    for path in BESIDE:
+        changed = another(path, at({"spec": COLOCATED}, path))
+        answer = attempt(api, account, "beside", path, changed)
+        assert answer.status_code == 422, f"{path}: {answer.text}"
+
+
+@pytest.mark.parametrize("account", WALKERS)
 def test_changing_a_field_needs_its_part(api: httpx.Client, account: str) -> None:
-    for path in (each for each in FIELDS if each not in ALONE):
+    for path in (each for each in FIELDS if each not in {*ALONE, *BESIDE}):
         changed = another(path, at({"spec": FULL}, path))
         assert changed != at({"spec": FULL}, path)
         answer = attempt(api, account, "full", path, changed)
@@ -251,7 +262,7 @@ def test_removing_a_field_needs_its_part(api: httpx.Client, account: str) -> Non
 def test_adding_a_field_needs_its_part(api: httpx.Client, account: str) -> None:
     added = 0
     for path in FIELDS:
-        value = ALONE.get(path, at({"spec": FULL}, path))
+        value = ALONE.get(path, at({"spec": COLOCATED if path in BESIDE else FULL}, path))
         answer = attempt(api, account, "bare", path, value)
         if answer.status_code == 422:  # not without another field, or not any more
             continue

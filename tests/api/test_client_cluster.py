@@ -32,6 +32,7 @@ from rollout_client import (
     RolloutPool,
     SteeringFailed,
     Superseded,
+    TurnFailed,
 )
 from waiting import until
 
@@ -351,3 +352,61 @@ def test_the_synchronous_pool_reads_the_environment(
     monkeypatch.setenv("KUBECONFIG", str(trainer.with_name("no-such-file")))
     with pytest.raises(ClusterError, match="no-such-file"):
         RolloutPool.from_cluster(pool_object.name, NAMESPACE)
+
+
+def test_a_trainer_may_read_which_devices_its_pod_has(
+    cluster: Cluster,
+    trainer: Path,
+    pool_object: Object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the chart's role lets it; another account is told which role it lacks."""
+    request = {"name": "gpus", "exactly": {"deviceClassName": "gpu.example.com"}}
+    claims = f"/apis/resource.k8s.io/v1/namespaces/{NAMESPACE}/resourceclaims"
+    container = {"name": "train", "image": "none", "resources": {"claims": [{"name": "gpus"}]}}
+    for path, body in (
+        (
+            claims,
+            {
+                "apiVersion": "resource.k8s.io/v1",
+                "kind": "ResourceClaim",
+                "metadata": {"name": "of-0"},
+                "spec": {"devices": {"requests": [request]}},
+            },
+        ),
+        (
+            f"/api/v1/namespaces/{NAMESPACE}/pods",
+            {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": "trainer-0"},
+                "spec": {
+                    "serviceAccountName": "trainer",
+                    "containers": [container],
+                    "resourceClaims": [{"name": "gpus", "resourceClaimName": "of-0"}],
+                },
+            },
+        ),
+    ):
+        pool_object.api.create(path, body)
+    monkeypatch.setenv("POD_NAME", "trainer-0")
+    options = {"directory": tmp_path, "seconds": 3}
+
+    def turn(kubeconfig: Path) -> None:
+        with (
+            RolloutPool.from_cluster(pool_object.name, NAMESPACE, kubeconfig=kubeconfig) as pool,
+            pool.turn(**options),  # type: ignore[arg-type]
+        ):
+            raise AssertionError
+
+    with pytest.raises(TurnFailed, match=r"ResourceClaim client/of-0 .* is not allocated yet"):
+        turn(trainer)
+    given = {"request": "gpus", "driver": "gpu.example.com", "pool": "n", "device": "gpu-0"}
+    status = {"status": {"allocation": {"devices": {"results": [given]}}}}
+    pool_object.api.patch(f"{claims}/of-0/status", status)
+    # The devices are known: what is missing now is a pool that falls asleep.
+    with pytest.raises(SteeringFailed, match="not Asleep within"):
+        turn(trainer)
+    with pytest.raises(ClusterError, match=r"bind .* role rollout-trainer, which may get pods"):
+        turn(cluster.service_account_kubeconfig(NAMESPACE, "nobody"))

@@ -161,7 +161,7 @@ async def test_what_is_waited_for_is_told_by_pod_and_claim(lab: PoolLab) -> None
     job = Job(lab, "slow")
     lab.create("waits", mode="Colocated", colocation=job.colocation, replicas=1)
     few = (
-        "1 rollout pods with 1 slots per trainer pod need 1 trainer pods, and "
+        "the pool needs 1 of the trainer's pods for 1 of its own (spec.colocation.slots 1), and "
         "spec.colocation.trainerSelector (job=slow) selects 0"
     )
     await lab.until("it says that there is no trainer", lambda: says(lab, "waits", "Degraded", few))

@@ -1,6 +1,7 @@
-"""Workers of every engine: one that records logprobs of sampling, one that records raw ones.
+"""One worker of every engine, for all tests: most leave it idle and Active, some let its engine die.
 
-Each is started once a session and engine, never both at a time; tests leave them idle and Active.
+An engine that starts costs up to a minute of a processor. `make soak` starts another that records
+raw logprobs.
 """
 
 from __future__ import annotations
@@ -55,11 +56,9 @@ def worker(fleet: Fleet) -> Iterator[Served]:
 
 
 @pytest.fixture
-def raw_worker(fleet: Fleet, kind: EngineKind) -> Served:
-    """Records raw logprobs, runs few requests at once, and may be killed."""
-    flags = ["--logprobs", "raw", "--max-queue", "8", "--restart-delays", "0"]
-    flags += [*kind.narrow, *kind.impatient]
-    worker = fleet.worker(*flags)
+def mortal(fleet: Fleet) -> Served:
+    """The same worker, for tests that end its engine or the worker itself."""
+    worker = fleet.worker()
     worker.heal()
     return worker
 

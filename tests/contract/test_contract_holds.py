@@ -14,7 +14,7 @@ from reference import Reference
 from waiting import until_sync
 from workers import PROMPT, slug
 
-TOKENS = 320
+TOKENS = 200
 """Enough to be met by what a test does once a few of them were made."""
 LONG = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
 
@@ -142,7 +142,7 @@ def test_what_was_pinned_wakes_on_the_active_weights(worker: Served, level: int)
     level = level_of(worker, level)
     old = worker.state()["weights"]["active"]["version"]
     identity = worker.stage_next(2)
-    running = worker.long("r", sampling={**LONG, "max_tokens": 600})
+    running = worker.long("r", sampling={**LONG, "max_tokens": 300})
     worker.makes(20)
     worker.commit(*identity, in_flight="Pin")
     worker.post("sleep", level=level, mode="keep", deadline_seconds=1)

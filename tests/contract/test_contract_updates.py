@@ -16,7 +16,7 @@ from waiting import until_sync
 from workers import PROMPT, slug
 
 LOAD = 16
-TOKENS = 250
+TOKENS = 160
 POLICIES = ("Drain", "Abort", "Keep", "Recompute", "Pin")
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
@@ -100,7 +100,7 @@ def test_a_drain_may_keep_what_still_runs_at_its_deadline(
         assert answer.json()["errors"][0]["field"] == "on_deadline"
         worker.post("weights/discard", epoch=epoch, version=new)
         return
-    running = worker.long("r", sampling={"max_tokens": 600, "ignore_eos": True})
+    running = worker.long("r", sampling={"max_tokens": 300, "ignore_eos": True})
     worker.makes(20)
     assert worker.commit(epoch, new, **drain)["kept"] == 1
     [output] = answers([running.result(60)])
@@ -116,7 +116,7 @@ def test_an_exact_version_never_spans(
         pytest.skip(f"{worker.kind} declares no {policy}")
     old = worker.state()["weights"]["active"]["version"]
     epoch, new = worker.stage_next(2)
-    long = {"max_tokens": 600, "ignore_eos": True}
+    long = {"max_tokens": 300, "ignore_eos": True}
     exact = worker.long("exact", sampling=long, epoch=epoch if old else 0, exact_version=old)
     free = worker.long("free", sampling=long)
     worker.commit(epoch, new, in_flight=policy)
@@ -135,7 +135,7 @@ def test_an_exact_version_never_spans_a_sleep(
     """Whether another version is committed before the memory goes or between the two wakes."""
     if policy not in worker.able["in_flight"] or not worker.able["sleep_levels"]:
         pytest.skip(f"{worker.kind} declares no {policy}, or no sleep")
-    sampling = {"max_tokens": 1800, "ignore_eos": True}
+    sampling = {"max_tokens": 700, "ignore_eos": True}
     versions: list[tuple[int, int]] = []
     exact: list[Any] = []
 
@@ -245,7 +245,7 @@ def test_many_updates_below_a_steady_load(worker: Served, reference: dict[int, R
     for policy in policies:
         seed = 3 - seed
         identity = worker.stage_next(seed)
-        loads.append(worker.busy(6, 200))
+        loads.append(worker.busy(6, 120))
         worker.commit(*identity, in_flight=policy, deadline_seconds=30)
         judges[identity[1]] = reference[seed]
     outputs = answers([response for load in loads for response in load()])

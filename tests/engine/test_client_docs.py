@@ -18,11 +18,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rollout_client
-from rollout_client import AsyncRolloutPool, PrometheusHook, RolloutPool
+from rollout_client import AsyncRolloutPool, PrometheusHook, RolloutPool, TurnFailed
+from rollout_worker.turn import Turn
+from rollout_worker.turn.files import holders
 from tinymodels import TinyModels
 from workers import InProcess, in_process
 
 DOCS = Path(__file__).parents[2] / "docs"
+DEVICES = ("gpu-0", "gpu-1")
+"""One of each worker."""
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +44,14 @@ def volume(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def workers(tiny_models: TinyModels, volume: Path) -> Iterator[list[InProcess]]:
     with ExitStack() as stack:
-        flags = ["--weights-roots", str(volume)]
+        turns = volume / "turns"
+        turns.mkdir()
+        flags = ["--weights-roots", str(volume), "--turn-directory", str(turns)]
         model = tiny_models.model(1)
-        yield [stack.enter_context(in_process(model, *flags)) for _ in range(2)]
+        yield [
+            stack.enter_context(in_process(model, *flags, "--turn-devices", device))
+            for device in DEVICES
+        ]
 
 
 @pytest.fixture
@@ -134,6 +143,36 @@ async def test_a_temperature_of_0_is_greedy_in_slimes_function(
     params = {"temperature": 0.0, "max_new_tokens": 8, "stop": None}
     samples = [await names["generate"](None, Sample("roll out"), params) for _ in range(2)]
     assert samples[0].tokens == samples[1].tokens
+
+
+async def test_workers_give_their_devices_to_the_trainer_for_its_turn(
+    pool: AsyncRolloutPool, volume: Path
+) -> None:
+    """Through an error inside, and a turn that another one keeps."""
+    directory = volume / "turns"
+    serving = holders(directory)
+    assert set(serving) == set(DEVICES)
+    assert None not in serving.values()
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012  # from inside the turn
+        async with pool.turn(devices=DEVICES, directory=directory, seconds=60) as turn:
+            assert turn.devices == DEVICES
+            assert holders(directory) != serving
+            assert pool.load() == {member.name: 0 for member in pool.members}
+            raise ZeroDivisionError
+    await pool.wake(seconds=60)
+    assert holders(directory) == serving
+    other = Turn(directory, ["gpu-2"], "trainer-9")
+    other.take(5)
+    try:
+        with pytest.raises(TurnFailed, match="gpu-2 is held by trainer-9"):
+            async with pool.turn(devices=[*DEVICES, "gpu-2"], directory=directory, seconds=20):
+                raise AssertionError
+    finally:
+        other.give()
+    await pool.wake(seconds=60)
+    assert holders(directory) == {**serving, "gpu-2": None}
+    done = await pool.generate([5, 6, 7], sampling={"max_tokens": 2, "ignore_eos": True})
+    assert len(done.output.token_ids) == 2
 
 
 def test_the_metrics_of_the_client_are_described() -> None:

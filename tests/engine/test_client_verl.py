@@ -237,6 +237,9 @@ def slept(worker: InProcess) -> float:
     return float(count)
 
 
+# What is ours is tried by hand above, every day. How verl calls it is settled by the version that is
+# pinned, and each of Ray's processes takes fifteen seconds of a processor to import verl.
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not VERL.exists(), reason="no environment with verl: make test makes it")
 def test_verls_own_agent_loops_run_over_a_pool(

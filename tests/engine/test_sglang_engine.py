@@ -236,18 +236,14 @@ async def test_requests_aborted_while_paused_do_not_keep_memory_from_going(
     assert len(kept.token_ids) == 200
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_dead_or_hung_scheduler_is_noticed_and_nothing_is_left(
-    tiny_models: TinyModels, how: signal.Signals
-) -> None:
-    engine = SglangEngine(options(tiny_models.model(1)))
+async def dies(engine: SglangEngine, how: signal.Signals) -> None:
+    """End its scheduler below a request; it is noticed, and once stopped nothing is left."""
     output = Output()
+    assert engine._node._process is not None
+    assert engine._node._process._folder is not None
+    folder, leader = engine._node._process._folder, engine._node._process._main
+    assert leader is not None
     try:
-        await engine.start(lambda _: None)
-        assert engine._node._process is not None
-        assert engine._node._process._folder is not None
-        folder, leader = engine._node._process._folder, engine._node._process._main
-        assert leader is not None
         scheduler = max(engine._node._process.pids(), key=lambda pid: pid != leader)
         task = asyncio.create_task(follow(engine, request(max_tokens=240), output))
         await reaches(output, 3)
@@ -264,3 +260,19 @@ async def test_a_dead_or_hung_scheduler_is_noticed_and_nothing_is_left(
     assert session(leader) == []
     assert not folder.exists()
     assert not [name for name in os.listdir("/dev/shm") if str(leader) in name]
+
+
+# A start of its own: every day tests/contract/test_contract_restarts.py stops one below requests.
+@pytest.mark.soak
+async def test_a_hung_scheduler_is_noticed_and_nothing_is_left(tiny_models: TinyModels) -> None:
+    engine = SglangEngine(options(tiny_models.model(1)))
+    try:
+        await engine.start(lambda _: None)
+        await dies(engine, signal.SIGSTOP)
+    finally:
+        await engine.stop()
+
+
+async def test_a_dead_scheduler_is_noticed_and_nothing_is_left(engine: SglangEngine) -> None:
+    """The last one: it ends the engine of this module."""
+    await dies(engine, signal.SIGKILL)

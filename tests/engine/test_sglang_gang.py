@@ -160,7 +160,7 @@ async def test_two_nodes_make_the_tokens_of_one_rank_and_miss_nobody(
         before = await run(two.head, request("before", max_tokens=24))
         assert before.token_ids == reference.greedy(PROMPT, 24)
 
-        long = asyncio.create_task(run(two.head, request("across", max_tokens=64)))
+        long = asyncio.create_task(run(two.head, request("across", max_tokens=200)))
         await two.update(tiny_models.weights(2), V1, "recompute")
         after = await run(two.head, request("after", max_tokens=24))
         assert after.token_ids == reference_2.greedy(PROMPT, 24)

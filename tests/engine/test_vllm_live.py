@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ import httpx
 import pytest
 
 from engine_kinds import KINDS, ROOT, left_out
+from judging import TEMPERATURES, check
 from processes import Process, descendants, shares_lock
 from reference import Reference
 from rollout_worker.turn import Turn, TurnTimeout
@@ -26,18 +25,19 @@ KIND = KINDS["vllm"]
 SHAPE = {"hidden": 512, "intermediate": 1024, "layers": 4, "heads": 8, "vocab": 32768}
 WEIGHTS_MB = 105
 GPU = "gpu-0"
+CLOSE = 1e-3
+"""Error of its logprobs: sums are eight times as long as the tiny model's."""
 
 pytestmark = pytest.mark.skipif(left_out(KIND) is not None, reason=str(left_out(KIND)))
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model with a tied output head, another version of it, and one that can't be served."""
+    """A model with a tied output head and another version of it."""
     home = tmp_path_factory.mktemp("vllm-models")
     maker = script()
     maker.make_model(home / "one", 1, maker.Shape(**SHAPE))
     maker.make_weights(home / "two", 2, maker.Shape(**SHAPE))
-    maker.make_model(home / "narrow", 1, maker.Shape(hidden=64, heads=4))
     return {folder.name: folder for folder in home.iterdir()}
 
 
@@ -51,9 +51,15 @@ def locks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def worker(
     models: dict[str, Path], locks: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Command]:
-    turn = ("--turn-directory", str(locks), "--turn-devices", GPU)
-    with served(models["one"], tmp_path_factory.mktemp("vllm-worker"), *turn) as worker:
+    """Records raw logprobs; the contract suite's records those of sampling."""
+    flags = ("--turn-directory", str(locks), "--turn-devices", GPU, "--logprobs", "raw")
+    with served(models["one"], tmp_path_factory.mktemp("vllm-worker"), *flags) as worker:
         yield worker
+
+
+@pytest.fixture(scope="module")
+def first(models: dict[str, Path]) -> Reference:
+    return Reference(models["one"])
 
 
 @contextmanager
@@ -72,12 +78,25 @@ def served(model: Path, home: Path, *flags: str) -> Iterator[Command]:
         worker.close()
 
 
-def test_an_update_reaches_a_tied_output_head(worker: Command, models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_raw_logprobs(worker: Command, first: Reference, temperature: float) -> None:
+    """vLLM records one kind for all requests: the other is refused."""
+    check(worker, "raw", temperature, first, close=CLOSE)
+    check(worker, "sampling", temperature, first, ["plain", "top_p", "all"])
+
+
+def test_raw_logprobs_are_the_default_where_they_are_recorded(worker: Command) -> None:
+    assert worker.generate(sampling={"max_tokens": 2}).json()["logprobs_of"] == "raw"
+
+
+def test_an_update_reaches_a_tied_output_head(
+    worker: Command, models: dict[str, Path], first: Reference
+) -> None:
     """vLLM 0.32 keeps the old packed copy of a tied head on CPUs: `extension._repack_heads`."""
     before = worker.sample(12)["token_ids"]
     worker.update(1, 1, models["two"])
     after = worker.sample(12)["token_ids"]
-    assert before == Reference(models["one"]).greedy(PROMPT, 12)
+    assert before == first.greedy(PROMPT, 12)
     assert after == Reference(models["two"]).greedy(PROMPT, 12)
 
 
@@ -106,36 +125,6 @@ def test_sleep_gives_memory_back_and_waking_brings_all_of_it(worker: Command, le
     assert worker.sample(12)["token_ids"] == before
 
 
-def test_a_head_size_that_vllm_has_no_kernel_for_is_refused_before_the_start(
-    models: dict[str, Path],
-) -> None:
-    """It would start healthy and die at the first request."""
-    code = """
-import json, sys
-from pathlib import Path
-from rollout_worker.engine import EngineError
-from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.vllm import environment, launch, settings
-environment.prepare_environment()
-try:
-    options = EngineOptions(model=Path(sys.argv[1]))
-    launch.launch(options, settings.parse(()), lambda _: None, lambda: False)
-except EngineError as error:
-    print(json.dumps(str(error)))
-"""
-    found = subprocess.run(
-        [KIND.python, "-c", code, models["narrow"]],
-        env={"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=sys.stderr,
-        timeout=240,
-        check=True,
-    )
-    reason = json.loads(found.stdout.splitlines()[-1])
-    assert "head_dim 16" in reason
-    assert "hf engine" in reason
-
-
 @pytest.mark.soak
 def test_what_vllm_alone_refuses_ends_that_request_only(
     models: dict[str, Path], tmp_path: Path
@@ -157,7 +146,7 @@ def test_the_turn_outlives_a_killed_worker_as_long_as_its_engine(
 ) -> None:
     """The last one here, for it ends the worker that the others share."""
     trainer = Turn(locks, [GPU], "trainer-0")
-    model = ranks(worker)
+    family, model = descendants(worker.process.pid), ranks(worker)
     assert shares_lock(model.pid, locks / GPU)
     assert worker.post("sleep").json()["turn"]["state"] == "Released"
     assert not shares_lock(model.pid, locks / GPU)
@@ -173,4 +162,6 @@ def test_the_turn_outlives_a_killed_worker_as_long_as_its_engine(
     finally:
         os.kill(model.pid, signal.SIGCONT)
     trainer.take(30)
-    until_sync(lambda: not model.alive, 30, what="the end of the stopped one")
+    until_sync(
+        lambda: not any(p.alive for p in family), 30, what="the end of all, the stopped one's"
+    )

@@ -28,6 +28,13 @@ CYCLES = int(os.environ.get("ROLLOUT_CYCLES", "8"))
 
 @pytest.fixture
 def worker(tiny_models: TinyModels) -> Iterator[InProcess]:
+    with in_process(tiny_models.model(1), "--restart-delays", "0.1") as worker:
+        yield worker
+
+
+@pytest.fixture
+def slow_to_restart(tiny_models: TinyModels) -> Iterator[InProcess]:
+    """Stays Failed long enough to be seen so."""
     with in_process(tiny_models.model(1)) as worker:
         yield worker
 
@@ -44,7 +51,8 @@ def crash_and_return(worker: InProcess) -> None:
     )
 
 
-def test_a_crash_ends_requests_as_aborted_and_is_reported(worker: InProcess) -> None:
+def test_a_crash_ends_requests_as_aborted_and_is_reported(slow_to_restart: InProcess) -> None:
+    worker = slow_to_restart
     before = worker.sample()
     plain = worker.long("plain")
     streamed = worker.in_background(lambda: worker.stream(sampling={"ignore_eos": True}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,10 +25,11 @@ from rollout_client import (
     SteeringFailed,
     TurnFailed,
 )
+from rollout_client.steering import cluster
 from rollout_client.turn import local_turn
 from rollout_worker.turn.files import holders
 from scripted_control import scripted_controls
-from turn_pool import GPUS, PlayedPool, played_pool
+from turn_pool import CLAIMS, GPUS, PODS, PlayedPool, claim, played_pool, pod
 from turn_process import puppet
 from waiting import until
 
@@ -241,6 +243,41 @@ async def test_somebody_who_pauses_the_pool_meanwhile_wins(
     assert played.asked == ["Asleep", "Paused"]
 
 
+async def test_a_pool_that_another_trainer_wakes_too_early_is_asked_again(
+    played: PlayedPool, pool: AsyncRolloutPool, directory: Path
+) -> None:
+    played.overruled = ["Active"]
+    async with pool.turn(seconds=30):
+        assert holders(directory) == MINE
+    assert played.asked == ["Asleep", "Active"] * 2
+
+
+async def test_a_turn_that_somebody_overrules_gives_up_and_leaves_the_pool_to_them(
+    played: PlayedPool, pool: AsyncRolloutPool
+) -> None:
+    played.overruled = ["Paused"]
+    with pytest.raises(SteeringFailed, match=r"somebody set spec\.state to Paused"):
+        async with pool.turn(seconds=30):
+            raise AssertionError
+    assert played.asked == ["Asleep", "Paused"]
+
+
+async def test_the_end_of_a_turn_waits_for_another_trainers(
+    played: PlayedPool, pool: AsyncRolloutPool
+) -> None:
+    async def other() -> None:
+        await until(lambda: len(played.asked) == 3)
+        await asyncio.sleep(0.3)
+        played.somebody_asks("Active")
+
+    async with pool.turn(seconds=30):
+        played.overruled = ["Asleep"]
+        ends = asyncio.create_task(other())
+    assert ends.done()
+    assert played.asked == ["Asleep", "Active", "Asleep", "Active"]
+    await ends
+
+
 async def test_a_trainer_with_an_older_epoch_gives_back_and_is_told(
     played: PlayedPool, pool: AsyncRolloutPool, directory: Path
 ) -> None:
@@ -305,20 +342,17 @@ async def test_two_trainers_at_once_have_the_devices_one_after_the_other(
 
     async def train(number: int) -> None:
         nonlocal most
-        # The other one may put the pool to sleep again while this one waits for it: they win.
-        async with (
-            AsyncRolloutPool.from_cluster("math") as pool,
-            pool.turn(seconds=20, serving=False),
-        ):
-            inside.append(number)
-            most = max(most, len(inside))
-            assert not played.worker.held
-            await asyncio.sleep(0.2)
-            inside.remove(number)
+        async with AsyncRolloutPool.from_cluster("math") as pool:
+            for _ in range(3):
+                async with pool.turn(seconds=60):
+                    inside.append(number)
+                    most = max(most, len(inside))
+                    assert not played.worker.held
+                    await asyncio.sleep(0.05)
+                    inside.remove(number)
 
     await asyncio.gather(train(0), train(1))
     assert most == 1
-    played.somebody_asks("Active")
     await until(lambda: played.worker.held, what="the worker has its devices again")
 
 
@@ -451,6 +485,91 @@ async def test_a_rank_that_is_cancelled_in_a_vote_leaves_no_other_waiting(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert holders(directory) == SERVING
+
+
+async def test_an_outage_at_the_end_of_a_turn_keeps_no_devices_and_no_pool_asleep(
+    played: PlayedPool,
+    pool: AsyncRolloutPool,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "QUICK_SECONDS", 0.1)
+    free: list[bool] = []
+
+    async def outage() -> None:
+        await until(lambda: holders(directory) == dict.fromkeys(sorted(GPUS)))
+        free.append(played.away)
+        await asyncio.sleep(1)
+        played.away = False
+
+    async with pool.turn(seconds=30):
+        played.away = True
+        over = asyncio.create_task(outage())
+    await over
+    assert free == [True]
+    assert holders(directory) == SERVING
+
+
+# The page.
+
+
+def blocks() -> list[str]:
+    page = Path(__file__).parents[2] / "docs" / "share-gpus.md"
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+class OneRank:
+    """What the page uses of torch and torch.distributed, of the only rank."""
+
+    tensor = staticmethod(int)
+
+    class ReduceOp:
+        """All-reduces."""
+
+        MIN = "min"
+
+    @staticmethod
+    def all_reduce(vote: int, op: str) -> None:
+        """One rank agrees with itself."""
+
+    @staticmethod
+    def get_rank() -> int:
+        """The only one."""
+        return 0
+
+    @staticmethod
+    def get_world_size() -> int:
+        """One."""
+        return 1
+
+
+@pytest.mark.parametrize("number", range(2))
+async def test_the_code_of_the_page_runs(
+    played: PlayedPool, directory: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    held: list[list[str]] = []
+
+    def train() -> None:
+        held.append([device for device, who in holders(directory).items() if who == "trainer-0"])
+
+    real = RolloutPool.from_cluster
+    monkeypatch.setattr(RolloutPool, "from_cluster", lambda name, namespace: real(name))
+    monkeypatch.setenv("POD_NAME", "trainer-0")
+    played.server.answer("GET", f"{PODS}/trainer-0", pod({"name": "g", "resourceClaimName": "g"}))
+    played.server.answer("GET", f"{CLAIMS}/g", claim("gpu-10", "gpu-9"))
+    names = {
+        "STEPS": 2,
+        "sample": lambda pool: pool.wait_serving(),
+        "publish": lambda pool, step: None,
+        "train": train,
+        "torch": OneRank,
+        "dist": OneRank,
+        "LOCAL_RANK": 1,
+        "RolloutPool": RolloutPool,
+    }
+    assert len(blocks()) == 2
+    await asyncio.to_thread(exec, blocks()[number], names)
+    assert held == [[sorted(GPUS)] * 2, [[GPUS[1]]]][number]
 
 
 # Pools without an operator, and no pool at all.

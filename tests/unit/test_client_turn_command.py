@@ -109,7 +109,7 @@ def test_who_has_it_is_named_when_time_is_up(environment: dict[str, str], direct
             "at least one device, and each once",
         ),
         (command("run", "--devices", "gpu-0"), 2, "give the command to run after --"),
-        (command("run", "--timeout", "-1", "--", "true"), 2, "invalid"),
+        (command("run", "--timeout", "-1", "--", "true"), 2, "give a number of seconds above 0"),
         (command("run", "--namespace", "n", "--", "true"), 2, "give --pool"),
         (command("status", "--directory", "/nowhere"), 125, "/nowhere"),
         (command(), 2, "run|status"),

@@ -125,7 +125,7 @@ def test_while_a_trainer_is_missing_nothing_moves_and_the_numbers_are_told() -> 
     plan = world.step()
     assert told(plan, "Degraded") == (
         "TooFewTrainers",
-        "3 rollout pods with 1 slots per trainer pod need 3 trainer pods, and "
+        "the pool needs 3 of the trainer's pods for 3 of its own (spec.colocation.slots 1), and "
         "spec.colocation.trainerSelector (job=grpo) selects 2: start more of them or lower spec.replicas",
     )
     assert plan.status.phase == "Degraded"
@@ -208,8 +208,15 @@ def test_a_pod_that_lost_its_labels_is_sought_before_anything_is_waited_for() ->
     world.run()
     world.unlabelled.add(world.pods["pool-0-0"].uid)
     trainers_of(world).restart("t-0")
+    assert [(s.replica, s.rank) for s in world.step().seek] == [(0, 0)]
     assert world.run(80).phase == "Ready"
     assert not world.unlabelled
+
+
+def test_pods_that_no_claim_knows_are_not_sought() -> None:
+    world = world_beside(generated=True, replicas=9)
+    for _ in range(5):
+        assert not world.step().seek
 
 
 def test_who_has_the_turn_is_told_of_each_member() -> None:

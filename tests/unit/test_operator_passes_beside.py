@@ -97,10 +97,7 @@ async def test_a_pod_is_made_on_the_trainers_claim_once_both_are_listed(lab: Pas
     lists(lab, CLAIMS, claim())
     lab.has_pool(**COLOCATED)
     await lab.reconcile()
-    assert not made, "nothing is known yet"
-    assert lab.status["message"] == (
-        "replica 0 waits for the list of the trainer's pods and claims"
-    )
+    assert made == lab.written == [], "nothing is known yet"
     await looks_again(lab)
     (body,) = made
     (used,) = body["spec"]["resourceClaims"]
@@ -118,12 +115,27 @@ async def test_what_can_not_be_listed_is_told_in_status(lab: PassLab) -> None:
     assert lab.status["phase"] == "Pending"
 
 
+async def test_what_is_waited_for_is_told_in_an_event_once(lab: PassLab) -> None:
+    waits = {**trainer(), "spec": {**trainer()["spec"], "nodeName": None}}
+    lists(lab, PODS, waits)
+    lists(lab, CLAIMS, claim())
+    lab.has_pool(**COLOCATED)
+    await lab.reconcile()
+    said = await looks_again(lab)
+    await looks_again(lab)
+    assert said == (
+        "replica 0 waits for the trainer's pod 't-0' to be scheduled, which needs ResourceClaim 'gpus-0'"
+    )
+    assert lab.told.events == [("Normal", "WaitingForTrainer", said)]
+
+
 async def test_who_is_deleted_asks_no_more(lab: PassLab) -> None:
     lists(lab, PODS)
     lists(lab, CLAIMS)
     pool = lab.has_pool(**COLOCATED)
     await lab.reconcile()
     assert "selects 0: start more of them" in await looks_again(lab)
+    assert [reason for _, reason, _ in lab.told.events] == ["TooFewTrainers"]
     await until(lambda: lab.api.at_once == 2, what="both streams")
     later = str(int(pool["metadata"]["resourceVersion"]) + 100)
     lab.ctx.store.take(

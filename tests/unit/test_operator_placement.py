@@ -182,7 +182,7 @@ def test_too_few_trainers_are_told_with_the_numbers() -> None:
     reason, text = wrong(Placement(spec, beside(trainer("t-0"), trainer("t-1"))).of(0, 0))
     assert reason == "TooFewTrainers"
     assert text == (
-        "5 rollout pods with 2 slots per trainer pod need 3 trainer pods, and "
+        "the pool needs 3 of the trainer's pods for 5 of its own (spec.colocation.slots 2), and "
         "spec.colocation.trainerSelector (job=grpo) selects 2: start more of them or lower spec.replicas"
     )
 
@@ -330,15 +330,19 @@ def test_a_rollout_pod_is_no_trainer_whatever_its_labels() -> None:
 
 def test_a_claim_is_read_whole() -> None:
     result = {"request": "gpus", "driver": "gpu.example.com", "pool": "n1", "device": "gpu-0"}
+    users = [
+        {"resource": "pods", "name": "t-0", "uid": "t"},
+        {"apiGroup": "x", "resource": "jobs", "name": "j", "uid": "j"},
+    ]
     raw = {
         "metadata": {"name": "c", "uid": "u", "ownerReferences": [{"kind": "Pod", "uid": "t"}]},
         "spec": {"devices": {"requests": [{"name": "gpus", "exactly": {"count": 1}}]}},
-        "status": {"allocation": {"devices": {"results": [result]}}, "reservedFor": [{"uid": "t"}]},
+        "status": {"allocation": {"devices": {"results": [result]}}, "reservedFor": users},
     }
     device = Device("gpus", "gpu.example.com", "n1", "gpu-0")
     assert device.name == "gpu.example.com/n1/gpu-0"
     assert parse_claim(raw) == DeviceClaim(
-        "c", "u", requests=("gpus",), allocated=True, devices=(device,), pod_uid="t"
+        "c", "u", requests=("gpus",), allocated=True, devices=(device,), pod_uid="t", users=("t-0",)
     )
     bare = {"metadata": {"name": "c", "uid": "u"}, "spec": {}}
     assert parse_claim(bare) == DeviceClaim("c", "u")

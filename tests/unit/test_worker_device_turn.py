@@ -16,7 +16,7 @@ from rollout_worker.turn import Turn, TurnTimeout
 from rollout_worker.turn.files import holders, lock_name
 from rollout_worker.turn.sharing import SOCKET
 from rollout_worker.wire.problems import ProblemError
-from tiny_engine import Gate, raising
+from tiny_engine import ABLE, Gate, raising
 from tiny_worker import TinyWorker, refused, tiny_worker
 from waiting import until
 
@@ -341,6 +341,21 @@ async def test_a_process_that_is_spent_keeps_the_turn_until_it_has_ended(
     assert worker.runtime.turn is not None
     worker.runtime.turn.close()
     await trainer.take_async(5)
+
+
+async def test_an_engine_that_gives_nothing_back_is_refused(
+    tmp_path: Path, directory: Path, trainer: Turn
+) -> None:
+    flags = ("--turn-directory", str(directory), "--turn-devices", GPU)
+    worker = TinyWorker(tmp_path, (*flags, "--restart-delays", "60"))
+    worker.able = ABLE.model_copy(update={"sleep_levels": (), "memory_release": False})
+    running = asyncio.create_task(worker.worker.run())
+    await worker.reaches(Lifecycle.FAILED)
+    assert "nobody else would get a turn" in str(worker.runtime.last_error)
+    await trainer.take_async(5)
+    running.cancel()
+    await asyncio.wait({running})
+    await worker.worker.supervisor.end()
 
 
 async def test_a_lock_directory_that_is_gone_is_told_and_waited_for(

@@ -1,4 +1,7 @@
-"""Any order of verbs, updates, deaths and requests: every token is what its label says it is."""
+"""Any order of verbs, updates, deaths, requests and turns: every token is what its label says it is.
+
+And where a trainer has the device by turns, nobody has memory of it out of turn, and nobody waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 
 from rollout_worker.requests.flights import Flight
 from rollout_worker.schemas import DiscardRequest, Lifecycle
+from rollout_worker.turn import Turn, TurnTimeout
 from rollout_worker.wire.problems import ProblemError
 from tiny_worker import LONG, TinyWorker, tiny_worker
 from waiting import until
@@ -31,6 +35,9 @@ NAMES = (
     *("begin", "begin", "step", "stage", "update", "update", "update", "discard"),
     *("pause", "resume", "sleep", "sleep", "sleep", "wake", "wake", "die"),
 )
+TURNS = ("train", "train", "train", "trained", "trained")
+"""What there is to do besides where a trainer uses the device by turns."""
+GPU = "gpu-0"
 FIELDS: dict[str, dict[str, Sequence[Any]]] = {
     "step": {"count": (1, 2, 3)},
     "update": {"in_flight": POLICIES, "on_deadline": ("Abort", "Keep")},
@@ -41,9 +48,9 @@ FIELDS: dict[str, dict[str, Sequence[Any]]] = {
 }
 
 
-def drawn(random: Random) -> list[Action]:
+def drawn(random: Random, more: Sequence[str] = ()) -> list[Action]:
     """A history of as many actions as a commit, a sleep and what leads to them need."""
-    names = random.choices(NAMES, k=random.randint(4, 12))
+    names = random.choices((*NAMES, *more), k=random.randint(4, 12))
     return [
         (name, {key: random.choice(among) for key, among in FIELDS.get(name, {}).items()})
         for name in names
@@ -107,16 +114,22 @@ class History:
         await self.worker.updates.discard("me", request)
 
     async def _die(self) -> None:
-        restarts = self.worker.runtime.restarts
+        runtime, restarts = self.worker.runtime, self.worker.runtime.restarts
         self.worker.engine.die()
-        self.worker.runtime.crashed("the history says so")
-        await until(lambda: self.worker.runtime.restarts > restarts, what="the restart")
-        await until(lambda: self.worker.runtime.lifecycle.has_engine, what="the engine")
+        runtime.crashed("the history says so")
+        if runtime.turn is not None and runtime.target().all_released:
+            await until(lambda: runtime.engine is None, what="its burial")
+            await self.worker.reaches(Lifecycle.ASLEEP)
+            return
+        await until(lambda: runtime.restarts > restarts, what="the restart")
+        await until(lambda: runtime.lifecycle.has_engine, what="the engine")
 
     def check(self) -> None:
         """What holds after every call."""
         worker, state = self.worker, self.worker.worker.state()
         assert "commit" not in {hold.holder for hold in state.holds}
+        if worker.runtime.engine is None:
+            return
         slot = state.weights.staged
         assert len(worker.engine.sinks) == (slot is not None and slot.phase == "Staged")
         if not state.resident.weights:
@@ -147,6 +160,79 @@ class History:
             assert flight.exact is None or flight.exact.as_tuple() == identity
 
 
+class TurnHistory(History):
+    """The same with a trainer that takes the device when it can."""
+
+    def __init__(self, worker: TinyWorker, trainer: Turn) -> None:
+        super().__init__(worker)
+        self.trainer = trainer
+        self.overlaps: list[str] = []
+        judged = {"wake": self._judge_turn, "start": self._judge_turn}
+        worker.engine.before.update(judged)
+        worker.before_start.update(judged)
+
+    async def _judge_turn(self) -> None:
+        if self.trainer.held:
+            self.overlaps.append("an engine takes memory in the trainer's turn")
+
+    async def do(self, name: str, fields: dict[str, Any]) -> None:
+        """Do it; what has to wait for the trainer gets its turn when it waits."""
+        if name == "train":
+            await self._train()
+        elif name == "trained":
+            self.trainer.give()
+        else:
+            doing = asyncio.create_task(super().do(name, fields))
+            while not doing.done():
+                turn = self.worker.worker.state().turn
+                if turn is not None and turn.waiting_for:
+                    self.trainer.give()
+                await asyncio.wait({doing}, timeout=0.01)
+            await doing
+
+    async def _train(self) -> None:
+        released = self.worker.runtime.target().all_released
+        try:
+            await self.trainer.take_async(5 if released else 0)
+        except TurnTimeout:
+            assert not released, "who sleeps keeps nobody waiting"
+
+    def check(self) -> None:
+        """Who has memory has the turn."""
+        super().check()
+        assert not self.overlaps
+        engine = self.worker.runtime.engine
+        resident = engine is not None and any(self.worker.engine.resident.values())
+        assert not (resident and self.trainer.held)
+        turn = self.worker.worker.state().turn
+        assert turn is not None
+        assert turn.state == "Held" if resident else True
+
+    async def finish(self) -> None:
+        """Wake it, as often as it takes: who died asleep loads first."""
+        self.trainer.give()
+        await self._wake()
+        await super().finish()
+
+    async def _wake(self) -> None:
+        for holder in HOLDERS:
+            await self.do("wake", {"holder": holder})
+        await until(lambda: self.worker.runtime.alive, what="an engine")
+        await until(lambda: self.worker.runtime.lifecycle.has_engine, what="the engine")
+
+
+async def run_in_turns(actions: list[Action]) -> None:
+    with tempfile.TemporaryDirectory() as home:
+        trainer = Turn(Path(home), [GPU], "trainer-0")
+        flags = ("--turn-directory", home, "--turn-devices", GPU)
+        async with tiny_worker(Path(home), *flags, rows=5) as worker:
+            history = TurnHistory(worker, trainer)
+            for name, fields in actions:
+                await history.do(name, fields)
+                history.check()
+            await history.finish()
+
+
 async def run(actions: list[Action]) -> None:
     with tempfile.TemporaryDirectory() as home:
         async with tiny_worker(Path(home), rows=5) as worker:
@@ -163,3 +249,11 @@ def test_no_history_mixes_weights(seed: int) -> None:
     actions = drawn(Random(seed))
     note(actions)
     asyncio.run(run(actions))
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(st.integers(0, 2**32))
+def test_no_history_with_a_trainer_holds_memory_out_of_turn(seed: int) -> None:
+    actions = drawn(Random(seed), TURNS)
+    note(actions)
+    asyncio.run(run_in_turns(actions))

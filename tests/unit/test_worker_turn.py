@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -444,6 +445,35 @@ def _the_one_that_holds(directory: Path, others: list[Puppet]) -> Puppet:
     found = eventually("one of them holds both devices", held, every=0.01)
     assert found is not None
     return found
+
+
+def test_processes_killed_and_stopped_at_any_moment_never_overlap(
+    directory: Path, tmp_path: Path
+) -> None:
+    random, said = Random(7), list[str]()
+    with contextlib.ExitStack() as stack:
+
+        def start() -> Puppet:
+            made = stack.enter_context(puppet(directory, "spinner", "a", "b"))
+            made.tell(f"spin {tmp_path / 'judge'}")
+            return made
+
+        spinners = [start() for _ in range(3)]
+        for _ in range(12):
+            victim = random.choice(spinners)
+            if random.random() < 0.5:
+                victim.signal(signal.SIGSTOP)
+            time.sleep(random.random() * 0.05)
+            victim.kill()
+            said += victim.said()
+            spinners[spinners.index(victim)] = start()
+        # Nobody's death has lost the turn: each of those who live has more of them.
+        for each in spinners:
+            assert each.answer() == "turn"
+        for each in spinners:
+            each.kill()
+            said += each.said()
+    assert set(said) == {"turn"}
 
 
 def test_a_hand_over_takes_milliseconds(directory: Path, mine: Turn) -> None:

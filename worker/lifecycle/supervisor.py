@@ -34,6 +34,7 @@ from rollout_worker.turn import TurnReplaced
 from rollout_worker.updates.state import Updates
 
 from .governor import Governor
+from .turning import check_it_sleeps
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class Supervisor:
             await asyncio.sleep(delay)
 
     async def _rest(self) -> bool:
-        """Stay asleep without an engine, if it should be asleep and others have the devices then."""
+        """Stay asleep without an engine, if it should be asleep and others may have the devices."""
         runtime = self._runtime
         if runtime.turn is None or not runtime.target().all_released:
             return False
@@ -144,8 +145,8 @@ class Supervisor:
         runtime = self._runtime
         async with runtime.exclusive:
             runtime.lifecycle.move(Lifecycle.LOADING)
+            self._expect(inf)  # however long others have the devices
             if runtime.turn is not None:
-                self._expect(inf)  # however long others have the devices
                 await runtime.turn.take(self._report)
             self._expect(runtime.settings.start_timeout + SEED_SECONDS)
             with runtime.telemetry.transition("load"):
@@ -162,6 +163,7 @@ class Supervisor:
             # In a thread: importing an engine takes seconds, and probes need answers.
             engine = runtime.engine = await asyncio.to_thread(self._create)
             info = await self._start(engine)
+        check_it_sleeps(runtime, engine)
         runtime.info = info
         runtime.telemetry.info(info.engine, info.engine_version, runtime.settings.served_name)
         self._updates.loaded(info)
@@ -267,8 +269,7 @@ class Supervisor:
     async def _stop_engine(self) -> None:
         """Stop the engine; give up on it after `STOP_SECONDS`.
 
-        With it goes the turn for its devices, unless there may be memory of them in this process: then it goes
-        with the process.
+        The turn for its devices stays if there may be memory of them in this process, until it ends.
         """
         runtime = self._runtime
         engine, runtime.engine = runtime.engine, None

@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollout_worker.core.runtime import Runtime
-from rollout_worker.engine import EngineCrashed
+from rollout_worker.engine import Engine, EngineCrashed, EngineError
 from rollout_worker.schemas import Progress
 from rollout_worker.turn import TurnReplaced
+
+
+def check_it_sleeps(runtime: Runtime, engine: Engine) -> None:
+    """Refuse an engine that would keep its devices for ever.
+
+    Raises:
+        EngineError: its sleep gives no memory back, but others are to have their turns.
+    """
+    able = engine.capabilities
+    if runtime.turn is not None and not (able.memory_release and able.sleep_levels):
+        raise EngineError(
+            "this engine can't give its memory back, so nobody else would get a turn: leave out what keeps"
+            " it from sleeping (SGLang: --enable-memory-saver), or --turn-devices"
+        )
 
 
 async def turn_to_wake(runtime: Runtime, wanted: Callable[[], bool]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import certifi
 import httpx
 
-from engine_kinds import ROOT, EngineKind
+from engine_kinds import QUEUE, ROOT, EngineKind
 from processes import Process, descendants
 from tinymodels import TinyModels
 from waiting import until_sync
@@ -53,8 +53,9 @@ class Served(Command):
             folder / "worker.log",
             [
                 *("--engine", kind.name, "--shutdown-grace", "0", "--served-name", "tiny"),
+                *("--max-queue", str(QUEUE), "--restart-delays", "0"),
                 *(*pool, *kube, "--kube-token-file", str(token_file), *roots),
-                *(*kind.flags, *flags),
+                *(*kind.flags, *kind.narrow, *kind.impatient, *flags),
             ],
             {"PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(self.temporary), **kind.env},
             python=kind.python,

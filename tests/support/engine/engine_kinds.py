@@ -18,18 +18,21 @@ from rollout_worker.engine import ENGINES
 ROOT = Path(__file__).resolve().parents[3]
 CACHE = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"))
 
-HANG_SECONDS = 4
-"""Step deadline of the workers whose engine is stopped on purpose."""
-ROWS = 8
-"""Most outputs in one step where a test fills the queue."""
+HANG_SECONDS = 8
+"""Step deadline: one engine is stopped on purpose, and no other step of a busy machine takes so long."""
+ROWS = 32
+"""Most outputs in one step: what tests run side by side fits, and a few more fill the queue."""
+QUEUE = 40
+"""Most outputs that wait: with those that run, more than any test of load has at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
     """How to run one engine.
 
-    `flags` of every worker, `narrow` lets at most `ROWS` outputs run at once, `impatient` makes a
-    step of `HANG_SECONDS` count as hung. `in_process`: it has no process that could die alone.
+    `flags` of every worker; those of the suite's are `narrow`, so that at most `ROWS` outputs run
+    at once, and `impatient`: a step of `HANG_SECONDS` counts as hung. `in_process`: it has no
+    process that could die alone.
     """
 
     name: str

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import httpx
 import torch
 
-from contracts import Served, sound
+from contracts import sound
 from reference import Reference, distribution
 from rollout_worker.schemas import LogprobsOf, SamplingParams
-from workers import PROMPT, slug
+from workers import PROMPT, Client, slug
 
 TOKENS = 24
 CLOSE = 1e-4
+"""Error of a float32 sum over the vocabulary of the tiny model, amply."""
 EDGE = 2e-5
-AT_ONCE = 8
-"""Requests at a time: what the smallest queue of the suite takes."""
-"""Error of a float32 sum over the vocabulary, amply."""
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "top_p": {"top_p": 0.7},
@@ -41,9 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 TEMPERATURES = (0.0, 0.5, 1.0, 2.0)
 
 
-def undeclared(worker: Served, kind: LogprobsOf, fields: dict[str, Any]) -> str | None:
+def undeclared(able: Mapping[str, Any], kind: LogprobsOf, fields: dict[str, Any]) -> str | None:
     """What the engine says it can't do of this, as the path that a 422 must name."""
-    able = worker.able
     default = SamplingParams()
     changed = {field for field, value in fields.items() if value != getattr(default, field)}
     for field in sorted(changed):
@@ -59,7 +56,11 @@ def undeclared(worker: Served, kind: LogprobsOf, fields: dict[str, Any]) -> str 
 
 
 def _compare(
-    answer: httpx.Response, kind: LogprobsOf, fields: dict[str, Any], judge: Reference
+    answer: httpx.Response,
+    kind: LogprobsOf,
+    fields: dict[str, Any],
+    judge: Reference,
+    close: float,
 ) -> None:
     assert answer.status_code == 200, answer.text
     body = answer.json()
@@ -77,20 +78,12 @@ def _compare(
         # Whatever is recorded, it was drawn from the distribution that was asked for.
         assert max(float(row[token]) for row in rows) > -30, f"token {index} may not be sampled"
         if fields["temperature"] == 0:
-            assert float(rows[0][token]) >= float(rows[0].max()) - CLOSE
+            assert float(rows[0][token]) >= float(rows[0].max()) - close
         if kind == "raw":
             rows = [logits[index].log_softmax(-1)]
         got = output["logprobs"][index]
         expected = [float(row[token]) for row in rows]
-        assert min(abs(got - e) for e in expected) <= CLOSE, (index, got, expected)
-
-
-def batched(names: Collection[str], size: int) -> Iterator[Sequence[str]]:
-    """Yield the names in groups of at most `size`."""
-    rest = list(names)
-    while rest:
-        yield rest[:size]
-        del rest[:size]
+        assert min(abs(got - e) for e in expected) <= close, (index, got, expected)
 
 
 def _readings(fields: dict[str, Any]) -> list[SamplingParams]:
@@ -101,20 +94,15 @@ def _readings(fields: dict[str, Any]) -> list[SamplingParams]:
 
 
 def check(
-    worker: Served,
+    worker: Client,
     kind: LogprobsOf,
     temperature: float,
     judge: Reference,
     shapes: Collection[str] = tuple(SHAPES),
+    close: float = CLOSE,
 ) -> None:
-    """Ask for every shape, a few at once; each is right, or it is refused as declared."""
-    for some in batched(shapes, AT_ONCE):
-        _check_some(worker, kind, temperature, judge, some)
-
-
-def _check_some(
-    worker: Served, kind: LogprobsOf, temperature: float, judge: Reference, shapes: Sequence[str]
-) -> None:
+    """Ask for every shape at once; each is right, or it is refused as declared."""
+    able = worker.data.get("/v1/info").json()["capabilities"]
     fields = {name: {"temperature": temperature, **SHAPES[name]} for name in shapes}
     calls = {
         name: worker.in_background(
@@ -127,9 +115,9 @@ def _check_some(
         for name in shapes
     }
     for name, call in calls.items():
-        answer, lack = call.result(60), undeclared(worker, kind, fields[name])
+        answer, lack = call.result(60), undeclared(able, kind, fields[name])
         if lack is None:
-            _compare(answer, kind, fields[name], judge)
+            _compare(answer, kind, fields[name], judge, close)
         else:
             assert (answer.status_code, slug(answer)) == (422, "unsupported"), (name, answer.text)
             assert answer.json()["errors"][0]["field"] == lack, name

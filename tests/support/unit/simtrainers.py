@@ -48,19 +48,25 @@ class SimTrainers:
 
     def catch_up(self, tick: float, users: Iterable[Pod]) -> None:
         """Whatever is due by now: pods go and come, claims go and are allocated."""
-        used = {pod.taken.claim_uid for pod in users if pod.taken is not None}
-        for name, pod in list(self.pods.items()):
+        by_claim: dict[str, list[str]] = {}
+        for pod in users:
+            if pod.taken is not None:
+                by_claim.setdefault(pod.taken.claim_uid, []).append(pod.name)
+        used = by_claim.keys()
+        for name, beside in list(self.pods.items()):
             due = self._gone_at.setdefault(name, tick + GONE_SECONDS)
-            if not pod.deleting:
+            if not beside.deleting:
                 del self._gone_at[name]
             elif due <= tick:
                 del self.pods[name], self._gone_at[name]
-                self._end_claim(pod)
+                self._end_claim(beside)
         for name, claim in list(self.claims.items()):
             if claim.deleting and claim.uid not in used:
                 del self.claims[name]
             elif not self._has_user(name) and claim.uid not in used:
-                self.claims[name] = replace(claim, allocated=False, devices=())
+                self.claims[name] = replace(claim, allocated=False, devices=(), users=())
+            else:
+                self.claims[name] = replace(claim, users=tuple(by_claim.get(claim.uid, ())))
         for name in self.wanted:
             self._advance(name)
 

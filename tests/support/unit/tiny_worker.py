@@ -30,7 +30,7 @@ from rollout_worker.schemas import (
 from rollout_worker.service import Worker
 from rollout_worker.settings import Settings, add_flags, parse
 from rollout_worker.wire.problems import ProblemError
-from tiny_engine import TinyEngine, write_weights
+from tiny_engine import ABLE, TinyEngine, write_weights
 from waiting import until
 
 LONG = 40
@@ -53,6 +53,8 @@ class TinyWorker:
         self.model = write_weights(home / "model", 100)
         self.rows = 8
         self.engines: list[TinyEngine] = []
+        self.able = ABLE
+        """Capabilities of the next engine."""
         self.before_start: dict[str, Any] = {}
         """`before` of the next engine."""
         self.worker = Worker(settings(*flags), self._make)
@@ -62,6 +64,7 @@ class TinyWorker:
 
     def _make(self) -> Engine:
         engine = TinyEngine(self.model, self.rows)
+        engine.capabilities = self.able
         engine.before.update(self.before_start)
         self.engines.append(engine)
         return cast(Engine, engine)

@@ -33,8 +33,12 @@ class PlayedPool:
         """States that the operator does not hear of."""
         self.refuses: int | None = None
         """Status that the API server answers to each change, if it refuses them."""
+        self.away = False
+        """Whether the API server answers nothing but 503."""
         self.asked: list[str] = []
         """States that were asked for, in order."""
+        self.overruled: list[str] = []
+        """States that somebody asks for right after a trainer asked for another one."""
         self.epoch = 0
         self._generation = 1
         self._task: asyncio.Task[None] | None = None
@@ -88,15 +92,21 @@ class PlayedPool:
         }
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
+        if self.away:
+            return web.json_response({"message": "overloaded"}, status=503)
         return web.json_response(self._pool())
 
     async def _write(self, request: web.Request) -> web.StreamResponse:
         if self.refuses is not None:
             return web.json_response({"message": "no"}, status=self.refuses)
+        if self.away:
+            return web.json_response({"message": "overloaded"}, status=503)
         body = await request.json()
         if body["metadata"]["resourceVersion"] != str(self._generation):
             return web.json_response({"message": "it was changed"}, status=409)
         self.somebody_asks(body["spec"]["state"])
+        if self.overruled:
+            self.somebody_asks(self.overruled.pop(0))
         return web.json_response(self._pool())
 
     async def _slices(self, request: web.Request) -> web.StreamResponse:

@@ -45,6 +45,12 @@ class Puppet:
         self.process.kill()
         self.process.wait(30)
 
+    def said(self) -> list[str]:
+        """What a dead one had said; its last line may be cut."""
+        assert self.process.stdout is not None
+        lines = self.process.stdout.read().splitlines(keepends=True)
+        return [line.strip() for line in lines if line.endswith("\n")]
+
     def signal(self, number: int) -> None:
         """Send a signal."""
         self.process.send_signal(number)
@@ -92,6 +98,8 @@ def _obey(turn: Turn, orders: IO[str]) -> None:
             case ["leave"]:
                 turn.leave()
                 _say("left")
+            case ["spin", judge]:
+                _spin(turn, Path(judge))
             case ["pair"]:
                 # A hand-over as the other side sees it: when the lock was free, and when it was had.
                 turn.give()
@@ -101,6 +109,17 @@ def _obey(turn: Turn, orders: IO[str]) -> None:
                 _say(_child(sharing))
             case other:
                 raise AssertionError(f"unknown order {other}")
+
+
+def _spin(turn: Turn, judge: Path) -> None:
+    """Take turns without end; in each, leave a mark, and find it again a moment later."""
+    mine = str(os.getpid())
+    while True:
+        turn.take()
+        judge.write_text(mine)
+        time.sleep(0.001)
+        _say("turn" if judge.read_text() == mine else "OVERLAP")
+        turn.give()
 
 
 def _take(turn: Turn, timeout: float) -> str:

@@ -1,4 +1,4 @@
-"""Dead and hung engine processes under load, what they leave behind, and an orderly end.
+"""Dead and hung engine processes under load, and what they leave behind.
 
 `make soak` repeats the deaths, each of every process in turn, ROLLOUT_CYCLES times.
 """
@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 
 from contracts import Served, made_by, sound
-from engine_kinds import HANG_SECONDS
+from engine_kinds import HANG_SECONDS, kinds
 from judging import greedy
 from processes import Process, held, traces
 from reference import Reference
@@ -28,6 +28,12 @@ CYCLES = int(os.environ.get("ROLLOUT_CYCLES", "4"))
 LONG = {"max_tokens": 1500, "ignore_eos": True}
 HELPERS = ("resource_tracker", "forkserver")
 """Python's own: an engine lives without them."""
+KILLED = [
+    pytest.param(kind, marks=[pytest.mark.soak] if kind.name == "sglang" else [])
+    for kind in kinds()
+]
+"""SGLang's death is shown every day by tests/cluster/test_engines.py, with what it leaves behind by
+tests/engine/test_sglang_engine.py; each more costs a start."""
 NOTICED_SECONDS = {signal.SIGKILL: 2.0, signal.SIGSTOP: HANG_SECONDS + 3.0}
 
 
@@ -121,48 +127,49 @@ def restarted(worker: Served, restarts: int) -> tuple[list[str], float]:
 
 
 @pytest.mark.timeout(500)
+@pytest.mark.parametrize("kind", KILLED, indirect=True, ids=str)
+def test_an_engine_process_is_killed(mortal: Served, reference: dict[int, Reference]) -> None:
+    processes = engine_processes(mortal)
+    mortal.load(2)
+    fall(mortal, processes[0], signal.SIGKILL, reference[2])
+
+
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize(
-    ("how", "pausing"),
-    [
-        (signal.SIGKILL, False),
-        (signal.SIGSTOP, True),
-        pytest.param(signal.SIGSTOP, False, marks=pytest.mark.soak),
-    ],
-    ids=["killed", "stopped while it pauses", "stopped"],
+    "pausing", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["while it pauses", "alone"]
 )
-def test_an_engine_process_falls(
-    raw_worker: Served, reference: dict[int, Reference], how: signal.Signals, pausing: bool
+def test_an_engine_process_is_stopped(
+    mortal: Served, reference: dict[int, Reference], pausing: bool
 ) -> None:
-    processes = engine_processes(raw_worker)
-    raw_worker.load(2)
-    # Another one each time: the first dies, the innermost hangs.
-    victim = processes[0 if how is signal.SIGKILL else -1]
-    fall(raw_worker, victim, how, reference[2], pausing=pausing)
+    processes = engine_processes(mortal)
+    mortal.load(2)
+    # Not the one that is killed: that is the first, this is the innermost.
+    fall(mortal, processes[-1], signal.SIGSTOP, reference[2], pausing=pausing)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(200 * CYCLES + 100)
-def test_many_falls(raw_worker: Served, reference: dict[int, Reference]) -> None:
+def test_many_falls(mortal: Served, reference: dict[int, Reference]) -> None:
     """Nothing of any death is left, and the worker that outlives them all has not grown."""
-    raw_worker.load(2)
-    family, left = set(own(raw_worker)), set[str]()
-    fallen = partial(fall, raw_worker, judge=reference[2])
-    fallen(engine_processes(raw_worker)[0], signal.SIGKILL)  # what stays is there from now on
-    first, began = kept_by(raw_worker), time.monotonic()
+    mortal.load(2)
+    family, left = set(own(mortal)), set[str]()
+    fallen = partial(fall, mortal, judge=reference[2])
+    fallen(engine_processes(mortal)[0], signal.SIGKILL)  # what stays is there from now on
+    first, began = kept_by(mortal), time.monotonic()
     for cycle in range(CYCLES):
-        processes = engine_processes(raw_worker)
+        processes = engine_processes(mortal)
         family |= set(processes)
         left |= traces(processes)
         how = (signal.SIGKILL, signal.SIGSTOP)[cycle % 2]
         fallen(processes[cycle // 2 % len(processes)], how)
-        present = own(raw_worker)
+        present = own(mortal)
         orphans = [process for process in family - set(present) if process.alive]
         kept = {name for name in left - traces(present) if os.path.exists(name)}
-        now = kept_by(raw_worker)
+        now = kept_by(mortal)
         logger.info(
             "%s: %d deaths in %.0f s; left of %d processes: %d, of %d segments and sockets: %d;"
             " the worker holds %s, at first %s",
-            *(raw_worker.kind, cycle + 1, time.monotonic() - began),
+            *(mortal.kind, cycle + 1, time.monotonic() - began),
             *(len(family), len(orphans), len(left), len(kept), now, first),
         )
         assert not orphans
@@ -180,23 +187,5 @@ def kept_by(worker: Served) -> dict[str, int]:
     return {"files": len(list(worker.temporary.rglob("*"))), **held(worker.process.pid)}
 
 
-def test_starting_told_its_progress(raw_worker: Served) -> None:
-    assert len(raw_worker.said) >= 2, raw_worker.said
-
-
-def test_sigterm_drains_and_exits_0(raw_worker: Served) -> None:
-    """The last one: it ends the worker."""
-    worker = raw_worker
-    family = worker.children()
-    left = traces(family)
-    running = worker.busy(4, 300)
-    worker.terminate()
-    for answer in running():
-        [output] = answer.json()["outputs"]
-        sound(output)
-        assert (output["stop_reason"], len(output["token_ids"])) == ("length", 300)
-    assert worker.process.wait(60) == 0
-    until_sync(lambda: not any(p.alive for p in family), 10, what="the engine's processes")
-    kept = {name for name in left if os.path.exists(name)}
-    assert not kept, f"left behind: {kept}"
-    assert [line["level"] for line in worker.logged() if line["message"] == "stopped"] == ["info"]
+def test_starting_told_its_progress(worker: Served) -> None:
+    assert len(worker.said) >= 2, worker.said

@@ -7,17 +7,17 @@ from functools import partial
 import pytest
 
 from contracts import Served, sound
-from engine_kinds import ROWS
+from engine_kinds import QUEUE, ROWS
 from waiting import until_sync
 from workers import slug
 
-QUEUE = 8
-LONG = {"max_tokens": 1800, "ignore_eos": True}
+TOKENS = 450
+"""So many for each that runs fit the smallest KV cache, also where an engine sets them aside."""
+LONG = {"max_tokens": TOKENS, "ignore_eos": True}
 
 
-def test_a_full_queue_is_429(raw_worker: Served) -> None:
-    worker = raw_worker
-    running = worker.busy(ROWS, 1800)
+def test_a_full_queue_is_429(worker: Served) -> None:
+    running = worker.busy(ROWS, TOKENS)
     waiting = [worker.in_background(lambda: worker.generate(sampling=LONG)) for _ in range(QUEUE)]
     until_sync(lambda: worker.state()["queued"] == QUEUE, 20, what=f"{QUEUE} to wait")
     assert worker.state()["in_flight"] == ROWS
@@ -38,15 +38,16 @@ def test_a_full_queue_is_429(raw_worker: Served) -> None:
     assert len(worker.outputs({"max_tokens": 3, "ignore_eos": True})[0]["token_ids"]) == 3
 
 
-def test_the_queue_goes_by_priority_then_by_arrival(raw_worker: Served) -> None:
-    worker, order = raw_worker, []
+def test_the_queue_goes_by_priority_then_by_arrival(worker: Served) -> None:
+    order: list[str] = []
     if not worker.able["priority"]:
         pytest.skip(f"{worker.kind} declares no priority: test_contract_info tries the refusal")
-    rows = [worker.long(f"row{n}", sampling=LONG) for n in range(ROWS)]
+    row = worker.long("row", sampling=LONG)
+    rows = worker.busy(ROWS - 1, TOKENS)
     until_sync(lambda: worker.state()["in_flight"] == ROWS, 20, what="full rows")
 
     def ask(name: str, priority: int) -> None:
-        sampling = {"max_tokens": 20, "ignore_eos": True}
+        sampling = {"max_tokens": 8, "ignore_eos": True}
         answer = worker.generate(request_id=name, priority=priority, sampling=sampling)
         assert answer.status_code == 200, answer.text
         order.append(name)
@@ -55,11 +56,11 @@ def test_the_queue_goes_by_priority_then_by_arrival(raw_worker: Served) -> None:
     for name, priority in (("late", 7), ("a", 2), ("b", 2), ("first", -1)):
         waiting.append(worker.in_background(partial(ask, name, priority)))
         until_sync(lambda: worker.state()["queued"] == len(waiting), 20, what=f"{name} to wait")
-    worker.post("abort", request_ids=["row0"])  # one place is free: they go one after the other
+    worker.post("abort", request_ids=["row"])  # one place is free: they go one after the other
     for call in waiting:
         call.result(60)
     assert order == ["first", "a", "b", "late"]
     assert worker.state()["in_flight"] == ROWS - 1, "what ran was not put back for them"
     worker.post("abort", all=True)
-    assert all(row.result(20).status_code == 200 for row in rows)
+    assert all(answer.status_code == 200 for answer in [row.result(20), *rows()])
     until_sync(worker.idle, 10, what="the end")

@@ -1,0 +1,50 @@
+"""The worker itself ends, by force or in order: no process of its engine outlives it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from contracts import Served, sound
+from engine_kinds import kinds
+from processes import traces
+from waiting import until_sync
+
+
+def daily(*names: str) -> list[Any]:
+    """The kinds; of others than these it is for `make soak`: each worker ends once, a start of its engine."""
+    soak = [pytest.mark.soak]
+    return [pytest.param(kind, marks=[] if kind.name in names else soak) for kind in kinds()]
+
+
+# Of vLLM, tests/engine/test_vllm_live.py kills one.
+@pytest.mark.parametrize("kind", daily("hf", "sglang"), indirect=True, ids=str)
+def test_a_killed_worker_leaves_no_process(mortal: Served) -> None:
+    mortal.busy(4, 1500)
+    family = mortal.children()
+    mortal.process.kill()
+    mortal.process.wait(10)
+    until_sync(
+        lambda: not any(process.alive for process in family), 10, what=f"the end of {family}"
+    )
+
+
+# Of hf, tests/engine/test_worker_command.py ends some. The drain is the worker's own, and what SGLang
+# leaves when it is stopped, test_sglang_engine's.
+@pytest.mark.parametrize("kind", daily("vllm"), indirect=True, ids=str)
+def test_sigterm_drains_and_exits_0(mortal: Served) -> None:
+    family = mortal.children()
+    left = traces(family)
+    running = mortal.busy(4, 300)
+    mortal.terminate()
+    for answer in running():
+        [output] = answer.json()["outputs"]
+        sound(output)
+        assert (output["stop_reason"], len(output["token_ids"])) == ("length", 300)
+    assert mortal.process.wait(60) == 0
+    until_sync(lambda: not any(p.alive for p in family), 10, what="the engine's processes")
+    kept = {name for name in left if os.path.exists(name)}
+    assert not kept, f"left behind: {kept}"
+    assert [line["level"] for line in mortal.logged() if line["message"] == "stopped"] == ["info"]

@@ -1,0 +1,120 @@
+"""What engines refuse before they start, as the engines that are installed see it.
+
+Each is asked once: to import one takes twenty seconds of a processor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_kinds import KINDS, ROOT
+from rollout_worker.engines.sglang import refused as of_sglang
+from rollout_worker.engines.vllm import refused as of_vllm
+from tinymodels import script
+
+ASKED = {
+    "vllm": """
+import json, sys
+from pathlib import Path
+from rollout_worker.engine import EngineError
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.vllm import environment, launch, settings
+environment.prepare_environment()
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser(add_help=False)
+AsyncEngineArgs.add_cli_args(parser)
+
+def refusal(work, *args):
+    try:
+        work(*args)
+    except EngineError as error:
+        return str(error)
+
+def start():
+    options = EngineOptions(model=Path(sys.argv[1]))
+    launch.launch(options, settings.parse(()), lambda _: None, lambda: False)
+
+print(json.dumps({
+    "flags": [action.option_strings for action in parser._actions],
+    "refusals": [refusal(settings.parse, args) for args in [
+        ("--no-enable-cumem-allocator",), ("-dpn", "1"), ("--eplb-config.window_size=5",),
+    ]],
+    "given": sorted(settings.parse(("-tp", "2", "--max-num-seqs", "8")).given),
+    "start": refusal(start),
+}))
+""",
+    "sglang": """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser(add_help=False)
+ServerArgs.add_cli_args(parser)
+print(json.dumps({"flags": [action.option_strings for action in parser._actions]}))
+""",
+}
+
+
+def said(engine: str, *args: str | Path) -> dict[str, Any]:
+    """Return what a script prints in the engine's own environment."""
+    ours = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [str(KINDS[engine].python), "-c", ASKED[engine], *args],
+        env={**os.environ, **ours, "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    answer: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What vLLM's environment says; the start is one with a model of heads too small."""
+    folder, maker = tmp_path_factory.mktemp("refused") / "narrow", script()
+    maker.make_model(folder, 1, maker.Shape(hidden=64, heads=4))
+    return said("vllm", folder)
+
+
+def test_every_refused_flag_is_one_of_vllms(vllm: dict[str, Any]) -> None:
+    known = {name for names in vllm["flags"] for name in names}
+    # vLLM's parser takes --config before it looks at its flags.
+    assert set(of_vllm.REFUSED) - known == {"--config"}
+
+
+def test_every_refused_flag_is_one_of_sglangs_with_all_its_names() -> None:
+    flags, refused = said("sglang")["flags"], set(of_sglang.REFUSED)
+    known = {name for names in flags for name in names}
+    assert refused <= known
+    half = [names for names in flags if refused & set(names) and not set(names) <= refused]
+    assert half == [], "another name of a refused flag"
+    taken = {name for name in known - refused for each in refused if each.startswith(name)}
+    assert taken == set(), "would be taken for an abbreviation of a refused one"
+
+
+def test_other_spellings_of_vllms_flags_are_refused_and_known(vllm: dict[str, Any]) -> None:
+    for flag, why in zip(
+        ("--enable-cumem-allocator", "--data-parallel-rank", "--eplb-config"),
+        vllm["refusals"],
+        strict=True,
+    ):
+        assert why is not None, flag
+        assert f"{flag} can't be given: " in why
+    assert vllm["given"] == ["max_num_seqs", "tensor_parallel_size"]
+
+
+def test_a_head_size_that_vllm_has_no_kernel_for_is_refused_before_the_start(
+    vllm: dict[str, Any],
+) -> None:
+    """It would start healthy and die at the first request."""
+    assert "head_dim 16" in vllm["start"]
+    assert "hf engine" in vllm["start"]
