@@ -57,6 +57,10 @@ demo-build:
 demo-train: demo-prepared ## let a policy learn on that cluster: examples/grpo (STEPS=40 TASK=counting|tools)
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.train
 
+.PHONY: demo-colocated
+demo-colocated: demo-prepared ## let trainer and worker share fake devices by turns, before a judge (STEPS=8)
+	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.colocated
+
 .PHONY: prepared
 prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed $(ENV_VERL)/.installed ## make everything that the tests need (quicker with -j)
 

@@ -29,16 +29,22 @@ class Scene:
     models: Path | None = None
     """Folder of this machine behind the claims, if it is one."""
 
+    state: Path | None = None
+    """Folder of the cluster's state, if it is one of this machine."""
+
     prometheus: Path | None = None
     hints: tuple[str, ...] = ()
 
 
-def local_scene(namespace: str = NAMESPACE, shape: tuple[str, ...] = SHAPE) -> Scene:
+def local_scene(
+    namespace: str = NAMESPACE, shape: tuple[str, ...] = SHAPE, *, devices: int = 0
+) -> Scene:
     """Make a cluster, the images and the models; what is there already is used again.
 
     Args:
         namespace: of the pool; the models' folder in the cache bears its name, too.
         shape: flags of tinymodel.py.
+        devices: fake devices of the node; with some, the namespace gets the node's lock directory.
     """
     stage = Stage({}, namespace)
     with stage.step("A Kubernetes cluster of our own: etcd to kubelet, all real"):
@@ -46,7 +52,7 @@ def local_scene(namespace: str = NAMESPACE, shape: tuple[str, ...] = SHAPE) -> S
         debian.ensure(debian.NODE_PACKAGES)
         preflight.real_nodes()
         build.build(without=("kwok",))  # minutes, for what only tests need
-        cluster = Cluster.start(DEFAULT_NAME, nodes=1, gpus=0)
+        cluster = Cluster.start(DEFAULT_NAME, nodes=1, devices=devices)
         stage.environment |= cluster.environment()
         stage.run("kubectl", "get", "nodes", show=True)
     with stage.step("Images of the operator and the worker, built and put onto the node"):
@@ -56,7 +62,8 @@ def local_scene(namespace: str = NAMESPACE, shape: tuple[str, ...] = SHAPE) -> S
         folder = rollout_local.make_models(cache() / "models" / namespace, *shape)
         stage.say("models/tiny (seed 1), weights/1 (seed 2), weights/2 (seed 3), …")
     with stage.step("helm install: CRD, operator, rights, admission policy"):
-        rollout_local.install(cluster, namespace)
+        shared = {"colocation": rollout_local.colocation(namespace)} if devices else {}
+        rollout_local.install(cluster, namespace, **shared)
         rollout_local.claims(cluster, namespace, folder)
         stage.run("helm", "-n", rollout_local.SYSTEM, "list", show=True)
         stage.run("kubectl", "-n", rollout_local.SYSTEM, "get", "pods", show=True)
@@ -64,6 +71,7 @@ def local_scene(namespace: str = NAMESPACE, shape: tuple[str, ...] = SHAPE) -> S
     return Scene(
         stage,
         models=folder,
+        state=cluster.state,
         prometheus=program if program.exists() else None,
         hints=('eval "$(python3 hack/cluster/cluster.py env)"',),
     )

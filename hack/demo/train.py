@@ -126,8 +126,13 @@ def tell(scene: Scene, task: Task, steps: int) -> Path:
 def job(task: Task, steps: int) -> dict[str, Any]:
     """The Job of the example, with the local image and the environment that is mounted into it."""
     body: dict[str, Any] = yaml.safe_load((EXAMPLE / task.manifest).read_text())
-    pod = body["spec"]["template"]["spec"]
+    return localized(body, steps)
+
+
+def localized(job: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return an example's Job with the local image and the environment that is mounted into it."""
     local = rollout_local.LOCAL_VALUES["engines"]["hf"]
+    pod = job["spec"]["template"]["spec"]
     container = pod["containers"][0]
     container["image"], container["imagePullPolicy"] = local["image"], "Never"
     container["args"].append(f"--steps={steps}")
@@ -136,7 +141,7 @@ def job(task: Task, steps: int) -> dict[str, Any]:
     assert pod["volumes"][-1]["persistentVolumeClaim"]["claimName"] == volumes.environment_claim(
         "hf"
     )
-    return body
+    return job
 
 
 def follow(scene: Scene, name: str, saw: Callable[[str], None]) -> None:

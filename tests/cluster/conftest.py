@@ -20,6 +20,7 @@ from localkube import Cluster
 from pools import Pool
 
 NAMESPACES = ("pools", "weights", "trainers")
+COLOCATED = "colocated"
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +36,7 @@ def cluster() -> Iterator[Cluster]:
         return
     images.build()
     # One accelerator on each, so that the two pods of a gang run on two nodes.
-    with run_cluster("tier", nodes=2, gpus=1) as made:
+    with run_cluster("tier", nodes=2, gpus=1, devices=2) as made:
         _install(made)
         yield made
 
@@ -45,7 +46,15 @@ def _install(cluster: Cluster) -> None:
     images.load(cluster)
     folder = rollout_local.make_models()
     # The training's is there from the start, too: an upgrade for it would replace the operator.
-    rollout_local.install(cluster, *NAMESPACES, train.NAMESPACE)
+    rollout_local.install(
+        cluster,
+        *NAMESPACES,
+        train.NAMESPACE,
+        COLOCATED,
+        colocation=rollout_local.colocation(COLOCATED),
+    )
+    # Whatever shares a trainer's devices gets by with what everybody may do.
+    rollout_local.namespace(cluster, COLOCATED, "restricted")
     for namespace in NAMESPACES:
         rollout_local.claims(cluster, namespace, folder)
 

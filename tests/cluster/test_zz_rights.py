@@ -28,6 +28,7 @@ ASKED_ONLY = {
     Right("rollout.dev", "rolloutreplicas/weights", "create"),
 }
 CONFLICT = ("True", "NameConflict")
+NO_TRAINER = ("True", "TooFewTrainers")
 ACCOUNTS = {"operator": "rollout-operator", "worker": "rollout-worker"}
 
 
@@ -108,6 +109,12 @@ def tour(cluster: Cluster) -> None:
         pool.eventually("no pods run", lambda: not pool.pods(), 60)
     finally:
         pool.delete()
+    beside = Pool(cluster, "pools", "beside")
+    beside.apply(mode="Colocated", colocation={"trainerSelector": {"matchLabels": {"a": "b"}}})
+    try:
+        beside.eventually("it wants a trainer", lambda: beside.condition("Degraded") == NO_TRAINER)
+    finally:
+        beside.delete()
 
 
 @pytest.fixture(scope="module")

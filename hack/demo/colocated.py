@@ -1,0 +1,143 @@
+"""Let a trainer and its worker share the devices of a node: examples/colocated, before a judge.
+
+    make demo-colocated                8 turns on two fake devices, about two minutes after the first run
+    STEPS=3 make demo-colocated        fewer
+
+The devices exist on paper; claims, driver, kubelet, locks and engine are real. The judge looks each
+millisecond who has memory, and has the last word. The cluster stays up, `make clean` removes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from typing import Any
+
+import yaml
+
+from demo.judge import Judge, Report
+from demo.scene import SHAPE, Scene, local_scene
+from demo.stage import DemoError, Stage
+from demo.train import follow, localized
+from localkube import ClusterError
+from localkube.home import REPOSITORY
+
+NAMESPACE = "colocated"
+POOL, JOB, CLAIM = "shared", "colocated", "colocated-gpus"
+DEVICES, STEPS = 2, 8
+EXAMPLES = REPOSITORY / "examples"
+
+
+def main() -> int:
+    """Command line."""
+    if "-h" in sys.argv or "--help" in sys.argv:
+        print(__doc__)
+        return 0
+    try:
+        scene = local_scene(NAMESPACE, SHAPE, devices=DEVICES)
+        tell(scene, int(os.environ.get("STEPS", STEPS)))
+    except (DemoError, ClusterError) as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def tell(scene: Scene, steps: int) -> Report:
+    """Tell the story and return what the judge saw.
+
+    Raises:
+        DemoError: the story went wrong, or two had memory of a device at the same time.
+    """
+    stage = scene.stage
+    assert scene.state is not None
+    _clear(scene)
+    with Judge(scene.state) as judge:
+        _wait_for_a_trainer(stage)
+        _meet(stage, steps)
+        with stage.step(
+            f"{steps} turns: it samples from the pool, has the devices, learns, publishes"
+        ):
+            follow(scene, JOB, lambda line: None)
+            stage.kubectl("get", "rr", POOL, "-o", "wide", show=True)
+        report = judge.report(judge.asleep_mib())
+    with stage.step("The judge, who looked at the node's processes and locks alone"):
+        for line in report.lines():
+            stage.say(line)
+        _check(report, steps)
+    return report
+
+
+def _clear(scene: Scene) -> None:
+    """Remove what an earlier run left."""
+    assert scene.models is not None
+    for kind, name in (("job", JOB), ("rr", POOL), ("resourceclaim", CLAIM)):
+        scene.stage.kubectl("delete", kind, name, "--ignore-not-found", "--timeout=120s")
+    folder = scene.models / "weights" / JOB
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    folder.chmod(0o777)  # the trainer is nobody of this machine
+
+
+def _wait_for_a_trainer(stage: Stage) -> None:
+    with stage.step("A pool that is to share a trainer's devices waits for the trainer"):
+        text = (EXAMPLES / JOB / "pool.yaml").read_text()
+        stage.say(text[text.index("apiVersion") :])
+        stage.kubectl("apply", "-f", "-", text=text, show=True)
+        message = stage.until("the pool says for whom it waits", lambda: _message(stage), 30)
+        stage.say(f"· {message}")
+
+
+def _message(stage: Stage) -> str:
+    pool = stage.get("rr", POOL)
+    return str((pool.get("status") or {}).get("message", ""))
+
+
+def _meet(stage: Stage, steps: int) -> None:
+    with stage.step(
+        "The trainer comes with a ResourceClaim of two devices; the worker joins it there"
+    ):
+        folders = [f"--from-file={EXAMPLES / name}" for name in ("grpo", JOB)]
+        script = stage.kubectl(
+            "create", "configmap", JOB, *folders, "--dry-run=client", "-o", "json"
+        )
+        stage.kubectl("apply", "-f", "-", text=script)
+        items = manifests(steps)
+        stage.kubectl(
+            "apply",
+            "-f",
+            "-",
+            text=json.dumps({"apiVersion": "v1", "kind": "List", "items": items}),
+        )
+        told: list[str] = []
+
+        def served() -> bool:
+            message = _message(stage)
+            if message and message not in told:
+                told.append(message)
+                stage.say(f"· {message}")
+            words = ("get", "pods", "-l", f"rollout.dev/pool={POOL}", "-o", "name")
+            return bool(stage.kubectl(*words))
+
+        stage.until("the worker's pod beside the trainer's", served, 120)
+        stage.kubectl("get", "resourceclaims", show=True)
+        stage.kubectl("get", "pods", "-o", "wide", show=True)
+
+
+def manifests(steps: int) -> list[dict[str, Any]]:
+    """Return the example's trainer with its claim and rights, its Job with the local image."""
+    items = list(yaml.safe_load_all((EXAMPLES / JOB / "trainer.yaml").read_text()))
+    return [localized(item, steps) if item["kind"] == "Job" else item for item in items]
+
+
+def _check(report: Report, steps: int) -> None:
+    for device, seconds in report.overlap.items():
+        if seconds:
+            raise DemoError(f"two pods had memory of {device} for {seconds:.3f} s")
+    if not report.turns or min(report.turns.values()) < 2 * steps:
+        raise DemoError(f"{steps} turns must change hands twice each, not {dict(report.turns)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
