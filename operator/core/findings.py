@@ -131,7 +131,7 @@ def _call_failed(view: View) -> Finding | None:
     verbs = ("require", "pause", "resume", "sleep", "wake", "discard")
     for head in view.heads.values():
         text = head.failure(None, *verbs)
-        if text and not view.reached:
+        if text and not view.reached and not head.waits_for_turn:
             return Finding(Kind.DEGRADED, "ControlFailed", text)
     return None
 

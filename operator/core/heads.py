@@ -65,6 +65,12 @@ class Head:
         return self.worker.state is None and not self.finished
 
     @property
+    def waits_for_turn(self) -> bool:
+        """Others have its devices; however long they do, a wake that waits for them is no failure."""
+        state = self.worker.state
+        return state is not None and state.turn is not None and state.turn.state == "Waiting"
+
+    @property
     def staged(self) -> StagedWeights | None:
         """Its staging slot."""
         return self.worker.state.weights.staged if self.worker.state else None

@@ -12,7 +12,7 @@ from rollout_operator.api.status import RolloutReplicaStatus, parse_status
 from rollout_operator.core.decide import decide
 from rollout_operator.core.unreadable import conditions_for_invalid, status_kept_as_is
 from rollout_operator.core.world import CallError
-from rollout_worker.schemas import Progress, StagedWeights, WeightsId, WeightsSource
+from rollout_worker.schemas import Progress, StagedWeights, TurnState, WeightsId, WeightsSource
 from world import World
 
 
@@ -258,6 +258,20 @@ def test_a_failed_call_is_told_until_the_pool_is_where_it_should_be(
     assert conditions(world)["Degraded"][0] == "False"
     world.worker(1).foreign_hold = "Paused"
     world.step()
+    world.step()
+    assert conditions(world)["Degraded"][1:] == ("ControlFailed", "pool-1-0: no")
+
+
+def test_a_wake_that_waits_for_the_turn_is_no_failure(world: World) -> None:
+    """A trainer may keep the devices for longer than any call lasts."""
+    worker = world.worker(1)
+    world.failures[world.pods["pool-1-0"].uid, "wake"] = CallError("no", 1, world.tick + 99)
+    worker.foreign_hold = "Paused"
+    worker.turn = TurnState(state="Waiting", devices=("gpu",), waiting_for={"gpu": "trainer"})
+    world.step()
+    world.step()
+    assert conditions(world)["Degraded"][0] == "False"
+    worker.turn = TurnState(state="Held", devices=("gpu",))
     world.step()
     assert conditions(world)["Degraded"][1:] == ("ControlFailed", "pool-1-0: no")
 
