@@ -190,6 +190,12 @@ POOLS = (
         quantiles("rollout_worker_transition_seconds", POOL, "transition"),
     ),
     Panel(
+        "Wait for the turn",
+        "Time until a worker that shares its devices may use them.",
+        "s",
+        quantiles("rollout_worker_turn_wait_seconds", POOL, "pool"),
+    ),
+    Panel(
         "Workers by state",
         "How many workers are in each lifecycle state.",
         "short",

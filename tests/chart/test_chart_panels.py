@@ -191,7 +191,10 @@ async def still_empty(address: str, queries: dict[str, str], life: asyncio.Task[
 
 
 async def test_every_panel_shows_something_however_pods_are_scraped(tmp_path: Path) -> None:
-    flags = ("--pool", "math", "--namespace", "rl", "--weights-roots", str(tmp_path))
+    locks = tmp_path / "locks"
+    locks.mkdir()
+    flags = ["--pool", "math", "--namespace", "rl", "--weights-roots", str(tmp_path)]
+    flags += ["--turn-directory", str(locks), "--turn-devices", "gpu"]
     everything = dict(panels())
     # Without `honor_labels` the operator's series bear the operator's namespace: docs/runbook.md.
     of_workers = {where: query for where, query in everything.items() if "rollout_worker_" in query}
