@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
+import httpx
 import pytest
 
 import rollout_local
@@ -121,7 +122,14 @@ def test_a_changed_service_is_mended(life: Fleet) -> None:
         wanted = {"rollout.dev/pool": "w", "rollout.dev/role": "head"}
         return bool(life.service()["spec"]["selector"] == wanted)
 
+    def answers() -> bool:
+        try:
+            return bool(life.generate())
+        except httpx.ConnectError:  # the node's rules follow the endpoints, these the selector
+            return False
+
     life.eventually("the selector is back", mended)
+    life.eventually("and who called that Service is answered again", answers)
 
 
 def test_the_operator_is_killed_and_nothing_happens_to_the_pool(
