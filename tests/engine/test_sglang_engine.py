@@ -19,6 +19,7 @@ from engines import (
     V1,
     V2,
     Output,
+    flip,
     follow,
     nothing,
     reaches,
@@ -26,6 +27,7 @@ from engines import (
     request,
     run,
     run_all,
+    staged,
     update,
 )
 from processes import look, shares_lock
@@ -148,16 +150,18 @@ async def test_keep_and_recompute_label_every_token(
     engine: SglangEngine, tiny_models: TinyModels, reference_2: Reference
 ) -> None:
     kept, again = Output(), Output()
+    version = await staged(engine, tiny_models.weights(2))
     task = asyncio.create_task(follow(engine, request("kept", max_tokens=200), kept))
     await reaches(kept, 5)
-    await update(engine, tiny_models.weights(2), V1, "keep")
+    await flip(engine, version.sink, V1, "keep")
     await task
     assert kept.versions[0] == (0, False)
     assert kept.versions[-1] == (1, True)
     assert kept.versions == sorted(kept.versions)
+    version = await staged(engine, tiny_models.weights(3))
     task = asyncio.create_task(follow(engine, request("again", max_tokens=200), again))
     await reaches(again, 5)
-    await update(engine, tiny_models.weights(3), V2, "recompute")
+    await flip(engine, version.sink, V2, "recompute")
     await task
     assert set(again.versions) == {(1, False), (2, False)}
     # The former weights' prefix is in the cache; under the new ones it must not be found.
@@ -171,11 +175,12 @@ async def test_unread_tokens_come_in_few_pieces_and_keep_their_labels(
     engine: SglangEngine, tiny_models: TinyModels, reference_2: Reference
 ) -> None:
     output, began = Output(), time.monotonic()
+    version = await staged(engine, tiny_models.weights(3))
     unread = replace(request("unread", max_tokens=200), streamed=False)
     task = asyncio.create_task(follow(engine, unread, output))
     await reaches(output, 20)
     await asyncio.sleep(UNREAD_SECONDS / 2)
-    await update(engine, tiny_models.weights(3), V4, "keep")
+    await flip(engine, version.sink, V4, "keep")
     await task
     assert len(output.token_ids) == 200
     # The first token, the last ones and those before the pause come at once.

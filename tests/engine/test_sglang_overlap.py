@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine_kinds import KINDS
-from engines import PROMPT, V1, Output, follow, reaches, request, update
+from engines import PROMPT, V1, Output, flip, follow, reaches, request, staged
 from reference import Reference
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.engine import SglangEngine
@@ -54,12 +54,13 @@ async def test_a_pause_between_overlapping_steps_labels_every_token_right(
         assert engine.capabilities.in_flight == ("Drain", "Abort", "Recompute")
         outputs = [Output() for _ in range(ROWS)]
         asked = [replace(request(f"r{n}", max_tokens=160), streamed=n == 0) for n in range(ROWS)]
+        version = await staged(engine, tiny_models.weights(2))
         running = [
             asyncio.create_task(follow(engine, each, output))
             for each, output in zip(asked, outputs, strict=True)
         ]
         await asyncio.gather(*(reaches(output, 20) for output in outputs))
-        await update(engine, tiny_models.weights(2), V1, "recompute")
+        await flip(engine, version.sink, V1, "recompute")
         await asyncio.gather(*running)
     finally:
         await engine.stop()

@@ -82,7 +82,7 @@ def served(model: Path, home: Path, *flags: str) -> Iterator[Command]:
 def test_raw_logprobs(worker: Command, first: Reference, temperature: float) -> None:
     """vLLM records one kind for all requests: the other is refused."""
     check(worker, "raw", temperature, first, close=CLOSE)
-    check(worker, "sampling", temperature, first, ["plain", "top_p", "all"])
+    check(worker, "sampling", temperature, first, ["plain", "top_p", "all"], close=CLOSE)
 
 
 def test_raw_logprobs_are_the_default_where_they_are_recorded(worker: Command) -> None:

@@ -152,10 +152,15 @@ class Staged:
 async def update(engine: Engine, folder: Path, identity: WeightsId = V1, kv: Any = "keep") -> str:
     """Stage and commit under a pause; return the root hash."""
     version = await staged(engine, folder)
-    await engine.pause()
-    await engine.commit(identity, version.sink, kv)
-    await engine.resume()
+    await flip(engine, version.sink, identity, kv)
     return version.root_hash
+
+
+async def flip(engine: Engine, sink: Sink, identity: WeightsId, kv: Any) -> None:
+    """Commit what is staged, under a pause: all that is left to do beside a request that is to cross it."""
+    await engine.pause()
+    await engine.commit(identity, sink, kv)
+    await engine.resume()
 
 
 def refilling(engine: Engine, folder: Path) -> Refill:
