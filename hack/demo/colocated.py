@@ -1,6 +1,6 @@
 """Let a trainer and its worker share the devices of a node: examples/colocated, before a judge.
 
-    make demo-colocated                8 turns on two fake devices, about two minutes after the first run
+    make demo-colocated                8 turns on two fake devices, about four minutes after the first run
     STEPS=3 make demo-colocated        fewer
 
 The devices exist on paper; claims, driver, kubelet, locks and engine are real. The judge looks each
@@ -28,6 +28,7 @@ NAMESPACE = "colocated"
 POOL, JOB, CLAIM = "shared", "colocated", "colocated-gpus"
 DEVICES, STEPS = 2, 8
 EXAMPLES = REPOSITORY / "examples"
+SCRIPTS = ("colocated/turns.py", "grpo/grpo.py", "grpo/train.py")
 
 
 def main() -> int:
@@ -98,10 +99,8 @@ def _meet(stage: Stage, steps: int) -> None:
     with stage.step(
         "The trainer comes with a ResourceClaim of two devices; the worker joins it there"
     ):
-        folders = [f"--from-file={EXAMPLES / name}" for name in ("grpo", JOB)]
-        script = stage.kubectl(
-            "create", "configmap", JOB, *folders, "--dry-run=client", "-o", "json"
-        )
+        files = [f"--from-file={EXAMPLES / name}" for name in SCRIPTS]
+        script = stage.kubectl("create", "configmap", JOB, *files, "--dry-run=client", "-o", "json")
         stage.kubectl("apply", "-f", "-", text=script)
         items = manifests(steps)
         stage.kubectl(
