@@ -101,7 +101,8 @@ def test_a_killed_member_ends_the_gang_while_it_serves(fresh: Gang) -> None:
     ranks = fresh.ranks()
     fresh.member.process.kill()
     ends(fresh, member=-signal.SIGKILL)
-    assert "rank 1 at 127.0.0.1" in reason(fresh)
+    # A step that ran hears of the cut connection, and may do so before the head looks.
+    assert any(word in reason(fresh) for word in ("rank 1 at 127.0.0.1", "vLLM failed"))
     until_sync(lambda: not any(rank.alive for rank in ranks), what="the end of the member's ranks")
     with suppress(httpx.HTTPError):  # cut off with the rest: a client tries elsewhere
         output = running.result(10).json()["outputs"][0]
