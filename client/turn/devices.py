@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from rollout_client.errors import ClusterError, TurnFailed
 from rollout_client.kube.access import Obj, access
 from rollout_client.kube.client import Kube
+from rollout_worker.claims import claims_of, device_name, natural
 
 from .plan import ENV_DEVICES, ENV_POD
 
@@ -53,7 +53,7 @@ async def devices_by(kube: Kube, namespace: str) -> list[str]:
     where = f"{namespace}/{name}"
     pod = await _get(kube, "pods", f"/api/v1/namespaces/{namespace}/pods/{name}", where)
     found: set[str] = set()
-    for claim in claims_of(pod, where):
+    for claim in _claims(pod, where):
         path = f"{CLAIMS}/{namespace}/resourceclaims/{claim}"
         claimed = await _get(kube, "resourceclaims", path, f"{namespace}/{claim}")
         found.update(devices_of(claimed, f"{namespace}/{claim}", where))
@@ -77,33 +77,24 @@ async def _get(kube: Kube, kind: str, path: str, what: str) -> Obj:
         ) from error
 
 
-def claims_of(pod: Obj, where: str) -> list[str]:
+def _claims(pod: Obj, where: str) -> list[str]:
     """Return the names of a pod's ResourceClaims, each once.
 
     Raises:
         TurnFailed: It has none, or not yet.
     """
-    status: Obj = pod.get("status") or {}
-    made = {
-        e["name"]: e.get("resourceClaimName") for e in status.get("resourceClaimStatuses") or ()
-    }
-    found: list[str] = []
-    for entry in (pod.get("spec") or {}).get("resourceClaims") or ():
-        named = entry.get("resourceClaimName") or made.get(entry["name"])
-        if named is None and entry["name"] not in made:
-            raise TurnFailed(
-                f"the pod {where} has no ResourceClaim yet for its entry {entry['name']!r}: wait until "
-                "its status.resourceClaimStatuses names one"
-            )
-        found += [named] if named else []
-    extended = (status.get("extendedResourceClaimStatus") or {}).get("resourceClaimName")
-    found += [extended] if extended else []
+    found, unmade = claims_of(pod)
+    if unmade:
+        raise TurnFailed(
+            f"the pod {where} has no ResourceClaim yet for its entry {unmade[0]!r}: wait until "
+            "its status.resourceClaimStatuses names one"
+        )
     if not found:
         raise TurnFailed(
             f"the pod {where} has no ResourceClaim, so which devices it shares is not known: give it "
             f"spec.resourceClaims, {BY_HAND}"
         )
-    return sorted(set(found))
+    return sorted(found)
 
 
 def devices_of(claim: Obj, name: str, pod: str) -> list[str]:
@@ -120,9 +111,4 @@ def devices_of(claim: Obj, name: str, pod: str) -> list[str]:
             f"the ResourceClaim {name} of the pod {pod} {state}: look at kubectl describe "
             f"resourceclaim, {BY_HAND}"
         )
-    return [f"{each['driver']}/{each['pool']}/{each['device']}" for each in results]
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Return by what to sort names so that gpu-10 comes after gpu-9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [device_name(each["driver"], each["pool"], each["device"]) for each in results]

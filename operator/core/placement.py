@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rollout_operator.api.spec import Colocation, RolloutReplicaSpec
+from rollout_worker.claims import natural
 
-from .trainers import Beside, Device, DeviceClaim, Trainer, natural
+from .trainers import Beside, Device, DeviceClaim, Trainer
 from .world import Pod
 
 

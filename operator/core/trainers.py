@@ -1,18 +1,16 @@
 """A trainer's pods and their ResourceClaims, read once into plain values. Pure.
 
-The only place that knows the shape of claims, and the three ways in which a pod has one: by name,
-from a template, and for an extended resource of its limits.
+What a trainer reads of them, too, stands in `rollout_worker.claims`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
+from rollout_worker.claims import claims_of, device_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +38,8 @@ class Device:
 
     @property
     def name(self) -> str:
-        """What its lock is called; the same device has it in every claim."""
-        return f"{self.driver}/{self.pool}/{self.device}"
+        """What its lock is called."""
+        return device_name(self.driver, self.pool, self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +82,6 @@ class Taken:
     devices: tuple[str, ...]
 
 
-@lru_cache(maxsize=4096)
-def natural(name: str) -> tuple[tuple[int, str | int], ...]:
-    """Sort key of names: their numbers count by value, so t-2 comes before t-10."""
-    parts = re.split(r"(\d+)", name)
-    return tuple((1, int(part)) if part.isdigit() else (0, part) for part in parts if part)
-
-
 def parse_trainer(obj: Obj) -> Trainer | None:
     """Read a pod; None if it is none of a trainer's: it has ended, or it is a rollout pod itself."""
     meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
@@ -99,25 +90,13 @@ def parse_trainer(obj: Obj) -> Trainer | None:
         return None
     if status.get("phase") in ("Failed", "Succeeded"):
         return None
-    made = {
-        s["name"]: s.get("resourceClaimName") for s in status.get("resourceClaimStatuses") or ()
-    }
-    claims, unmade = [], []
-    for entry in spec.get("resourceClaims") or ():
-        name = entry.get("resourceClaimName") or made.get(entry["name"])
-        if name:
-            claims.append(name)
-        elif entry["name"] not in made:  # else no claim was needed
-            unmade.append(entry["name"])
-    extended = status.get("extendedResourceClaimStatus") or {}
-    if extended.get("resourceClaimName"):
-        claims.append(extended["resourceClaimName"])
+    claims, unmade = claims_of(obj)
     return Trainer(
         name=meta["name"],
         uid=meta["uid"],
         node=spec.get("nodeName"),
         deleting=meta.get("deletionTimestamp") is not None,
-        claims=tuple(dict.fromkeys(claims)),
+        claims=tuple(claims),
         unmade=tuple(unmade),
     )
 

@@ -18,11 +18,11 @@ from rollout_operator.core.trainers import (
     DeviceClaim,
     Taken,
     Trainer,
-    natural,
     parse_claim,
     parse_trainer,
 )
 from rollout_operator.core.world import Pod
+from rollout_worker.claims import natural
 
 
 def trainer(name: str, **fields: Any) -> Trainer:

@@ -1,0 +1,48 @@
+"""Devices as Kubernetes' claims name them: what they are called, their order, which claims a pod has.
+
+Pure. Operator and trainer both read this of the API server's objects, and must come to the same names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+Obj = Mapping[str, Any]
+
+
+def device_name(driver: str, pool: str, device: str) -> str:
+    """Return what a device's lock is called, by its allocation; the same in every claim."""
+    return f"{driver}/{pool}/{device}"
+
+
+def claims_of(pod: Obj) -> tuple[list[str], list[str]]:
+    """Return the names of a pod's ResourceClaims, and of its entries whose claim has yet to be made.
+
+    A pod has claims by name, from a template, and for an extended resource of its limits; the last one
+    is made as the pod is scheduled.
+    """
+    spec, status = pod.get("spec") or {}, pod.get("status") or {}
+    made = {
+        e["name"]: e.get("resourceClaimName") for e in status.get("resourceClaimStatuses") or ()
+    }
+    claims: list[str] = []
+    unmade: list[str] = []
+    for entry in spec.get("resourceClaims") or ():
+        name = entry.get("resourceClaimName") or made.get(entry["name"])
+        if name:
+            claims.append(name)
+        elif entry["name"] not in made:  # else no claim was needed
+            unmade.append(entry["name"])
+    extended = (status.get("extendedResourceClaimStatus") or {}).get("resourceClaimName")
+    claims += [extended] if extended else []
+    return [*dict.fromkeys(claims)], unmade
+
+
+@lru_cache(maxsize=4096)
+def natural(name: str) -> tuple[tuple[int, str | int], ...]:
+    """Sort key of names: their numbers count by value, so gpu-9 comes before gpu-10."""
+    parts = re.split(r"(\d+)", name)
+    return tuple((1, int(part)) if part.isdigit() else (0, part) for part in parts if part)
