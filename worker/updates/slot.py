@@ -24,7 +24,7 @@ class Slot:
 
     def __init__(self, request: StageRequest, resolved: WeightsSource) -> None:
         self.identity = WeightsId(epoch=request.epoch, version=request.version)
-        self.source = request.source
+        self.source = request.source.named
         self.resolved = resolved
         self.expected = request.root_hash
         self.labels: Mapping[str, str] = request.labels

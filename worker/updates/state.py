@@ -122,7 +122,7 @@ class Updates:
         settings = self._runtime.settings
         # However short the deadline, the slot tells that it passed: the path alone takes no time.
         seconds = max(request.deadline_seconds, LOOK_UP_SECONDS)
-        resolved = await resolve_within(request.source, settings, seconds)
+        resolved = await resolve_within(request.source.named, settings, seconds)
         active = self.active
         assert active is not None, "an engine has loaded weights"
         if identity == active.identity:
