@@ -41,6 +41,7 @@ from .schemas import (
     WeightsId,
     WeightsSpan,
 )
+from .transfer.layout import ITEM_BYTES
 
 ENGINES = ("hf", "vllm", "sglang")
 """The engines that there are adapters for; `engines.create` makes them."""
@@ -120,15 +121,6 @@ class EngineDelta:
     cached_tokens: int = 0
     preemptions: int = 0
     queued_seconds: float = 0.0
-
-
-ITEM_BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
-}
-"""Safetensors' dtypes and the bytes of one element."""
 
 
 @dataclass(frozen=True, slots=True)
