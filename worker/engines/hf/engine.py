@@ -28,6 +28,7 @@ from rollout_worker.engine import (
     EngineRequest,
     EngineStats,
     Entry,
+    Given,
     InvalidRequest,
     KvPolicy,
     ProcessSpent,
@@ -207,9 +208,11 @@ class HfEngine:
 
         await self._command(resume)
 
-    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
+    async def open_slot(
+        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+    ) -> Sink:
         """See `Engine.open_slot`; the engine itself never asks for one on disk."""
-        return await self._live().versions.open_slot(entries)
+        return await self._live().versions.open_slot(entries, given)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""

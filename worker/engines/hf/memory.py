@@ -19,10 +19,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rollout_worker.engine import EngineError, Entry, WeightsRejected
+from rollout_worker.engine import EngineError, Entry, Given, Mapped, WeightsRejected
 from rollout_worker.engines.room import Staging
 
 from .buffers import BOUNCE, Buffers, bounced, bytes_of, nbytes
+from .lent import Lent, serves_from
 from .loading import Loaded
 from .rooms import Beside, Room, Spec, in_main_memory
 
@@ -72,7 +73,7 @@ class Memory:
         """Bytes of the weights that are in memory, those of pinned outputs included."""
         return sum(map(nbytes, self._all)) + sum(nbytes(tensor) for _, tensor in self._pinned)
 
-    def buffers(self, entries: Sequence[Entry]) -> Buffers:
+    def buffers(self, entries: Sequence[Entry], given: Given | None = None) -> Buffers:
         """Return buffers for another version of the weights, with these tensors; blocks.
 
         All of their memory is taken at once, on the model's device if that has room beside the
@@ -85,6 +86,8 @@ class Memory:
         """
         if not self.updatable:
             raise WeightsRejected(NOT_UPDATABLE)
+        if isinstance(given, Mapped) and serves_from(entries, self._targets):
+            return Lent(entries, given, self._targets)
         specs: list[Spec] = [
             (each.name, each.spec.shape, self._targets[each.name].dtype)
             for each in entries

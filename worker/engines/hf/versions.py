@@ -13,7 +13,15 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal, TypeVar
 
-from rollout_worker.engine import EngineError, Entry, KvPolicy, Refill, Sink, WeightsRejected
+from rollout_worker.engine import (
+    EngineError,
+    Entry,
+    Given,
+    KvPolicy,
+    Refill,
+    Sink,
+    WeightsRejected,
+)
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 from rollout_worker.threads import in_thread, opened_in_thread
 
@@ -37,9 +45,9 @@ class Versions:
         self._lock = asyncio.Lock()
         self._away: set[MemoryTag] = set()
 
-    async def open_slot(self, entries: Sequence[Entry]) -> Sink:
+    async def open_slot(self, entries: Sequence[Entry], given: Given | None = None) -> Sink:
         """See `Engine.open_slot`; a cancelled caller gets no memory, and none stays."""
-        return await opened_in_thread(lambda: self._memory.buffers(entries))
+        return await opened_in_thread(lambda: self._memory.buffers(entries, given))
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
