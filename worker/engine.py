@@ -246,6 +246,11 @@ class Sink(Protocol):
         """Bytes that it holds now."""
         ...
 
+    @property
+    def took(self) -> bool:
+        """Whether it serves from the memory that was given, and releases it; else nothing touches that."""
+        ...
+
     def allocate(self, entry: Entry) -> memoryview | None:
         """Return the buffer of exactly this tensor's bytes, None if its value isn't needed.
 
@@ -418,6 +423,9 @@ class Engine(Protocol):
         `entries` fit `EngineInfo.layout`. The worker fills one slot at a time, and closes or
         commits it before it asks for the next; a refill may come on top. `on_disk`: in a file
         without a name in `spill_dir`, asked for only by the engine itself, through `Refill`.
+        `given`: memory that has, or will have by `seal`, the bytes of `entries`. An engine that can
+        serve from it, or copy from it at the commit, takes none of its own: its sink has `took`
+        and no buffers. Any other doesn't touch it, and the worker copies.
 
         Raises:
             WeightsRejected: this model's weights can't be updated.

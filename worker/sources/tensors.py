@@ -166,7 +166,7 @@ async def fill(
     except BaseException:
         await asyncio.to_thread(sink.close)
         raise
-    if not getattr(sink, "took", False):
+    if not sink.took:
         given.release()
     return sink
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_worker.engine import EngineError, Entry, Given, Tensors, WeightsRejected
+from rollout_worker.engine import EngineError, Entry, Given, Mapped, Tensors, WeightsRejected
 from rollout_worker.engines.room import Staging
 
 from .buffers import BOUNCE, Buffers, bounced, nbytes
+from .lent import Lent, serves_from
 from .loading import Loaded
 from .rooms import Beside, Room, Spec, in_main_memory
 from .spill import Spill
@@ -73,9 +74,9 @@ class Memory:
     def buffers(self, entries: Sequence[Entry], given: Given | None = None) -> Buffers | Handed:
         """Return buffers for another version of the weights, with these tensors; blocks.
 
-        Tensors of this process serve as they are, where they can. Else all of their memory is taken at once, on the model's device if that has room beside the
-        serving weights, else in main memory; so is what tensors of another dtype or device come
-        through.
+        Tensors of this process and memory that is given serve as they are, where they can. Else all
+        of the memory is taken at once, on the model's device if that has room beside the serving
+        weights, else in main memory; so is what tensors of another dtype or device come through.
 
         Raises:
             WeightsRejected: this model's can't be put in place.
@@ -83,6 +84,8 @@ class Memory:
         """
         if not self.updatable:
             raise WeightsRejected(NOT_UPDATABLE)
+        if isinstance(given, Mapped) and serves_from(entries, self._targets):
+            return Lent(entries, given, self._targets)
         if isinstance(given, Tensors):
             return Handed(entries, given, self._targets, self._room)
         specs: list[Spec] = [
