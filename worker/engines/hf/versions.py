@@ -29,6 +29,7 @@ from .buffers import Buffers
 from .core import Core
 from .memory import NOT_UPDATABLE, Memory, release_freed
 from .thread import StepThread
+from .views import Handed
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Versions:
                 staged = _sealed(sink)
 
                 def flip() -> None:
-                    self._memory.swap(staged.tensors, pin=kv == "pin", aside=staged.aside)
+                    self._memory.swap(staged, pin=kv == "pin")
                     self._core.commit(identity, kv)
 
                 await self._command(flip)
@@ -85,7 +86,7 @@ class Versions:
         await self._command(lambda: self._leave("weights"))
         await self._command(self._core.unpin)
         try:
-            if level == 1:
+            if level == 1 and self._memory.intact:  # else there is nothing worth keeping
                 await in_thread(lambda _: self._memory.spill(), threading.Event())
         except BaseException:
             self._memory.forget_spill()
@@ -115,7 +116,7 @@ class Versions:
         sink = await refill()
         try:
             staged = _sealed(sink)
-            await self._command(lambda: self._memory.swap(staged.tensors, aside=staged.aside))
+            await self._command(lambda: self._memory.swap(staged))
         finally:
             await asyncio.to_thread(sink.close)
 
@@ -135,8 +136,8 @@ class Versions:
         return Resident(weights=self._memory.resident, kv_cache="kv_cache" not in self._away)
 
 
-def _sealed(sink: Sink) -> Buffers:
+def _sealed(sink: Sink) -> Buffers | Handed:
     """Return the sink as what it is; only verified weights may ever serve."""
-    if not isinstance(sink, Buffers) or not sink.sealed:
+    if not isinstance(sink, Buffers | Handed) or not sink.sealed:
         raise WeightsRejected("this sink is not a sealed one of this engine: fill it first")
     return sink
