@@ -27,6 +27,7 @@ class Bytes:
     """A sink of plain bytes, which notes what is done to it and holds its reader when told to."""
 
     slot = ""
+    took = False
 
     def __init__(self, memory: Literal["host", "device"] = "host") -> None:
         self.memory = memory
