@@ -54,6 +54,8 @@ class Updates:
         self.source = CHECKPOINT_SOURCE
         """Where the active weights' bytes are, resolved; sleep at level 2 and restarts read it."""
         self._given_source = CHECKPOINT_SOURCE
+        self.empty = False
+        """Whether the weights' memory is there without values; then nothing is generated."""
         self.previous: ActiveWeights | None = None
         self.slot: Slot | None = None
         self.slot_lock = asyncio.Lock()
@@ -76,7 +78,7 @@ class Updates:
     def view(self) -> WeightsState:
         """The state as clients see it."""
         return WeightsState(
-            active=self.active,
+            active=None if self.empty else self.active,
             previous=self.previous,
             staged=None if self.slot is None else self.slot.view(),
             required=self.fence.floor,
@@ -126,7 +128,10 @@ class Updates:
         active = self.active
         assert active is not None, "an engine has loaded weights"
         if identity == active.identity:
-            return self._already_active(request, active, resolved)
+            known = self._already_active(request, active, resolved)
+            if not self.empty:
+                return known
+            request = request.model_copy(update={"root_hash": active.root_hash})
         try:
             async with asyncio.timeout(request.deadline_seconds), self.slot_lock:
                 return await self._begin(caller, request, resolved)
@@ -270,7 +275,9 @@ class Updates:
 
     def activate(self, slot: Slot) -> None:
         """Make the slot's weights the active ones; right after the engine flipped."""
-        self.previous = self.active
+        if self.identity != slot.identity:
+            self.previous = self.active
+        self.empty = False
         self.active = ActiveWeights(
             epoch=slot.identity.epoch,
             version=slot.identity.version,
@@ -291,6 +298,7 @@ class Updates:
 
     def loaded(self, info: EngineInfo) -> None:
         """Note that an engine started with the checkpoint, which is active unless others were."""
+        self.empty = False
         if self.identity in (None, CHECKPOINT):
             self._to_checkpoint(info)
 
