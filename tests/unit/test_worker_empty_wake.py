@@ -26,7 +26,7 @@ async def asleep(worker: TinyWorker, level: int = 2) -> None:
 
 async def serves(worker: TinyWorker, version: int) -> None:
     await worker.reaches(Lifecycle.ACTIVE)
-    output = await worker.ends(await worker.begin("r", 3))
+    output = await worker.ends(await worker.begin(f"r{version}", 3))
     worker.engine.free = False
     assert made_by(output) == [(version, version, False)]
 
@@ -91,6 +91,30 @@ async def test_nothing_serves_before_a_commit_or_the_active_ones(tmp_path: Path)
             await worker.wake(tags=["kv_cache"])
         closed(worker)
         await worker.update(2, 2)
+        await serves(worker, 2)
+
+
+async def test_what_is_staged_meanwhile_outlives_a_wake_that_can_t_load(tmp_path: Path) -> None:
+    async with tiny_worker(tmp_path) as worker:
+        await asleep(worker)
+        await worker.wake(tags=["weights"], load=False)
+        await worker.stage(2, 2)
+        with refused("weights-rejected"):
+            await worker.wake()
+        closed(worker)
+        await worker.commit(2)
+        await serves(worker, 2)
+
+
+async def test_a_wake_that_loads_leaves_what_is_staged_for_later(tmp_path: Path) -> None:
+    async with tiny_worker(tmp_path) as worker:
+        await worker.update(1, 1)
+        await worker.sleep(level=2, **SOON)
+        await worker.wake(tags=["weights"], load=False)
+        await worker.stage(2, 2)
+        await worker.wake()
+        await serves(worker, 1)
+        await worker.commit(2)
         await serves(worker, 2)
 
 

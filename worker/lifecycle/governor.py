@@ -205,8 +205,7 @@ class Governor:
         logger.info("reading weights %s, without which the memory woke", active)
         with runtime.telemetry.transition("wake"):
             await runtime.call(engine.pause(), PAUSE_SECONDS, "pause")
-            async with updates.slot_lock:  # nobody stages: there may be room for one copy only
-                await updates.clear_slot()
+            async with updates.slot_lock:  # what is staged stays: a commit of it may come yet
                 sink = await runtime.call(updates.refill(), MEMORY_SECONDS, "refill")
                 filling = engine.commit(active, sink, "recompute")
                 await runtime.call(filling, MEMORY_SECONDS, "commit")

@@ -326,7 +326,9 @@ class TinyEngine:
 
     async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> TinySink:
         await self._begin("open_slot")
-        self.expect(self._refilling or not self.sinks, "a second slot beside the first")
+        # A refill comes on top, while it rests.
+        most = 1 if self._refilling or self.paused else 0
+        self.expect(len(self.sinks) <= most, "a second slot beside the first")
         sink = TinySink(self, entries, on_disk=on_disk)
         self.sinks.append(sink)
         return sink
