@@ -14,7 +14,13 @@ from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.placement import Placement
 from rollout_operator.core.plan import CallWorker, Plan, Verb
 from rollout_operator.core.world import Observed, Pod
-from rollout_worker.schemas import CommitRequest, StageRequest, WeightsId, WorkerState
+from rollout_worker.schemas import (
+    CommitRequest,
+    StageRequest,
+    WakeRequest,
+    WeightsId,
+    WorkerState,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +198,12 @@ def _only_our_hold(one: Pass, call: CallWorker) -> None:
     state = one.state(call.uid)
     assert state is not None
     assert any(h.holder == state.caller for h in state.holds), "there is no hold of ours to drop"
-    assert one.spec.state is State.ACTIVE
+    empty = isinstance(call.body, WakeRequest) and not call.body.load
+    assert one.spec.state is State.ACTIVE or (empty and one.spec.state is State.PAUSED)
+    if call.verb is Verb.WAKE and not empty and state.wakes_empty and not state.held_by_others:
+        active, committed = state.weights.active, one.plan.status.weights.committed
+        assert active is not None, "what it had is read though it is to have other weights"
+        assert committed is None or active.identity >= committed.identity, "read to be replaced"
 
 
 def _commits(one: Pass) -> None:
