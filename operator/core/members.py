@@ -19,6 +19,7 @@ from rollout_worker.schemas import (
     RequireRequest,
     SleepRequest,
     StageRequest,
+    StageSource,
     WakeRequest,
     WorkerState,
 )
@@ -262,7 +263,7 @@ class MemberPlanner:
         body = StageRequest(
             epoch=version.identity.epoch,
             version=version.identity.version,
-            source=version.source,
+            source=StageSource.of(version.source),
             root_hash=version.root_hash,
             deadline_seconds=self.spec.weights.deadline_seconds,
         )

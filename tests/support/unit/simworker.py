@@ -139,16 +139,16 @@ class SimWorker:
         if slot and (slot.epoch, slot.version) == body_id(body) and slot.phase != "Failed":
             return _other(body, slot.root_hash)  # it is there already, or on its way
         self.staged = StagedWeights(
-            epoch=body.epoch, version=body.version, source=body.source, phase="Staging"
+            epoch=body.epoch, version=body.version, source=body.source.named, phase="Staging"
         )
         return None
 
     def end_stage(self, body: StageRequest) -> str | None:
         """The bytes are there; discarded meanwhile counts as an end, too."""
         slot = self.staged
-        if slot is None or slot.phase != "Staging" or slot.source != body.source:
+        if slot is None or slot.phase != "Staging" or slot.source != body.source.named:
             return None
-        found = root_hash(WeightsId(epoch=body.epoch, version=body.version), body.source)
+        found = root_hash(WeightsId(epoch=body.epoch, version=body.version), body.source.named)
         found += self.other_bytes
         error = STAGE_ERROR if self.broken_stage else None
         error = error or _other(body, found)
