@@ -23,9 +23,11 @@ from rollout_worker.schemas import (
     PauseRequest,
     ReleaseRequest,
     RequireRequest,
+    Resident,
     SleepRequest,
     StagedWeights,
     StageRequest,
+    StageSource,
     WakeRequest,
     WeightsId,
     WeightsSource,
@@ -57,7 +59,10 @@ class Bench:
     def head(self) -> Head:
         state = self.sim.state()
         if self.lifecycle:
-            state = state.model_copy(update={"lifecycle": self.lifecycle, "serving": False})
+            there = self.lifecycle is not Lifecycle.ASLEEP
+            resident = Resident(weights=there or self.sim.woken, kv_cache=there)
+            changed = {"lifecycle": self.lifecycle, "serving": False, "resident": resident}
+            state = state.model_copy(update=changed)
         told = None if self.sim.silent else state
         return Head(self.pod, Worker(told, None, self.running, self.failures))
 
@@ -194,7 +199,9 @@ def test_only_our_own_hold_is_dropped() -> None:
 def test_stage() -> None:
     bench = Bench(weights={"deadlineSeconds": 40})
     bench.bring()
-    body = StageRequest(epoch=1, version=1, source=SOURCE, root_hash="known", deadline_seconds=40)
+    body = StageRequest(
+        epoch=1, version=1, source=StageSource.of(SOURCE), root_hash="known", deadline_seconds=40
+    )
     assert bench.told() == (body, 55)
     for phase in ("Staging", "Failed"):
         bench.stage(phase=phase)
