@@ -42,9 +42,13 @@ MEASURE_SECONDS = 5.0
 """How long a scrape waits for the memory to be counted; then it gets what was counted last."""
 
 
-def engine_factory(settings: Settings, gang: Gang | None = None) -> Callable[[], Engine]:
-    """How to create the engine that the settings name, downloading a Hub model first."""
-    staging = Staging(settings.staging_memory)
+def engine_factory(
+    settings: Settings, staging: Staging, gang: Gang | None = None
+) -> Callable[[], Engine]:
+    """How to create the engine that the settings name, downloading a Hub model first.
+
+    `staging`: what its memory of staged weights is charged to.
+    """
     return lambda: create(settings.engine, _options(settings, gang, staging))
 
 
@@ -84,7 +88,8 @@ class Worker:
             self.runtime.gang = Head(settings, gang, self.runtime.boot_id, self.runtime.crashed)
         self._memory = Shared(resident_bytes, "memory")
         self.flights = Flights(self.runtime)
-        self.updates = Updates(self.runtime)
+        staging = Staging(settings.staging_memory)
+        self.updates = Updates(self.runtime, staging.claim)
         self.commits = Commits(self.runtime, self.updates, self.flights)
         self.governor = Governor(self.runtime, self.updates, self.flights)
         self.verbs = Verbs(self.runtime, self.flights, self.governor)
@@ -93,7 +98,7 @@ class Worker:
             self.updates,
             self.flights,
             self.governor,
-            make_engine or engine_factory(settings, gang),
+            make_engine or engine_factory(settings, staging, gang),
         )
 
     async def run(self) -> None:

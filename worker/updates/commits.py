@@ -202,6 +202,7 @@ class Commits:
                 await runtime.call(flip, FLIP_SECONDS, "commit")
             except EngineError as error:
                 slot.error = str(error)
+                slot.give_up(slot.error)
                 raise
             updates.activate(slot)
             await self._end_exact(slot.identity, section)

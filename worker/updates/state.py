@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -23,6 +24,9 @@ from rollout_worker.schemas import (
     Checkpoint,
     DiscardRequest,
     DiscardResponse,
+    OfferRequest,
+    OfferResponse,
+    PushedBytes,
     RequireRequest,
     StagedWeights,
     StageRequest,
@@ -30,7 +34,12 @@ from rollout_worker.schemas import (
     WeightsSource,
     WeightsState,
 )
+from rollout_worker.sources.fetching import Fetching
 from rollout_worker.sources.filling import Elsewhere, Located, fill, locate, resolve_within
+from rollout_worker.sources.giving import Kept, kept_of
+from rollout_worker.sources.incoming import Claim, Incoming
+from rollout_worker.sources.pushed import Desk, refill
+from rollout_worker.weights import check_layout
 from rollout_worker.wire.problems import ProblemError, conflict
 
 from .slot import Slot, mismatch, same_content
@@ -48,8 +57,12 @@ CHECKPOINT_SOURCE = WeightsSource(checkpoint=Checkpoint())
 class Updates:
     """The weights' state of one worker."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, claim: Claim, desk: Desk | None = None) -> None:
         self._runtime = runtime
+        self._claim = claim
+        self.desk = desk or Desk()
+        self.kept: Kept | None = None
+        """The pushed bytes of the active weights, for joiners and for our own refills."""
         self.active: ActiveWeights | None = None
         self.source = CHECKPOINT_SOURCE
         """Where the active weights' bytes are, resolved; sleep at level 2 and restarts read it."""
@@ -82,6 +95,7 @@ class Updates:
             required=self.fence.floor,
             fence_epoch=self.fence.epoch,
             commit_seq=self.commit_seq,
+            kept=None if self.kept is None else self.kept.view(),
         )
 
     def require(self, caller: str, request: RequireRequest) -> WeightsState:
@@ -120,6 +134,8 @@ class Updates:
         identity = WeightsId(epoch=request.epoch, version=request.version)
         self.check_order(identity)
         settings = self._runtime.settings
+        if request.source.pushed is not None:
+            self._check_pushed(request.source.pushed)
         # However short the deadline, the slot tells that it passed: the path alone takes no time.
         seconds = max(request.deadline_seconds, LOOK_UP_SECONDS)
         resolved = await resolve_within(request.source.named, settings, seconds)
@@ -159,15 +175,92 @@ class Updates:
         slot = self.slot
         if slot is not None and slot.error is None:
             if identity == slot.identity:
-                return slot.repeated(request, resolved)
+                return self._asked_again(caller, slot, slot.repeated(request, resolved))
             if identity < slot.identity:
                 raise _regressed(identity, slot.identity, "staged", **self.facts)
         await self.clear_slot()
         self._runtime.loaded()  # that may have taken its time
-        slot = self.slot = Slot(request, resolved)
+        incoming = self._incoming(identity, request)
+        slot = self.slot = Slot(request, resolved, caller, incoming)
         logger.info("staging weights %s for %r", identity, caller)
         slot.task = asyncio.create_task(self._stage(slot))
-        return slot.view()
+        return self._asked_again(caller, slot, slot.view())
+
+    def _check_pushed(self, pushed: PushedBytes) -> None:
+        """Refuse pushed bytes where nobody could bring them.
+
+        Raises:
+            ProblemError: 422.
+        """
+        if self._runtime.gang is not None:
+            fix = "a replica of several nodes takes no pushed weights: publish them as files"
+        elif not pushed.peers and not self.desk.address.anywhere:
+            fix = "nobody can reach this worker: start it with --weights-port or --weights-socket"
+        else:
+            return
+        errors = [{"field": "source.pushed", "message": fix}]
+        raise ProblemError("unsupported", fix, errors=errors)
+
+    def _incoming(self, identity: WeightsId, request: StageRequest) -> Incoming | None:
+        """What is going to arrive, if bytes are pushed; peers are asked at once."""
+        pushed = request.source.pushed
+        if pushed is None:
+            return None
+        _, info = self._runtime.loaded()
+        check = partial(check_layout, info.layout, where="what was pushed")
+        incoming = Incoming(identity, pushed, check, self._room_for)
+        if pushed.peers:
+            Fetching(incoming, pushed.peers).start()
+        return incoming
+
+    def _asked_again(self, caller: str, slot: Slot, view: StagedWeights) -> StagedWeights:
+        """Add a ticket, if the caller is to bring the bytes."""
+        incoming = slot.incoming
+        if incoming is None or incoming.fetched or slot.caller != caller or view.phase != "Staging":
+            return view
+        return view.model_copy(update={"transfer": self.desk.expect(incoming)})
+
+    def _room_for(self, nbytes: int) -> Callable[[], None]:
+        """Charge memory for pushed bytes; what is kept goes first if there is no room else.
+
+        Raises:
+            EngineError: There is none.
+        """
+        try:
+            return self._claim(nbytes)
+        except EngineError:
+            if self.kept is None:
+                raise
+            self._keep(None)
+            return self._claim(nbytes)
+
+    def _keep(self, kept: Kept | None) -> None:
+        """Keep other bytes, or none; may be called from any thread."""
+        former, self.kept = self.kept, kept
+        if former is not None:
+            self.desk.withdraw()
+            former.release()
+
+    def offer(self, caller: str, request: OfferRequest) -> OfferResponse:
+        """Return what another worker has to know to fetch what is kept here.
+
+        Raises:
+            ProblemError: 409 `no-copy`.
+        """
+        kept = self.kept
+        identity = WeightsId(epoch=request.epoch, version=request.version)
+        if kept is None or kept.identity != identity or self.desk.address.port is None:
+            why = "nothing" if kept is None else str(kept.identity)
+            if kept is not None and self.desk.address.port is None:
+                why += ", but has no --weights-port"
+            raise conflict(
+                "no-copy",
+                f"weights {identity} can't be fetched here: this worker keeps {why}; ask another"
+                " member, or publish again",
+                **self.facts,
+            )
+        logger.info("offering weights %s to a peer of %r", identity, caller)
+        return self.desk.offer(kept)
 
     def _already_active(
         self, request: StageRequest, active: ActiveWeights, resolved: WeightsSource
@@ -203,6 +296,7 @@ class Updates:
             slot.error = f"internal error: {error}"
         self._runtime.telemetry.update_seconds.labels("stage").observe(time.monotonic() - start)
         if slot.error:
+            slot.give_up(slot.error)
             logger.warning("staging weights %s failed: %s", slot.identity, slot.error)
         else:
             logger.info("staged weights %s", slot.identity)
@@ -211,6 +305,9 @@ class Updates:
     async def _fill(self, slot: Slot) -> None:
         engine, info = self._runtime.loaded()
         async with self._room:
+            if slot.incoming is not None:
+                await slot.receive(engine, info.layout)
+                return
             elsewhere = self._elsewhere(slot.resolved, slot.expected, slot.deadline_seconds)
             located = self._located(slot.resolved, info)
             await slot.fill(engine, info.layout, located, elsewhere)
@@ -233,8 +330,15 @@ class Updates:
                     "intact source"
                 )
 
-        located = self._located(self.source, info)
         open_slot = partial(engine.open_slot, on_disk=on_disk)
+        if self.source.pushed is not None:
+            if self.kept is None:
+                raise WeightsRejected(
+                    f"NoLiveCopy: weights {active.identity} were pushed, and this worker keeps no copy"
+                    " of them; stage them again, from peers or from the trainer"
+                )
+            return await refill(open_slot, info.layout, self.kept, verify)
+        located = self._located(self.source, info)
         elsewhere = self._elsewhere(self.source, active.root_hash, REFILL_SECONDS, on_disk=on_disk)
         return await fill(open_slot, info.layout, located, verify, elsewhere=elsewhere)
 
@@ -279,6 +383,7 @@ class Updates:
         )
         self.source, self._given_source = slot.resolved, slot.source
         self.slot = None
+        self._keep(None if slot.incoming is None else kept_of(slot.incoming))
         self.commit_seq += 1
         self._runtime.telemetry.weights(slot.identity)
 
@@ -287,7 +392,7 @@ class Updates:
         slot = self.slot
         if slot is not None:
             slot.error = "the engine was restarted: stage again"
-            await slot.drop()
+            await slot.drop(slot.error)
 
     def loaded(self, info: EngineInfo) -> None:
         """Note that an engine started with the checkpoint, which is active unless others were."""
@@ -307,6 +412,7 @@ class Updates:
         if active is not None and (self.fence.floor is None or self.fence.floor < active):
             self.fence.floor = active
         self.previous = None
+        self._keep(None)
         self._to_checkpoint(info)
 
 
