@@ -129,7 +129,7 @@ class WorkerControl:
     async def wake(
         self, request: WakeRequest | None = None, *, timeout: float = 5 * SLACK_SECONDS
     ) -> WorkerState:
-        """Take the memory again; after a sleep of level 2 this loads the model."""
+        """Take the memory again; after a sleep of level 2 this loads the model, unless `load` is false."""
         return await self._ask("POST", "/v1/wake", request or WakeRequest(), WorkerState, timeout)
 
     async def abort(
@@ -143,6 +143,12 @@ class WorkerControl:
     ) -> StagedWeights:
         """Start staging and return at once; progress is in `weights` and `state`."""
         return await self._ask("POST", "/v1/weights/stage", request, StagedWeights, timeout)
+
+    async def offer(
+        self, request: OfferRequest, *, timeout: float = QUICK_SECONDS
+    ) -> OfferResponse:
+        """Return a ticket for one fetch of what the worker keeps of a pushed version."""
+        return await self._ask("POST", "/v1/weights/offer", request, OfferResponse, timeout)
 
     async def commit(
         self, request: CommitRequest, *, timeout: float | None = None
