@@ -43,8 +43,8 @@ def sharded() -> dict[str, Any]:
 
 
 def main(rank: int, ranks: int, folder: Path) -> None:
-    store = distributed.FileStore(str(folder / "store"), ranks)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    where = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
     tensors = sharded()
     taken = 0
     if rank:
