@@ -129,7 +129,7 @@ class WorkerControl:
     async def wake(
         self, request: WakeRequest | None = None, *, timeout: float = 5 * SLACK_SECONDS
     ) -> WorkerState:
-        """Take the memory again; after a sleep of level 2 this loads the model."""
+        """Take the memory again; after a sleep of level 2 this loads the model, unless `load` is false."""
         return await self._ask("POST", "/v1/wake", request or WakeRequest(), WorkerState, timeout)
 
     async def abort(
