@@ -168,13 +168,14 @@ class MemberPlanner:
         mine, version = self._my_hold(state), self._wanted(head)
         if mine is None or mine.state != "Asleep" or state.held_by_others:
             return False
-        if version is None or (version.pushed and not self._has_bytes(head, version)):
-            return False
-        return state.wakes_empty
+        return state.wakes_empty and version is not None and self._can_have(head, version)
 
-    def _has_bytes(self, head: Head, version: Version) -> bool:
-        """Pushed weights are in its slot, or peers give them: what it has may go."""
-        return head.has_staged(version) or head.pod.uid in self.weights.peers
+    def _can_have(self, head: Head, version: Version) -> bool:
+        """Nothing is known to keep it from these weights: what it has may go."""
+        if head.failure(version.identity, Verb.STAGE, Verb.COMMIT) is not None:
+            return False
+        given = head.has_staged(version) or head.pod.uid in self.weights.peers
+        return given or not version.pushed
 
     def _wake_weights(self, head: Head, state: WorkerState) -> CallWorker | None:
         if state.resident.weights:
@@ -276,6 +277,9 @@ class MemberPlanner:
             return None
         if not self._awake(state) or state.lifecycle is Lifecycle.WAKING:
             return None
+        slot = state.weights.staged
+        if slot is not None and slot.source.pushed is not None and head.receives(version):
+            return None  # a trainer is bringing it, wherever else it may lie
         peers = self.weights.peers.get(head.pod.uid, ())
         if self._awaits_pointer(head, version) or (version.pushed and not peers):
             return None
