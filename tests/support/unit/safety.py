@@ -205,6 +205,8 @@ def _only_our_hold(one: Pass, call: CallWorker) -> None:
     assert one.spec.state is State.ACTIVE or (empty and one.spec.state is State.PAUSED)
     if call.verb is Verb.WAKE and not empty and state.wakes_empty and not state.held_by_others:
         active, committed = state.weights.active, one.plan.status.weights.committed
+        if (committed and committed.source.pushed) or one.seen.workers[call.uid].failures:
+            return  # what it is to have can't be had now: it keeps what it has
         assert active is not None, "what it had is read though it is to have other weights"
         assert committed is None or active.identity >= committed.identity, "read to be replaced"
 
