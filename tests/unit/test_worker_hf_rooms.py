@@ -79,9 +79,9 @@ def test_a_commit_without_former_weights_takes_the_only_copy_there_is() -> None:
     memory.drop()
     assert memory.nbytes == 0
     sink = filled(memory.buffers(ENTRIES), 3.0)
-    memory.swap(sink.tensors, aside=sink.aside)
-    assert is_all(model, 3.0)
     staged = {tensor.data_ptr() for tensor in sink.tensors.values()}
+    memory.swap(sink)
+    assert is_all(model, 3.0)
     assert {tensor.data_ptr() for tensor in model.parameters()} == staged
 
 

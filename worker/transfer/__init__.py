@@ -1,7 +1,7 @@
-"""How tensors travel from a trainer's memory to a worker's: what both ends share.
+"""How weights travel: their layout, the memory that they lie in, the frames that carry them.
 
 `layout` says where each tensor lies in a version's memory, `arena` is that memory where both ends
-share a machine, `frames` is what they say to each other, `buckets` packs tensors for a channel that
-takes pieces of a fixed size. Nothing here knows of engines, pools or requests; torch is imported only
-where tensors are touched.
+share a machine, `frames` what goes over a connection, `buckets` packs tensors for a channel that takes
+pieces of a fixed size. Standard library and xxhash only (torch inside of functions that take tensors):
+the client uses it, too.
 """
