@@ -17,7 +17,7 @@ from .engines.room import Staging
 from .gang.head import Head
 from .lifecycle.governor import Governor
 from .lifecycle.supervisor import Supervisor
-from .lifecycle.verbs import Verbs
+from .lifecycle.verbs import Verbs, wakes_empty
 from .observe.telemetry import resident_bytes
 from .requests.admission import check_room, check_version, expand, not_serving
 from .requests.flights import Flight, Flights
@@ -264,6 +264,7 @@ class Worker:
             progress=runtime.progress,
             turn=None if runtime.turn is None else runtime.turn.view(),
             in_flight_policies=engine.capabilities.in_flight if engine else (),
+            wakes_empty=engine is not None and wakes_empty(engine),
         )
 
     # Shutdown.

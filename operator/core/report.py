@@ -21,7 +21,7 @@ from rollout_operator.api.status import (
     Transition,
     UpdatePhase,
 )
-from rollout_worker.schemas import Lifecycle, WeightsId
+from rollout_worker.schemas import WeightsId
 
 from .findings import Finding, Kind, find
 from .heads import Head, waits_for
@@ -47,7 +47,7 @@ def build_status(view: View, stored: RolloutReplicaStatus, now: float) -> Rollou
         replicas=sum(bool(g.living) for g in view.gangs.values()),
         ready_replicas=view.ready,
         updated_replicas=len(current),
-        asleep_replicas=view.count(Lifecycle.ASLEEP),
+        asleep_replicas=view.asleep,
         selector=names.head_selector(view.seen.name),
         weights=weights_status(view.weights, view.heads),
         last_transition=_transition(view, stored, now),
@@ -173,6 +173,9 @@ def _synced(view: View, stored: RolloutReplicaStatus) -> Verdict:
         return False, reason, update.message
     if _running_id(view) is not None and update is not None:
         return False, update.phase.value, update.message
+    if view.weights.withheld:
+        text = f"nobody has the bytes of weights {target}: publish again, under a higher version"
+        return False, "NoLiveCopy", text
     if view.spec.suspend:
         return False, "Suspended", f"no worker runs; {target} will be loaded before any serves"
     there = sum(a == target for a in actives)
@@ -200,7 +203,7 @@ def _running_id(view: View) -> WeightsId | None:
 
 
 def _asleep(view: View) -> Verdict:
-    count = view.at_rest if view.spec.state is State.ASLEEP else view.count(Lifecycle.ASLEEP)
+    count = view.at_rest if view.spec.state is State.ASLEEP else view.asleep
     whole = 0 < view.wanted <= count
     reason = "Asleep" if whole else "PartlyAsleep" if count else "Awake"
     return whole, reason, f"{count} of {view.wanted} replicas are asleep"

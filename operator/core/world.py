@@ -93,9 +93,16 @@ class CallError:
 
 
 def is_loaded(state: WorkerState) -> bool:
-    """Whether a worker that says this has a model."""
+    """Whether a worker that says this has a model, if perhaps no weights: it may wait for a commit."""
     without = (Lifecycle.STARTING, Lifecycle.LOADING, Lifecycle.FAILED)
-    return state.weights.active is not None and state.lifecycle not in without
+    known = state.weights.active is not None or state.lifecycle is Lifecycle.ASLEEP
+    return known and state.lifecycle not in without
+
+
+def is_asleep(state: WorkerState) -> bool:
+    """Whether a worker that says this has given all its memory back; waking, it takes it in steps."""
+    there = state.resident
+    return state.lifecycle is Lifecycle.ASLEEP and not (there.weights or there.kv_cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,8 @@ class Worker:
     failures: Mapping[str, CallError] = field(default_factory=dict)
     last: WorkerState | None = None
     """Its last answer to this process, however old; `state`, as long as that is believed."""
+    slot_seconds: float = 0.0
+    """For how long this process has seen the same version in its slot, in the same phase."""
     active: WeightsId | None = field(init=False, default=None)
     """Identity of the weights it would serve with."""
 

@@ -23,6 +23,7 @@ from rollout_worker.schemas import (
     PauseRequest,
     ReleaseRequest,
     RequireRequest,
+    Resident,
     SleepRequest,
     StagedWeights,
     StageRequest,
@@ -58,7 +59,10 @@ class Bench:
     def head(self) -> Head:
         state = self.sim.state()
         if self.lifecycle:
-            state = state.model_copy(update={"lifecycle": self.lifecycle, "serving": False})
+            there = self.lifecycle is not Lifecycle.ASLEEP
+            resident = Resident(weights=there or self.sim.woken, kv_cache=there)
+            changed = {"lifecycle": self.lifecycle, "serving": False, "resident": resident}
+            state = state.model_copy(update=changed)
         told = None if self.sim.silent else state
         return Head(self.pod, Worker(told, None, self.running, self.failures))
 

@@ -57,6 +57,8 @@ class Updates:
         self._given_source = CHECKPOINT_SOURCE
         self.given: Tensors | None = None
         """The active weights' bytes, if they are tensors of this process and still there."""
+        self.empty = False
+        """Whether the weights' memory is there without values; then nothing is generated."""
         self.previous: ActiveWeights | None = None
         self.slot: Slot | None = None
         self.slot_lock = asyncio.Lock()
@@ -79,7 +81,7 @@ class Updates:
     def view(self) -> WeightsState:
         """The state as clients see it."""
         return WeightsState(
-            active=self.active,
+            active=None if self.empty else self.active,
             previous=self.previous,
             staged=None if self.slot is None else self.slot.view(),
             required=self.fence.floor,
@@ -139,7 +141,10 @@ class Updates:
             content = await tensors.content_of(given)
             request = request.model_copy(update={"root_hash": content})
         if identity == active.identity:
-            return self._already_active(request, active, resolved)
+            known = self._already_active(request, active, resolved)
+            if not self.empty:
+                return known
+            request = request.model_copy(update={"root_hash": active.root_hash})
         try:
             async with asyncio.timeout(request.deadline_seconds), self.slot_lock:
                 return await self._begin(caller, request, resolved, given)
@@ -299,7 +304,9 @@ class Updates:
 
     def activate(self, slot: Slot) -> None:
         """Make the slot's weights the active ones; right after the engine flipped."""
-        self.previous = self.active
+        if self.identity != slot.identity:
+            self.previous = self.active
+        self.empty = False
         self.active = ActiveWeights(
             epoch=slot.identity.epoch,
             version=slot.identity.version,
@@ -321,6 +328,7 @@ class Updates:
 
     def loaded(self, info: EngineInfo) -> None:
         """Note that an engine started with the checkpoint, which is active unless others were."""
+        self.empty = False
         if self.identity in (None, CHECKPOINT):
             self._to_checkpoint(info)
 
