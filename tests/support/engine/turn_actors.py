@@ -32,7 +32,7 @@ from turn_child import have
 
 CHILD = Path(__file__).with_name("turn_child.py")
 TRAINING_SECONDS = 0.005
-ROLLOUT_SECONDS = 0.001
+ROLLOUT_SECONDS = 0.02
 """So long the trainer wants no turn."""
 
 
