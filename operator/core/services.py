@@ -17,17 +17,25 @@ _CONTROL = {
 }
 
 
-def pool_services(name: str, namespace: str, uid: str) -> list[Obj]:
+def pool_services(
+    name: str, namespace: str, uid: str, weights_port: int = names.WEIGHTS_PORT
+) -> list[Obj]:
     """Return the data Service and the headless Service of a pool."""
     heads = {names.LABEL_POOL: name, names.LABEL_ROLE: names.ROLE_HEAD}
     data = {"type": "ClusterIP", "selector": heads, "ports": [_DATA]}
+    weights = {
+        "name": "weights",
+        "port": weights_port,
+        "targetPort": "weights",
+        "protocol": "TCP",
+    }
     everyone = {
         "type": "ClusterIP",
         "clusterIP": "None",
         # Trainers and gangs must find workers that load, sleep or wait for weights, too.
         "publishNotReadyAddresses": True,
         "selector": {names.LABEL_POOL: name},
-        "ports": [_DATA, _CONTROL],
+        "ports": [_DATA, _CONTROL, weights],
     }
     wanted = {names.data_service(name): data, names.heads_service(name): everyone}
     return [

@@ -80,7 +80,7 @@ class Writer:
             if isinstance(result, BaseException):
                 raise result
 
-    async def services(self) -> None:
+    async def services(self, weights_port: int = names.WEIGHTS_PORT) -> None:
         """Create the two Services, or repair what somebody changed."""
         stored = {
             o["metadata"]["name"]: o
@@ -90,7 +90,7 @@ class Writer:
         waited_for = {
             o["metadata"]["name"] for o in self.ctx.store.services(self.key) if self._will_go(o)
         }
-        for want in pool_services(self.key.name, self.key.namespace, self.uid):
+        for want in pool_services(self.key.name, self.key.namespace, self.uid, weights_port):
             name = want["metadata"]["name"]
             have = stored.get(name)
             if have is None:

@@ -1,7 +1,7 @@
 """A trainer and a worker take turns on the same devices of a node, whatever happens to either.
 
 The devices exist on paper, everything else is real: claims, scheduler, kubelet, driver, locks, engine. A judge
-below the node looks each millisecond who has memory (hack/demo/judge.py). The tests tell one story, in order.
+below the node looks each millisecond who has memory (hack/demo/judge.py, looks.py). The tests tell one story, in order.
 """
 
 from __future__ import annotations

@@ -55,10 +55,10 @@ class Updates:
         self.source = CHECKPOINT_SOURCE
         """Where the active weights' bytes are, resolved; sleep at level 2 and restarts read it."""
         self._given_source = CHECKPOINT_SOURCE
-        self.empty = False
-        """Whether the weights' memory is there without values; then nothing is generated."""
         self.given: Tensors | None = None
         """The active weights' bytes, if they are tensors of this process and still there."""
+        self.empty = False
+        """Whether the weights' memory is there without values; then nothing is generated."""
         self.previous: ActiveWeights | None = None
         self.slot: Slot | None = None
         self.slot_lock = asyncio.Lock()
