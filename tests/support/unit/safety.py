@@ -201,7 +201,7 @@ def _only_our_hold(one: Pass, call: CallWorker) -> None:
     state = one.state(call.uid)
     assert state is not None
     assert any(h.holder == state.caller for h in state.holds), "there is no hold of ours to drop"
-    empty = isinstance(call.body, WakeRequest) and not call.body.load
+    empty = isinstance(call.body, WakeRequest) and call.body.load is False
     assert one.spec.state is State.ACTIVE or (empty and one.spec.state is State.PAUSED)
     if call.verb is Verb.WAKE and not empty and state.wakes_empty and not state.held_by_others:
         active, committed = state.weights.active, one.plan.status.weights.committed
