@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rollout_operator.api.spec import RolloutReplicaSpec, State
+from rollout_operator.api.spec import Mode, RolloutReplicaSpec, State
 from rollout_worker.schemas import (
     CommitRequest,
     DiscardRequest,
@@ -24,6 +24,7 @@ from rollout_worker.schemas import (
 )
 
 from .heads import Head, Version
+from .hybrid import unfit
 from .plan import Body, CallWorker, SetGate, Verb, Wait
 from .updates.content import unsupported_by
 from .updates.weights_plan import WeightsPlan
@@ -255,6 +256,8 @@ class MemberPlanner:
             return self._off(head, "the pool is not active") or self._prove(head)
         if pod.uid in self.weights.out_of_service:
             return self._off(head, "it failed to commit the weights that the others serve")
+        if self.spec.mode is Mode.HYBRID and (why := unfit(head, self.seen)):
+            return self._off(head, why)
         if state is None or Verb.COMMIT in head.worker.running:
             return None  # silence proves nothing, and a commit flips no gate
         if not (state.serving and head.at_least(self.floor)):

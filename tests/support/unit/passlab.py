@@ -25,6 +25,7 @@ from rollout_operator.cache.expectations import Expectations
 from rollout_operator.cache.neighbours import Neighbourhood
 from rollout_operator.cache.store import Store
 from rollout_operator.config import Config, EngineDefaults
+from rollout_operator.core.hybrid import parse_candidate
 from rollout_operator.core.services import pool_services
 from rollout_operator.core.trainers import parse_claim, parse_trainer
 from rollout_operator.kube.client import Kube
@@ -114,7 +115,13 @@ class PassLab:
             config=Config(engines={"hf": EngineDefaults(image="localhost/none")}),
             store=Store(),
             neighbours=Neighbourhood(
-                kube, {"pods": parse_trainer, "resourceclaims": parse_claim}, lambda key: None
+                kube,
+                {
+                    "pods": parse_trainer,
+                    "resourceclaims": parse_claim,
+                    "members": parse_candidate,
+                },
+                lambda key: None,
             ),
             expectations=Expectations(),
             kube=kube,
