@@ -26,7 +26,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from .schemas import (
     AbortReason,
@@ -41,6 +41,7 @@ from .schemas import (
     WeightsId,
     WeightsSpan,
 )
+from .transfer.layout import ITEM_BYTES
 
 ENGINES = ("hf", "vllm", "sglang")
 """The engines that there are adapters for; `engines.create` makes them."""
@@ -122,15 +123,6 @@ class EngineDelta:
     queued_seconds: float = 0.0
 
 
-ITEM_BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
-}
-"""Safetensors' dtypes and the bytes of one element."""
-
-
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Dtype (safetensors' name, such as `BF16`) and shape of one tensor."""
@@ -202,6 +194,37 @@ class EngineStats:
     pinned_ids: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Host memory that holds a version's tensors in the checkpoint's dtypes, readable by path as long as `release` was not called.
+
+    `handle`: descriptor in this process. `starts`: by name, where its bytes begin. `release`:
+    idempotent; the sink that took it calls it once nothing reads there any more.
+    """
+
+    handle: int
+    size: int
+    starts: Mapping[str, int]
+    release: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Tensors of this process, as the trainer has them (torch.Tensor by name), on any device.
+
+    `copy`: the trainer changes them in place while they serve, so an engine may only copy them.
+    `release`: idempotent; who took them calls it once nothing reads them any more.
+    """
+
+    tensors: Mapping[str, Any]
+    release: Callable[[], None]
+    copy: bool = False
+
+
+Given = Mapped | Tensors
+"""Memory that has the bytes of a version already."""
+
+
 class Sink(Protocol):
     """Memory of an engine for one more version; the worker fills it, `commit` makes it serve.
 
@@ -221,6 +244,11 @@ class Sink(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes that it holds now."""
+        ...
+
+    @property
+    def took(self) -> bool:
+        """Whether it serves from the memory that was given, and releases it; else nothing touches that."""
         ...
 
     def allocate(self, entry: Entry) -> memoryview | None:
@@ -387,12 +415,17 @@ class Engine(Protocol):
         """Undo `pause` and `hold_admission`; one that can't, after a commit, is replaced."""
         ...
 
-    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
+    async def open_slot(
+        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+    ) -> Sink:
         """Give memory for one more version beside the serving one; nothing else changes.
 
         `entries` fit `EngineInfo.layout`. The worker fills one slot at a time, and closes or
         commits it before it asks for the next; a refill may come on top. `on_disk`: in a file
         without a name in `spill_dir`, asked for only by the engine itself, through `Refill`.
+        `given`: memory that has, or will have by `seal`, the bytes of `entries`. An engine that can
+        serve from it, or copy from it at the commit, takes none of its own: its sink has `took`
+        and no buffers. Any other doesn't touch it, and the worker copies.
 
         Raises:
             WeightsRejected: this model's weights can't be updated.

@@ -42,10 +42,15 @@ MEASURE_SECONDS = 5.0
 """How long a scrape waits for the memory to be counted; then it gets what was counted last."""
 
 
-def engine_factory(settings: Settings, gang: Gang | None = None) -> Callable[[], Engine]:
-    """How to create the engine that the settings name, downloading a Hub model first."""
+def engine_factory(
+    settings: Settings, gang: Gang | None = None, *, guest: bool = False
+) -> Callable[[], Engine]:
+    """How to create the engine that the settings name, downloading a Hub model first.
+
+    `guest`: as `EngineOptions.guest`.
+    """
     staging = Staging(settings.staging_memory)
-    return lambda: create(settings.engine, _options(settings, gang, staging))
+    return lambda: create(settings.engine, _options(settings, gang, staging, guest=guest))
 
 
 def member_factory(settings: Settings, gang: Gang) -> Callable[[], Member]:
@@ -54,7 +59,9 @@ def member_factory(settings: Settings, gang: Gang) -> Callable[[], Member]:
     return lambda: create_member(settings.engine, _options(settings, gang, staging))
 
 
-def _options(settings: Settings, gang: Gang | None, staging: Staging) -> EngineOptions:
+def _options(
+    settings: Settings, gang: Gang | None, staging: Staging, *, guest: bool = False
+) -> EngineOptions:
     return EngineOptions(
         model=local_model(settings.model, settings.model_revision),
         dtype=settings.dtype,
@@ -65,6 +72,7 @@ def _options(settings: Settings, gang: Gang | None, staging: Staging) -> EngineO
         args=settings.engine_arg,
         gang=gang,
         staging=staging,
+        guest=guest,
         **({} if settings.spill_dir is None else {"spill_dir": settings.spill_dir}),
     )
 
@@ -79,6 +87,7 @@ class Worker:
         gang: Gang | None = None,
     ) -> None:
         self.settings = settings
+        self._grace = settings.shutdown_grace
         self.runtime = Runtime(settings)
         if gang is not None:
             self.runtime.gang = Head(settings, gang, self.runtime.boot_id, self.runtime.crashed)
@@ -259,9 +268,13 @@ class Worker:
 
     # Shutdown.
 
+    def hurry(self) -> None:
+        """Let a shutdown wait for nobody."""
+        self._grace = self.runtime.drain_seconds = 0.0
+
     async def shut_down(self) -> None:
         """Keep serving for a grace period while not ready, then drain, then abort the rest."""
-        runtime, grace = self.runtime, self.settings.shutdown_grace
+        runtime, grace = self.runtime, self._grace
         runtime.shutting_down = True
         runtime.changed.fire()
         logger.info("shutting down: no longer ready, still serving for %g s", grace)

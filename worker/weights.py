@@ -10,9 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .engine import Entry, Layout, TensorSpec, WeightsRejected
+from .transfer.layout import ALIGN, LayoutError, PushLayout
 from .wire.roothash import HASH, OUTPUT_HEAD, Hashed, root_hash_of
 
-__all__ = ["HASH", "OUTPUT_HEAD", "check_layout", "check_ties", "root_hash"]
+__all__ = [
+    "ALIGN",
+    "HASH",
+    "OUTPUT_HEAD",
+    "LayoutError",
+    "PushLayout",
+    "check_layout",
+    "check_ties",
+    "root_hash",
+]
 
 
 def check_layout(layout: Layout, entries: Sequence[Entry], where: str) -> None:

@@ -14,9 +14,14 @@ from collections.abc import Awaitable, Callable, Iterable
 from rollout_client.control import ControlError, WorkerControl
 from rollout_worker.schemas import (
     MemoryTag,
+    OfferRequest,
+    OfferResponse,
     PauseRequest,
+    Peer,
+    PushedBytes,
     RequireRequest,
     StageRequest,
+    StageSource,
     WakeRequest,
     WeightsId,
 )
@@ -29,6 +34,9 @@ from .protocol import PoolState
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
+PEERS = 3
+"""How many members a replica fetches pushed weights from."""
+
 SEED_SECONDS = 600.0
 """How long one replica may take to stage the pool's weights."""
 
@@ -115,12 +123,35 @@ class Keeper:
             return False
         identity = version.identity
         await control.require(RequireRequest(epoch=identity.epoch, min_version=identity.version))
+        source = StageSource.of(version.source)
+        if version.source.pushed is not None:
+            source = StageSource(pushed=PushedBytes(peers=await self._peers(identity)))
         await control.stage(
-            StageRequest(epoch=identity.epoch, version=identity.version, source=version.source)
+            StageRequest(epoch=identity.epoch, version=identity.version, source=source)
         )
         await _until_staged(identity, control)
         await control.commit(self._options.commit_request(identity))
         return True
+
+    async def _peers(self, identity: WeightsId) -> tuple[Peer, ...]:
+        """Return who gives the bytes of a pushed version, each with a ticket for one fetch.
+
+        Raises:
+            ControlError: Nobody keeps them.
+        """
+        request = OfferRequest(epoch=identity.epoch, version=identity.version)
+        answers = await self._ports.ask(self._ports.names(), lambda c: c.offer(request))
+        found = [
+            Peer(host=self._ports.host(name), port=offer.port, ticket=offer.ticket)
+            for name, offer in answers.items()
+            if isinstance(offer, OfferResponse)
+        ]
+        if not found:
+            why = (
+                f"no replica keeps the pushed weights {identity}: the next publish brings new ones"
+            )
+            raise ControlError(409, "no-copy", why)
+        return tuple(found[:PEERS])
 
     async def change_state(self, control: WorkerControl, state: PoolState) -> None:
         """Move one replica to a state."""

@@ -16,6 +16,8 @@ MANAGER = "rollout-operator"
 
 DATA_PORT = 8000
 CONTROL_PORT = 8001
+WEIGHTS_PORT = 8002
+"""Where workers take pushed weights, unless a pool says otherwise."""
 GANG_PORT = 8003
 """Where the engines of a gang's pods find each other."""
 CONTROL_TLS_NAME = "rollout-worker"

@@ -21,6 +21,7 @@ _REFUSED = (
     ("sleep.spill", _MEMORY),
     ("weights.volume", "the operator mounts nothing there; mount it in the trainer's pods"),
     ("weights.stagingMemory", _MEMORY),
+    ("weights.transport", _ENGINE),
     ("updateStrategy", _PODS),
     ("restartPolicy", _PODS),
     ("worker", _ENGINE),

@@ -24,6 +24,7 @@ PER_SLICE = 100
 
 _DATA = {"name": "data", "port": names.DATA_PORT, "protocol": "TCP"}
 _CONTROL = {"name": "control", "port": names.CONTROL_PORT, "protocol": "TCP"}
+_WEIGHTS = {"name": "weights", "port": names.WEIGHTS_PORT, "protocol": "TCP"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ def _slice(pool: str, namespace: str, uid: str, service: str, name: str, family:
             "ownerReferences": [names.controller_reference(pool, uid)],
         },
         "addressType": family,
-        "ports": [_DATA] if service == names.data_service(pool) else [_DATA, _CONTROL],
+        "ports": [_DATA] if service == names.data_service(pool) else [_DATA, _CONTROL, _WEIGHTS],
         "endpoints": [],
     }
 

@@ -90,6 +90,12 @@ def _content_mismatch(view: View) -> Finding | None:
     return None
 
 
+def _no_live_copy(view: View) -> Finding | None:
+    if view.weights.no_copy is None:
+        return None
+    return Finding(Kind.DEGRADED, "NoLiveCopy", view.weights.no_copy)
+
+
 def _update_failed(view: View) -> Finding | None:
     if not view.weights.failures:
         return None
@@ -259,6 +265,7 @@ CHECKS: tuple[Check, ...] = (
     _exhausted,
     _unsupported,
     _content_mismatch,
+    _no_live_copy,
     _update_failed,
     _load_failed,
     _late_commit,

@@ -7,6 +7,7 @@ the next pass. Every call is idempotent, so repeating one costs nothing but time
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from rollout_operator.api.spec import Mode, RolloutReplicaSpec, State
 from rollout_worker.schemas import (
@@ -19,6 +20,7 @@ from rollout_worker.schemas import (
     RequireRequest,
     SleepRequest,
     StageRequest,
+    StageSource,
     WakeRequest,
     WorkerState,
 )
@@ -27,6 +29,7 @@ from .heads import Head, Version
 from .hybrid import unfit
 from .plan import Body, CallWorker, SetGate, Verb, Wait
 from .updates.content import unsupported_by
+from .updates.copies import awaits_pointer
 from .updates.weights_plan import WeightsPlan
 from .world import Observed
 
@@ -183,11 +186,18 @@ class MemberPlanner:
         version, staged = self._wanted(head), state.weights.staged
         if version is None or staged is None or state.lifecycle is Lifecycle.ASLEEP:
             return None
+        if self._awaits_pointer(head, version):
+            return None
         held, wanted = (staged.epoch, staged.version), version.identity.as_tuple()
-        foreign = held == wanted and staged.source != version.source
+        pushed = staged.source.pushed is not None
+        foreign = held == wanted and staged.source != version.source and not pushed
         late = held < wanted and staged.phase == "Staging"
         odd = self._is_odd(head, version)
         return self._discard(head, state) if held > wanted or foreign or late or odd else None
+
+    def _awaits_pointer(self, head: Head, version: Version) -> bool:
+        seconds = self.spec.weights.deadline_seconds
+        return awaits_pointer(self.weights, head, version, seconds, self.wait)
 
     def _is_odd(self, head: Head, version: Version) -> bool:
         """It has staged other bytes and refused the right hash: the next attempt reads them anew."""
@@ -234,15 +244,18 @@ class MemberPlanner:
             return None
         if state.lifecycle in (Lifecycle.ASLEEP, Lifecycle.WAKING):
             return None
+        peers = self.weights.peers.get(head.pod.uid, ())
+        if self._awaits_pointer(head, version) or (version.pushed and not peers):
+            return None
         body = StageRequest(
             epoch=version.identity.epoch,
             version=version.identity.version,
-            source=version.source,
+            source=StageSource.of(version.source),
             root_hash=version.root_hash,
             deadline_seconds=self.spec.weights.deadline_seconds,
         )
         seconds = self.spec.weights.deadline_seconds + SLACK_SECONDS
-        return self._call(head, Verb.STAGE, body, seconds)
+        return replace(self._call(head, Verb.STAGE, body, seconds), peers=peers)
 
     def gate(self, head: Head, leaving: bool) -> SetGate | None:
         """Return the change of the readiness gate, if one is due."""

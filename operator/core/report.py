@@ -186,6 +186,9 @@ def _synced(view: View, stored: RolloutReplicaStatus) -> Verdict:
         return False, reason, update.message
     if _running_id(view) is not None and update is not None:
         return False, update.phase.value, update.message
+    if view.weights.withheld:
+        text = f"nobody has the bytes of weights {target}: publish again, under a higher version"
+        return False, "NoLiveCopy", text
     if view.spec.suspend:
         return False, "Suspended", f"no worker runs; {target} will be loaded before any serves"
     there = sum(a == target for a in actives)

@@ -17,20 +17,33 @@ _CONTROL = {
 }
 
 
-def pool_services(name: str, namespace: str, uid: str, *, selecting: bool = True) -> list[Obj]:
+def pool_services(
+    name: str,
+    namespace: str,
+    uid: str,
+    weights_port: int = names.WEIGHTS_PORT,
+    *,
+    selecting: bool = True,
+) -> list[Obj]:
     """Return the data Service and the headless Service of a pool.
 
     With `selecting` False they select no pods: their EndpointSlices are ours (`endpoints.py`).
     """
     heads = {names.LABEL_POOL: name, names.LABEL_ROLE: names.ROLE_HEAD}
     data: Obj = {"type": "ClusterIP", "selector": heads, "ports": [_DATA]}
+    weights = {
+        "name": "weights",
+        "port": weights_port,
+        "targetPort": "weights",
+        "protocol": "TCP",
+    }
     everyone: Obj = {
         "type": "ClusterIP",
         "clusterIP": "None",
         # Trainers and gangs must find workers that load, sleep or wait for weights, too.
         "publishNotReadyAddresses": True,
         "selector": {names.LABEL_POOL: name},
-        "ports": [_DATA, _CONTROL],
+        "ports": [_DATA, _CONTROL, weights],
     }
     if not selecting:
         del data["selector"], everyone["selector"]

@@ -111,6 +111,8 @@ class Worker:
     failures: Mapping[str, CallError] = field(default_factory=dict)
     last: WorkerState | None = None
     """Its last answer to this process, however old; `state`, as long as that is believed."""
+    slot_seconds: float = 0.0
+    """For how long this process has seen the same version in its slot, in the same phase."""
     active: WeightsId | None = field(init=False, default=None)
     """Identity of the weights it would serve with."""
 

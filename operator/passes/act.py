@@ -109,7 +109,7 @@ async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) 
     defaults = ctx.config.engine(spec.engine.type)
     turn = ctx.config.turn_claim
     builder = PodBuilder(key.name, key.namespace, seen.uid, seen.retry, spec, defaults, turn)
-    await writer.services()
+    await writer.services(spec.weights.transport.port)
     await writer.all(
         writer.relabel(p.name, p.uid, names.worker_labels(key.name, p.replica, p.rank))
         for p in seen.pods

@@ -92,6 +92,7 @@ def show_figures(ctx: Context, key: Key, pool: Obj, status: RolloutReplicaStatus
         restarts=status.restarts,
         weights=weights,
         conditions={c.type: c.status for c in status.conditions},
+        degraded=_degraded(status),
     )
     ctx.telemetry.pool(key, figures)
 
@@ -101,6 +102,11 @@ def _desired(pool: Obj, status: RolloutReplicaStatus) -> int:
     if pool["spec"].get("mode") == Mode.HYBRID:
         return status.desired_replicas
     return int(pool["spec"].get("replicas", 1))
+
+
+def _degraded(status: RolloutReplicaStatus) -> str | None:
+    found = status.condition(Condition.DEGRADED)
+    return found.reason if found is not None and found.status == "True" else None
 
 
 def _changed(condition: PoolCondition, before: PoolCondition | None) -> bool:

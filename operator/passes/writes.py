@@ -83,7 +83,9 @@ class Writer:
             if isinstance(result, BaseException):
                 raise result
 
-    async def services(self, *, selecting: bool = True) -> None:
+    async def services(
+        self, weights_port: int = names.WEIGHTS_PORT, *, selecting: bool = True
+    ) -> None:
         """Create the two Services, or repair what somebody changed."""
         stored = {
             o["metadata"]["name"]: o
@@ -93,7 +95,10 @@ class Writer:
         waited_for = {
             o["metadata"]["name"] for o in self.ctx.store.services(self.key) if self.will_go(o)
         }
-        for want in pool_services(self.key.name, self.key.namespace, self.uid, selecting=selecting):
+        key = self.key
+        for want in pool_services(
+            key.name, key.namespace, self.uid, weights_port, selecting=selecting
+        ):
             name = want["metadata"]["name"]
             have = stored.get(name)
             if have is None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from localkube import Cluster
-from manifests import COLOCATED, FULL, GPU, HYBRID, pool, source, target
+from manifests import COLOCATED, FULL, GPU, HYBRID, pool, pushed, source, target
 from namespaced import Namespace
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_worker.schemas import WeightsId
@@ -114,8 +114,29 @@ TRANSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "a merge patch that forgets the old source": (
         {},
         target(3, 0, None),
-        "needs exactly one of path and checkpoint: keep one (in a merge patch, set the other to "
-        "null)",
+        "needs exactly one of path, checkpoint and pushed: keep one (in a merge patch, set the others "
+        "to null)",
+    ),
+    "pushed after a path": ({}, pushed(2, 6, instead_of="path"), None),
+    "pushed after pushed": (pushed(2, 5), pushed(2, 6), None),
+    "a path after pushed": (
+        pushed(2, 5),
+        {
+            "weights": {
+                "target": {"epoch": 2, "version": 6, "source": {"path": "b", "pushed": None}}
+            }
+        },
+        None,
+    ),
+    "pushed for a version that has a path": (
+        {},
+        pushed(2, 5, instead_of="path"),
+        "spec.weights.target.source must not change for the same epoch and version: raise",
+    ),
+    "pushed at a lower version": (
+        pushed(2, 5),
+        pushed(2, 4),
+        "(2, 4) is lower than the stored (2, 5): raise version, or use epoch 3",
     ),
     "same again": ({}, target(2, 5, "a"), None),
     "version goes down": (

@@ -43,6 +43,7 @@ NOT_INSIDE: dict[str, Any] = {
     "sleep.spill": {"medium": "Disk"},
     "weights.volume": {"claim": {"name": "w"}},
     "weights.stagingMemory": "1Gi",
+    "weights.transport": {"port": 8010},
     "updateStrategy": {"maxUnavailable": 2},
     "restartPolicy": {"maxRestarts": 2},
     "worker": {"maxQueue": 2},
@@ -319,11 +320,35 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
                 "target": {"epoch": 1, "version": 1, "source": {"path": "a", "checkpoint": {}}}
             }
         },
-        "spec.weights.target.source needs exactly one of path and checkpoint: keep one",
+        "spec.weights.target.source needs exactly one of path, checkpoint and pushed: keep one",
+    ),
+    "a path of pushed weights": (
+        {"weights": {"target": {"epoch": 1, "version": 1, "source": {"path": "a", "pushed": {}}}}},
+        "spec.weights.target.source needs exactly one of path, checkpoint and pushed: keep one",
+    ),
+    "unknown field of pushed": (
+        {
+            "weights": {
+                "target": {"epoch": 1, "version": 1, "source": {"pushed": {"layoutId": "a"}}}
+            }
+        },
+        'unknown field "spec.weights.target.source.pushed.layoutId"',
+    ),
+    "(0, 0) pushed": (
+        {"weights": {"target": {"epoch": 0, "version": 0, "source": {"pushed": {}}}}},
+        "(0, 0) is the model's own checkpoint: set source to {checkpoint: {}}, or raise version",
+    ),
+    "weights port of another": (
+        {"weights": {"transport": {"port": 8001}}},
+        "spec.weights.transport.port must not be 8000, 8001 or 8003, the worker's other ports",
+    ),
+    "weights port of root": (
+        {"weights": {"transport": {"port": 80}}},
+        "spec.weights.transport.port in body should be greater than or equal to 1024",
     ),
     "no weights source": (
         {"weights": {"target": {"epoch": 1, "version": 1, "source": {}}}},
-        "spec.weights.target.source needs exactly one of path and checkpoint: keep one",
+        "spec.weights.target.source needs exactly one of path, checkpoint and pushed: keep one",
     ),
     "weights path upwards": (
         target(1, 1, "../secrets"),

@@ -19,8 +19,9 @@ from rollout_client import (
 )
 from rollout_client.discovery.members import Member
 from rollout_client.steering import control_ports, keeper
+from rollout_client.steering.barrier import Version
 from rollout_client.steering.direct import DirectSteering
-from rollout_worker.schemas import WeightsSource
+from rollout_worker.schemas import Pushed, WeightsSource
 from scripted_control import ScriptedControl, scripted_controls
 from waiting import until
 
@@ -376,3 +377,24 @@ async def test_closing_ends_the_care(steered: Steered) -> None:
     steered.controls[0].active = (1, 3)
     await asyncio.sleep(0.3)
     assert steered.controls[0].active == (1, 3)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_who_was_away_gets_pushed_weights_from_the_others(
+    steered: Steered, kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    giver, joiner = steered.controls
+    giver.active = NEW.as_tuple()
+    for each in steered.controls if not kept else [joiner]:
+        each.refuse["offer"] = (409, "no-copy")
+    kept_by = steered.direct._keeper
+    kept_by.target = Version(NEW, WeightsSource(pushed=Pushed()))
+    kept_by.start()
+    if not kept:
+        await until(lambda: "no replica keeps the pushed" in caplog.text, what="a word on it")
+        assert "stage" not in joiner.verbs
+        return
+    await until(lambda: joiner.active == NEW.as_tuple(), what="the keeper to seed it")
+    peer = {"host": "127.0.0.1", "port": 8002, "ticket": "f" * 32}
+    assert joiner.body("stage")["source"] == {"pushed": {"peers": [peer]}}
+    assert "stage" not in giver.verbs

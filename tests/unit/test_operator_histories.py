@@ -11,7 +11,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolspecs import spec_of, target
+from poolspecs import pushed, spec_of, target
+from rollout_operator.api.revision import is_current
 from rollout_operator.api.spec import Mode, Strategy
 from rollout_operator.core.plan import Verb
 from rollout_operator.core.updates.weights_plan import target_of
@@ -54,6 +55,7 @@ ACTIONS = (
       "drain", "ask to go", "freeze", "dawdle"),
     *("restart trainer", "restart trainer", "end trainer", "more trainers", "all trainers",
       "give claims back", "lose sight of the trainer", "edit slices"),
+    *("push", "push", "push", "push to some", "push and die", "point to nothing", "lose copies"),
     *["refuse", "raise", "pause, raise and hush"] * 3,
 )  # fmt: skip
 
@@ -96,6 +98,44 @@ class History:
 
     def epoch(self) -> None:
         self.raise_(1)
+
+    def _next(self, epochs: int = 0) -> WeightsId:
+        """The identity of the next push: above all that anybody has."""
+        now = target_of(self.world.spec).identity
+        slots = [w.staged for w in self._workers if w.staged]
+        found = [(s.epoch, s.version) for s in slots] + [w.active.as_tuple() for w in self._workers]
+        epoch, version = max([now.as_tuple(), *found])
+        return WeightsId(epoch=epoch + epochs, version=0 if epochs else version + 1)
+
+    def _point_to(self, identity: WeightsId) -> None:
+        self.world.set(weights=pushed(identity.epoch, identity.version))
+
+    def push(self) -> None:
+        """A trainer stages on every worker, and moves the pointer once those that serve have it."""
+        identity = self._next(epochs=self.random.random() < 0.2)
+        took = {worker.boot: worker.push(identity) for worker in self._workers}
+        if all(took[worker.boot] for worker in self._workers if worker.serving):
+            self._point_to(identity)
+
+    def push_to_some(self) -> None:
+        """Some have lost the bytes again by the time that the pointer moves."""
+        identity = self._next()
+        for worker in self._some():
+            worker.push(identity)
+        self._point_to(identity)
+
+    def push_and_die(self) -> None:
+        identity = self._next(epochs=self.random.random() < 0.2)
+        for worker in self._some():
+            worker.push(identity)
+
+    def point_to_nothing(self) -> None:
+        self._point_to(self._next())
+
+    def lose_copies(self) -> None:
+        """Their room is needed for something else."""
+        for worker in self._some():
+            worker.kept = None
 
     def template(self) -> None:
         self.world.set(podTemplate={"labels": {"a": str(self.random.random())[:8]}})
@@ -306,6 +346,10 @@ class History:
         for worker in self._workers:
             worker.unasked = False  # within seconds each poll has ended, one way or the other
         self.world.seconds_of = {Verb.STAGE: 2.0}
+        above = (
+            self._next()
+        )  # whoever pushed without moving the pointer has ended: another one took over
+        self.world.set(weights=target(above.epoch, above.version))
         before = {worker.boot: len(worker.commits) for worker in self._workers if worker.serving}
         for _ in range(60):
             self.raise_()
@@ -352,14 +396,44 @@ class History:
                        "free", "take writes", "all trainers"):  # fmt: skip
             self.happen(action)
         world = self.world
-        self.raise_()  # the last version may be bound to bytes that nobody finds any more
-        while any(w.active > target_of(world.spec).identity for w in self._workers):
-            self.raise_()  # who is ahead is not rolled back
+        if self.random.random() < 0.5:
+            self._push_when_all_listen()
+        else:
+            self.raise_()  # the last version may be bound to bytes that nobody finds any more
+            while any(w.active > target_of(world.spec).identity for w in self._workers):
+                self.raise_()  # who is ahead is not rolled back
         for _ in range(700):
             world.step()
             if _settled(world):
                 break
         world.run()
+
+    def _push_when_all_listen(self) -> None:
+        """One publish heals all, whatever was lost before; workers need not serve to take it."""
+        quiet = 0
+        for _ in range(700):
+            plan = self.world.step()
+            quiet = 0 if plan.create or plan.delete or not self._all_listen() else quiet + 1
+            if quiet == 20:
+                break
+        identity = self._next()
+        took = [worker.push(identity) for worker in self._workers]
+        assert all(took), self.world.status.message
+        self._point_to(identity)
+
+    def _all_listen(self) -> bool:
+        """Each wanted worker runs, as it is to stay, and is awake."""
+        world = self.world
+        heads = [p for p in world.pods.values() if p.rank == 0 and not p.deleting]
+        theirs = world.hybrid is not None  # pods of no revision of ours, as many as there are
+        ready = [
+            p
+            for p in heads
+            if p.uid in world.workers and (theirs or is_current(p.revision, world.spec))
+        ]
+        awake = [p for p in ready if world.workers[p.uid].lifecycle == "Active"]
+        wanted = 2 if theirs else world.spec.replicas
+        return len(awake) == len(heads) == wanted
 
 
 # What the names of actions can't be.

@@ -195,7 +195,7 @@ def test_the_data_service_leads_to_who_serves_and_the_other_to_all_by_name() -> 
         assert each["metadata"]["ownerReferences"][0]["uid"] == "owner"
         assert each["addressType"] == "IPv4"
     assert [port["port"] for port in data["ports"]] == [8000]
-    assert [port["port"] for port in heads["ports"]] == [8000, 8001]
+    assert [port["port"] for port in heads["ports"]] == [8000, 8001, 8002]
     assert [e["conditions"]["ready"] for e in data["endpoints"]] == [True, False]
     assert [e["conditions"]["ready"] for e in heads["endpoints"]] == [True, True]
     assert [e["hostname"] for e in heads["endpoints"]] == ["pool-0-0", "pool-1-0"]

@@ -26,6 +26,7 @@ from rollout_worker.schemas import (
     SleepRequest,
     StagedWeights,
     StageRequest,
+    StageSource,
     WakeRequest,
     WeightsId,
     WeightsSource,
@@ -194,7 +195,9 @@ def test_only_our_own_hold_is_dropped() -> None:
 def test_stage() -> None:
     bench = Bench(weights={"deadlineSeconds": 40})
     bench.bring()
-    body = StageRequest(epoch=1, version=1, source=SOURCE, root_hash="known", deadline_seconds=40)
+    body = StageRequest(
+        epoch=1, version=1, source=StageSource.of(SOURCE), root_hash="known", deadline_seconds=40
+    )
     assert bench.told() == (body, 55)
     for phase in ("Staging", "Failed"):
         bench.stage(phase=phase)

@@ -99,7 +99,7 @@ def test_in_flight_deadline_is_the_drain_time_unless_given() -> None:
         (pool("x", {"replicas": -1}), "spec.replicas: Input should be greater than or equal to 0"),
         (
             pool("x", {"weights": {"target": {"epoch": 1, "version": 1, "source": {}}}}),
-            "spec.weights.target.source: Value error, give exactly one of source.path and source",
+            "spec.weights.target.source: Value error, give exactly one of source.path, source.checkpoint and source",
         ),
     ],
     ids=["empty", "engine", "unknown", "bounds", "source"],

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.room import MARGIN_BYTES, Staging, check_room
+from rollout_worker.engines.room import Staging, check_room
+from rollout_worker.transfer.room import MARGIN_BYTES
 
 MIB = 1 << 20
 LIMIT = r"left of the memory limit.* raise spec\.resources\.limits\.memory"

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rollout_worker.engine import Engine, EngineError, Entry, Layout, Sink, WeightsRejected
-from rollout_worker.schemas import Checkpoint, StageRequest, WeightsSource
+from rollout_worker.schemas import Checkpoint, StageRequest, StageSource, WeightsSource
 from rollout_worker.sources.files import open_source
 from rollout_worker.sources.filling import Located, fill
 from rollout_worker.updates.slot import Slot
@@ -27,6 +27,7 @@ class Bytes:
     """A sink of plain bytes, which notes what is done to it and holds its reader when told to."""
 
     slot = ""
+    took = False
 
     def __init__(self, memory: Literal["host", "device"] = "host") -> None:
         self.memory = memory
@@ -165,7 +166,7 @@ async def test_a_cancelled_fill_closes_its_sink_after_the_last_write(
 
 
 def slot(**fields: Any) -> Slot:
-    request = StageRequest(epoch=1, version=1, source=CHECKPOINT, **fields)
+    request = StageRequest(epoch=1, version=1, source=StageSource.of(CHECKPOINT), **fields)
     return Slot(request, CHECKPOINT)
 
 

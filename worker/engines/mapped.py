@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rollout_worker.engine import EngineError, Entry, Sink, WeightsRejected
+from rollout_worker.engine import EngineError, Entry, Given, Mapped, Sink, WeightsRejected
 from rollout_worker.engines.room import Staging
 from rollout_worker.threads import opened_in_thread
 
@@ -48,6 +48,7 @@ class MappedSink:
     """
 
     memory: Literal["host"] = "host"
+    took = False
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class MappedSink:
         return f"/proc/{os.getpid()}/fd/{self._handle}"
 
     def ticket(self) -> str:
-        """Return what a process needs to read the tensors without a header (`vllm.extension`)."""
+        """Return what a process needs to read the tensors without a header (`mappings`)."""
         tensors = [
             (entry.name, entry.spec.dtype, list(entry.spec.shape), self._starts[entry.name])
             for entry in self._entries
@@ -155,6 +156,52 @@ class MappedSink:
             mapped.close()
 
 
+class LentSink(MappedSink):
+    """The same over memory that was given: none is taken, nothing is written.
+
+    Args:
+        entries: What it has.
+        given: Where they are; released when it is closed.
+        skip: Names whose values aren't needed.
+    """
+
+    took = True
+
+    def __init__(
+        self, entries: Sequence[Entry], given: Mapped, *, skip: Collection[str] = ()
+    ) -> None:
+        self._entries = [entry for entry in entries if entry.name not in skip]
+        self._starts = given.starts
+        self._size = given.size
+        self._on_disk = False
+        self._map = None
+        self.sealed = False
+        self._give_back = given.release
+        self._handle = os.dup(given.handle)
+        self._told = -1
+        self.slot, self._link = "", None
+
+    @property
+    def nbytes(self) -> int:
+        """See `Sink.nbytes`: none of its own."""
+        return 0
+
+    def told(self) -> str:
+        """Return the path of a file without a name that holds the ticket, open as long as this is."""
+        if self._told < 0:
+            self._told = os.memfd_create("rollout-ticket", os.MFD_CLOEXEC)
+            with open(self._told, "wb", closefd=False) as file:
+                file.write(self.ticket().encode())
+        return f"/proc/{os.getpid()}/fd/{self._told}"
+
+    def close(self) -> None:
+        """See `Sink.close`."""
+        told, self._told = self._told, -1
+        if told >= 0:
+            os.close(told)
+        super().close()
+
+
 async def open_mapped(
     entries: Sequence[Entry],
     folder: Path | None = None,
@@ -164,12 +211,17 @@ async def open_mapped(
     staging: Staging | None = None,
     slots: Path | None = None,
     slot: str | None = None,
+    given: Given | None = None,
 ) -> MappedSink:
     """Make a `MappedSink` in a thread; a cancelled caller gets none, and none stays.
+
+    With mapped memory `given` it is a `LentSink`, unless it is to be on disk or in a gang's folder.
 
     Raises:
         EngineError: there is no room.
     """
+    if isinstance(given, Mapped) and folder is None and slots is None:
+        return LentSink(entries, given, skip=skip)
     return await opened_in_thread(
         lambda: MappedSink(
             entries, folder, header=header, skip=skip, slots=slots, slot=slot, staging=staging

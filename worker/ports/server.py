@@ -212,6 +212,14 @@ async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = N
     # in between: it listens before it takes the handler's place.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    cause = await serve_until(stop, worker, servers)
+    return 0 if stop.is_set() else _broken(cause)
+
+
+async def serve_until(
+    stop: asyncio.Event, worker: Worker, servers: Servers
+) -> BaseException | None:
+    """Serve until `stop`, then drain and free everything; returns what ended it before, if so."""
     data, control = servers.ports
     logger.info("serving", extra={"data_port": data, "control_port": control})
     serving = asyncio.create_task(servers.run())
@@ -220,9 +228,9 @@ async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = N
     try:
         await asyncio.wait({serving, running, asked}, return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
-            return _broken(_cause(serving, running))
+            return _cause(serving, running)
         await worker.shut_down()
-        return 0
+        return None
     finally:
         asked.cancel()
         await _end(servers, serving, running, worker)

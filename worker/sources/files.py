@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -74,6 +74,47 @@ class Source:
     def bytes_total(self) -> int:
         """Bytes of all tensors."""
         return sum(entry.spec.nbytes for entry in self.entries)
+
+    def chunks(
+        self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
+    ) -> Iterator[memoryview]:
+        """See `Readable.chunks`."""
+        return _chunks(entry, self.places[entry.name], view)
+
+    def check(self, digests: Mapping[str, str], root: str) -> None:
+        """See `Readable.check`: its manifest, if it has one."""
+        _check_manifest(self, digests, root)
+
+
+class Readable(Protocol):
+    """A version whose bytes can be read: of files, or of a sender."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its tensors, in the order of their names."""
+        ...
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of all tensors."""
+        ...
+
+    def chunks(
+        self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
+    ) -> Iterator[memoryview]:
+        """Fill `view` with the tensor's bytes, yielding each part; without one, yield and forget.
+
+        A source that waits for its bytes asks `cancelled` meanwhile.
+        """
+        ...
+
+    def check(self, digests: Mapping[str, str], root: str) -> None:
+        """Refuse what is not what was promised, once everything is read.
+
+        Raises:
+            WeightsRejected: names the tensor.
+        """
+        ...
 
 
 def open_source(path: Path, *, roots: Sequence[Path] = (), manifest: bool = True) -> Source:
@@ -207,7 +248,7 @@ def _confine(path: Path, roots: Sequence[Path]) -> Path:
 
 
 def read(
-    source: Source,
+    source: Readable,
     tied: Mapping[str, str],
     allocate: Allocate,
     report: Report,
@@ -231,22 +272,25 @@ def read(
         done += count
         report(done, total)
 
-    digests = _digest_all(source, allocate, advance)
+    digests = _digest_all(source, allocate, advance, cancelled)
     check_ties(tied, digests)
     root = root_hash(source.entries, digests)
-    _check_manifest(source, digests, root)
+    source.check(digests, root)
     return root
 
 
 def _digest_all(
-    source: Source, allocate: Allocate, advance: Callable[[int], None]
+    source: Readable,
+    allocate: Allocate,
+    advance: Callable[[int], None],
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> dict[str, str]:
     digests: dict[str, str] = {}
     for entry in source.entries:
         view = allocate(entry)
         digest = xxhash.xxh3_128()
         with memoryview(b"") if view is None else view:  # a traceback would hold on to it
-            for chunk in _chunks(entry, source.places[entry.name], view):
+            for chunk in source.chunks(entry, view, cancelled):
                 digest.update(chunk)
                 advance(len(chunk))
         digests[entry.name] = digest.hexdigest()

@@ -9,8 +9,9 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from rollout_worker.engine import Engine, Layout, Sink, WeightsRejected
+from rollout_worker.engine import Engine, Layout, Sink, Tensors, WeightsRejected
 from rollout_worker.schemas import StagedWeights, StageRequest, WeightsId, WeightsSource
+from rollout_worker.sources import tensors
 from rollout_worker.sources.filling import Elsewhere, Located, fill
 from rollout_worker.wire.problems import ProblemError, conflict
 
@@ -22,10 +23,13 @@ DISCARD_SECONDS = 60.0
 class Slot:
     """What is being staged, or was."""
 
-    def __init__(self, request: StageRequest, resolved: WeightsSource) -> None:
+    def __init__(
+        self, request: StageRequest, resolved: WeightsSource, given: Tensors | None = None
+    ) -> None:
         self.identity = WeightsId(epoch=request.epoch, version=request.version)
-        self.source = request.source
+        self.source = request.source.named
         self.resolved = resolved
+        self.given = given
         self.expected = request.root_hash
         self.labels: Mapping[str, str] = request.labels
         self.deadline_seconds = request.deadline_seconds
@@ -50,9 +54,14 @@ class Slot:
         elsewhere: Elsewhere | None = None,
     ) -> None:
         """Bring the bytes; raises what `fill` raises."""
-        self._sink = await fill(
-            engine.open_slot, layout, located, self._verify, self.report, elsewhere
-        )
+        if self.given is not None:
+            self._sink = await tensors.fill(
+                engine.open_slot, layout, self.given, self._verify, self.report
+            )
+        else:
+            self._sink = await fill(
+                engine.open_slot, layout, located, self._verify, self.report, elsewhere
+            )
         self._filled = True
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 
 from rollout_worker.core.fence import Fence
 from rollout_worker.core.runtime import Runtime
-from rollout_worker.engine import EngineError, EngineInfo, Sink, WeightsRejected
+from rollout_worker.engine import EngineError, EngineInfo, Sink, Tensors, WeightsRejected
 from rollout_worker.schemas import (
     CHECKPOINT,
     ActiveWeights,
@@ -30,6 +30,7 @@ from rollout_worker.schemas import (
     WeightsSource,
     WeightsState,
 )
+from rollout_worker.sources import tensors
 from rollout_worker.sources.filling import Elsewhere, Located, fill, locate, resolve_within
 from rollout_worker.wire.problems import ProblemError, conflict
 
@@ -54,6 +55,8 @@ class Updates:
         self.source = CHECKPOINT_SOURCE
         """Where the active weights' bytes are, resolved; sleep at level 2 and restarts read it."""
         self._given_source = CHECKPOINT_SOURCE
+        self.given: Tensors | None = None
+        """The active weights' bytes, if they are tensors of this process and still there."""
         self.previous: ActiveWeights | None = None
         self.slot: Slot | None = None
         self.slot_lock = asyncio.Lock()
@@ -109,8 +112,15 @@ class Updates:
 
     # Stage.
 
-    async def stage(self, caller: str, request: StageRequest) -> StagedWeights:
+    async def stage(
+        self, caller: str, request: StageRequest, given: Tensors | None = None
+    ) -> StagedWeights:
         """Begin to stage beside the serving weights; returns at once.
+
+        Args:
+            caller: Who asks.
+            request: What to stage.
+            given: Tensors of this process in the place of the source.
 
         Raises:
             ProblemError: 409, the state or the order of identities forbids it; 422, the path.
@@ -122,14 +132,17 @@ class Updates:
         settings = self._runtime.settings
         # However short the deadline, the slot tells that it passed: the path alone takes no time.
         seconds = max(request.deadline_seconds, LOOK_UP_SECONDS)
-        resolved = await resolve_within(request.source, settings, seconds)
+        resolved = await resolve_within(request.source.named, settings, seconds)
         active = self.active
         assert active is not None, "an engine has loaded weights"
+        if given is not None and identity in self._known:
+            content = await tensors.content_of(given)
+            request = request.model_copy(update={"root_hash": content})
         if identity == active.identity:
             return self._already_active(request, active, resolved)
         try:
             async with asyncio.timeout(request.deadline_seconds), self.slot_lock:
-                return await self._begin(caller, request, resolved)
+                return await self._begin(caller, request, resolved, given)
         except TimeoutError:
             raise ProblemError(
                 "deadline-exceeded", "the staging slot was busy: try again", retry_after=1
@@ -148,8 +161,17 @@ class Updates:
                 **self.facts,
             )
 
+    @property
+    def _known(self) -> set[WeightsId | None]:
+        """Identities that are bound to content here."""
+        return {self.identity, None if self.slot is None else self.slot.identity}
+
     async def _begin(
-        self, caller: str, request: StageRequest, resolved: WeightsSource
+        self,
+        caller: str,
+        request: StageRequest,
+        resolved: WeightsSource,
+        given: Tensors | None,
     ) -> StagedWeights:
         identity = WeightsId(epoch=request.epoch, version=request.version)
         # A commit or a sleep may have gone by while we waited for the slot.
@@ -164,7 +186,7 @@ class Updates:
                 raise _regressed(identity, slot.identity, "staged", **self.facts)
         await self.clear_slot()
         self._runtime.loaded()  # that may have taken its time
-        slot = self.slot = Slot(request, resolved)
+        slot = self.slot = Slot(request, resolved, given)
         logger.info("staging weights %s for %r", identity, caller)
         slot.task = asyncio.create_task(self._stage(slot))
         return slot.view()
@@ -233,8 +255,15 @@ class Updates:
                     "intact source"
                 )
 
-        located = self._located(self.source, info)
         open_slot = partial(engine.open_slot, on_disk=on_disk)
+        if self.source.pushed is not None:
+            if self.given is None or not self.given.tensors:
+                raise EngineError(
+                    f"weights {active.identity} were handed over, and their tensors are gone: hand "
+                    "over new ones"
+                )
+            return await tensors.fill(open_slot, info.layout, self.given, verify)
+        located = self._located(self.source, info)
         elsewhere = self._elsewhere(self.source, active.root_hash, REFILL_SECONDS, on_disk=on_disk)
         return await fill(open_slot, info.layout, located, verify, elsewhere=elsewhere)
 
@@ -278,6 +307,7 @@ class Updates:
             labels=slot.labels,
         )
         self.source, self._given_source = slot.resolved, slot.source
+        self.given = slot.given
         self.slot = None
         self.commit_seq += 1
         self._runtime.telemetry.weights(slot.identity)
@@ -299,6 +329,7 @@ class Updates:
             epoch=CHECKPOINT.epoch, version=CHECKPOINT.version, root_hash=info.root_hash
         )
         self.source = self._given_source = CHECKPOINT_SOURCE
+        self.given = None
         self._runtime.telemetry.weights(CHECKPOINT)
 
     def lost(self, info: EngineInfo) -> None:

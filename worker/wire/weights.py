@@ -28,6 +28,10 @@ class Checkpoint(Body):
     """Names the model's own checkpoint as the source, to go back to it."""
 
 
+class Pushed(Body):
+    """Names the bytes that the trainer pushes to the workers, and that members pass on, as the source."""
+
+
 class WeightsSource(Body):
     """Where to read the bytes of a version; exactly one field is set."""
 
@@ -41,12 +45,98 @@ class WeightsSource(Body):
     checkpoint: Checkpoint | None = Field(
         default=None, exclude_if=_absent, description="The model's own checkpoint."
     )
+    pushed: Pushed | None = Field(
+        default=None,
+        exclude_if=_absent,
+        description="What the trainer pushes to each worker, and who has it passes on.",
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        if (self.path is None) == (self.checkpoint is None):
-            raise ValueError("give exactly one of source.path and source.checkpoint")
+        _check_one(self.path, self.checkpoint, self.pushed)
         return self
+
+
+def _check_one(*fields: object) -> None:
+    if sum(field is not None for field in fields) != 1:
+        raise ValueError("give exactly one of source.path, source.checkpoint and source.pushed")
+
+
+Ticket = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+"""128 random bits: whoever shows it may use one connection to the weights' port."""
+
+
+class Peer(Body):
+    """A worker that gives what it keeps, as its `POST /v1/weights/offer` answered."""
+
+    host: str = Field(min_length=1, max_length=253)
+    port: int = Field(ge=1, le=65535)
+    ticket: Ticket
+
+
+class PushedBytes(Body):
+    """Bytes that come over a connection of their own; see docs/weights.md.
+
+    Without `peers` the worker waits for a sender, with them it fetches from these workers.
+    """
+
+    layout_id: str | None = Field(
+        default=None, max_length=128, description="Of the layout that must come; null: any."
+    )
+    bytes: int | None = Field(
+        default=None, ge=0, le=1 << 48, description="How many must come, gaps included; null: any."
+    )
+    peers: Annotated[tuple[Peer, ...], Field(max_length=8), bounded(8)] = ()
+
+
+class StageSource(Body):
+    """Where to take the bytes of a version from; exactly one field is set."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1024,
+        exclude_if=_absent,
+        description="Folder or file of safetensors in the model's or the weights' volume; a relative path starts in the latter.",
+    )
+    checkpoint: Checkpoint | None = Field(
+        default=None, exclude_if=_absent, description="The model's own checkpoint."
+    )
+    pushed: PushedBytes | None = Field(
+        default=None, exclude_if=_absent, description="What a sender or peers bring."
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        _check_one(self.path, self.checkpoint, self.pushed)
+        return self
+
+    @classmethod
+    def of(cls, source: WeightsSource) -> Self:
+        """Return the same source; pushed bytes come from a sender then."""
+        pushed = None if source.pushed is None else PushedBytes()
+        return cls(path=source.path, checkpoint=source.checkpoint, pushed=pushed)
+
+    @property
+    def named(self) -> WeightsSource:
+        """The source by its name alone, as the state and a pool's spec have it."""
+        if self.pushed is not None:
+            return WeightsSource(pushed=Pushed())
+        return WeightsSource(path=self.path, checkpoint=self.checkpoint)
+
+
+class Transfer(Wire):
+    """How to bring the bytes of a stage; in the answer to the call alone."""
+
+    ticket: str = Field(description="Good for one connection, until the slot is given up.")
+    port: int | None = Field(description="Of the weights, over TCP; null: the worker has none.")
+    socket: str | None = Field(
+        default=None, description="Path of the Unix socket that takes memory; null: there is none."
+    )
+    node: str | None = Field(
+        default=None,
+        description="Boot id of the kernel, device and inode of that socket: equal for who reaches the same one.",
+    )
 
 
 class StagedWeights(Wire):
@@ -63,6 +153,23 @@ class StagedWeights(Wire):
     error: str | None = Field(
         default=None, description="Names the tensor or file at fault, and the fix."
     )
+    chunks: int = Field(
+        default=0, description="Pushed chunks of 1 MiB that are there and verified; 0 for files."
+    )
+    transfer: Transfer | None = Field(
+        default=None,
+        exclude_if=_absent,
+        description="How to bring pushed bytes; only in the answer to the call that asked for them.",
+    )
+
+
+class KeptWeights(Wire):
+    """The pushed version that this worker can give to others, and load again."""
+
+    epoch: Identity
+    version: Identity
+    root_hash: str
+    bytes: int
 
 
 class ActiveWeights(Wire):
@@ -93,6 +200,9 @@ class WeightsState(Wire):
         default=0, description="Stage and commit refuse lower epochs (`stale-epoch`)."
     )
     commit_seq: int = 0
+    kept: KeptWeights | None = Field(
+        default=None, description="Pushed bytes that `POST /v1/weights/offer` gives; null: none."
+    )
 
 
 Labels = Annotated[
@@ -107,7 +217,7 @@ class StageRequest(Body):
 
     epoch: Identity
     version: Identity
-    source: WeightsSource
+    source: StageSource
     root_hash: str | None = Field(default=None, max_length=128)
     labels: Labels = Field(default_factory=dict)
     deadline_seconds: Float = Field(default=600, gt=0, le=86400)
@@ -147,6 +257,23 @@ class DiscardResponse(Wire):
     """Whether the slot held that identity; discarding an absent one is not an error."""
 
     outcome: Literal["discarded", "unchanged"]
+
+
+class OfferRequest(Body):
+    """Body of `POST /v1/weights/offer`."""
+
+    epoch: Identity
+    version: Identity
+
+
+class OfferResponse(Wire):
+    """What a peer has to know to fetch what this worker keeps: part of `source.pushed.peers`."""
+
+    ticket: str
+    port: int
+    layout_id: str
+    bytes: int
+    root_hash: str
 
 
 class RequireRequest(Body):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ class ScriptedControl:
         self.phase, self.root_hash = "Staged", "h"
         self.error: str | None = None
         self.resident = True
+        self.serving = True
         self.holds: list[str] = []
         self.holds_of_others: list[str] = []
         self.fence_epoch = 0
@@ -32,10 +33,12 @@ class ScriptedControl:
         """By verb: status and slug of the refusal."""
         self.busy: dict[str, list[tuple[int, str]]] = {}
         """The same, of the next calls only."""
+        self.transfer: Callable[[], dict[str, Any]] | None = None
+        """Set: how pushed bytes are taken; `phase` says then what `state` tells of them."""
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         for method, path in (
             ("GET", "state"),
-            *(("POST", f"weights/{verb}") for verb in ("stage", "commit", "discard")),
+            *(("POST", f"weights/{verb}") for verb in ("stage", "commit", "discard", "offer")),
             *(("POST", verb) for verb in ("require", "pause", "resume", "sleep", "wake")),
         ):
             server.answers[method, f"/v1/{path}"] = self._answer
@@ -78,7 +81,7 @@ class ScriptedControl:
             "boot_id": "b",
             "engine": "hf",
             "lifecycle": "Active",
-            "serving": True,
+            "serving": self.serving,
             "weights": self._weights(),
             "resident": {"weights": self.resident, "kv_cache": self.resident},
             "holds": [
@@ -90,7 +93,14 @@ class ScriptedControl:
 
     def _stage(self, body: dict[str, Any]) -> dict[str, Any]:
         self.slot = {name: body[name] for name in ("epoch", "version", "source")}
-        return {**self.slot, "phase": "Staging"}
+        if "pushed" in body["source"]:
+            self.slot["source"] = {"pushed": {}}
+        transfer = {} if self.transfer is None else {"transfer": self.transfer()}
+        return {**self.slot, "phase": "Staging", **transfer}
+
+    def _offer(self, body: dict[str, Any]) -> dict[str, Any]:
+        about = {"layout_id": "xxh3_128:0", "bytes": 256, "root_hash": self.root_hash}
+        return {"ticket": "f" * 32, "port": 8002, **about}
 
     def _discard(self, body: dict[str, Any]) -> dict[str, Any]:
         self.slot = None

@@ -53,6 +53,10 @@ class SimPods(SimCalls):
         self.ghosts: dict[str, tuple[Pod, float]] = {}
         """Pods that are gone, as the watch shows them still."""
 
+    def _at(self, addresses: tuple[str, ...]) -> list[SimWorker]:
+        found = (p.uid for p in self.pods.values() if p.ip in addresses)
+        return [self.workers[uid] for uid in found if uid in self.workers]
+
     def set_gate(self, gate: SetGate) -> None:
         pod = self.pods.get(gate.name)
         if pod is not None and pod.uid == gate.uid:
@@ -92,7 +96,7 @@ class SimPods(SimCalls):
             name=name,
             uid=f"uid{self.uids}",
             ready=False,
-            ip="10.0.0.1",
+            ip=f"10.0.0.{self.uids}",
             node="node-1",
             restarts=restarts,
             retry=self.retry,

@@ -9,8 +9,10 @@ from rollout_worker.schemas import (
     CommitRequest,
     DiscardRequest,
     Hold,
+    KeptWeights,
     Lifecycle,
     Progress,
+    Pushed,
     RequireRequest,
     Resident,
     StagedWeights,
@@ -64,6 +66,11 @@ class SimWorker:
     commits: list[WeightsId] = field(default_factory=list)
     drain: float | None = None
     """What running requests get at its end."""
+    kept: KeptWeights | None = None
+    """The pushed version that it serves, as long as it has room for a copy."""
+    slot_seen: object = None
+    slot_since: float = 0.0
+    """When its slot came to hold what the last poll saw in it."""
 
     @property
     def lifecycle(self) -> Lifecycle:
@@ -101,6 +108,7 @@ class SimWorker:
                 staged=self.staged,
                 required=self.required,
                 fence_epoch=self.fence_epoch,
+                kept=self.kept,
             ),
             resident=Resident(weights=True, kv_cache=True),
             holds=tuple(holds),
@@ -122,16 +130,18 @@ class SimWorker:
         if slot and (slot.epoch, slot.version) == body_id(body) and slot.phase != "Failed":
             return _other(body, slot.root_hash)  # it is there already, or on its way
         self.staged = StagedWeights(
-            epoch=body.epoch, version=body.version, source=body.source, phase="Staging"
+            epoch=body.epoch, version=body.version, source=body.source.named, phase="Staging"
         )
         return None
 
     def end_stage(self, body: StageRequest) -> str | None:
         """The bytes are there; discarded meanwhile counts as an end, too."""
         slot = self.staged
-        if slot is None or slot.phase != "Staging" or slot.source != body.source:
+        if slot is None or slot.phase != "Staging" or slot.source != body.source.named:
             return None
-        found = root_hash(WeightsId(epoch=body.epoch, version=body.version), body.source)
+        if (slot.epoch, slot.version) != body_id(body):
+            return None
+        found = root_hash(WeightsId(epoch=body.epoch, version=body.version), slot.source)
         found += self.other_bytes
         error = STAGE_ERROR if self.broken_stage else None
         error = error or _other(body, found)
@@ -142,6 +152,24 @@ class SimWorker:
     def stage(self, body: StageRequest) -> str | None:
         """Both at once."""
         return self.begin_stage(body) or self.end_stage(body)
+
+    def push(self, identity: WeightsId) -> bool:
+        """A trainer's bytes come, whole, into the slot; whether it took them."""
+        asleep = self.lifecycle is Lifecycle.ASLEEP
+        if self.silent or self.loading or self.failed or asleep or identity < self.active:
+            return False
+        slot = self.staged
+        later = slot is not None and (slot.epoch, slot.version) > identity.as_tuple()
+        if self.broken_stage or later or identity.epoch < self.fence_epoch:
+            return False
+        self.staged = StagedWeights(
+            epoch=identity.epoch,
+            version=identity.version,
+            source=WeightsSource(pushed=Pushed()),
+            phase="Staged",
+            root_hash=root_hash(identity) + self.other_bytes,
+        )
+        return True
 
     def commit(self, body: CommitRequest) -> str | None:
         """Flip, or say why not."""
@@ -158,12 +186,15 @@ class SimWorker:
         assert staged.phase == "Staged", "only whole weights are committed"
         assert body.root_hash == staged.root_hash is not None, "only the staged bytes are committed"
         self.active, self.active_hash, self.staged = identity, staged.root_hash, None
+        self.kept = None
+        if staged.source.pushed is not None:
+            self.kept = KeptWeights(**identity.model_dump(), root_hash=staged.root_hash, bytes=1)
         self.commits.append(identity)
         return None
 
     def jump(self, identity: WeightsId) -> None:
         """It has these weights, however it came by them."""
-        self.active, self.active_hash = identity, root_hash(identity)
+        self.active, self.active_hash, self.kept = identity, root_hash(identity), None
 
     def discard(self, body: DiscardRequest) -> None:
         """Empty the slot, if it holds this."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +27,11 @@ from rollout_worker.engine import (
     EngineRequest,
     EngineStats,
     Entry,
+    Given,
     InvalidRequest,
     KvPolicy,
     Layout,
+    Mapped,
     ProcessSpent,
     Refill,
     Sink,
@@ -99,8 +102,14 @@ class TinySink:
     slot = ""
 
     def __init__(
-        self, engine: TinyEngine, entries: Sequence[Entry], *, on_disk: bool = False
+        self,
+        engine: TinyEngine,
+        entries: Sequence[Entry],
+        *,
+        on_disk: bool = False,
+        given: Mapped | None = None,
     ) -> None:
+        self.given = given
         self.memory: Literal["host", "device"] = engine.memory
         self.on_disk = on_disk
         self._engine = engine
@@ -116,13 +125,22 @@ class TinySink:
     @property
     def number(self) -> int:
         """What its weights are."""
+        if self.given is not None:
+            return os.pread(self.given.handle, 1, self.given.starts["number"])[0]
         return self._buffers["number"][0]
+
+    @property
+    def took(self) -> bool:
+        """As `Sink.took`."""
+        return self.given is not None
 
     def allocate(self, entry: Entry) -> memoryview | None:
         """As `Sink.allocate`: in the order that was promised."""
         self._engine.expect(self._left[:1] == [entry], f"{entry.name} is not next")
         self._engine.expect(self in self._engine.sinks, "a closed sink is filled")
         del self._left[:1]
+        if self.given is not None:
+            return None
         self._buffers[entry.name] = bytearray(entry.spec.nbytes)
         return memoryview(self._buffers[entry.name])
 
@@ -135,6 +153,8 @@ class TinySink:
         """As `Sink.close`."""
         if self in self._engine.sinks:
             self._engine.sinks.remove(self)
+            if self.given is not None:
+                self.given.release()
 
 
 class TinyEngine:
@@ -150,6 +170,8 @@ class TinyEngine:
         """Memory given that was neither committed nor closed."""
         self.memory: Literal["host", "device"] = "host"
         """Of the sinks that it gives."""
+        self.takes = True
+        """Whether its sinks serve from memory that is given."""
         self.free = False
         """Whether it steps without being told to."""
         self.paused = False
@@ -318,10 +340,13 @@ class TinyEngine:
 
     # Weights.
 
-    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> TinySink:
+    async def open_slot(
+        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+    ) -> TinySink:
         await self._begin("open_slot")
         self.expect(self._refilling or not self.sinks, "a second slot beside the first")
-        sink = TinySink(self, entries, on_disk=on_disk)
+        lent = given if isinstance(given, Mapped) and self.takes else None
+        sink = TinySink(self, entries, on_disk=on_disk, given=lent)
         self.sinks.append(sink)
         return sink
 
@@ -333,9 +358,10 @@ class TinyEngine:
         self.expect(sink.sealed, "a sink that is not sealed")
         try:
             await self._begin("commit")
+            number = sink.number
         finally:
             sink.close()
-        former, self.active = self.active, Version(sink.number, identity)
+        former, self.active = self.active, Version(number, identity)
         for sequence in self._running:
             if sequence.made == 0:
                 continue

@@ -14,6 +14,7 @@ from rollout_worker.engine import (
     EngineError,
     Entry,
     Gang,
+    Given,
     MemberInfo,
     Sink,
 )
@@ -37,8 +38,10 @@ class GangEngine(TinyEngine):
 
     slots: Path
 
-    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> TinySink:
-        sink = await super().open_slot(entries, on_disk=on_disk)
+    async def open_slot(
+        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+    ) -> TinySink:
+        sink = await super().open_slot(entries, on_disk=on_disk, given=given)
         sink.slot = uuid.uuid4().hex
         link = self.slots / sink.slot
         link.symlink_to("/dev/null")

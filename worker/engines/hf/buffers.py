@@ -43,6 +43,7 @@ class Buffers:
 
     memory: Literal["host"] = "host"
     slot = ""
+    took = False
 
     def __init__(
         self,

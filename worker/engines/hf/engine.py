@@ -28,6 +28,7 @@ from rollout_worker.engine import (
     EngineRequest,
     EngineStats,
     Entry,
+    Given,
     InvalidRequest,
     KvPolicy,
     ProcessSpent,
@@ -89,7 +90,8 @@ class HfEngine:
 
         def work(cancelled: Callable[[], bool]) -> Loaded:
             loaded = load(self._options, self._settings, relay, cancelled)
-            settle_heap()
+            if not self._options.guest:  # garbage of the process's owner would stay for ever, too
+                settle_heap()
             return loaded
 
         try:
@@ -125,7 +127,7 @@ class HfEngine:
             ended = await self._halt(parts)
             del parts
             await asyncio.to_thread(release_freed)
-            if any(each() is not None for each in large):
+            if any(each() is not None for each in large) and not self._options.guest:
                 gc.unfreeze()  # a cycle holds them, such as an error and its frames
                 await asyncio.to_thread(release_freed)
             if not ended:
@@ -203,13 +205,16 @@ class HfEngine:
         """See `Engine.resume`."""
 
         def resume(core: Core) -> None:
+            core.check_weights()
             core.paused = core.held = False
 
         await self._command(resume)
 
-    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
+    async def open_slot(
+        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+    ) -> Sink:
         """See `Engine.open_slot`; the engine itself never asks for one on disk."""
-        return await self._live().versions.open_slot(entries)
+        return await self._live().versions.open_slot(entries, given)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""

@@ -13,7 +13,15 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal, TypeVar
 
-from rollout_worker.engine import EngineError, Entry, KvPolicy, Refill, Sink, WeightsRejected
+from rollout_worker.engine import (
+    EngineError,
+    Entry,
+    Given,
+    KvPolicy,
+    Refill,
+    Sink,
+    WeightsRejected,
+)
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 from rollout_worker.threads import in_thread, opened_in_thread
 
@@ -21,6 +29,7 @@ from .buffers import Buffers
 from .core import Core
 from .memory import NOT_UPDATABLE, Memory, release_freed
 from .thread import StepThread
+from .views import Handed
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +46,9 @@ class Versions:
         self._lock = asyncio.Lock()
         self._away: set[MemoryTag] = set()
 
-    async def open_slot(self, entries: Sequence[Entry]) -> Sink:
+    async def open_slot(self, entries: Sequence[Entry], given: Given | None = None) -> Sink:
         """See `Engine.open_slot`; a cancelled caller gets no memory, and none stays."""
-        return await opened_in_thread(lambda: self._memory.buffers(entries))
+        return await opened_in_thread(lambda: self._memory.buffers(entries, given))
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
@@ -50,7 +59,7 @@ class Versions:
                 staged = _sealed(sink)
 
                 def flip() -> None:
-                    self._memory.swap(staged.tensors, pin=kv == "pin", aside=staged.aside)
+                    self._memory.swap(staged, pin=kv == "pin")
                     self._core.commit(identity, kv)
 
                 await self._command(flip)
@@ -77,7 +86,7 @@ class Versions:
         await self._command(lambda: self._leave("weights"))
         await self._command(self._core.unpin)
         try:
-            if level == 1:
+            if level == 1 and self._memory.intact:  # else there is nothing worth keeping
                 await in_thread(lambda _: self._memory.spill(), threading.Event())
         except BaseException:
             self._memory.forget_spill()
@@ -107,7 +116,7 @@ class Versions:
         sink = await refill()
         try:
             staged = _sealed(sink)
-            await self._command(lambda: self._memory.swap(staged.tensors, aside=staged.aside))
+            await self._command(lambda: self._memory.swap(staged))
         finally:
             await asyncio.to_thread(sink.close)
 
@@ -127,8 +136,8 @@ class Versions:
         return Resident(weights=self._memory.resident, kv_cache="kv_cache" not in self._away)
 
 
-def _sealed(sink: Sink) -> Buffers:
+def _sealed(sink: Sink) -> Buffers | Handed:
     """Return the sink as what it is; only verified weights may ever serve."""
-    if not isinstance(sink, Buffers) or not sink.sealed:
+    if not isinstance(sink, Buffers | Handed) or not sink.sealed:
         raise WeightsRejected("this sink is not a sealed one of this engine: fill it first")
     return sink

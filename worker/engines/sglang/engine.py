@@ -16,6 +16,7 @@ from rollout_worker.engine import (
     EngineRequest,
     EngineStats,
     Entry,
+    Given,
     InvalidRequest,
     KvPolicy,
     Refill,
@@ -161,9 +162,11 @@ class SglangEngine:
             raise EngineError("the engine is asleep: wake it before it is resumed")
         await self._calling(desk.resume())
 
-    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
+    async def open_slot(
+        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+    ) -> Sink:
         """See `Engine.open_slot`; the engine itself never asks for one on disk."""
-        return await self._weights().open_slot(entries)
+        return await self._weights().open_slot(entries, given)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""

@@ -16,12 +16,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rollout_worker.engines.mapped import located
+from rollout_worker.engines.mappings import tensors_told
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Load the file that the command names: by its `path`, or by its `slot`, on every node its own."""
     command = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
     slot = command.get("slot")
+    if "told" in command:  # memory that was given: no file, but places
+        model.load_weights(tensors_told(command["told"]))
+        return
     model.load_weights(_read(located(slot) if slot else command["path"]))
 
 

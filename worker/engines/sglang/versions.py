@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from rollout_worker.engine import EngineCrashed, EngineError, Entry, KvPolicy, Refill, Sink
+from rollout_worker.engine import EngineCrashed, EngineError, Entry, Given, KvPolicy, Refill, Sink
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.mapped import MappedSink, open_mapped, sealed
+from rollout_worker.engines.mapped import LentSink, MappedSink, open_mapped, sealed
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 
 from .bridge import Bridge, CallFailed
@@ -30,6 +30,7 @@ async def open_slot(
     model: Model,
     entries: Sequence[Entry],
     slot: str | None = None,
+    given: Given | None = None,
 ) -> Sink:
     """Give memory on this node; SGLang reads a file of safetensors, a tied head it makes itself."""
     slots = None if options.gang is None else options.gang.slots
@@ -40,6 +41,7 @@ async def open_slot(
         slots=slots,
         slot=slot,
         staging=options.staging,
+        given=given,
     )
 
 
@@ -65,9 +67,9 @@ class Versions:
         self._away: set[MemoryTag] = set()
         self._spilled = False
 
-    async def open_slot(self, entries: Sequence[Entry]) -> Sink:
+    async def open_slot(self, entries: Sequence[Entry], given: Given | None = None) -> Sink:
         """See `Engine.open_slot`."""
-        return await open_slot(self._options, self._model, entries)
+        return await open_slot(self._options, self._model, entries, given=given)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
@@ -86,6 +88,8 @@ class Versions:
 
     async def _load(self, sink: MappedSink, version: str | None, *, flush: bool) -> None:
         where = {"slot": sink.slot} if sink.slot else {"path": sink.path}
+        if isinstance(sink, LentSink):
+            where = {"told": sink.told()}
         await self._bridge.call("load", where=where, version=version, flush=flush)
 
     async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:

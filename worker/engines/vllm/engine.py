@@ -24,6 +24,7 @@ from rollout_worker.engine import (
     EngineRequest,
     EngineStats,
     Entry,
+    Given,
     KvPolicy,
     Refill,
     Sink,
@@ -200,9 +201,11 @@ class VllmEngine:
         steering.paused = steering.held = False
         await steering.settle()
 
-    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
+    async def open_slot(
+        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+    ) -> Sink:
         """See `Engine.open_slot`."""
-        return await self._live().versions.open_slot(entries, on_disk=on_disk)
+        return await self._live().versions.open_slot(entries, on_disk=on_disk, given=given)
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""

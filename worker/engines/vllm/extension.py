@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
-import math
 import mmap
 import os
 import random
 import select
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rollout_worker.engines.dtypes import TORCH_DTYPES
-from rollout_worker.engines.mapped import located
+from rollout_worker.engines.mappings import tensors_of
 from rollout_worker.observe.processes import find
 from rollout_worker.turn.sharing import join
 
@@ -124,11 +120,8 @@ class Extension:
         """Make the weights of a sink the model's; a failure leaves the model unusable."""
         from vllm.config import set_current_vllm_config
 
-        sink = json.loads(ticket)
-        path = located(sink["slot"]) if "slot" in sink else sink["path"]
-        memory = _mapped(path, sink["size"])
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.reload_weights(weights_iterator=_tensors(sink["tensors"], memory))
+            self.model_runner.reload_weights(weights_iterator=tensors_of(ticket))
             if self.device.type == "cpu":
                 _repack_heads(self.model_runner.get_model())
 
@@ -164,23 +157,6 @@ class Extension:
         if self.device.type != "cpu":
             worker: Any = self
             worker.wake_up(tags)
-
-
-def _mapped(path: str, size: int) -> torch.Tensor:
-    """Return a sink as one tensor of bytes; the mapping lives as long as any view of it."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        memory = mmap.mmap(handle, size, flags=mmap.MAP_PRIVATE)
-    finally:
-        os.close(handle)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _tensors(places: list[Any], memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, dtype, shape, start in places:
-        kind = TORCH_DTYPES[dtype]
-        size = math.prod(shape) * kind.itemsize
-        yield name, memory[start : start + size].view(kind).reshape(shape)
 
 
 def _repack_heads(model: Any) -> None:

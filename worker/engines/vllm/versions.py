@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rollout_worker.engine import EngineCrashed, EngineError, Entry, KvPolicy, Refill, Sink
+from rollout_worker.engine import EngineCrashed, EngineError, Entry, Given, KvPolicy, Refill, Sink
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.mapped import MappedSink, open_mapped, sealed
 from rollout_worker.engines.room import check_room
@@ -41,10 +41,14 @@ class Versions:
         self._along = False  # the KV cache went with the weights, though nobody asked for that
         self._lock = asyncio.Lock()
 
-    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool) -> Sink:
+    async def open_slot(
+        self, entries: Sequence[Entry], *, on_disk: bool, given: Given | None = None
+    ) -> Sink:
         """See `Engine.open_slot`."""
         folder = self._spill_dir if on_disk else None
-        return await open_mapped(entries, folder, slots=self._slots, staging=self._staging)
+        return await open_mapped(
+            entries, folder, slots=self._slots, staging=self._staging, given=given
+        )
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""

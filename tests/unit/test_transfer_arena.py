@@ -1,0 +1,146 @@
+"""Memory that a trainer shares: who may write it, when it is used again, and that none stays."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import resource
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_worker.transfer.arena import SLOTS, Arena, ArenaError, Slot, map_readonly
+from rollout_worker.transfer.layout import PushLayout
+from rollout_worker.transfer.room import memory_left
+
+PAGE = mmap.PAGESIZE
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_receiver_sees_what_the_owner_writes_and_can_write_nothing() -> None:
+    slot = Slot(3 * PAGE)
+    layout = PushLayout.plan([("a", "U8", (5,)), ("b", "U8", (7,)), ("z", "F32", (0, 2))])
+    there = map_readonly(slot.handle, slot.size)
+    for placed in layout.tensors:
+        slot.view(placed)[:] = placed.name.encode() * placed.nbytes
+    assert [there[p.start : p.end] for p in layout.tensors] == [b"a" * 5, b"b" * 7, b""]
+    with pytest.raises(TypeError):
+        there[0] = 1
+    with pytest.raises(PermissionError):
+        mmap.mmap(slot.handle, slot.size)
+    for size in (0, slot.size + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(slot.handle, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(slot.handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    # A reader of its own pages may write them: the owner's stay.
+    private = mmap.mmap(slot.handle, slot.size, flags=mmap.MAP_PRIVATE)
+    private[0:1] = b"!"
+    assert there[0:1] == b"a"
+    slot.close()
+    assert there[0:5] == b"aaaaa"
+
+
+def test_memory_that_may_shrink_is_refused(tmp_path: Path) -> None:
+    bare = os.memfd_create("bare", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    try:
+        for handle in (bare, file):
+            os.ftruncate(handle, PAGE)
+            with pytest.raises(ArenaError, match=r"can be sealed|may shrink"):
+                map_readonly(handle, PAGE)
+    finally:
+        os.close(bare)
+        os.close(file)
+
+
+def test_memory_of_another_size_is_refused() -> None:
+    slot = Slot(PAGE)
+    for size in (0, -1, PAGE + 1):
+        with pytest.raises(ArenaError, match="as was said"):
+            map_readonly(slot.handle, size)
+    slot.close()
+
+
+def test_no_room_is_said_with_the_fix() -> None:
+    before = descriptors()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        with pytest.raises(ArenaError, match="more memory"):
+            Slot(PAGE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert descriptors() == before
+
+
+def test_more_than_there_is_is_refused_before_any_of_it_is_taken() -> None:
+    found = memory_left()
+    assert found is not None
+    with pytest.raises(ArenaError, match=r"are left of .*, and \d+ stay free"):
+        Slot(found[0] * 2)
+
+
+def test_a_slot_that_was_given_up_is_not_written() -> None:
+    slot = Slot(0)
+    slot.close()
+    slot.close()
+    with pytest.raises(ArenaError, match="given up"):
+        slot.bytes(0, 1)
+
+
+def test_two_slots_take_turns_and_grow() -> None:
+    arena = Arena()
+    used = []
+    for nbytes in (10, 20, 10, 20, 10):
+        slot, give_back = arena.take(nbytes)
+        used.append(slot)
+        give_back()
+    assert used[0] is used[2] is used[4]
+    assert used[1] is used[3]
+    assert arena.nbytes == 30
+    arena.close()
+    assert arena.nbytes == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.lists(st.integers(0, 5))), max_size=12))
+def test_what_somebody_reads_is_never_handed_out(steps: list[tuple[int, list[int]]]) -> None:
+    arena, before = Arena(), descriptors()
+    lent: list[tuple[Slot, list[bool]]] = []
+    for pages, returns in steps:
+        slot, give_back = arena.take(pages * PAGE)
+        assert slot.size >= pages * PAGE
+        assert all(other is not slot for other, held in lent if held[0])
+        assert len(arena._slots) <= SLOTS
+        held = [True]
+        lent.append((slot, held))
+        kept = slot.lend()
+        give_back()
+        give_back()
+        assert slot.lent
+        for index in returns:
+            if index == 0:
+                kept()
+                held[0] = False
+    arena.close()
+    assert descriptors() == before
+
+
+def test_a_reader_that_keeps_its_slot_costs_a_fresh_one() -> None:
+    arena = Arena()
+    stuck, _ = arena.take(PAGE)
+    stuck.bytes(0, 1)[:] = b"x"
+    there = map_readonly(stuck.handle, PAGE)
+    for _ in range(4):
+        slot, give_back = arena.take(PAGE)
+        assert slot is not stuck
+        slot.bytes(0, 1)[:] = b"y"
+        give_back()
+    assert there[0:1] == b"x"
+    arena.close()

@@ -1,0 +1,222 @@
+"""Frames over real sockets: what is sent arrives whole, and what is no frame ends the connection."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rollout_worker.transfer import frames
+from rollout_worker.transfer.frames import (
+    MAX_HEAD_BYTES,
+    Connection,
+    Ended,
+    Kind,
+    Malformed,
+    Refused,
+    Silent,
+    TransferError,
+)
+
+SHORT = 0.2
+"""Silence that the impatient ends of these tests bear, in seconds."""
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Connection, Connection]]:
+    """Both ends of a connection."""
+    if request.param == "unix":
+        socks = socket.socketpair(socket.AF_UNIX)
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            first = socket.create_connection(listening.getsockname())
+            socks = first, listening.accept()[0]
+    ends = Connection(socks[0], silence=5), Connection(socks[1], silence=5)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def raw(kind: int, head: bytes, length: int | None = None) -> bytes:
+    """A frame as bytes, whatever it says."""
+    return struct.pack(">BI", kind, len(head) if length is None else length) + head
+
+
+def test_head_and_payload_arrive_as_they_were_sent(pair: tuple[Connection, Connection]) -> None:
+    ours, theirs = pair
+    payload = os.urandom(frames.MAX_PAYLOAD_BYTES)
+    sending = threading.Thread(
+        target=lambda: ours.send(Kind.DATA, {"offset": 7, "hash": "ü"}, payload)
+    )
+    sending.start()
+    frame = theirs.receive()
+    assert (frame.kind, frame.integer("offset"), frame.text("hash")) == (Kind.DATA, 7, "ü")
+    assert frame.payload == len(payload)
+    got = bytearray(frame.payload)
+    theirs.read_into(memoryview(got))
+    sending.join()
+    assert got == payload
+    theirs.send(Kind.END)
+    assert ours.expect(Kind.END).head == {}
+
+
+def test_payload_that_nobody_wants_is_skipped(pair: tuple[Connection, Connection]) -> None:
+    ours, theirs = pair
+    ours.send(Kind.DATA, {}, b"12345")
+    ours.send(Kind.END)
+    theirs.skip(theirs.receive())
+    assert theirs.receive().kind is Kind.END
+
+
+def test_a_descriptor_comes_along_with_memory() -> None:
+    ours, theirs = map(Connection, socket.socketpair(socket.AF_UNIX))
+    handle = os.memfd_create("test")
+    os.write(handle, b"weights")
+    ours.send(Kind.MEMORY, {"size": 7}, handle=handle)
+    os.close(handle)
+    frame = theirs.expect(Kind.MEMORY)
+    assert frame.handle is not None
+    assert os.pread(frame.handle, 7, 0) == b"weights"
+    assert not os.get_inheritable(frame.handle)
+    os.close(frame.handle)
+    for end in (ours, theirs):
+        end.close()
+
+
+def descriptors() -> set[str]:
+    """Descriptors of this process, but the one that looks."""
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_descriptor_with_another_frame_is_refused_and_closed(count: int) -> None:
+    ours, theirs = map(Connection, socket.socketpair(socket.AF_UNIX))
+    before = len(descriptors())
+    handles = [os.memfd_create("test") for _ in range(count)]
+    with socket.socket(fileno=os.dup(ours._sock.fileno())) as sock:
+        socket.send_fds(sock, [raw(Kind.PING, b"{}")], handles)
+    for handle in handles:
+        os.close(handle)
+    with pytest.raises(Malformed, match="only MEMORY"):
+        theirs.receive()
+    assert len(descriptors()) == before
+    for end in (ours, theirs):
+        end.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        (raw(99, b"{}"), "no frame of kind 99"),
+        (raw(Kind.HELLO, b"", MAX_HEAD_BYTES + 1), "are the most"),
+        (raw(Kind.HELLO, b"{"), "not JSON"),
+        (raw(Kind.HELLO, b"[" * 200_000), "not JSON"),
+        (raw(Kind.HELLO, b"\xff"), "not JSON"),
+        (raw(Kind.HELLO, b"[]"), "no JSON object"),
+        (raw(Kind.HELLO, b'{"payload": -1}'), "payload must be a number"),
+        (raw(Kind.HELLO, b'{"payload": true}'), "payload must be a number"),
+        (raw(Kind.HELLO, json.dumps({"payload": 1 << 40}).encode()), "payload must be a number"),
+    ],
+)
+def test_what_is_no_frame_is_refused(
+    pair: tuple[Connection, Connection], sent: bytes, says: str
+) -> None:
+    ours, theirs = pair
+    ours._sock.sendall(sent)
+    with pytest.raises(Malformed, match=says):
+        theirs.receive()
+
+
+def test_a_connection_cut_anywhere_in_a_frame_has_ended() -> None:
+    whole = raw(Kind.DATA, b'{"payload":4}') + b"1234"
+    for cut in range(len(whole)):
+        ours, theirs = map(Connection, socket.socketpair())
+        ours._sock.sendall(whole[:cut])
+        ours.close()
+        with pytest.raises(Ended):
+            theirs.read_into(memoryview(bytearray(theirs.receive().payload)))
+        theirs.close()
+
+
+def test_silence_ends_a_connection_in_time(pair: tuple[Connection, Connection]) -> None:
+    ours, theirs = pair
+    theirs.patience(SHORT)
+    began = time.monotonic()
+    with pytest.raises(Silent):
+        theirs.receive()
+    ours._sock.sendall(raw(Kind.HELLO, b"{}")[:3])
+    with pytest.raises(Silent):
+        theirs.receive()
+    assert time.monotonic() - began < 10
+
+
+def test_who_takes_nothing_is_dead(pair: tuple[Connection, Connection]) -> None:
+    ours, _ = pair
+    ours.patience(SHORT)
+    payload = bytes(frames.MAX_PAYLOAD_BYTES)
+
+    def flood() -> None:
+        for _ in range(64):
+            ours.send(Kind.DATA, {}, payload)
+
+    with pytest.raises(Silent):
+        flood()
+
+
+def test_pings_keep_a_connection_and_are_not_seen(
+    pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "PING_SECONDS", SHORT / 8)
+    ours, theirs = pair
+    theirs.patience(SHORT)
+    ours.keep_alive()
+    later = threading.Timer(SHORT * 3, lambda: ours.send(Kind.END))
+    later.start()
+    assert theirs.receive().kind is Kind.END
+    later.join()
+
+
+def test_closing_wakes_whoever_reads(pair: tuple[Connection, Connection]) -> None:
+    ours, _ = pair
+    found: list[Exception] = []
+
+    def read() -> None:
+        try:
+            ours.receive()
+        except TransferError as error:
+            found.append(error)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    ours.interrupt()
+    reading.join(5)
+    assert not reading.is_alive()
+    assert isinstance(found[0], Ended)
+
+
+def test_an_error_of_the_other_end_is_told_with_its_reason(
+    pair: tuple[Connection, Connection],
+) -> None:
+    ours, theirs = pair
+    ours.send(Kind.ERROR, {"slug": "bad-ticket", "detail": "stage again"})
+    with pytest.raises(Refused, match="stage again") as caught:
+        theirs.expect(Kind.READY)
+    assert caught.value.slug == "bad-ticket"
+    ours.send(Kind.END)
+    with pytest.raises(Malformed, match="END came where READY was due"):
+        theirs.expect(Kind.READY)
+
+
+def test_nobody_listening_is_told_with_the_address(tmp_path: object) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(Ended, match=f"127.0.0.1:{port}"):
+        frames.dial("127.0.0.1", port, 5)
+    with pytest.raises(Ended, match="nowhere"):
+        frames.dial_unix(f"{tmp_path}/nowhere", 5)

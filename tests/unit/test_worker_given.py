@@ -1,0 +1,159 @@
+"""Memory that is given to an engine: it serves from there or maps it, takes none, and gives it back at the end."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rollout_worker.engine import Entry, Mapped, TensorSpec
+from rollout_worker.engines.hf.lent import Lent
+from rollout_worker.engines.hf.memory import Memory
+from rollout_worker.engines.mapped import LentSink, MappedSink, open_mapped
+from rollout_worker.engines.mappings import tensors_of, tensors_told
+from rollout_worker.engines.room import Staging
+from rollout_worker.transfer.arena import Slot
+from rollout_worker.transfer.layout import PushLayout
+
+SHAPES = {"bias": (4,), "empty": (0, 2), "weight": (4, 3)}
+ENTRIES = [Entry(name, TensorSpec("F32", shape)) for name, shape in SHAPES.items()]
+
+
+class Lender:
+    """Shared memory with `fill` in every tensor, and how often it was given back."""
+
+    def __init__(self, fill: float, dtype: str = "F32") -> None:
+        layout = PushLayout.plan((name, dtype, shape) for name, shape in SHAPES.items())
+        self.slot = Slot(layout.nbytes)
+        self.returns: list[int] = []
+        for placed in layout.tensors:
+            values = torch.full(placed.shape, fill).numpy().tobytes()
+            self.slot.view(placed)[:] = values[: placed.nbytes]
+        starts = {placed.name: placed.start for placed in layout.tensors}
+        self.given = Mapped(self.slot.handle, self.slot.size, starts, self._release)
+
+    def _release(self) -> None:
+        self.returns.append(1)
+
+    @property
+    def released(self) -> int:
+        """How often."""
+        return len(self.returns)
+
+
+@pytest.fixture
+def lender() -> Iterator[Lender]:
+    made = Lender(7.0)
+    yield made
+    made.slot.close()
+
+
+def memory(model: nn.Module, staging: Staging) -> Memory:
+    loaded: Any = SimpleNamespace(model=model, targets=dict(model.named_parameters()))
+    return Memory(loaded, None, staging)
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = nn.Module()
+    for name, shape in SHAPES.items():
+        model.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype), False))
+    return model
+
+
+def test_hf_serves_from_the_memory_that_is_given_and_takes_none(lender: Lender) -> None:
+    model = model_of()
+    held = memory(model, Staging(1))  # of which nothing could be taken
+    sink = held.buffers(ENTRIES, lender.given)
+    assert isinstance(sink, Lent)
+    assert sink.took
+    views = list(map(sink.allocate, ENTRIES))
+    assert views == [None] * 3
+    sink.seal()
+    held.swap(sink.tensors)
+    sink.close()
+    gc.collect()
+    assert not lender.released, "the model computes with it"
+    assert model.get_parameter("weight").sum() == 7 * 12
+    held.swap({name: torch.ones(shape) for name, shape in SHAPES.items()})
+    del sink
+    gc.collect()
+    assert len(lender.returns) == 1
+
+
+def test_hf_keeps_given_memory_until_pinned_outputs_have_ended(lender: Lender) -> None:
+    held = memory(model_of(), Staging())
+    sink = held.buffers(ENTRIES, lender.given)
+    sink.seal()
+    held.swap(sink.tensors)
+    sink.close()
+    held.swap({name: torch.ones(shape) for name, shape in SHAPES.items()}, pin=True)
+    del sink
+    gc.collect()
+    assert not lender.released
+    held.use(pinned=True)
+    held.use(pinned=False)
+    held.release_pinned()
+    gc.collect()
+    assert len(lender.returns) == 1
+
+
+def test_hf_gives_memory_back_that_is_never_committed(lender: Lender) -> None:
+    sink = memory(model_of(), Staging()).buffers(ENTRIES, lender.given)
+    sink.seal()
+    sink.close()
+    gc.collect()
+    assert len(lender.returns) == 1
+
+
+def test_hf_of_another_dtype_leaves_given_memory_alone(lender: Lender) -> None:
+    held = memory(model_of(torch.bfloat16), Staging())
+    sink = held.buffers(ENTRIES, lender.given)
+    assert not sink.took
+    assert sink.allocate(ENTRIES[0]) is not None
+    sink.close()
+    gc.collect()
+    assert not lender.released
+
+
+async def test_a_lent_sink_tells_other_processes_where_tensors_are(lender: Lender) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    sink = await open_mapped(ENTRIES, given=lender.given, header=True, skip=["bias"])
+    assert isinstance(sink, LentSink)
+    assert sink.took
+    assert sink.nbytes == 0
+    assert all(sink.allocate(entry) is None for entry in ENTRIES)
+    sink.seal()
+    for found in (dict(tensors_of(sink.ticket())), dict(tensors_told(sink.told()))):
+        assert set(found) == {"empty", "weight"}
+        assert found["weight"].tolist() == [[7.0] * 3] * 4
+        assert found["empty"].shape == (0, 2)
+    del found  # views keep a mapping, which has a descriptor of its own
+    gc.collect()
+    assert not lender.released
+    sink.close()
+    sink.close()
+    assert lender.released
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_sink_of_a_gang_or_a_file_takes_its_own_memory(
+    lender: Lender, tmp_path: Any
+) -> None:
+    for options in ({"folder": tmp_path}, {"slots": tmp_path}):
+        sink = await open_mapped(ENTRIES, given=lender.given, **options)
+        assert type(sink) is MappedSink
+        assert not sink.took
+        sink.close()
+    assert not lender.released
+
+
+def test_tensors_that_are_given_stay_while_a_view_of_them_lives(lender: Lender) -> None:
+    found = dict(tensors_of(LentSink(ENTRIES, lender.given).ticket()))
+    lender.slot.close()
+    assert found["weight"].sum() == 7 * 12

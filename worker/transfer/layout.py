@@ -1,0 +1,222 @@
+"""Where each tensor of a pushed version lies in its memory: planned once, the same at both ends.
+
+Every tensor begins at a multiple of `ALIGN`, so that a view of any dtype is legal and no engine has to
+copy what it could use in place. `layout_id` is the hash of the whole plan: two ends with the same id
+mean the same bytes by the same offsets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+ALIGN = 256
+"""Every tensor begins at a multiple of this, in bytes."""
+
+MAX_TENSORS = 1_000_000
+MAX_NAME = 1024
+MAX_DIMENSIONS = 32
+MAX_BYTES = 1 << 48
+"""Of a whole layout: 256 TiB. Beyond it is a wrong number, not a model."""
+
+ITEM_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+}
+"""Safetensors' dtypes and the bytes of one element."""
+
+Named = tuple[str, str, Sequence[int]]
+"""Name, dtype as safetensors call it, and shape."""
+
+
+class LayoutError(ValueError):
+    """These tensors make no layout; the text names the tensor and what to do."""
+
+    def __init__(self, detail: str, *, tensor: str | None = None) -> None:
+        super().__init__(detail)
+        self.tensor = tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One tensor and its place.
+
+    Attributes:
+        name: In the model's checkpoint.
+        dtype: As safetensors call it, such as `BF16`.
+        shape: () for a single number.
+        start: Offset of its first byte, a multiple of `ALIGN`.
+        nbytes: Its size; 0 if a dimension is 0.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """Offset behind its last byte."""
+        return self.start + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class PushLayout:
+    """See the module; make it with `plan` or `from_json`.
+
+    Attributes:
+        tensors: In the order of their names.
+        nbytes: Size of all, gaps included.
+        layout_id: Hash over the ordered (name, dtype, shape, start).
+    """
+
+    tensors: tuple[Placed, ...]
+    nbytes: int
+    layout_id: str
+
+    @classmethod
+    def plan(cls, entries: Iterable[Named]) -> Self:
+        """Give each tensor a place.
+
+        Raises:
+            LayoutError: A name came twice, or a dtype, shape or size is impossible.
+        """
+        specs: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        for name, dtype, shape in entries:
+            if name in specs:
+                raise LayoutError(
+                    f"the tensor {name!r} came twice: publish each name once", tensor=name
+                )
+            specs[name] = (dtype, tuple(shape), _nbytes(name, dtype, shape))
+            if len(specs) > MAX_TENSORS:
+                raise LayoutError(f"more than {MAX_TENSORS} tensors: publish one model at a time")
+        placed, end = [], 0
+        for name in sorted(specs):
+            dtype, dimensions, nbytes = specs[name]
+            placed.append(Placed(name, dtype, dimensions, end, nbytes))
+            end += aligned(nbytes)
+        return cls._made(tuple(placed), end)
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        """Return the layout that another process described.
+
+        Raises:
+            LayoutError: It is none: overlaps, wrong sizes, unknown dtypes, an id of another plan.
+        """
+        body = value if isinstance(value, Mapping) else {}
+        rows = body.get("tensors")
+        if not isinstance(rows, list) or len(rows) > MAX_TENSORS:
+            raise LayoutError(f"a layout names its tensors in a list of at most {MAX_TENSORS}")
+        placed = tuple(map(_row, rows))
+        size = _check_places(placed, body.get("bytes"))
+        made = cls._made(placed, size)
+        if body.get("layout_id") != made.layout_id:
+            raise LayoutError(
+                f"the layout is {made.layout_id}, not {body.get('layout_id')!r} as it says of itself"
+            )
+        return made
+
+    @classmethod
+    def _made(cls, tensors: tuple[Placed, ...], nbytes: int) -> Self:
+        if nbytes > MAX_BYTES:
+            raise LayoutError(f"{nbytes} bytes are more than any worker can hold")
+        return cls(tensors, nbytes, _layout_id(tensors))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` takes."""
+        rows = [[each.name, each.dtype, list(each.shape), each.start] for each in self.tensors]
+        return {"layout_id": self.layout_id, "bytes": self.nbytes, "tensors": rows}
+
+    def __getitem__(self, name: str) -> Placed:
+        """Return a tensor's place; KeyError if there is none of this name."""
+        low, high = 0, len(self.tensors)
+        while low < high:
+            middle = (low + high) // 2
+            if self.tensors[middle].name < name:
+                low = middle + 1
+            else:
+                high = middle
+        if low == len(self.tensors) or self.tensors[low].name != name:
+            raise KeyError(name)
+        return self.tensors[low]
+
+
+def aligned(nbytes: int) -> int:
+    """Return a size rounded up to `ALIGN`."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def _nbytes(name: object, dtype: object, shape: object) -> int:
+    """Return the size of a tensor, which must be a possible one."""
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise LayoutError(
+            f"a tensor's name has 1 to {MAX_NAME} printable characters, not {str(name)[:80]!r}"
+        )
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        known = ", ".join(sorted(ITEM_BYTES))
+        raise LayoutError(
+            f"tensor {name!r} has the dtype {dtype!r}: use one of {known}", tensor=name
+        )
+    if not isinstance(shape, Sequence) or len(shape) > MAX_DIMENSIONS or not all(map(_size, shape)):
+        raise LayoutError(
+            f"tensor {name!r}: a shape has at most {MAX_DIMENSIONS} dimensions, each 0 or more",
+            tensor=name,
+        )
+    nbytes = ITEM_BYTES[dtype] * math.prod(shape)
+    if nbytes > MAX_BYTES:
+        raise LayoutError(
+            f"tensor {name!r} would have {nbytes} bytes: check its shape", tensor=name
+        )
+    return nbytes
+
+
+def _size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_BYTES
+
+
+def _row(row: object) -> Placed:
+    if not isinstance(row, list) or len(row) != 4:
+        raise LayoutError("a tensor of a layout is [name, dtype, shape, start]")
+    name, dtype, shape, start = row
+    nbytes = _nbytes(name, dtype, shape)
+    if not _size(start) or start % ALIGN:
+        raise LayoutError(
+            f"tensor {name!r} begins at {start!r}: it must be a multiple of {ALIGN}", tensor=name
+        )
+    return Placed(name, dtype, tuple(shape), start, nbytes)
+
+
+def _check_places(tensors: Sequence[Placed], size: object) -> int:
+    """Refuse what is out of order, overlaps, or doesn't end where it says; return where it ends."""
+    for before, after in pairwise(tensors):
+        if before.name >= after.name:
+            raise LayoutError(
+                f"tensor {after.name!r} comes after {before.name!r}: each name once, in order",
+                tensor=after.name,
+            )
+    end = 0
+    # An empty tensor takes no room: it may share its offset with the next one.
+    for each in sorted(tensors, key=lambda placed: (placed.start, placed.nbytes)):
+        if each.start < end:
+            raise LayoutError(f"tensor {each.name!r} overlaps another one", tensor=each.name)
+        end = each.end
+    if not _size(size) or size != aligned(end):
+        raise LayoutError(f"the tensors take {aligned(end)} bytes, not {size!r} as the layout says")
+    return aligned(end)
+
+
+def _layout_id(tensors: Iterable[Placed]) -> str:
+    import xxhash
+
+    plan = xxhash.xxh3_128()
+    for each in tensors:
+        dimensions = ",".join(map(str, each.shape))
+        plan.update(f"{each.name}\0{each.dtype}\0{dimensions}\0{each.start}\n".encode())
+    return f"xxh3_128:{plan.hexdigest()}"

@@ -1,0 +1,24 @@
+"""Whether two processes see the same Unix socket: paths alone say nothing across containers."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def node_of(path: str) -> str | None:
+    """Return what only processes say that reach the same socket at this path; None: it is no socket.
+
+    It is the kernel's boot id with the device and inode of the socket.
+    """
+    try:
+        found = os.stat(path)
+        boot = BOOT_ID.read_text().strip()
+    except (OSError, ValueError):
+        return None
+    if not stat.S_ISSOCK(found.st_mode):
+        return None
+    return f"{boot}:{found.st_dev}:{found.st_ino}"
