@@ -140,7 +140,7 @@ class PassLab:
         """Put the pool into the store, and its Services."""
         found = pool(**spec)
         self.ctx.store.upsert("pools", found)
-        settled_services(self.ctx)
+        settled_services(self.ctx, selecting=spec.get("mode") != "Hybrid")
         return found
 
     def has_pod(self, found: Obj, worker: SimWorker | None = None) -> str:
@@ -371,9 +371,9 @@ def worker_of(**fields: Any) -> SimWorker:
     return made
 
 
-def settled_services(ctx: Context) -> None:
+def settled_services(ctx: Context, *, selecting: bool = True) -> None:
     """Put the pool's Services into the store."""
-    for service in pool_services("math", "rl", "ours"):
+    for service in pool_services("math", "rl", "ours", selecting=selecting):
         service["metadata"]["uid"] = f"uid of {service['metadata']['name']}"
         ctx.store.upsert("services", service)
 
