@@ -11,6 +11,7 @@ import pytest
 
 from inside import REPLICAS, Inside
 from localkube import Cluster
+from pools import START_SECONDS
 
 NAMESPACE = "pools"
 
@@ -51,13 +52,9 @@ def test_its_members_have_names(pool: Inside) -> None:
     """Looked up by a pod, as trainers do."""
     names = [f"{pool.name}-{i}-0.{pool.name}-heads" for i in range(REPLICAS)]
     look = "import socket, sys; print(*(socket.gethostbyname(n) for n in sys.argv[1:]))"
-    found = pool.eventually(
-        "DNS has them",
-        lambda: pool.kubectl(
-            "exec", f"{pool.trainer}-0", "--", "python3", "-c", look, *names, check=False
-        ).split(),
-    )
-    assert found == [pool.address(0), pool.address(1)]
+    inside = ("exec", f"{pool.trainer}-0", "--", "python3", "-c", look, *names)
+    wanted = [pool.address(0), pool.address(1)]
+    pool.eventually("DNS has them", lambda: pool.kubectl(*inside, check=False).split() == wanted)
 
 
 def test_an_update_is_committed_by_the_operator(pool: Inside) -> None:
@@ -94,8 +91,7 @@ def test_a_pod_that_is_replaced_comes_back_at_the_pools_weights(pool: Inside) ->
         lambda: pool.pod(1)["metadata"]["uid"] != before["metadata"]["uid"],
         60,
     )
-    pool.wait("Ready")
-    assert serves(pool, 0, 1)
+    pool.eventually("both serve", lambda: serves(pool, 0, 1), START_SECONDS)
     assert pool.identities(pool.generate(1)) == [(1, 1)]
     assert pool.status()["restarts"] == 0
 
@@ -104,9 +100,8 @@ def test_a_worker_that_is_killed_starts_again_in_its_pod(pool: Inside) -> None:
     uid = pool.pod(0)["metadata"]["uid"]
     pool.kill(0)
     pool.eventually("it leaves the Service", lambda: serves(pool, 1))
-    pool.wait("Ready")
+    pool.eventually("both serve", lambda: serves(pool, 0, 1), START_SECONDS)
     assert pool.pod(0)["metadata"]["uid"] == uid
-    assert serves(pool, 0, 1)
     assert pool.identities(pool.generate(0)) == [(1, 1)]
 
 

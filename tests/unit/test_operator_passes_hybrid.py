@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from prometheus_client import generate_latest
 
 from passlab import KEY, PODS, PassLab, condition, pass_lab, worker_of
 from rollout_operator.api import names
@@ -149,6 +150,8 @@ async def test_members_are_fenced_called_and_served_and_no_pod_is_written(lab: P
     assert inside.ready() == ["t-0", "t-1"]
     assert condition(lab.status, "Ready") == ("True", "Serving")
     assert (lab.status["desiredReplicas"], lab.status["readyReplicas"]) == (2, 2)
+    page = generate_latest(lab.ctx.telemetry.registry).decode()
+    assert 'rollout_pool_replicas_desired{namespace="rl",pool="math"} 2.0' in page
     heads = inside.stored["math-heads-ipv4-0"]["endpoints"]
     assert [e["hostname"] for e in heads] == ["math-0-0", "math-1-0"]
     assert not [path for method, path in writes(lab) if "/pods" in path]

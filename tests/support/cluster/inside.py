@@ -101,6 +101,6 @@ class Inside(Pool):
         return self.api.get(f"{PODS.format(self.namespace)}/{self.trainer}-{replica}")
 
     def address(self, replica: int) -> str:
-        """Where that pod answers."""
-        found: str = self.pod(replica)["status"]["podIP"]
+        """Where that pod answers; empty until it has an address."""
+        found: str = self.pod(replica)["status"].get("podIP", "")
         return found
