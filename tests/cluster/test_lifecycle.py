@@ -72,8 +72,8 @@ def test_reconcile_paused_and_kubectl_scale(life: Fleet) -> None:
     time.sleep(3)
     assert len(life.pods()) == 2
     life.annotate(reconcile_paused=None)
-    # That what `kubectl scale` adds comes to serve is seen in `test_client_life`.
     life.eventually("it goes on", lambda: len(life.pods()) == 3, 40)
+    life.wait("Ready")
     life.kubectl("scale", "rr", "w", "--replicas=2")
     life.eventually("two pods are left", lambda: len(life.pods()) == 2, 40)
     life.wait("Ready")
