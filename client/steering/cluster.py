@@ -40,6 +40,7 @@ from .replica_status import (
     highest_epoch,
     published,
     reached,
+    replicas_of,
     wanted_state,
 )
 
@@ -218,7 +219,7 @@ class ClusterSteering:
             async with asyncio.timeout(seconds), aclosing(self._objects(heed)) as objects:
                 async for pool in objects:
                     found = judge(pool)
-                    total = pool["spec"].get("replicas", 1)
+                    total = replicas_of(pool)
                     message = found.message
                     if isinstance(found, Published):
                         tell(PublishProgress("Complete", total, total, message))
