@@ -10,9 +10,15 @@ from .updates.weights_plan import WeightsPlan
 
 
 def gate_change(
-    spec: RolloutReplicaSpec, weights: WeightsPlan, head: Head, now: float, *, leaving: bool
+    spec: RolloutReplicaSpec,
+    weights: WeightsPlan,
+    head: Head,
+    now: float,
+    *,
+    leaving: bool,
+    unfit: str | None = None,
 ) -> SetGate | None:
-    """Return the change of the readiness gate, if one is due."""
+    """Return the change of the readiness gate, if one is due; `unfit`: why it can't serve."""
     pod, state = head.pod, head.worker.state
     active = spec.state is State.ACTIVE and not spec.suspend
     if leaving:
@@ -23,6 +29,8 @@ def gate_change(
         return _off(head, "the pool is not active") or _prove(spec, head, now)
     if pod.uid in weights.out_of_service:
         return _off(head, "it failed to commit the weights that the others serve")
+    if unfit is not None:
+        return _off(head, unfit)
     if state is None or Verb.COMMIT in head.worker.running:
         return None  # silence proves nothing, and a commit flips no gate
     if not (state.serving and head.at_least(weights.committed.identity)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rollout_operator.api.spec import RolloutReplicaSpec, State
+from rollout_operator.api.spec import Mode, RolloutReplicaSpec, State
 from rollout_worker.schemas import (
     CommitRequest,
     DiscardRequest,
@@ -27,6 +27,7 @@ from rollout_worker.schemas import (
 
 from .gates import gate_change
 from .heads import Head, Version
+from .hybrid import unfit
 from .plan import Body, CallWorker, SetGate, Verb, Wait
 from .updates.content import unsupported_by
 from .updates.copies import awaits_pointer
@@ -295,4 +296,5 @@ class MemberPlanner:
 
     def gate(self, head: Head, leaving: bool) -> SetGate | None:
         """Return the change of the readiness gate, if one is due."""
-        return gate_change(self.spec, self.weights, head, self.now, leaving=leaving)
+        why = unfit(head, self.seen) if self.spec.mode is Mode.HYBRID else None
+        return gate_change(self.spec, self.weights, head, self.now, leaving=leaving, unfit=why)

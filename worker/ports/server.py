@@ -125,6 +125,16 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     return sock
 
 
+def _bind_both(settings: Settings) -> list[socket.socket]:
+    data = bind(settings.data_host, settings.data_port, "--data-port")
+    try:
+        control = bind(settings.control_host, settings.control_port, "--control-port")
+    except BadSettings:
+        data.close()  # this process may go on without us
+        raise
+    return [data, control]
+
+
 class Servers:
     """Both HTTP servers of one worker."""
 
@@ -139,10 +149,7 @@ class Servers:
         places = places or connections.places()
         self._certificate = tls.certificate(settings)
         self._authorizer = authorizer
-        self._sockets = [
-            bind(settings.data_host, settings.data_port, "--data-port"),
-            bind(settings.control_host, settings.control_port, "--control-port"),
-        ]
+        self._sockets = _bind_both(settings)
         self._weights = WeightsPort(settings, worker.updates.pushes.desk)
         data = AtMost(data_app(worker), max(1, places.data - PROBES), worker.count_refusal)
         control = control_app(worker, authorizer)
