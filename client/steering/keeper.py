@@ -142,9 +142,9 @@ class Keeper:
         request = OfferRequest(epoch=identity.epoch, version=identity.version)
         answers = await self._ports.ask(self._ports.names(), lambda c: c.offer(request))
         found = [
-            Peer(host=self._ports.host(name), port=offer.port, ticket=offer.ticket)
+            Peer(host=host, port=offer.port, ticket=offer.ticket)
             for name, offer in answers.items()
-            if isinstance(offer, OfferResponse)
+            if isinstance(offer, OfferResponse) and (host := self._ports.host(name))
         ]
         if not found:
             why = (

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import gc
 import itertools
-import logging
-import signal
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from reference import Reference
-from rollout_worker.embedded import HandOverFailed, ProblemError, Worker, WorkerEnded
-from rollout_worker.engines.hf.memory import release_freed
-from rollout_worker.sources.files import open_source, write_manifest
+from rollout_worker.embedded import HandOverFailed, ProblemError, Worker
+from rollout_worker.sources.files import write_manifest
 from tinymodels import TinyModels
 from waiting import until_sync
 from workers import PROMPT, Client, slug
@@ -193,7 +188,7 @@ def test_other_tensors_than_the_models_are_refused_by_name(
     with pytest.raises(Exception, match=f"{name}.* is handed over twice"):
         worker.hand_over(version, [*tensors.items(), (name, tensors[name])])
     with pytest.raises(Exception, match=f"{name}.* is a list: hand over tensors"):
-        worker.hand_over(version, {**tensors, name: [1.0]})  # type: ignore[dict-item]
+        worker.hand_over(version, {**tensors, name: [1.0]})
     active = worker.state().weights.active
     assert active is not None
     assert active.version < version
