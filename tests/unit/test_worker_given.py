@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rollout_worker.engine import Entry, Mapped, TensorSpec
+from rollout_worker.engines.hf.buffers import Buffers
 from rollout_worker.engines.hf.lent import Lent
 from rollout_worker.engines.hf.memory import Memory
 from rollout_worker.engines.mapped import LentSink, MappedSink, open_mapped
@@ -66,6 +67,13 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
+def ones() -> Buffers:
+    """Another version, of memory of its own."""
+    sink = Buffers()
+    sink.tensors = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    return sink
+
+
 def test_hf_serves_from_the_memory_that_is_given_and_takes_none(lender: Lender) -> None:
     model = model_of()
     held = memory(model, Staging(1))  # of which nothing could be taken
@@ -75,12 +83,12 @@ def test_hf_serves_from_the_memory_that_is_given_and_takes_none(lender: Lender) 
     views = list(map(sink.allocate, ENTRIES))
     assert views == [None] * 3
     sink.seal()
-    held.swap(sink.tensors)
+    held.swap(sink)
     sink.close()
     gc.collect()
     assert not lender.released, "the model computes with it"
     assert model.get_parameter("weight").sum() == 7 * 12
-    held.swap({name: torch.ones(shape) for name, shape in SHAPES.items()})
+    held.swap(ones())
     del sink
     gc.collect()
     assert len(lender.returns) == 1
@@ -90,9 +98,9 @@ def test_hf_keeps_given_memory_until_pinned_outputs_have_ended(lender: Lender) -
     held = memory(model_of(), Staging())
     sink = held.buffers(ENTRIES, lender.given)
     sink.seal()
-    held.swap(sink.tensors)
+    held.swap(sink)
     sink.close()
-    held.swap({name: torch.ones(shape) for name, shape in SHAPES.items()}, pin=True)
+    held.swap(ones(), pin=True)
     del sink
     gc.collect()
     assert not lender.released
