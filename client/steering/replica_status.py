@@ -114,6 +114,13 @@ def has_target(pool: Obj, identity: WeightsId, source: WeightsSource) -> bool:
     return found == source.model_dump(exclude_none=True)
 
 
+def replicas_of(pool: Obj) -> int:
+    """Return how many replicas should run; in mode Hybrid only status knows."""
+    if pool["spec"].get("mode") == "Hybrid":
+        return int((pool.get("status") or {}).get("desiredReplicas", 1))
+    return int(pool["spec"].get("replicas", 1))
+
+
 def wanted_state(pool: Obj) -> PoolState:
     """Return the state that the spec asks for."""
     state: PoolState = pool["spec"].get("state") or "Active"

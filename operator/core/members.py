@@ -1,4 +1,4 @@
-"""What to call on each head next, and whether it is in the data Service. Pure.
+"""What to call on each head next. Pure.
 
 One answer per head and pass: the first check that finds something to do wins, the others wait for
 the next pass. Every call is idempotent, so repeating one costs nothing but time.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rollout_operator.api.spec import RolloutReplicaSpec, State
+from rollout_operator.api.spec import Mode, RolloutReplicaSpec, State
 from rollout_worker.schemas import (
     CommitRequest,
     DiscardRequest,
@@ -25,7 +25,9 @@ from rollout_worker.schemas import (
     WorkerState,
 )
 
+from .gates import gate_change
 from .heads import Head, Version
+from .hybrid import unfit
 from .plan import Body, CallWorker, SetGate, Verb, Wait
 from .updates.content import unsupported_by
 from .updates.copies import awaits_pointer
@@ -164,10 +166,17 @@ class MemberPlanner:
         Then their memory wakes first, without values, and the KV cache once they are committed: what
         it had is not read for nothing, and no KV cache is there beside two copies of weights.
         """
-        mine = self._my_hold(state)
+        mine, version = self._my_hold(state), self._wanted(head)
         if mine is None or mine.state != "Asleep" or state.held_by_others:
             return False
-        return state.wakes_empty and self._wanted(head) is not None
+        return state.wakes_empty and version is not None and self._can_have(head, version)
+
+    def _can_have(self, head: Head, version: Version) -> bool:
+        """Nothing is known to keep it from these weights: what it has may go."""
+        if head.failure(version.identity, Verb.STAGE, Verb.COMMIT) is not None:
+            return False
+        given = head.has_staged(version) or head.pod.uid in self.weights.peers
+        return given or not version.pushed
 
     def _wake_weights(self, head: Head, state: WorkerState) -> CallWorker | None:
         if state.resident.weights:
@@ -269,6 +278,9 @@ class MemberPlanner:
             return None
         if not self._awake(state) or state.lifecycle is Lifecycle.WAKING:
             return None
+        slot = state.weights.staged
+        if slot is not None and slot.source.pushed is not None and head.receives(version):
+            return None  # a trainer is bringing it, wherever else it may lie
         peers = self.weights.peers.get(head.pod.uid, ())
         if self._awaits_pointer(head, version) or (version.pushed and not peers):
             return None
@@ -284,37 +296,5 @@ class MemberPlanner:
 
     def gate(self, head: Head, leaving: bool) -> SetGate | None:
         """Return the change of the readiness gate, if one is due."""
-        pod, state = head.pod, head.worker.state
-        active = self.spec.state is State.ACTIVE and not self.spec.suspend
-        if leaving:
-            return self._off(head, "it is being deleted")
-        if head.lost is not None:
-            return self._off(head, f"{head.lost.name} of its gang has ended")
-        if not active:
-            return self._off(head, "the pool is not active") or self._prove(head)
-        if pod.uid in self.weights.out_of_service:
-            return self._off(head, "it failed to commit the weights that the others serve")
-        if state is None or Verb.COMMIT in head.worker.running:
-            return None  # silence proves nothing, and a commit flips no gate
-        if not (state.serving and head.at_least(self.floor)):
-            return self._off(head, f"the worker is {state.lifecycle} and not serving")
-        if pod.gate and pod.gate_boot == state.boot_id:
-            return None
-        proven = self.now if pod.proven_since is None else pod.proven_since
-        return SetGate(pod.name, pod.uid, True, state.boot_id, "Serving", proven)
-
-    def _prove(self, head: Head) -> SetGate | None:
-        """Note that a worker has come to rest that has never served."""
-        pod, state = head.pod, head.worker.state
-        if self.spec.suspend or pod.proven_since is not None:
-            return None
-        if state is None or state.lifecycle != self.spec.state.value:
-            return None
-        reason = f"the pool is {state.lifecycle}"
-        return SetGate(pod.name, pod.uid, False, state.boot_id, reason, self.now)
-
-    def _off(self, head: Head, reason: str) -> SetGate | None:
-        pod = head.pod
-        if not pod.gate:
-            return None
-        return SetGate(pod.name, pod.uid, False, head.boot or "", reason, pod.proven_since)
+        why = unfit(head, self.seen) if self.spec.mode is Mode.HYBRID else None
+        return gate_change(self.spec, self.weights, head, self.now, leaving=leaving, unfit=why)

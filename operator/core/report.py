@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from rollout_operator.api import names
 from rollout_operator.api.names import Condition
 from rollout_operator.api.revision import is_current
-from rollout_operator.api.spec import State
+from rollout_operator.api.spec import Mode, State
 from rollout_operator.api.status import (
     MAX_ERRORS,
     MAX_MEMBERS,
@@ -24,6 +24,7 @@ from rollout_operator.api.status import (
 from rollout_worker.schemas import WeightsId
 
 from .findings import Finding, Kind, find
+from .gangs import Gang
 from .heads import Head, waits_for
 from .updates.status import weights_status
 from .view import View
@@ -36,19 +37,18 @@ def build_status(view: View, stored: RolloutReplicaStatus, now: float) -> Rollou
     """Return the whole status; times of what did not change are kept from `stored`."""
     found = find(view)
     wanted = [g for g in view.gangs.values() if g.index < view.wanted]
-    current = [
-        g for g in wanted if g.complete and all(is_current(p.revision, view.spec) for p in g.living)
-    ]
+    current = [g for g in wanted if g.complete and _is_current(view, g)]
     conditions = _conditions(view, found, stored, now)
     return RolloutReplicaStatus(
         observed_generation=view.seen.generation,
         phase=_phase(view, found),
         message=_sentence(view, found),
         replicas=sum(bool(g.living) for g in view.gangs.values()),
+        desired_replicas=view.spec.replicas,
         ready_replicas=view.ready,
         updated_replicas=len(current),
         asleep_replicas=view.asleep,
-        selector=names.head_selector(view.seen.name),
+        selector=_selector(view),
         weights=weights_status(view.weights, view.heads),
         last_transition=_transition(view, stored, now),
         members=_members(view),
@@ -60,6 +60,19 @@ def build_status(view: View, stored: RolloutReplicaStatus, now: float) -> Rollou
         last_errors=_last_errors(view, found.get(Kind.DEGRADED), stored, now),
         conditions=conditions,
     )
+
+
+def _is_current(view: View, gang: Gang) -> bool:
+    """Whether all its pods are of the latest revision; a trainer's pods have none."""
+    theirs = view.spec.mode is Mode.HYBRID
+    return theirs or all(is_current(pod.revision, view.spec) for pod in gang.living)
+
+
+def _selector(view: View) -> str:
+    """Label selector of one pod per replica."""
+    if view.spec.mode is Mode.HYBRID and view.spec.colocation is not None:
+        return view.spec.colocation.trainer_selector.text()
+    return names.head_selector(view.seen.name)
 
 
 def _new_restarts(view: View) -> int:

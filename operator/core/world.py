@@ -59,6 +59,8 @@ class Pod:
     holds when a clock is set; the API server's times and our wall clock are the rest."""
     forced_ago: float | None = None
     """Seconds since this process tried to remove it by force."""
+    ended: bool = False
+    """Its process has ended, and its pod may start another one: of a trainer's pod."""
     colocated: bool = False
     """It uses a trainer's devices: it is never removed by force, for its engine may hold them still."""
     taken: Taken | None = None
@@ -76,8 +78,8 @@ class Pod:
 
     @property
     def finished(self) -> bool:
-        """Its process has ended and won't come back."""
-        return self.phase in ("Failed", "Succeeded")
+        """Its process has ended and won't come back; in a trainer's pod another one may."""
+        return self.ended or self.phase in ("Failed", "Succeeded")
 
 
 @dataclass(frozen=True, slots=True)

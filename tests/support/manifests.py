@@ -74,6 +74,13 @@ COLOCATED: Document = {
 }
 """A change of spec that puts the engines beside a trainer."""
 
+HYBRID: Document = {
+    "mode": "Hybrid",
+    "model": None,
+    "colocation": {"trainerSelector": {"matchLabels": {"job": "grpo"}}},
+}
+"""A change of spec that puts the engines into a trainer's own processes."""
+
 PROBE = {"initialDelaySeconds": 2, "periodSeconds": 3, "timeoutSeconds": 4, "failureThreshold": 5}
 
 FULL: Document = {

@@ -21,6 +21,7 @@ from rollout_worker.schemas import (
     DiscardRequest,
     Lifecycle,
     PauseRequest,
+    Pushed,
     ReleaseRequest,
     RequireRequest,
     Resident,
@@ -120,6 +121,28 @@ def test_a_worker_learns_how_long_to_drain_at_its_end() -> None:
     assert bench.told() is None
     bench.sim.drain = None
     assert bench.told() is None, "an older worker takes no other value"
+
+
+def test_a_sleeper_gives_up_what_it_has_only_for_weights_that_can_be_had() -> None:
+    empty = WakeRequest(tags=("weights",), load=False, generation=9)
+    whole = WakeRequest(generation=9)
+
+    def wake(bench: Bench) -> object:
+        told = bench.told()
+        assert told is not None
+        return told[0]
+
+    bench = Bench()
+    bench.sim.hold = "Asleep"
+    bench.bring()
+    assert wake(bench) == empty
+    bench.failures = {"commit": CallError("no", 1, 0, about=ONE)}
+    assert wake(bench) == whole, "else it would never come out of its sleep"
+    bench.failures = {}
+    bench.bring(Version(ONE, WeightsSource(pushed=Pushed()), "known"))
+    assert wake(bench) == whole, "nobody has them"
+    bench.weights.peers = {bench.pod.uid: ("10.0.0.2",)}
+    assert wake(bench) == empty
 
 
 def test_who_is_out_gets_the_floor_of_the_update() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout_worker.engine import WeightsRejected
-from rollout_worker.schemas import Lifecycle
+from rollout_worker.schemas import CHECKPOINT, Lifecycle
 from tiny_engine import ABLE
 from tiny_worker import TinyWorker, made_by, refused, tiny_worker
 from waiting import until
@@ -164,18 +164,24 @@ async def test_without_values_there_is_nothing_that_level_1_could_keep(tmp_path:
         assert worker.engine.refills == 1
 
 
+@pytest.mark.parametrize("gone", [True, False])
 @pytest.mark.parametrize("tags", [["weights"], ["weights", "kv_cache"]])
 async def test_an_engine_that_dies_there_is_replaced_by_one_that_waits_for_the_commit(
-    tmp_path: Path, tags: list[str]
+    tmp_path: Path, tags: list[str], gone: bool
 ) -> None:
     async with tiny_worker(tmp_path) as worker:
         await asleep(worker)
+        if not gone:
+            worker.weights(1)
         await worker.wake(tags=tags, load=False)
         worker.engine.die()
         worker.runtime.crashed("the test says so")
         await until(lambda: len(worker.engines) == 2, what="another engine")
         await worker.reaches(Lifecycle.ASLEEP)
-        closed(worker)
+        with refused("asleep"):
+            worker.worker.check_serving()
+        assert worker.engine.active.identity == worker.active
+        assert (worker.active == CHECKPOINT) is gone
         await worker.update(2, 2)
         await worker.wake()
         await serves(worker, 2)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from rollout_worker.engine import Entry, Mapped, TensorSpec
-from rollout_worker.engines.hf.buffers import Buffers
 from rollout_worker.engines.hf.lent import Lent
 from rollout_worker.engines.hf.memory import Memory
 from rollout_worker.engines.mapped import LentSink, MappedSink, open_mapped
@@ -67,10 +66,15 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
-def ones() -> Buffers:
-    """Another version, of memory of its own."""
-    sink = Buffers()
-    sink.tensors = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+def ones(held: Memory) -> Any:
+    """Another version, in memory of the engine's own."""
+    sink = held.buffers(ENTRIES)
+    for entry in ENTRIES:
+        view = sink.allocate(entry)
+        assert view is not None
+        if view:
+            view[:] = torch.ones(entry.spec.shape).numpy().tobytes()
+    sink.seal()
     return sink
 
 
@@ -88,7 +92,7 @@ def test_hf_serves_from_the_memory_that_is_given_and_takes_none(lender: Lender) 
     gc.collect()
     assert not lender.released, "the model computes with it"
     assert model.get_parameter("weight").sum() == 7 * 12
-    held.swap(ones())
+    held.swap(ones(memory(model, Staging())))
     del sink
     gc.collect()
     assert len(lender.returns) == 1
@@ -100,8 +104,7 @@ def test_hf_keeps_given_memory_until_pinned_outputs_have_ended(lender: Lender) -
     sink.seal()
     held.swap(sink)
     sink.close()
-    held.swap(ones(), pin=True)
-    del sink
+    held.swap(ones(held), pin=True)
     gc.collect()
     assert not lender.released
     held.use(pinned=True)

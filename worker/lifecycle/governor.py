@@ -336,6 +336,8 @@ class Governor:
                 runtime.lifecycle.move(Lifecycle.ASLEEP)
                 return
             load = runtime.target().load
+            if not load and "weights" in tags:
+                logger.info("waking without weights %s, to be replaced", self._updates.identity)
             with runtime.telemetry.transition("wake"):
                 awake = engine.wake(tags, self._updates.refill if load else None)
                 await runtime.call(awake, MEMORY_SECONDS, "wake")

@@ -35,7 +35,6 @@ from rollout_worker.updates.state import Updates
 
 from .governor import Governor
 from .turning import check_it_sleeps
-from .verbs import wakes_empty
 
 logger = logging.getLogger(__name__)
 
@@ -188,10 +187,6 @@ class Supervisor:
         identity = self._updates.identity
         assert identity is not None, "an engine has loaded weights"
         if identity == CHECKPOINT:
-            return
-        if not self._runtime.target().load and wakes_empty(engine):
-            logger.info("weights %s are not reloaded: others are to be committed", identity)
-            self._updates.empty = True
             return
         self._report(Progress(message=f"reloading weights {identity}"))
         why = await self._bring(engine, identity)

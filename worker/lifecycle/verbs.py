@@ -153,10 +153,10 @@ class Verbs:
         """
         runtime = self._runtime
         runtime.see_generation(request.generation)
-        if not request.load and runtime.engine is not None and not wakes_empty(runtime.engine):
+        if request.load is False and runtime.engine is not None and not wakes_empty(runtime.engine):
             fix = "this engine can't replace its weights: wake it with them, without load: false"
             raise ProblemError("unsupported", fix, errors=[{"field": "load", "message": fix}])
-        load = request.load or not self._governor.weights_away
+        load = request.load is not False or not self._governor.weights_away
         runtime.holds.wake(holder, request.tags, load=load)
         await self._open(holder, request.tags)
 

@@ -208,6 +208,7 @@ class Commits:
                 await runtime.call(flip, FLIP_SECONDS, "commit")
             except EngineError as error:
                 slot.error = str(error)
+                slot.give_up(slot.error)
                 raise
             updates.activate(slot)
             runtime.holds.committed()

@@ -138,11 +138,12 @@ class WakeRequest(Body):
     """Body of `POST /v1/wake`, which releases the caller's sleep for these tags.
 
     `load`: false for weights that are to be replaced at once: their memory comes back without
-    values, and the worker stays closed until a commit gives it some.
+    values, and the worker stays closed until a commit gives it some. None is true, and left out of
+    what is sent: an older worker refuses a field that it doesn't know.
     """
 
     tags: Tags = ("weights", "kv_cache")
-    load: Bool = True
+    load: Bool | None = None
     generation: Int | None = Field(default=None, ge=0)
 
 

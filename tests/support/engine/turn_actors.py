@@ -32,7 +32,7 @@ from turn_child import have
 
 CHILD = Path(__file__).with_name("turn_child.py")
 TRAINING_SECONDS = 0.005
-ROLLOUT_SECONDS = 0.001
+ROLLOUT_SECONDS = 0.02
 """So long the trainer wants no turn."""
 
 
@@ -83,7 +83,7 @@ class ChildEngine(TinyEngine):
             await self._ask("free", "freed")
             self._log.say("freed")
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
         if not any(self.resident.values()):
             self._log.say("had")
             await self._ask("have", "has")

@@ -6,6 +6,7 @@ process that takes memory finds it free or says OVERLAP.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import os
@@ -33,8 +34,8 @@ DEVICE = "gpu.example.com/node-1/gpu-0"
 SERVING_SECONDS = 0.005
 WAITED_SECONDS = 0.003
 """Who has wanted the turn for so long stands in the kernel and waits."""
-PROGRESS_SECONDS = 60.0
-"""After an accident both have had a turn within this; a worker's start takes seconds on a busy core."""
+PROGRESS_SECONDS = 120.0
+"""After an accident both have had a turn within this; a worker's start takes long on a busy core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class Figures:
     killed: list[float] = field(default_factory=list)
     """From the kill of a holder until the other one, who waits, may take some."""
     overlaps: int = 0
+    passed_over: list[int] = field(default_factory=list)
+    """For each turn of the worker: how often the trainer began another one while the worker waited."""
 
 
 class Actor:
@@ -68,7 +71,8 @@ class Actor:
         self.name = name
         self.log = folder / f"{name}.log"
         self.log.touch()
-        self._out = (folder / f"{name}.out").open("ab")
+        self.out = folder / f"{name}.out"
+        self._out = self.out.open("ab")
         self._command = [sys.executable, str(ACTORS), name, str(self.log), *arguments]
         self._ended = threading.Event()
         self._process = self._start()
@@ -119,8 +123,17 @@ class Node:
         self._ended = threading.Event()
         self.worker = Actor("worker", folder, str(memory), *flags)
         self.trainer = Actor("trainer", folder, str(memory), str(locks), DEVICE)
-        self._steering = threading.Thread(target=self._steer)
-        self._steering.start()
+        self.late: list[float] = []
+        """How much too late this process came back from sleep: what the machine's other work does to everybody."""
+        self._threads = [threading.Thread(target=each) for each in (self._steer, self._oversleep)]
+        for thread in self._threads:
+            thread.start()
+
+    def _oversleep(self) -> None:
+        while not self._ended.is_set():
+            began = time.monotonic()
+            time.sleep(0.01)
+            self.late.append(time.monotonic() - began - 0.01)
 
     def _steer(self) -> None:
         """Wake the worker and put it to sleep again, without end, as its trainer and operator would."""
@@ -209,6 +222,7 @@ class Node:
         events = self.events()
         found = Figures(overlaps=sum(event.what == "OVERLAP" for event in events))
         told = [event for event in events if event.what in ("had", "freed")]
+        found.passed_over = self._passed_over(told)
         for before, after in itertools.pairwise(told):
             if after.what != "had" or after.actor == before.actor:
                 continue
@@ -220,23 +234,43 @@ class Node:
                 found.killed.append(after.t - ends[0])
         return found
 
+    def _passed_over(self, told: list[Event]) -> list[int]:
+        began = [event.t for event in told if event.actor == "trainer" and event.what == "had"]
+        found = []
+        for event in told:
+            if event.actor == "worker" and event.what == "had":
+                waits = self._wanted(event) + WAITED_SECONDS
+                found.append(max(0, bisect.bisect(began, event.t) - bisect.bisect(began, waits)))
+        return found
+
+    def _wanted(self, event: Event) -> float:
+        """When who had a turn began to want it."""
+        if event.waits is not None:
+            return event.waits
+        before = bisect.bisect(self._wakes, event.t)
+        return self._wakes[before - 1] if before else event.t
+
     def _waited(self, event: Event, since: float) -> bool:
         """Whether who had a turn wanted it already some time before."""
-        wanted = event.waits
-        if wanted is None:
-            wanted = max((t for t in self._wakes if t < event.t), default=event.t)
-        return wanted < since - WAITED_SECONDS
+        return self._wanted(event) < since - WAITED_SECONDS
 
     def report(self) -> Report:
         """What the judge saw."""
         return self.judge.report(0.0)
+
+    def last_words(self) -> str:
+        """What happened last, for a test that fails."""
+        events = "\n".join(map(str, self.events()[-12:]))
+        said = self.worker.out.read_text()[-3000:]
+        return f"kills: {self.kills[-3:]}\n{events}\nworker: {said}\ntrainer: {self.trainer.out.read_text()[-500:]}"
 
     def close(self) -> None:
         """End all."""
         self._ended.set()
         self.worker.close()
         self.trainer.close()
-        self._steering.join(30)
+        for thread in self._threads:
+            thread.join(30)
 
 
 @contextmanager

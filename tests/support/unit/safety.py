@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollout_operator.api.revision import is_current
-from rollout_operator.api.spec import RolloutReplicaSpec, State, Strategy
+from rollout_operator.api.spec import Mode, RolloutReplicaSpec, State, Strategy
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.placement import Placement
 from rollout_operator.core.plan import CallWorker, Plan, Verb
@@ -41,8 +41,9 @@ class Pass:
 
     @property
     def ours(self) -> dict[str, Pod]:
-        """Pods of ours that were seen, by uid."""
-        return {p.uid: p for p in self.seen.pods if p.owned}
+        """Pods of ours that were seen, by uid; a Hybrid pool's are the trainer's."""
+        theirs = self.spec.mode is Mode.HYBRID
+        return {p.uid: p for p in self.seen.pods if p.owned or theirs}
 
     @property
     def committed(self) -> WeightsId:
@@ -83,6 +84,19 @@ def check(one: Pass) -> None:
     _stays_in_service(one)
     _rolls_within_its_budget(one)
     _keeps_its_places(one)
+    _leaves_the_trainer_alone(one)
+
+
+def _leaves_the_trainer_alone(one: Pass) -> None:
+    """No pod is made, looked for, deleted or counted as restarted in a Hybrid pool."""
+    if one.spec.mode is not Mode.HYBRID:
+        return
+    plan = one.plan
+    assert not any((plan.create, plan.delete, plan.seek, plan.restarts))
+    assert plan.status.restarts == 0
+    assert not plan.status.replacing
+    for pod in one.seen.pods:
+        assert not pod.owned
 
 
 def _keeps_its_places(one: Pass) -> None:
@@ -201,10 +215,12 @@ def _only_our_hold(one: Pass, call: CallWorker) -> None:
     state = one.state(call.uid)
     assert state is not None
     assert any(h.holder == state.caller for h in state.holds), "there is no hold of ours to drop"
-    empty = isinstance(call.body, WakeRequest) and not call.body.load
+    empty = isinstance(call.body, WakeRequest) and call.body.load is False
     assert one.spec.state is State.ACTIVE or (empty and one.spec.state is State.PAUSED)
     if call.verb is Verb.WAKE and not empty and state.wakes_empty and not state.held_by_others:
         active, committed = state.weights.active, one.plan.status.weights.committed
+        if (committed and committed.source.pushed) or one.seen.workers[call.uid].failures:
+            return  # what it is to have can't be had now: it keeps what it has
         assert active is not None, "what it had is read though it is to have other weights"
         assert committed is None or active.identity >= committed.identity, "read to be replaced"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from poolspecs import a_pod
-from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.api.spec import Mode, RolloutReplicaSpec
 from rollout_operator.core.placement import Place
 from rollout_operator.core.plan import DeletePod, SetGate
 from rollout_operator.core.trainers import Taken
@@ -249,6 +249,8 @@ class SimPods(SimCalls):
                 worker.loading = False
             serving = worker.serving if worker else pod.rank > 0 and joined
             ready = not pod.finished and serving and (pod.gate or pod.rank > 0)
+            if self.spec.mode is Mode.HYBRID:
+                ready = not pod.finished  # the trainer's pods have no gate of ours, nor our probes
             self.pods[name] = replace(pod, ready=ready)
 
 

@@ -218,7 +218,7 @@ class SimWorker:
 
     def wake(self, body: WakeRequest) -> str | None:
         """Take memory back, that of weights alone and without values if so asked."""
-        if not body.load:
+        if body.load is False:
             assert self.wakes_empty, "a worker that doesn't know the field refuses it"
             assert body.tags == ("weights",), "the KV cache comes last"
             self.empty = self.empty or not self.woken
