@@ -17,7 +17,7 @@ from .engines.room import Staging
 from .gang.head import Head
 from .lifecycle.governor import Governor
 from .lifecycle.supervisor import Supervisor
-from .lifecycle.verbs import Verbs
+from .lifecycle.verbs import Verbs, wakes_empty
 from .observe.telemetry import resident_bytes
 from .requests.admission import check_room, check_version, expand, not_serving
 from .requests.flights import Flight, Flights
@@ -43,13 +43,12 @@ MEASURE_SECONDS = 5.0
 
 
 def engine_factory(
-    settings: Settings, gang: Gang | None = None, *, guest: bool = False
+    settings: Settings, staging: Staging, gang: Gang | None = None, *, guest: bool = False
 ) -> Callable[[], Engine]:
     """How to create the engine that the settings name, downloading a Hub model first.
 
-    `guest`: as `EngineOptions.guest`.
+    `staging`: what its memory of staged weights is charged to. `guest`: as `EngineOptions.guest`.
     """
-    staging = Staging(settings.staging_memory)
     return lambda: create(settings.engine, _options(settings, gang, staging, guest=guest))
 
 
@@ -93,7 +92,8 @@ class Worker:
             self.runtime.gang = Head(settings, gang, self.runtime.boot_id, self.runtime.crashed)
         self._memory = Shared(resident_bytes, "memory")
         self.flights = Flights(self.runtime)
-        self.updates = Updates(self.runtime)
+        staging = Staging(settings.staging_memory)
+        self.updates = Updates(self.runtime, staging.claim)
         self.commits = Commits(self.runtime, self.updates, self.flights)
         self.governor = Governor(self.runtime, self.updates, self.flights)
         self.verbs = Verbs(self.runtime, self.flights, self.governor)
@@ -102,7 +102,7 @@ class Worker:
             self.updates,
             self.flights,
             self.governor,
-            make_engine or engine_factory(settings, gang),
+            make_engine or engine_factory(settings, staging, gang),
         )
 
     async def run(self) -> None:
@@ -264,6 +264,7 @@ class Worker:
             progress=runtime.progress,
             turn=None if runtime.turn is None else runtime.turn.view(),
             in_flight_policies=engine.capabilities.in_flight if engine else (),
+            wakes_empty=engine is not None and wakes_empty(engine),
         )
 
     # Shutdown.

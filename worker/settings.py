@@ -27,7 +27,11 @@ ENV_PREFIX = "ROLLOUT_"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 POOL_WEIGHTS_ROOTS = "/rollout/model:/rollout/weights"
 """Where the operator mounts the model and the weights volume."""
+POOL_WEIGHTS_PORT = 8002
 RESTART_DELAYS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+MAX_SOCKET_PATH = 107
+"""Bytes that a Unix socket's path may have."""
 
 AuthMode = Literal["none", "token", "kubernetes"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -56,6 +60,8 @@ class Settings:
     data_port: int
     control_host: str
     control_port: int
+    weights_port: int | None
+    weights_socket: Path | None
     auth: AuthMode
     auth_token_file: Path | None
     control_tls_cert_file: Path | None
@@ -236,6 +242,10 @@ FLAGS: tuple[Flag, ...] = (
     Flag("data-port", _port, 8000, "data port: generation, health, readiness, metrics"),
     Flag("control-host", _name, "0.0.0.0", "address the control port listens on", metavar="HOST"),
     Flag("control-port", _port, 8001, "control port: state, pause, sleep, weights"),
+    Flag("weights-port", _port, None,
+         f"port that takes pushed weights; default: {POOL_WEIGHTS_PORT} in a pool, else none"),
+    Flag("weights-socket", Path, None,
+         "Unix socket that takes pushed weights as shared memory; its folder must exist", metavar="PATH"),
     Flag("auth", str, "token", "how callers of the control port authenticate",
          ("none", "token", "kubernetes")),
     Flag("auth-token-file", Path, None, "file with the bearer token for --auth token"),
@@ -312,11 +322,14 @@ def parse(given: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
     values["turn_holder"] = values["turn_holder"] or socket.gethostname()
     values["namespace"] = values["namespace"] or _own_namespace()
     values["weights_roots"] = _roots(values["weights_roots"], in_pool=values["pool"] is not None)
+    if values["weights_port"] is None and values["pool"] is not None and values["nodes"] == 1:
+        values["weights_port"] = POOL_WEIGHTS_PORT
     settings = Settings(**{field.name: values[field.name] for field in fields(Settings)})
     _check_auth(settings)
     _check_spill(settings.spill_dir)
     _check_gang(settings)
     _check_turn(settings)
+    _check_weights(settings)
     return settings
 
 
@@ -425,6 +438,23 @@ def _check_turn(settings: Settings) -> None:
             "--turn-devices with --nodes above 1: an engine of several nodes can't take turns yet; use"
             " one node, or devices of its own"
         )
+
+
+def _check_weights(settings: Settings) -> None:
+    path = settings.weights_socket
+    if settings.nodes > 1 and (path is not None or settings.weights_port is not None):
+        raise BadSettings(
+            "--weights-port and --weights-socket with --nodes above 1: a replica of several nodes takes"
+            " no pushed weights; leave them out"
+        )
+    if path is None:
+        return
+    if not path.is_absolute() or len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise BadSettings(
+            f"--weights-socket {str(path)!r} must be an absolute path of at most {MAX_SOCKET_PATH} bytes"
+        )
+    if not path.parent.is_dir():
+        raise BadSettings(f"--weights-socket {path}: its folder does not exist; create or mount it")
 
 
 def is_loopback(host: str) -> bool:

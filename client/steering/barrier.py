@@ -132,6 +132,8 @@ class Barrier:
             missing = ", ".join(sorted(self._heard_at)) or "none"
             await self.discard()
             why = f"weights {self.version.identity} were not staged within {seconds:.3g} s"
+            if self._push is not None and not self._push.filled:
+                raise PublishFailed(f"{why}: their tensors did not all come") from None
             raise PublishFailed(f"{why}; not ready: {missing}") from None
         except BaseException:
             await self.discard()
@@ -182,8 +184,10 @@ class Barrier:
             answer = answers[name]
             if isinstance(answer, ControlUnreachable):
                 self._leave(name, str(answer))
+            elif (host := self._ports.host(name)) is None:
+                self._leave(name, "it is not a member any more")
             elif isinstance(answer, StagedWeights) and answer.transfer is not None:
-                receivers.append(Receiver(name, self._ports.host(name), answer.transfer))
+                receivers.append(Receiver(name, host, answer.transfer))
         loop = asyncio.get_running_loop()
 
         def news() -> None:

@@ -27,8 +27,9 @@ from rollout_client.kube.access import Obj
 from rollout_client.kube.client import Kube, Trouble, pause_before
 from rollout_worker.schemas import WeightsId, WeightsSource
 
-from .barrier import Barrier, Version
+from .barrier import Version
 from .control_ports import ControlPorts
+from .heads import stage_on_heads
 from .protocol import OnProgress, PoolState, Published, PublishProgress
 from .pushing.push import Push
 from .replica_status import (
@@ -162,7 +163,8 @@ class ClusterSteering:
         barrier = None
         if push is not None:
             check_epoch(await self._kube.get(self._path, seconds=seconds), identity.epoch)
-            barrier = await self._stage(Version(identity, source), push, began + seconds, tell)
+            version = Version(identity, source)
+            barrier = await stage_on_heads(self._heads, version, push, began + seconds, tell)
         try:
             pool = await self._move(identity, source, seconds - (time.monotonic() - began))
         except RolloutError as error:
@@ -177,17 +179,6 @@ class ClusterSteering:
 
         done = await self._follow(judge, seconds - (time.monotonic() - began), tell, identity)
         return done if push is None else push.reported(done)
-
-    async def _stage(self, version: Version, push: Push, until: float, tell: OnProgress) -> Barrier:
-        """Bring the bytes to every head that has loaded: those that don't serve yet heal by them."""
-        if self._heads is None:
-            raise PublishFailed("this pool knows no control ports: make it with from_cluster")
-        states = await self._heads.states()
-        loaded = [name for name, state in states.items() if state.resident.weights]
-        waiting = [name for name in loaded if not states[name].serving]
-        barrier = Barrier(self._heads, version, loaded, push=push, spared=waiting)
-        await barrier.stage(until, tell)
-        return barrier
 
     async def _move(self, identity: WeightsId, source: WeightsSource, seconds: float) -> Obj:
         """Move the target, and return the object that has it."""

@@ -85,17 +85,10 @@ class ControlPorts:
         """
         return list(self._controls())
 
-    def host(self, name: str) -> str:
-        """Return the address of a member: its ports are all there.
-
-        Raises:
-            SteeringFailed: It is not known, or not a member any more.
-        """
+    def host(self, name: str) -> str | None:
+        """Return the address of a member: its ports are all there. None: it is gone."""
         urls = {member.name: member.control_url for member in self._members()}
-        host = urlsplit(urls.get(name) or "").hostname
-        if host is None:
-            raise SteeringFailed("its address is not known any more", replica=name)
-        return host
+        return urlsplit(urls.get(name) or "").hostname
 
     async def states(self) -> dict[str, WorkerState]:
         """Return the states of the members that answer, by name.

@@ -24,6 +24,7 @@ from rollout_worker.schemas import (
     StageSource,
     WakeRequest,
     WeightsId,
+    WorkerState,
 )
 
 from .barrier import POLL_SECONDS, Lost, Staged, Unusable, Version, progress_of
@@ -118,8 +119,7 @@ class Keeper:
     async def _seed(self, version: Version, control: WorkerControl) -> bool:
         """Give one replica the target if it has older weights; whether it was given."""
         state = await control.state()
-        active = state.weights.active
-        if active is None or not state.resident.weights or active.identity >= version.identity:
+        if not state.resident.weights or not _is_behind(state, version):
             return False
         identity = version.identity
         await control.require(RequireRequest(epoch=identity.epoch, min_version=identity.version))
@@ -142,9 +142,9 @@ class Keeper:
         request = OfferRequest(epoch=identity.epoch, version=identity.version)
         answers = await self._ports.ask(self._ports.names(), lambda c: c.offer(request))
         found = [
-            Peer(host=self._ports.host(name), port=offer.port, ticket=offer.ticket)
+            Peer(host=host, port=offer.port, ticket=offer.ticket)
             for name, offer in answers.items()
-            if isinstance(offer, OfferResponse)
+            if isinstance(offer, OfferResponse) and (host := self._ports.host(name))
         ]
         if not found:
             why = (
@@ -167,15 +167,30 @@ class Keeper:
                 await control.resume()
 
     async def _wake(self, control: WorkerControl) -> None:
-        """Weights, then the newest version of them, then the KV cache: the order that fits."""
-        if (await control.state()).resident.weights:
+        """Weights, then the newest version of them, then the KV cache: the order that fits.
+
+        Weights that it is to have no longer are not read for that.
+        """
+        state = await control.state()
+        there = state.resident.weights
+        if there and state.weights.active is not None:
             return await _unless_held(control.wake())
         tags: tuple[tuple[MemoryTag, ...], ...] = (("weights",), ("kv_cache",))
-        await _unless_held(control.wake(WakeRequest(tags=tags[0])))
+        behind = self.target is not None and _is_behind(state, self.target)
+        empty = behind and state.wakes_empty and not state.held_by_others
+        if not (empty and there):
+            first = WakeRequest(tags=tags[0], load=False if empty else None)
+            await _unless_held(control.wake(first))
         if self.target is not None:
             await self._seed(self.target, control)
         await _unless_held(control.wake(WakeRequest(tags=tags[1])))
         return None
+
+
+def _is_behind(state: WorkerState, version: Version) -> bool:
+    """Whether a replica lacks a version; one that woke without weights lacks any."""
+    active = state.weights.active
+    return active is None or active.identity < version.identity
 
 
 async def _until_staged(identity: WeightsId, control: WorkerControl) -> None:

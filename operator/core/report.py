@@ -21,7 +21,7 @@ from rollout_operator.api.status import (
     Transition,
     UpdatePhase,
 )
-from rollout_worker.schemas import Lifecycle, WeightsId
+from rollout_worker.schemas import WeightsId
 
 from .findings import Finding, Kind, find
 from .gangs import Gang
@@ -47,7 +47,7 @@ def build_status(view: View, stored: RolloutReplicaStatus, now: float) -> Rollou
         desired_replicas=view.spec.replicas,
         ready_replicas=view.ready,
         updated_replicas=len(current),
-        asleep_replicas=view.count(Lifecycle.ASLEEP),
+        asleep_replicas=view.asleep,
         selector=_selector(view),
         weights=weights_status(view.weights, view.heads),
         last_transition=_transition(view, stored, now),
@@ -216,7 +216,7 @@ def _running_id(view: View) -> WeightsId | None:
 
 
 def _asleep(view: View) -> Verdict:
-    count = view.at_rest if view.spec.state is State.ASLEEP else view.count(Lifecycle.ASLEEP)
+    count = view.at_rest if view.spec.state is State.ASLEEP else view.asleep
     whole = 0 < view.wanted <= count
     reason = "Asleep" if whole else "PartlyAsleep" if count else "Awake"
     return whole, reason, f"{count} of {view.wanted} replicas are asleep"

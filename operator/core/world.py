@@ -95,9 +95,16 @@ class CallError:
 
 
 def is_loaded(state: WorkerState) -> bool:
-    """Whether a worker that says this has a model."""
+    """Whether a worker that says this has a model, if perhaps no weights: it may wait for a commit."""
     without = (Lifecycle.STARTING, Lifecycle.LOADING, Lifecycle.FAILED)
-    return state.weights.active is not None and state.lifecycle not in without
+    known = state.weights.active is not None or state.lifecycle is Lifecycle.ASLEEP
+    return known and state.lifecycle not in without
+
+
+def is_asleep(state: WorkerState) -> bool:
+    """Whether a worker that says this has given all its memory back; waking, it takes it in steps."""
+    there = state.resident
+    return state.lifecycle is Lifecycle.ASLEEP and not (there.weights or there.kv_cache)
 
 
 @dataclass(frozen=True, slots=True)

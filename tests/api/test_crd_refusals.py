@@ -334,6 +334,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         },
         'unknown field "spec.weights.target.source.pushed.layoutId"',
     ),
+    "pushed to replicas of two pods": (
+        {
+            "engine": {"type": "vllm"},
+            "accelerator": GPU,
+            "parallelism": {"tensor": 2, "nodes": 2},
+            "weights": {"target": {"epoch": 1, "version": 1, "source": {"pushed": {}}}},
+        },
+        "spec.weights.target.source.pushed: replicas of several pods take no pushed weights, and "
+        "parallelism.nodes is 2: publish files, as source.path",
+    ),
     "(0, 0) pushed": (
         {"weights": {"target": {"epoch": 0, "version": 0, "source": {"pushed": {}}}}},
         "(0, 0) is the model's own checkpoint: set source to {checkpoint: {}}, or raise version",

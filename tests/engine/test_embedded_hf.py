@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,7 +127,6 @@ def test_a_paused_worker_does_not_resume_with_changed_tensors(
     with pytest.raises(ProblemError, match="was changed in place after it was handed over"):
         worker.resume()
     assert worker.state().lifecycle == "Paused"
-    worker.pause()
     worker.hand_over(version + 1, model)
     worker.resume()
     output = client.sample(8)
@@ -187,7 +188,7 @@ def test_other_tensors_than_the_models_are_refused_by_name(
     with pytest.raises(Exception, match=f"{name}.* is handed over twice"):
         worker.hand_over(version, [*tensors.items(), (name, tensors[name])])
     with pytest.raises(Exception, match=f"{name}.* is a list: hand over tensors"):
-        worker.hand_over(version, {**tensors, name: [1.0]})  # type: ignore[dict-item]
+        worker.hand_over(version, {**tensors, name: [1.0]})
     active = worker.state().weights.active
     assert active is not None
     assert active.version < version
@@ -224,3 +225,76 @@ def test_the_engine_of_this_process_may_die(
     assert output["token_ids"] == reference_2.greedy(PROMPT, 8)
     mine = {tensor.data_ptr() for tensor in model.parameters()}
     assert mine.issuperset(tensor.data_ptr() for tensor in parameters_of(worker).values())
+
+
+def test_asleep_the_worker_holds_nothing_and_wakes_with_what_is_handed_over(
+    worker: Worker, client: Client, version: int, tiny_models: TinyModels, reference_2: Reference
+) -> None:
+    model = trainer_model(tiny_models.weights(3))
+    worker.hand_over(version, model)
+    seen = [weakref.ref(tensor) for tensor in model.parameters()]
+    with worker.turn():
+        state = worker.state()
+        assert (state.lifecycle, state.resident.weights, state.resident.kv_cache) == (
+            "Asleep",
+            False,
+            False,
+        )
+        assert all(tensor.numel() == 0 for tensor in parameters_of(worker).values())
+        del model
+        gc.collect()
+        assert [ref() for ref in seen if ref() is not None] == []
+        model = trainer_model(tiny_models.weights(2))
+        worker.hand_over(version + 1, model)
+        assert slug(client.generate()) == "asleep"
+    output = client.sample(8)
+    assert output["token_ids"] == reference_2.greedy(PROMPT, 8)
+    assert {span["version"] for span in output["weights"]} == {version + 1}
+    mine = {tensor.data_ptr() for tensor in model.parameters()}
+    assert mine.issuperset(tensor.data_ptr() for tensor in parameters_of(worker).values())
+
+
+def test_a_turn_without_a_hand_over_does_not_wake(
+    worker: Worker, client: Client, version: int, tiny_models: TinyModels
+) -> None:
+    worker.hand_over(version, trainer_model(tiny_models.weights(2)))
+    with pytest.raises(ProblemError, match="hand over"), worker.turn():
+        pass
+    until_sync(lambda: worker.state().lifecycle == "Asleep", what="the worker to rest")
+    assert slug(client.generate()) == "asleep"
+    worker.hand_over(version + 1, trainer_model(tiny_models.weights(2)))
+    worker.resume()
+    assert client.sample(4)["weights"][0]["version"] == version + 1
+
+
+def test_level_1_keeps_the_values_that_the_trainer_goes_on_to_change(
+    worker: Worker, client: Client, version: int, tiny_models: TinyModels, reference_2: Reference
+) -> None:
+    model = trainer_model(tiny_models.weights(2))
+    worker.hand_over(version, model)
+    with worker.turn(level=1), torch.no_grad():
+        for tensor in model.parameters():
+            tensor.zero_()
+    output = client.sample(8)
+    assert output["token_ids"] == reference_2.greedy(PROMPT, 8)
+    assert output["weights"][0]["version"] == version
+
+
+def test_sleep_gives_back_all_memory_but_the_trainers(
+    worker: Worker, client: Client, version: int, tiny_models: TinyModels
+) -> None:
+    """Measured with copies, which are the worker's own: they go, and the trainer's tensors stay."""
+    model = trainer_model(tiny_models.weights(2))
+    worker.hand_over(version, model, copy=True)
+    client.sample(8)
+    with worker.turn():
+        held = client.data.get("/metrics").text
+        assert metric(held, "hf_engine_weights_bytes") == 0
+        assert metric(held, "hf_engine_kv_cache_bytes") == 0
+        worker.hand_over(version + 1, model)
+        held = client.data.get("/metrics").text
+    assert all(bool(tensor.isfinite().all()) for tensor in model.parameters())
+
+
+def metric(page: str, name: str) -> float:
+    return next(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))

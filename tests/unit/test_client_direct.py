@@ -258,15 +258,40 @@ async def test_states_reach_all_that_answer(steered: Steered) -> None:
     assert [each.verbs[-1] for each in steered.controls] == ["resume", "resume"]
 
 
+@pytest.mark.parametrize("able", [True, False])
 async def test_who_wakes_with_old_weights_gets_the_new_ones_before_its_cache(
-    steered: Steered, monkeypatch: pytest.MonkeyPatch
+    steered: Steered, monkeypatch: pytest.MonkeyPatch, able: bool
 ) -> None:
+    """And doesn't read the old ones for that, if it can wake without."""
+    for control in steered.controls:
+        control.wakes_empty = able
     monkeypatch.setattr(keeper, "LOOK_SECONDS", 60)  # else it may be quicker
     await steered.direct.change_state("Asleep", 10)
     await steered.publish()
     await steered.direct.change_state("Active", 10)
     verbs = [verb for verb in steered.controls[0].verbs if verb in ("wake", "stage", "commit")]
     assert verbs == ["wake", "stage", "commit", "wake"]
+    first, last = (body for verb, body in steered.controls[0].bodies if verb == "wake")
+    assert first == {"tags": ["weights"], **({"load": False} if able else {})}
+    assert last == {"tags": ["kv_cache"]}
+
+
+async def test_who_woke_without_weights_and_failed_gets_the_published_ones(
+    steered: Steered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "LOOK_SECONDS", 60)
+    await steered.direct.change_state("Asleep", 10)
+    await steered.publish()
+    for control in steered.controls:
+        control.busy["stage"] = [(500, "engine")]
+    with pytest.raises(SteeringFailed, match="no stage: engine"):
+        await steered.direct.change_state("Active", 10)
+    assert all(control.empty for control in steered.controls)
+    await steered.direct.change_state("Active", 10)
+    for control in steered.controls:
+        assert (control.empty, control.active, control.holds) == (False, (1, 5), [])
+        woken = [body for verb, body in control.bodies if verb == "wake"]
+        assert woken == [{"tags": ["weights"], "load": False}, {"tags": ["kv_cache"]}]
 
 
 async def test_who_was_restarted_comes_back_to_the_pools_state(steered: Steered) -> None:

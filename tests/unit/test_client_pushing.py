@@ -276,6 +276,20 @@ async def test_a_replica_that_never_answers_ends_at_the_deadline(world: World) -
             await pool.publish_weights(1, tensors=tensors(), seconds=1.5)
 
 
+async def test_tensors_that_do_not_come_in_time_are_the_reason(world: World) -> None:
+    released = asyncio.Event()
+
+    async def stream() -> AsyncIterator[tuple[str, torch.Tensor]]:
+        yield "one", torch.ones(1)
+        await released.wait()
+
+    async with world.pool() as pool:
+        publishing = asyncio.ensure_future(pool.publish_weights(1, tensors=stream(), seconds=0.5))
+        asyncio.get_running_loop().call_later(1, released.set)
+        with pytest.raises(PublishFailed, match="their tensors did not all come"):
+            await publishing
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -49,7 +49,7 @@ REFUSED_INSIDE = ("up", "down", "suspend", "template")
 ACTIONS = (
     *("raise", "raise", "epoch", "template", "up", "down", "pause", "sleep",
       "wake", "wake", "suspend", "kill", "fail", "reboot", "break", "mend", "forget", "intrude",
-      "leave", "silence", "unask", "speak", "hold", "let go", "slow", "quick", "lag", "no lag",
+      "leave", "silence", "unask", "speak", "hold", "let go", "age", "slow", "quick", "lag", "no lag",
       "publishes", "ahead", "ask too much", "ask less", "publish to refusers and rest"),
     *("finalize", "free", "set clock", "refuse writes", "take writes", "unlabel", "make again",
       "drain", "ask to go", "freeze", "dawdle"),
@@ -292,6 +292,12 @@ class History:
             worker.foreign_hold = self.random.choice(["Paused", "Asleep"])
             if worker.foreign_hold == "Asleep":
                 worker.staged = None  # it is given back with the active weights
+                worker.woken = worker.empty = False
+
+    def age(self) -> None:
+        """Some come of an image from before weights woke without values."""
+        for worker in self._some():
+            worker.wakes_empty = worker.empty
 
     def let_go(self) -> None:
         for worker in self._workers:

@@ -359,6 +359,22 @@ def test_pushed_bytes_count_for_a_target_that_names_the_folder_they_were_spooled
     assert serve(world, V1) == [True, True], "from the folder"
 
 
+@pytest.mark.parametrize("spooled", [True, False])
+def test_what_a_trainer_is_bringing_is_not_staged_beside_it(spooled: bool) -> None:
+    world = a_world(2)
+    push(world, V1)
+    worker = world.worker(1)
+    assert worker.staged is not None
+    worker.staged = worker.staged.model_copy(update={"phase": "Staging", "root_hash": None})
+    world.set(weights=target(0, 1) if spooled else pushed(0, 1))
+    world.log.clear()
+    world.run()
+    assert world.log == []
+    push(world, V1, 1)
+    world.run()
+    assert serve(world, V1) == [True, True]
+
+
 def test_a_few_peers_are_asked_who_serve_first_and_each_joiner_begins_with_another_one() -> None:
     spec = spec_of(replicas=8)
     version = Version(V1, WeightsSource(pushed=Pushed()), root_hash(V1))

@@ -10,9 +10,10 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
+from pushing import Version, push, pushed_worker
 from rollout_worker.ports.access import Authorizer, Right
 from rollout_worker.ports.control import control_app
-from tiny_worker import TinyWorker, tiny_worker
+from tiny_worker import TinyWorker
 from waiting import until
 
 NEXT = {"epoch": 1, "version": 1}
@@ -26,6 +27,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/require": {"epoch": 1, "min_version": 1},
     "/v1/weights/stage": NEXT,
     "/v1/weights/discard": NEXT,
+    "/v1/weights/offer": NEXT,
     "/v1/weights/commit": NEXT,
 }
 
@@ -42,8 +44,14 @@ class Everyone(Authorizer):
 
 @pytest.fixture
 async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
-    async with tiny_worker(tmp_path) as worker:
+    async with pushed_worker(tmp_path) as worker:
         yield worker
+
+
+async def keep_pushed(worker: TinyWorker) -> None:
+    """Commit pushed weights as (1, 1)."""
+    await push(worker, 1, Version(7), "tcp")
+    await worker.commit(1)
 
 
 def test_no_verb_is_missing_here(tmp_path: Path) -> None:
@@ -61,6 +69,8 @@ async def test_a_verb_is_logged_with_its_caller(
         await worker.stage(1, 7)
     if path == "/v1/weights/stage":
         body["source"] = {"path": str(worker.weights(7))}
+    if path == "/v1/weights/offer":
+        await keep_pushed(worker)
     caplog.clear()
     caplog.set_level("INFO")
     transport = httpx.ASGITransport(control_app(worker.worker, Everyone()))

@@ -71,6 +71,20 @@ def test_all_of_its_memory_is_charged_before_it_is_filled() -> None:
     memory.buffers(ENTRIES).close()
 
 
+def test_a_commit_without_former_weights_takes_the_only_copy_there_is() -> None:
+    """Woken without values the model has no tensors: what is staged becomes them."""
+    model = nn.Linear(3, 4)
+    gpu = Gpu(versions=1)  # the room of those that were dropped
+    memory = memory_of(model, beside=gpu)
+    memory.drop()
+    assert memory.nbytes == 0
+    sink = filled(memory.buffers(ENTRIES), 3.0)
+    staged = {tensor.data_ptr() for tensor in sink.tensors.values()}
+    memory.swap(sink)
+    assert is_all(model, 3.0)
+    assert {tensor.data_ptr() for tensor in model.parameters()} == staged
+
+
 def test_memory_that_is_taken_over_by_a_commit_is_staged_no_more() -> None:
     model = nn.Linear(3, 4)
     memory = memory_of(model, Staging(NBYTES))

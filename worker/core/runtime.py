@@ -233,4 +233,6 @@ async def _cancel(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.wait({task}, timeout=CANCEL_SECONDS)
     if task.done() and not task.cancelled():
+        task.exception()  # looked at: who gave it up wants no error of it
+    if task.done() and not task.cancelled():
         task.exception()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from rollout_worker.schemas import (
     WeightsId,
 )
 from rollout_worker.service import Worker
-from rollout_worker.wire.problems import conflict
+from rollout_worker.wire.problems import ProblemError, conflict
 
 HOLDER = "embedded:trainer"
 """The name of the trainer's own holds, and of what it stages."""
@@ -71,8 +72,7 @@ async def hand_over(worker: Worker, given: Tensors, asked: HandOver) -> HandedOv
         raise ValueError("commit: in a pool the operator commits; move spec.weights.target instead")
     epoch = _epoch(worker) if asked.epoch is None else asked.epoch
     identity = WeightsId(epoch=epoch, version=asked.version)
-    if not in_pool and asked.commit is not False:
-        await _wake_empty(worker)
+    await _wake_empty(worker)
     staged = await _stage(worker, given, identity, asked)
     root_hash = staged.root_hash or ""
     if in_pool or asked.commit is False:
@@ -97,11 +97,11 @@ def _epoch(worker: Worker) -> int:
 
 
 async def _wake_empty(worker: Worker) -> None:
-    """Take the weights' memory back without what it held, which is no more."""
-    asleep = worker.runtime.lifecycle.state is Lifecycle.ASLEEP
-    if not asleep or worker.runtime.stats().resident.weights:
-        return
-    await worker.verbs.wake(HOLDER, WakeRequest(tags=("weights",), load=False))
+    """Take the weights' memory back without what it held, which is no more; the rest stays asleep."""
+    runtime = worker.runtime
+    asleep = runtime.lifecycle.state is Lifecycle.ASLEEP
+    if asleep and not runtime.stats().resident.weights:
+        await worker.verbs.wake(HOLDER, WakeRequest(tags=("weights",), load=False))
 
 
 async def _stage(
@@ -138,9 +138,30 @@ async def sleep(worker: Worker, level: Literal[1, 2], mode: Mode, drain_seconds:
 
 
 async def go_on(worker: Worker) -> None:
-    """Drop the trainer's hold, whichever it is; returns once nobody but others holds the worker."""
-    want = worker.runtime.target().want
+    """Drop the trainer's hold, whichever it is; returns once nobody but others holds the worker.
+
+    Raises:
+        ProblemError: the weights are gone or were changed, and the hold stays; or others hold it.
+    """
+    runtime = worker.runtime
+    want = runtime.holds.of(HOLDER, time.monotonic())
+    try:
+        if want is Want.ASLEEP:
+            # What is staged is what it is to wake with.
+            load = worker.updates.slot is None
+            await worker.verbs.wake(HOLDER, WakeRequest(tags=tuple(sorted(EVERYTHING)), load=load))
+        else:
+            await worker.verbs.resume(HOLDER, ReleaseRequest())
+    except ProblemError as refusal:
+        if refusal.slug in ("engine-refused", "weights-rejected"):
+            _hold_again(worker, want)
+        raise
+
+
+def _hold_again(worker: Worker, want: Want) -> None:
+    """Let a worker that can't go on rest until it can."""
     if want is Want.ASLEEP:
-        await worker.verbs.wake(HOLDER, WakeRequest(tags=tuple(sorted(EVERYTHING))))
-    else:
-        await worker.verbs.resume(HOLDER, ReleaseRequest())
+        worker.runtime.holds.sleep(HOLDER, 2, EVERYTHING)
+    elif want is Want.PAUSED:
+        worker.runtime.holds.pause(HOLDER)
+    worker.runtime.changed.fire()

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rollout_worker.engine import Engine
+from rollout_worker.engines.room import Staging
 from rollout_worker.ports.auth import make_authorizer
 from rollout_worker.ports.server import Servers, serve_until
 from rollout_worker.schemas import Lifecycle
@@ -44,7 +45,9 @@ class Host:
 
     def __init__(self, settings: Settings, make_engine: Callable[[], Engine] | None = None) -> None:
         self.settings = settings
-        self._make_engine = make_engine or engine_factory(settings, guest=True)
+        self._make_engine = make_engine or engine_factory(
+            settings, Staging(settings.staging_memory), guest=True
+        )
         self._pid = os.getpid()
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._main, name="rollout-worker", daemon=True)

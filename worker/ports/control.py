@@ -17,6 +17,8 @@ from rollout_worker.schemas import (
     CommitResponse,
     DiscardRequest,
     DiscardResponse,
+    OfferRequest,
+    OfferResponse,
     PauseRequest,
     ReleaseRequest,
     RequireRequest,
@@ -159,6 +161,11 @@ def _add_weights(app: FastAPI, worker: Worker) -> None:
     async def discard(caller: Caller, body: DiscardRequest) -> DiscardResponse:
         """Discard this identity from the staging slot."""
         return await worker.updates.discard(caller, body)
+
+    @app.post("/v1/weights/offer")
+    async def offer(caller: Caller, body: OfferRequest) -> OfferResponse:
+        """Offer the pushed weights that this worker keeps to another one: a ticket to fetch them."""
+        return worker.updates.offer(caller, body)
 
     @app.post("/v1/require")
     async def require(caller: Caller, body: RequireRequest) -> WeightsState:

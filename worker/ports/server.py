@@ -27,6 +27,7 @@ from .auth import make_authorizer
 from .connections import HEADER_SECONDS, Listener, Places, Room, raise_descriptors
 from .control import control_app
 from .data import data_app
+from .weights import WeightsPort
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,16 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     return sock
 
 
+def _bind_both(settings: Settings) -> list[socket.socket]:
+    data = bind(settings.data_host, settings.data_port, "--data-port")
+    try:
+        control = bind(settings.control_host, settings.control_port, "--control-port")
+    except BadSettings:
+        data.close()  # this process may go on without us
+        raise
+    return [data, control]
+
+
 class Servers:
     """Both HTTP servers of one worker."""
 
@@ -138,10 +149,8 @@ class Servers:
         places = places or connections.places()
         self._certificate = tls.certificate(settings)
         self._authorizer = authorizer
-        self._sockets = [
-            bind(settings.data_host, settings.data_port, "--data-port"),
-            bind(settings.control_host, settings.control_port, "--control-port"),
-        ]
+        self._sockets = _bind_both(settings)
+        self._weights = WeightsPort(settings, worker.updates.pushes.desk)
         data = AtMost(data_app(worker), max(1, places.data - PROBES), worker.count_refusal)
         control = control_app(worker, authorizer)
         held = self._certificate
@@ -165,11 +174,13 @@ class Servers:
         renewing = None
         if self._certificate is not None:
             renewing = asyncio.create_task(self._certificate.keep())
+        self._weights.start()
         async with asyncio.TaskGroup() as tasks:
             for server, sock in zip(self._servers, self._sockets, strict=True):
                 tasks.create_task(server.serve([sock]))
         if renewing is not None:
             renewing.cancel()
+        await asyncio.to_thread(self._weights.stop)
         await self._authorizer.close()
 
     def stop(self) -> None:

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.engine import EngineError, Entry, Layout, Sink, WeightsRejected
+from rollout_worker.engine import EngineError, Given, Layout, Sink, WeightsRejected
 from rollout_worker.schemas import WeightsSource
 from rollout_worker.settings import Settings
 from rollout_worker.threads import in_thread
 from rollout_worker.weights import check_layout
 from rollout_worker.wire.problems import ProblemError
 
-from .files import ReadCancelled, Report, Source, open_source, read
+from .files import Readable, ReadCancelled, Report, Source, open_source, read
 
 Located = tuple[Path, tuple[Path, ...]]
 """Where a source lies and its roots, as `locate` says."""
 
-OpenSlot = Callable[[Sequence[Entry]], Awaitable[Sink]]
+OpenSlot = Callable[..., Awaitable[Sink]]
 """As `Engine.open_slot`."""
 
 Elsewhere = Callable[[str], Coroutine[Any, Any, Mapping[str, str]]]
@@ -141,9 +141,25 @@ async def fill(
         WeightsRejected: a missing, unexpected or ill-shaped tensor, or a wrong hash.
         EngineError: the engine has no room, or another node failed.
     """
+    source = await in_thread(lambda _: _open(layout, located), threading.Event())
+    return await pour(open_slot, layout, source, verify, report, elsewhere)
+
+
+async def pour(
+    open_slot: OpenSlot,
+    layout: Layout,
+    source: Readable,
+    verify: Callable[[str], None],
+    report: Report = lambda done, total: None,
+    elsewhere: Elsewhere | None = None,
+    *,
+    given: Given | None = None,
+) -> Sink:
+    """As `fill`, with an opened source; `given`: memory that has its bytes, which the sink may take."""
     cancel = threading.Event()
-    source = await in_thread(lambda _: _open(layout, located), cancel)
-    sink = await open_slot(source.entries)
+    sink = await (
+        open_slot(source.entries) if given is None else open_slot(source.entries, given=given)
+    )
     others = None if elsewhere is None else asyncio.ensure_future(elsewhere(sink.slot))
     if others is not None:
         others.add_done_callback(lambda done: cancel.set() if _failed(done) else None)
@@ -172,7 +188,7 @@ def _open(layout: Layout, located: Located) -> Source:
 
 
 async def _bring(
-    source: Source,
+    source: Readable,
     layout: Layout,
     sink: Sink,
     report: Report,

@@ -20,6 +20,7 @@ import array
 import contextlib
 import json
 import os
+import select
 import socket
 import struct
 import threading
@@ -237,6 +238,23 @@ class Connection:
             if frame.kind is not Kind.PING:
                 return frame
 
+    def poll(self, seconds: float) -> Frame | None:
+        """Return the next frame if one comes within these seconds and is no `PING`.
+
+        Raises:
+            Silent: nothing has come for as long as that may be, pings included.
+            TransferError: as `receive`.
+        """
+        waiting = select.poll()
+        waiting.register(self._sock, select.POLLIN)
+        if not waiting.poll(seconds * 1000):
+            if time.monotonic() - self.tally.heard > self.silence:
+                raise Silent(f"nothing came for {self.silence:g} s")
+            return None
+        frame = self._receive(MAX_HEAD_BYTES)
+        self.tally.heard = time.monotonic()
+        return None if frame.kind is Kind.PING else frame
+
     def expect(self, *kinds: Kind) -> Frame:
         """Return the next frame, which must be of one of these kinds.
 
@@ -343,6 +361,20 @@ class Connection:
         """Read the payload of a frame and forget it."""
         if frame.payload:
             self.read_into(memoryview(bytearray(frame.payload)))
+
+    def leave(self, seconds: float) -> None:
+        """Close it once the other end has, or has had these seconds to read what it was told last.
+
+        A socket that is closed with bytes unread takes back what was sent before.
+        """
+        until = time.monotonic() + seconds
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+            self._sock.settimeout(seconds)
+            waste = bytearray(1 << 16)
+            while self._sock.recv_into(waste) and time.monotonic() < until:
+                pass
+        self.close()
 
     def interrupt(self) -> None:
         """End every read and write of whatever thread; `close` still frees it."""

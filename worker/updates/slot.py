@@ -13,19 +13,31 @@ from rollout_worker.engine import Engine, Layout, Sink, Tensors, WeightsRejected
 from rollout_worker.schemas import StagedWeights, StageRequest, WeightsId, WeightsSource
 from rollout_worker.sources import tensors
 from rollout_worker.sources.filling import Elsewhere, Located, fill
+from rollout_worker.sources.incoming import Incoming
+from rollout_worker.sources.pushed import receive
 from rollout_worker.wire.problems import ProblemError, conflict
 
 logger = logging.getLogger(__name__)
 
 DISCARD_SECONDS = 60.0
+GIVEN_UP = "the slot was given up for another one, or discarded"
 
 
 class Slot:
     """What is being staged, or was."""
 
     def __init__(
-        self, request: StageRequest, resolved: WeightsSource, given: Tensors | None = None
+        self,
+        request: StageRequest,
+        resolved: WeightsSource,
+        given: Tensors | None = None,
+        *,
+        caller: str = "",
+        incoming: Incoming | None = None,
     ) -> None:
+        self.caller = caller
+        self.incoming = incoming
+        """What is pushed, or fetched from peers; None: the bytes are read from files, or handed over."""
         self.identity = WeightsId(epoch=request.epoch, version=request.version)
         self.source = request.source.named
         self.resolved = resolved
@@ -64,6 +76,14 @@ class Slot:
             )
         self._filled = True
 
+    async def receive(self, engine: Engine, layout: Layout) -> None:
+        """Bring pushed bytes; raises what `receive` raises."""
+        assert self.incoming is not None
+        self._sink = await receive(
+            engine.open_slot, layout, self.incoming, self._verify, self.report
+        )
+        self._filled = True
+
     @property
     def shared(self) -> str:
         """Id of the filled sink in a gang."""
@@ -83,15 +103,21 @@ class Slot:
         assert sink is not None, "taken once, when it is staged"
         return sink
 
-    async def drop(self) -> None:
-        """End the filling and give the memory back."""
+    async def drop(self, why: str = GIVEN_UP) -> None:
+        """End the filling and give the memory back; who brings pushed bytes is told why."""
         if self.task is not None and not self.task.done():
             self.task.cancel()
             await asyncio.wait({self.task}, timeout=DISCARD_SECONDS)
             logger.info("staging of weights %s was cancelled", self.identity)
+        self.give_up(why)
         sink, self._sink = self._sink, None
         if sink is not None:
             await asyncio.to_thread(sink.close)
+
+    def give_up(self, why: str) -> None:
+        """Let go of pushed bytes; who brings them is told why."""
+        if self.incoming is not None:
+            self.incoming.close(why)
 
     def report(self, done: int, total: int) -> None:
         """Note progress; may be called from any thread."""
@@ -111,6 +137,7 @@ class Slot:
                 "root_hash": self.root_hash or self.expected,
                 "labels": self.labels,
                 "error": self.error,
+                "chunks": 0 if self.incoming is None else self.incoming.chunks,
             }
         )
 

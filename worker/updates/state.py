@@ -23,6 +23,8 @@ from rollout_worker.schemas import (
     Checkpoint,
     DiscardRequest,
     DiscardResponse,
+    OfferRequest,
+    OfferResponse,
     RequireRequest,
     StagedWeights,
     StageRequest,
@@ -32,8 +34,11 @@ from rollout_worker.schemas import (
 )
 from rollout_worker.sources import tensors
 from rollout_worker.sources.filling import Elsewhere, Located, fill, locate, resolve_within
+from rollout_worker.sources.incoming import Claim
+from rollout_worker.sources.pushed import refill
 from rollout_worker.wire.problems import ProblemError, conflict
 
+from .pushes import Pushes
 from .slot import Slot, mismatch, same_content
 
 logger = logging.getLogger(__name__)
@@ -49,14 +54,17 @@ CHECKPOINT_SOURCE = WeightsSource(checkpoint=Checkpoint())
 class Updates:
     """The weights' state of one worker."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, claim: Claim) -> None:
         self._runtime = runtime
+        self.pushes = Pushes(runtime, claim)
         self.active: ActiveWeights | None = None
         self.source = CHECKPOINT_SOURCE
         """Where the active weights' bytes are, resolved; sleep at level 2 and restarts read it."""
         self._given_source = CHECKPOINT_SOURCE
         self.given: Tensors | None = None
         """The active weights' bytes, if they are tensors of this process and still there."""
+        self.empty = False
+        """Whether the weights' memory is there without values; then nothing is generated."""
         self.previous: ActiveWeights | None = None
         self.slot: Slot | None = None
         self.slot_lock = asyncio.Lock()
@@ -79,12 +87,13 @@ class Updates:
     def view(self) -> WeightsState:
         """The state as clients see it."""
         return WeightsState(
-            active=self.active,
+            active=None if self.empty else self.active,
             previous=self.previous,
             staged=None if self.slot is None else self.slot.view(),
             required=self.fence.floor,
             fence_epoch=self.fence.epoch,
             commit_seq=self.commit_seq,
+            kept=self.pushes.view(),
         )
 
     def require(self, caller: str, request: RequireRequest) -> WeightsState:
@@ -130,6 +139,8 @@ class Updates:
         identity = WeightsId(epoch=request.epoch, version=request.version)
         self.check_order(identity)
         settings = self._runtime.settings
+        if request.source.pushed is not None and given is None:
+            self.pushes.check(request.source.pushed)
         # However short the deadline, the slot tells that it passed: the path alone takes no time.
         seconds = max(request.deadline_seconds, LOOK_UP_SECONDS)
         resolved = await resolve_within(request.source.named, settings, seconds)
@@ -139,7 +150,10 @@ class Updates:
             content = await tensors.content_of(given)
             request = request.model_copy(update={"root_hash": content})
         if identity == active.identity:
-            return self._already_active(request, active, resolved)
+            known = self._already_active(request, active, resolved)
+            if not self.empty:
+                return known
+            request = request.model_copy(update={"root_hash": active.root_hash})
         try:
             async with asyncio.timeout(request.deadline_seconds), self.slot_lock:
                 return await self._begin(caller, request, resolved, given)
@@ -181,15 +195,26 @@ class Updates:
         slot = self.slot
         if slot is not None and slot.error is None:
             if identity == slot.identity:
-                return slot.repeated(request, resolved)
+                slot.repeated(request, resolved)
+                return self._answer(caller, slot)
             if identity < slot.identity:
                 raise _regressed(identity, slot.identity, "staged", **self.facts)
         await self.clear_slot()
         self._runtime.loaded()  # that may have taken its time
-        slot = self.slot = Slot(request, resolved, given)
+        pushed = request.source.pushed is not None and given is None
+        incoming = self.pushes.incoming(identity, request) if pushed else None
+        slot = self.slot = Slot(request, resolved, given, caller=caller, incoming=incoming)
         logger.info("staging weights %s for %r", identity, caller)
         slot.task = asyncio.create_task(self._stage(slot))
-        return slot.view()
+        return self._answer(caller, slot)
+
+    def _answer(self, caller: str, slot: Slot) -> StagedWeights:
+        """Tell of the slot, and of how to bring pushed bytes to it."""
+        return slot.view() if slot.incoming is None else self.pushes.ticketed(caller, slot)
+
+    def offer(self, caller: str, request: OfferRequest) -> OfferResponse:
+        """Offer pushed weights that are kept here; see `Pushes.offer`."""
+        return self.pushes.offer(caller, request, self.facts)
 
     def _already_active(
         self, request: StageRequest, active: ActiveWeights, resolved: WeightsSource
@@ -225,6 +250,7 @@ class Updates:
             slot.error = f"internal error: {error}"
         self._runtime.telemetry.update_seconds.labels("stage").observe(time.monotonic() - start)
         if slot.error:
+            slot.give_up(slot.error)
             logger.warning("staging weights %s failed: %s", slot.identity, slot.error)
         else:
             logger.info("staged weights %s", slot.identity)
@@ -233,6 +259,9 @@ class Updates:
     async def _fill(self, slot: Slot) -> None:
         engine, info = self._runtime.loaded()
         async with self._room:
+            if slot.incoming is not None:
+                await slot.receive(engine, info.layout)
+                return
             elsewhere = self._elsewhere(slot.resolved, slot.expected, slot.deadline_seconds)
             located = self._located(slot.resolved, info)
             await slot.fill(engine, info.layout, located, elsewhere)
@@ -257,12 +286,19 @@ class Updates:
 
         open_slot = partial(engine.open_slot, on_disk=on_disk)
         if self.source.pushed is not None:
-            if self.given is None or not self.given.tensors:
+            if self.given is not None and self.given.tensors:
+                return await tensors.fill(open_slot, info.layout, self.given, verify)
+            if self.given is not None:
                 raise EngineError(
                     f"weights {active.identity} were handed over, and their tensors are gone: hand "
                     "over new ones"
                 )
-            return await tensors.fill(open_slot, info.layout, self.given, verify)
+            if self.pushes.kept is None:
+                raise WeightsRejected(
+                    f"NoLiveCopy: weights {active.identity} were pushed, and this worker keeps no copy"
+                    " of them; stage them again, from peers or from the trainer"
+                )
+            return await refill(open_slot, info.layout, self.pushes.kept, verify)
         located = self._located(self.source, info)
         elsewhere = self._elsewhere(self.source, active.root_hash, REFILL_SECONDS, on_disk=on_disk)
         return await fill(open_slot, info.layout, located, verify, elsewhere=elsewhere)
@@ -299,7 +335,9 @@ class Updates:
 
     def activate(self, slot: Slot) -> None:
         """Make the slot's weights the active ones; right after the engine flipped."""
-        self.previous = self.active
+        if self.identity != slot.identity:
+            self.previous = self.active
+        self.empty = False
         self.active = ActiveWeights(
             epoch=slot.identity.epoch,
             version=slot.identity.version,
@@ -309,6 +347,8 @@ class Updates:
         self.source, self._given_source = slot.resolved, slot.source
         self.given = slot.given
         self.slot = None
+        if slot.incoming is not None or self.pushes.kept is not None:
+            self.pushes.keep(slot)
         self.commit_seq += 1
         self._runtime.telemetry.weights(slot.identity)
 
@@ -317,10 +357,11 @@ class Updates:
         slot = self.slot
         if slot is not None:
             slot.error = "the engine was restarted: stage again"
-            await slot.drop()
+            await slot.drop(slot.error)
 
     def loaded(self, info: EngineInfo) -> None:
         """Note that an engine started with the checkpoint, which is active unless others were."""
+        self.empty = False
         if self.identity in (None, CHECKPOINT):
             self._to_checkpoint(info)
 
@@ -338,6 +379,7 @@ class Updates:
         if active is not None and (self.fence.floor is None or self.fence.floor < active):
             self.fence.floor = active
         self.previous = None
+        self.pushes.drop()
         self._to_checkpoint(info)
 
 

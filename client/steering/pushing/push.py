@@ -154,6 +154,11 @@ class Push:
         self._opened_at = time.monotonic()
 
     @property
+    def filled(self) -> bool:
+        """Whether all tensors are in memory, hashed."""
+        return self.filling.root_hash is not None
+
+    @property
     def nbytes(self) -> int:
         """Size of one copy, gaps included."""
         return self.filling.layout.nbytes

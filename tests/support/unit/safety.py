@@ -18,6 +18,7 @@ from rollout_worker.schemas import (
     CommitRequest,
     DiscardRequest,
     StageRequest,
+    WakeRequest,
     WeightsId,
     WorkerState,
 )
@@ -214,7 +215,14 @@ def _only_our_hold(one: Pass, call: CallWorker) -> None:
     state = one.state(call.uid)
     assert state is not None
     assert any(h.holder == state.caller for h in state.holds), "there is no hold of ours to drop"
-    assert one.spec.state is State.ACTIVE
+    empty = isinstance(call.body, WakeRequest) and call.body.load is False
+    assert one.spec.state is State.ACTIVE or (empty and one.spec.state is State.PAUSED)
+    if call.verb is Verb.WAKE and not empty and state.wakes_empty and not state.held_by_others:
+        active, committed = state.weights.active, one.plan.status.weights.committed
+        if (committed and committed.source.pushed) or one.seen.workers[call.uid].failures:
+            return  # what it is to have can't be had now: it keeps what it has
+        assert active is not None, "what it had is read though it is to have other weights"
+        assert committed is None or active.identity >= committed.identity, "read to be replaced"
 
 
 def _commits(one: Pass) -> None:

@@ -24,6 +24,9 @@ class ScriptedControl:
         self.phase, self.root_hash = "Staged", "h"
         self.error: str | None = None
         self.resident = True
+        self.empty = False
+        """Its weights woke without values."""
+        self.wakes_empty = True
         self.serving = True
         self.holds: list[str] = []
         self.holds_of_others: list[str] = []
@@ -69,6 +72,7 @@ class ScriptedControl:
     def _weights(self) -> dict[str, Any]:
         epoch, version = self.active
         active = {"epoch": epoch, "version": version, "root_hash": "active"}
+        active = None if self.empty else active
         slot = None
         if self.slot is not None:
             told = {"phase": self.phase, "root_hash": self.root_hash, "error": self.error}
@@ -89,6 +93,7 @@ class ScriptedControl:
                 *({"holder": "another", "state": state} for state in self.holds_of_others),
             ],
             "caller": "me",
+            "wakes_empty": self.wakes_empty,
         }
 
     def _stage(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +113,7 @@ class ScriptedControl:
 
     def _commit(self, body: dict[str, Any]) -> dict[str, Any]:
         self.active = (body["epoch"], body["version"])
-        self.slot = None
+        self.slot, self.empty = None, False
         done = {"commit_seq": 2, "pause_seconds": 0.5, "finished": 0, "aborted": 0, "kept": 0}
         return {"active": self._weights()["active"], "previous": None, **done}
 
@@ -129,7 +134,11 @@ class ScriptedControl:
         return self._state(body)
 
     def _wake(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.holds, self.resident = [], True
+        if body.get("load", True):
+            self.holds, self.empty = [], False
+        else:
+            self.empty = not self.resident
+        self.resident = True
         return self._state(body)
 
 

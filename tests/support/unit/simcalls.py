@@ -105,11 +105,13 @@ class SimCalls:
             case Verb.DISCARD:
                 worker.discard(call.body)  # type: ignore[arg-type]
             case Verb.PAUSE:
-                worker.hold = "Paused"
+                worker.hold_with("Paused")
             case Verb.SLEEP:
-                worker.hold, worker.staged = "Asleep", None
-            case Verb.RESUME | Verb.WAKE:
+                worker.sleep()
+            case Verb.RESUME:
                 worker.hold = None
+            case Verb.WAKE:
+                problem = worker.wake(call.body)  # type: ignore[arg-type]
         if flight.ours:
             self._ended(call, problem)
 

@@ -18,6 +18,7 @@ from rollout_worker.schemas import (
     StagedWeights,
     StageRequest,
     TurnState,
+    WakeRequest,
     WeightsId,
     WeightsSource,
     WeightsState,
@@ -64,6 +65,14 @@ class SimWorker:
     progress: Progress | None = None
     turn: TurnState | None = None
     commits: list[WeightsId] = field(default_factory=list)
+    wakes_empty: bool = True
+    """Whether its weights may wake without values, which not every worker knows."""
+    woken: bool = False
+    """It sleeps, but the memory of its weights is back."""
+    empty: bool = False
+    """And they have no values."""
+    reads: list[WeightsId] = field(default_factory=list)
+    """Weights that it has read to wake."""
     drain: float | None = None
     """What running requests get at its end."""
     kept: KeptWeights | None = None
@@ -80,6 +89,11 @@ class SimWorker:
         if "Asleep" in holds:
             return Lifecycle.ASLEEP
         return Lifecycle.PAUSED if "Paused" in holds else Lifecycle.ACTIVE
+
+    @property
+    def resident(self) -> Resident:
+        asleep = self.lifecycle is Lifecycle.ASLEEP
+        return Resident(weights=not asleep or self.woken, kv_cache=not asleep)
 
     @property
     def serving(self) -> bool:
@@ -104,13 +118,14 @@ class SimWorker:
             lifecycle=self.lifecycle,
             serving=self.serving,
             weights=WeightsState(
-                active=active,
+                active=None if self.empty else active,
                 staged=self.staged,
                 required=self.required,
                 fence_epoch=self.fence_epoch,
                 kept=self.kept,
             ),
-            resident=Resident(weights=True, kv_cache=True),
+            resident=self.resident,
+            wakes_empty=self.wakes_empty,
             holds=tuple(holds),
             caller=ME,
             progress=self.progress,
@@ -122,6 +137,8 @@ class SimWorker:
 
     def begin_stage(self, body: StageRequest) -> str | None:
         """Take the request; the bytes come with `end_stage`."""
+        if not self.resident.weights:
+            return "asleep"
         if body.epoch < self.fence_epoch:
             return "stale-epoch"
         if self.staged is not None and (self.staged.epoch, self.staged.version) > body_id(body):
@@ -175,6 +192,8 @@ class SimWorker:
         """Flip, or say why not."""
         if self.broken_commit:
             return "commit broke"
+        if not self.resident.weights:
+            return "asleep"
         if body.in_flight not in self.policies:
             return f"the engine can't {body.in_flight}"
         staged = self.staged
@@ -189,8 +208,30 @@ class SimWorker:
         self.kept = None
         if staged.source.pushed is not None:
             self.kept = KeptWeights(**identity.model_dump(), root_hash=staged.root_hash, bytes=1)
+        self.empty = False
         self.commits.append(identity)
         return None
+
+    def sleep(self) -> None:
+        """Give all memory back, and what is staged with it."""
+        self.hold, self.staged, self.woken, self.empty = "Asleep", None, False, False
+
+    def wake(self, body: WakeRequest) -> str | None:
+        """Take memory back, that of weights alone and without values if so asked."""
+        if body.load is False:
+            assert self.wakes_empty, "a worker that doesn't know the field refuses it"
+            assert body.tags == ("weights",), "the KV cache comes last"
+            self.empty = self.empty or not self.woken
+            self.woken = True
+            return "held" if self.foreign_hold else None
+        self.hold_with(None)
+        return None
+
+    def hold_with(self, hold: str | None) -> None:
+        """Change the hold of ours; who is to have weights then reads those that it had."""
+        if self.hold == "Asleep" and (self.empty or not self.woken):
+            self.reads.append(self.active)
+        self.hold, self.woken, self.empty = hold, False, False
 
     def jump(self, identity: WeightsId) -> None:
         """It has these weights, however it came by them."""

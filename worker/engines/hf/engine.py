@@ -226,7 +226,7 @@ class HfEngine:
         """See `Engine.sleep`."""
         await self._live().versions.sleep(level, tags)
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
         """See `Engine.wake`."""
         await self._live().versions.wake(tags, refill)
 

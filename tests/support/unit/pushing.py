@@ -1,0 +1,161 @@
+"""A trainer's end of pushed weights, plain enough to break at any point, and a worker with its port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rollout_worker.ports.weights import WeightsPort
+from rollout_worker.schemas import StagedWeights, Transfer
+from rollout_worker.transfer.arena import Slot
+from rollout_worker.transfer.frames import (
+    CHUNK_BYTES,
+    PROTOCOL,
+    Connection,
+    Frame,
+    Kind,
+    dial,
+    dial_unix,
+)
+from rollout_worker.transfer.layout import PushLayout
+from rollout_worker.wire.roothash import Hashed, root_hash_of
+from tiny_worker import TinyWorker, tiny_worker
+
+TINY = {"number": ("U8", (1,)), "rest": ("U8", (1,))}
+
+
+class Version:
+    """The bytes of one version in the trainer's memory; tokens of the tiny engine are `number`."""
+
+    def __init__(
+        self, number: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]] = TINY
+    ) -> None:
+        self.layout = PushLayout.plan((name, *spec) for name, spec in tensors.items())
+        self.slot = Slot(self.layout.nbytes)
+        self.digests: dict[str, str] = {}
+        for placed in self.layout.tensors:
+            view = self.slot.view(placed)
+            view[:] = bytes([number if placed.name == "number" else 0]) * placed.nbytes
+            self.digests[placed.name] = xxhash.xxh3_128_hexdigest(view)
+
+    @property
+    def root_hash(self) -> str:
+        placed = self.layout.tensors
+        return root_hash_of(
+            {p.name: Hashed(p.dtype, p.shape, self.digests[p.name]) for p in placed}
+        )
+
+    @property
+    def offsets(self) -> range:
+        """Where its chunks begin."""
+        return range(0, self.layout.nbytes, CHUNK_BYTES)
+
+    def chunk(self, offset: int) -> bytes:
+        return bytes(self.slot.bytes(offset, min(offset + CHUNK_BYTES, self.layout.nbytes)))
+
+
+class Trainer:
+    """One connection of a trainer, which says what it is told to."""
+
+    def __init__(self, connection: Connection, version: Version) -> None:
+        self.connection, self.version = connection, version
+
+    def hello(self, transfer: Transfer, **fields: Any) -> None:
+        head = {"protocol": PROTOCOL, "ticket": transfer.ticket}
+        self.connection.send(
+            Kind.HELLO, {**head, "layout": self.version.layout.to_json(), "hops": [], **fields}
+        )
+
+    def ready(self) -> list[list[int]]:
+        return list(self.connection.expect(Kind.READY).head["have"])
+
+    def memory(self, slot: Slot | None = None) -> None:
+        slot = slot or self.version.slot
+        self.connection.send(Kind.MEMORY, {"size": slot.size}, handle=slot.handle)
+
+    def filled(self, upto: int | None = None) -> None:
+        whole = self.version.layout.nbytes
+        self.connection.send(Kind.FILLED, {"upto": whole if upto is None else upto})
+
+    def data(self, offset: int, payload: bytes | None = None, **fields: Any) -> None:
+        whole = self.version.chunk(offset)
+        head = {"offset": offset, "hash": xxhash.xxh3_128_hexdigest(whole), **fields}
+        self.connection.send(Kind.DATA, head, whole if payload is None else payload)
+
+    def end(self, **fields: Any) -> None:
+        head = {"root_hash": self.version.root_hash, "digests": self.version.digests}
+        self.connection.send(Kind.END, {**head, **fields})
+
+    def answer(self) -> Frame:
+        """The next word that isn't mere progress."""
+        while (frame := self.connection.receive()).kind is Kind.PROGRESS:
+            pass
+        return frame
+
+    def whole(self, transfer: Transfer, **fields: Any) -> None:
+        """Send everything."""
+        self.hello(transfer, **fields)
+        have = self.ready()
+        if self.connection.unix:
+            self.memory()
+            self.filled()
+        else:
+            for offset in self.version.offsets:
+                if not any(begin <= offset < end for begin, end in have):
+                    self.data(offset)
+        self.end()
+
+
+@contextlib.contextmanager
+def trainer(transfer: Transfer, version: Version, kind: str) -> Iterator[Trainer]:
+    """Connect to a worker's port or socket."""
+    if kind == "unix":
+        assert transfer.socket is not None
+        connection = dial_unix(transfer.socket, 5, silence=10)
+    else:
+        assert transfer.port is not None
+        connection = dial("127.0.0.1", transfer.port, 5, silence=10)
+    try:
+        yield Trainer(connection, version)
+    finally:
+        connection.close()
+
+
+async def push(worker: TinyWorker, version: int, given: Version, kind: str) -> StagedWeights:
+    """Stage (1, version) by pushing it, to the end."""
+    begun = await stage(worker, version)
+    assert begun.transfer is not None
+
+    def send() -> None:
+        assert begun.transfer is not None
+        with trainer(begun.transfer, given, kind) as end:
+            end.whole(begun.transfer)
+            end.answer()
+
+    await asyncio.to_thread(send)
+    slot = worker.updates.slot
+    assert slot is not None
+    return slot.view()
+
+
+async def stage(worker: TinyWorker, version: int, **fields: Any) -> StagedWeights:
+    """Begin to stage pushed bytes as (1, version)."""
+    return await worker.begin_stage(version, 0, **{"source": {"pushed": {}}, **fields})
+
+
+@contextlib.asynccontextmanager
+async def pushed_worker(home: Path, *flags: str) -> AsyncIterator[TinyWorker]:
+    """Run a worker that takes pushed weights over both ways."""
+    ways = ("--weights-port", "0", "--weights-socket", str(home / "weights.sock"))
+    async with tiny_worker(home, *ways, "--data-host", "127.0.0.1", *flags) as worker:
+        port = WeightsPort(worker.worker.settings, worker.updates.pushes.desk)
+        port.start()
+        try:
+            yield worker
+        finally:
+            await asyncio.to_thread(port.stop)

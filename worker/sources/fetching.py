@@ -1,0 +1,157 @@
+"""A joiner's way to a pushed version: its peers have it, each gives a part, and who fails is dropped."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import xxhash
+
+from rollout_worker.schemas import Peer
+from rollout_worker.transfer.frames import (
+    CHUNK_BYTES,
+    HOP_SECONDS,
+    Connection,
+    Kind,
+    Malformed,
+    TransferError,
+    dial,
+)
+from rollout_worker.transfer.layout import LayoutError, PushLayout
+
+from .incoming import LOOK_SECONDS, End, Incoming, Memory, Refusal, TransferFailed
+
+logger = logging.getLogger(__name__)
+
+RANGE_CHUNKS = 16
+"""What one peer is asked for at once: enough to keep its link busy, little to lose with it."""
+
+
+class Fetching:
+    """Brings a version from peers, in a thread for each; ends with the version, or with the last peer.
+
+    Args:
+        incoming: What is fetched.
+        peers: Who has it.
+    """
+
+    def __init__(self, incoming: Incoming, peers: Sequence[Peer]) -> None:
+        self._incoming = incoming
+        self._lock = threading.Condition()
+        self._todo: deque[int] | None = None
+        self._root: str | None = None
+        self._missing = 0
+        self._reasons: list[str] = []
+        self._left = len(peers)
+        self._peers = peers
+
+    def start(self) -> None:
+        """Begin; how it went is the incoming version's to tell."""
+        for peer in self._peers:
+            threading.Thread(
+                target=self._run, args=(peer,), name="weights-fetch", daemon=True
+            ).start()
+
+    def _run(self, peer: Peer) -> None:
+        where = f"{peer.host}:{peer.port}"
+        try:
+            connection = dial(peer.host, peer.port, HOP_SECONDS, silence=HOP_SECONDS)
+            try:
+                self._fetch(connection, peer)
+            finally:
+                connection.close()
+            why = "" if self._incoming.end is not None else "it has nothing that is missing"
+        except Refusal as refusal:
+            why = str(refusal)
+        except (TransferError, TransferFailed, LayoutError) as error:
+            why = str(error)
+        with self._lock:
+            self._left -= 1
+            if why:
+                self._reasons.append(f"{where}: {why}")
+            last, reasons = self._left == 0, "; ".join(self._reasons)
+        if why:
+            logger.info("no more weights from %s: %s", where, why)
+        if last and self._incoming.end is None:
+            self._incoming.fail(f"no peer could give the weights ({reasons}): stage again")
+
+    def _fetch(self, connection: Connection, peer: Peer) -> None:
+        connection.keep_alive()
+        connection.send(Kind.FETCH, {"ticket": peer.ticket})
+        told = connection.expect(Kind.LAYOUT)
+        layout = PushLayout.from_json(told.head.get("layout"))
+        end = End(told.text("root_hash", most=128), dict(told.head.get("digests") or {}))
+        memory = self._begin(layout, end)
+        release = memory.hold()
+        try:
+            while (span := self._take()) is not None:
+                try:
+                    self._bring(connection, layout, memory, span)
+                except BaseException:
+                    self._give_back(span)
+                    raise
+        finally:
+            release()
+        if self._missing == 0:
+            self._incoming.finish(end)
+
+    def _begin(self, layout: PushLayout, end: End) -> Memory:
+        """Take the first peer's layout; all others must have the same content.
+
+        Raises:
+            Refusal: This one has another, or there is no room.
+        """
+        with self._lock:
+            if self._root not in (None, end.root_hash):
+                raise Refusal("other-content", f"it has root_hash {end.root_hash}")
+            self._incoming.begin(layout)
+            memory = self._incoming.take_room()
+            if self._todo is None:
+                self._root = end.root_hash
+                self._missing = -(-layout.nbytes // CHUNK_BYTES)
+                self._todo = deque(range(0, self._missing, RANGE_CHUNKS))
+            return memory
+
+    def _take(self) -> int | None:
+        """Return the next part to fetch; waits as long as another peer may give one back."""
+        with self._lock:
+            while not self._incoming.over and self._missing:
+                if self._todo:
+                    return self._todo.popleft()
+                self._lock.wait(LOOK_SECONDS)
+            return None
+
+    def _give_back(self, first: int) -> None:
+        with self._lock:
+            if self._todo is not None:
+                self._todo.appendleft(first)
+            self._lock.notify_all()
+
+    def _bring(
+        self, connection: Connection, layout: PushLayout, memory: Memory, first: int
+    ) -> None:
+        """Fetch the chunks from this one on that aren't there."""
+        after = min(first + RANGE_CHUNKS, -(-layout.nbytes // CHUNK_BYTES))
+        wanted = [chunk for chunk in range(first, after) if not self._incoming.has(chunk)]
+        spans = [
+            [chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, layout.nbytes)] for chunk in wanted
+        ]
+        connection.send(Kind.GET, {"ranges": spans})
+        for chunk, (begin, end) in zip(wanted, spans, strict=True):
+            if self._incoming.over:
+                raise TransferFailed(self._incoming.failure or "it is staged")
+            frame = connection.expect(Kind.DATA)
+            if frame.integer("offset") != begin or frame.payload != end - begin:
+                raise Malformed("it sent another chunk than it was asked for")
+            with memory.bytes(begin, end) as place:
+                connection.read_into(place)
+                found = xxhash.xxh3_128_hexdigest(place)
+            if found != frame.text("hash"):
+                raise Malformed(f"the chunk at {begin} arrived damaged")
+            self._incoming.mark(chunk)
+            with self._lock:
+                self._missing -= 1
+                if not self._missing:
+                    self._lock.notify_all()

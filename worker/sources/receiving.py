@@ -1,0 +1,215 @@
+"""What one connection brings to a slot: read, checked, noted, and what became of it told back.
+
+Over TCP chunks are verified one by one and passed on to the next hop; over a Unix socket the sender's
+memory comes, and how far it is filled. Runs in the connection's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import xxhash
+
+from rollout_worker.transfer.arena import ArenaError
+from rollout_worker.transfer.frames import (
+    CHUNK_BYTES,
+    PROTOCOL,
+    Connection,
+    Frame,
+    Kind,
+    Malformed,
+    TransferError,
+)
+from rollout_worker.transfer.layout import LayoutError, PushLayout
+
+from .forwarding import Forwarding, hops_of
+from .incoming import LOOK_SECONDS, End, Incoming, Memory, Refusal, TransferFailed
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 0.1
+LEAVE_SECONDS = 2.0
+"""What the other end gets to read the last word."""
+
+
+class Receiving:
+    """See the module; `run` in the connection's thread.
+
+    Args:
+        connection: Which has said `HELLO`.
+        hello: That frame.
+        incoming: What its ticket is for.
+    """
+
+    def __init__(self, connection: Connection, hello: Frame, incoming: Incoming) -> None:
+        self._connection, self._hello, self._incoming = connection, hello, incoming
+        self._name = hello.text("name", "")
+        self._told = 0.0
+        self._damaged: set[int] = set()
+        self._forwarding: Forwarding | None = None
+
+    def run(self) -> None:
+        """Receive until it is staged or has failed, and tell.
+
+        Raises:
+            TransferError: The connection ended before.
+        """
+        incoming, connection = self._incoming, self._connection
+        try:
+            incoming.attach(connection)
+        except Refusal as refusal:
+            return self._refuse(refusal)
+        why = "the worker gave it up"
+        try:
+            connection.keep_alive()
+            try:
+                self._receive()
+            except Refusal as refusal:
+                why = str(refusal)
+                incoming.fail(why, refusal.tensor)
+                return self._refuse(refusal)
+            except (TransferFailed, Malformed) as error:
+                why = str(error)
+                incoming.fail(why)
+            self._tell()
+        except TransferError as error:
+            why = f"the sender is gone: {error}"
+            raise
+        finally:
+            if self._forwarding is not None:
+                self._forwarding.stop()
+            incoming.detach(connection, why)
+
+    def _refuse(self, refusal: Refusal) -> None:
+        head: dict[str, Any] = {"slug": refusal.slug, "detail": str(refusal), "name": self._name}
+        if refusal.tensor is not None:
+            head["tensor"] = refusal.tensor
+        self._connection.send(Kind.ERROR, head)
+        self._connection.leave(LEAVE_SECONDS)
+
+    def _receive(self) -> None:
+        """Bring everything there."""
+        hello, incoming = self._hello, self._incoming
+        hello.integer("protocol", PROTOCOL, PROTOCOL)
+        try:
+            layout = PushLayout.from_json(hello.head.get("layout"))
+        except LayoutError as error:
+            raise Refusal("wrong-layout", str(error), error.tensor) from error
+        hops = hops_of(hello.head.get("hops", []))
+        have = incoming.begin(layout)
+        memory = None if self._connection.unix else incoming.take_room()
+        self._connection.send(Kind.READY, {"have": have})
+        if memory is None:
+            memory = self._take_memory(layout)
+        release = memory.hold()
+        try:
+            if hops:
+                self._forwarding = Forwarding(incoming, layout, memory, hops, self._connection)
+                self._forwarding.start()
+            self._follow(layout, memory)
+        finally:
+            release()
+
+    def _take_memory(self, layout: PushLayout) -> Memory:
+        frame = self._connection.expect(Kind.MEMORY)
+        if frame.handle is None:
+            raise Malformed("MEMORY came without a descriptor")
+        try:
+            memory = Memory(frame.integer("size", max(layout.nbytes, 1)), frame.handle)
+        except ArenaError as error:
+            raise Refusal("bad-memory", str(error)) from error
+        self._incoming.lay(memory)
+        return memory
+
+    def _follow(self, layout: PushLayout, memory: Memory) -> None:
+        """Take note of what comes until there is nothing more to come."""
+        incoming, connection = self._incoming, self._connection
+        while incoming.upto < layout.nbytes or incoming.end is None:
+            if incoming.failure is not None:
+                return
+            frame = connection.poll(LOOK_SECONDS)
+            if frame is None:
+                continue
+            match frame.kind:
+                case Kind.DATA if memory.own:
+                    self._data(frame, layout, memory)
+                case Kind.FILLED if not memory.own:
+                    incoming.advance(frame.integer("upto", 0, layout.nbytes))
+                case Kind.END:
+                    incoming.finish(_end(frame, layout))
+                case _:
+                    raise Malformed(f"{frame.kind.name} came in the middle of the bytes")
+            self._progress()
+
+    def _data(self, frame: Frame, layout: PushLayout, memory: Memory) -> None:
+        """Verify a chunk where it goes; one that is there already is read and forgotten."""
+        offset = frame.integer("offset", 0, max(layout.nbytes - 1, 0))
+        chunk, rest = divmod(offset, CHUNK_BYTES)
+        size = min(CHUNK_BYTES, layout.nbytes - offset)
+        if rest or frame.payload != size:
+            raise Malformed(f"a chunk begins at {offset} with {frame.payload} bytes")
+        if self._incoming.has(chunk):
+            return self._connection.skip(frame)
+        with memory.bytes(offset, offset + size) as place:
+            self._connection.read_into(place)
+            found = xxhash.xxh3_128_hexdigest(place)
+        if found == frame.text("hash"):
+            return self._incoming.mark(chunk)
+        if offset in self._damaged:
+            raise Malformed(f"the chunk at {offset} arrived damaged twice: check the network")
+        self._damaged.add(offset)
+        why = f"the chunk at {offset} has another hash than it should: send it again"
+        self._connection.send(Kind.ERROR, {"slug": "bad-chunk", "detail": why, "offset": offset})
+
+    def _progress(self) -> None:
+        now = time.monotonic()
+        if now - self._told >= PROGRESS_SECONDS:
+            self._told = now
+            head = {"name": self._name, "bytes_done": self._incoming.upto}
+            self._connection.send(Kind.PROGRESS, head)
+
+    def _tell(self) -> None:
+        """Say what became of it, here and behind; over a Unix socket stay until the memory is free."""
+        incoming, connection = self._incoming, self._connection
+        while not incoming.wait(lambda: incoming.over, LOOK_SECONDS):
+            self._listen()
+        if incoming.root_hash is not None:
+            told = {"name": self._name, "root_hash": incoming.root_hash}
+            connection.send(Kind.STAGED, told)
+        else:
+            head: dict[str, Any] = {"name": self._name, "detail": incoming.failure or ""}
+            if incoming.tensor is not None:
+                head["tensor"] = incoming.tensor
+            connection.send(Kind.FAILED, head)
+        if self._forwarding is not None:
+            self._until(self._forwarding.ended.wait)
+        memory = incoming.memory
+        if memory is not None and not memory.own:
+            self._until(memory.freed.wait)
+            connection.send(Kind.RELEASED)
+        connection.leave(LEAVE_SECONDS)
+
+    def _until(self, wait: Callable[[float], bool]) -> None:
+        while not wait(LOOK_SECONDS):
+            self._listen()
+
+    def _listen(self) -> None:
+        """Read what the sender says meanwhile; a closed connection ends the wait."""
+        while (frame := self._connection.poll(0)) is not None:
+            self._connection.skip(frame)
+
+
+def _end(frame: Frame, layout: PushLayout) -> End:
+    """Return what `END` says.
+
+    Raises:
+        Malformed: It doesn't name every tensor.
+    """
+    digests: Mapping[str, Any] = frame.head.get("digests") or {}
+    named = isinstance(digests, dict) and all(isinstance(each, str) for each in digests.values())
+    if not named or set(digests) != {placed.name for placed in layout.tensors}:
+        raise Malformed("END must have a hash for each tensor and for nothing else")
+    return End(frame.text("root_hash", most=128), digests)
