@@ -163,6 +163,12 @@ class WorkerControl:
         """Drop the staged weights of this identity, if they are staged."""
         return await self._ask("POST", "/v1/weights/discard", request, DiscardResponse, timeout)
 
+    async def offer(
+        self, request: OfferRequest, *, timeout: float = QUICK_SECONDS
+    ) -> OfferResponse:
+        """Return a ticket to fetch what the worker keeps of pushed weights."""
+        return await self._ask("POST", "/v1/weights/offer", request, OfferResponse, timeout)
+
     async def require(
         self, request: RequireRequest, *, timeout: float = QUICK_SECONDS
     ) -> WeightsState:

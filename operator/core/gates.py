@@ -18,10 +18,7 @@ def gate_change(
     leaving: bool,
     unfit: str | None = None,
 ) -> SetGate | None:
-    """Return the change of the readiness gate, if one is due.
-
-    `unfit` is why a trainer's pod can't serve, whatever its worker said.
-    """
+    """Return the change of the readiness gate, if one is due; `unfit`: why it can't serve."""
     pod, state = head.pod, head.worker.state
     active = spec.state is State.ACTIVE and not spec.suspend
     if leaving:

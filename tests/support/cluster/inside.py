@@ -27,7 +27,7 @@ def trainer(name: str, pool: str, namespace: str) -> Obj:
         "ROLLOUT_DRAIN_SECONDS": "1",
         "HOME": "/tmp",
     }
-    volumes = {
+    volumes: dict[str, dict[str, object]] = {
         "model": {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
         "weights": {"persistentVolumeClaim": {"claimName": "weights", "readOnly": True}},
         "tmp": {"emptyDir": {}},

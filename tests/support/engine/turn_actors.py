@@ -83,7 +83,7 @@ class ChildEngine(TinyEngine):
             await self._ask("free", "freed")
             self._log.say("freed")
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
         if not any(self.resident.values()):
             self._log.say("had")
             await self._ask("have", "has")

@@ -71,8 +71,8 @@ class ScriptedControl:
 
     def _weights(self) -> dict[str, Any]:
         epoch, version = self.active
-        active = {"epoch": epoch, "version": version, "root_hash": "active"}
-        active = None if self.empty else active
+        known = {"epoch": epoch, "version": version, "root_hash": "active"}
+        active = None if self.empty else known
         slot = None
         if self.slot is not None:
             told = {"phase": self.phase, "root_hash": self.root_hash, "error": self.error}
