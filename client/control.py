@@ -144,12 +144,6 @@ class WorkerControl:
         """Start staging and return at once; progress is in `weights` and `state`."""
         return await self._ask("POST", "/v1/weights/stage", request, StagedWeights, timeout)
 
-    async def offer(
-        self, request: OfferRequest, *, timeout: float = QUICK_SECONDS
-    ) -> OfferResponse:
-        """Return a ticket for one fetch of what the worker keeps of a pushed version."""
-        return await self._ask("POST", "/v1/weights/offer", request, OfferResponse, timeout)
-
     async def commit(
         self, request: CommitRequest, *, timeout: float | None = None
     ) -> CommitResponse:
