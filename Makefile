@@ -65,7 +65,7 @@ demo-colocated: demo-prepared ## let trainer and worker share fake devices by tu
 prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed $(ENV_VERL)/.installed ## make everything that the tests need (quicker with -j)
 
 .PHONY: test
-test: prepared ## run every test but the soak, in two lanes (PYTEST_ARGS="-k commit")
+test: prepared ## run every test but the soak, in three lanes (PYTEST_ARGS="-k commit")
 	@$(BIN)/python hack/run_tests.py $(addprefix --beside ,$(BESIDE)) -- $(PYTEST_ARGS)
 
 .PHONY: soak

@@ -29,7 +29,8 @@ from .hooks import Hook, PrometheusHook
 from .pool import AsyncRolloutPool, RolloutPool
 from .results import AttemptReport, GenerateResult
 from .steering.options import DirectOptions
-from .steering.protocol import Published, PublishProgress
+from .steering.protocol import Published, PublishProgress, PublishReport, PushedTo
+from .steering.pushing.tensors import whole_tensors
 
 __all__ = [
     "AsyncRolloutPool",
@@ -49,7 +50,9 @@ __all__ = [
     "PublishError",
     "PublishFailed",
     "PublishProgress",
+    "PublishReport",
     "Published",
+    "PushedTo",
     "RequestError",
     "RequestFailed",
     "RequestRefused",
@@ -62,4 +65,5 @@ __all__ = [
     "TurnFailed",
     "VersionChanged",
     "WeightsId",
+    "whole_tensors",
 ]

@@ -23,6 +23,8 @@ from rollout_worker.schemas import (
     CommitResponse,
     DiscardRequest,
     DiscardResponse,
+    OfferRequest,
+    OfferResponse,
     PauseRequest,
     ReleaseRequest,
     RequireRequest,
@@ -127,7 +129,7 @@ class WorkerControl:
     async def wake(
         self, request: WakeRequest | None = None, *, timeout: float = 5 * SLACK_SECONDS
     ) -> WorkerState:
-        """Take the memory again; after a sleep of level 2 this loads the model."""
+        """Take the memory again; after a sleep of level 2 this loads the model, unless `load` is false."""
         return await self._ask("POST", "/v1/wake", request or WakeRequest(), WorkerState, timeout)
 
     async def abort(
@@ -154,6 +156,12 @@ class WorkerControl:
     ) -> DiscardResponse:
         """Drop the staged weights of this identity, if they are staged."""
         return await self._ask("POST", "/v1/weights/discard", request, DiscardResponse, timeout)
+
+    async def offer(
+        self, request: OfferRequest, *, timeout: float = QUICK_SECONDS
+    ) -> OfferResponse:
+        """Return a ticket to fetch what the worker keeps of pushed weights."""
+        return await self._ask("POST", "/v1/weights/offer", request, OfferResponse, timeout)
 
     async def require(
         self, request: RequireRequest, *, timeout: float = QUICK_SECONDS

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`make test`: every test, in two lanes side by side. See `lanes`."""
+"""`make test`: every test, in three lanes side by side. See `lanes`."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ class PoolFigures:
         restarts: Restarts of replicas since the pool was created; never decreases.
         weights: `which` (committed, target, active_min, active_max) to (epoch, version).
         conditions: Type to status.
+        degraded: Reason why it is degraded; None if it isn't.
     """
 
     desired: int = 0
@@ -46,6 +47,7 @@ class PoolFigures:
     restarts: int = 0
     weights: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     conditions: Mapping[str, str] = field(default_factory=dict)
+    degraded: str | None = None
 
 
 class Telemetry:
@@ -190,6 +192,11 @@ class _Pools(Collector):
             "1 for the status that a condition has, 0 for the others.",
             labels=[*labels, "type", "status"],
         )
+        degraded = GaugeMetricFamily(
+            "rollout_pool_degraded",
+            "1 for the reason why a pool is degraded.",
+            labels=[*labels, "reason"],
+        )
         for key, shown in list(self.figures.items()):
             at = [key.namespace, key.name]
             desired.add_metric(at, shown.desired)
@@ -203,4 +210,6 @@ class _Pools(Collector):
             for kind, status in shown.conditions.items():
                 for each in CONDITION_STATUSES:
                     condition.add_metric([*at, kind, each], float(each == status))
-        yield from (desired, replicas, ready, asleep, restarts, version, epoch, condition)
+            if shown.degraded is not None:
+                degraded.add_metric([*at, shown.degraded], 1.0)
+        yield from (desired, replicas, ready, asleep, restarts, version, epoch, condition, degraded)

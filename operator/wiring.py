@@ -22,6 +22,7 @@ from .cache.store import Store
 from .cache.streams import Streams
 from .cache.workqueue import WorkQueue
 from .config import Config
+from .core.hybrid import parse_candidate
 from .core.trainers import parse_claim, parse_trainer
 from .kube.client import Kube
 from .kube.events import Recorder
@@ -85,7 +86,11 @@ class Parts:
         self.feed = Feed(self.store, self.expectations, self.queue, telemetry, self.resync)
         self.neighbours = Neighbourhood(
             self.kube,
-            {"pods": parse_trainer, "resourceclaims": parse_claim},
+            {
+                "pods": parse_trainer,
+                "resourceclaims": parse_claim,
+                "members": parse_candidate,
+            },
             self.feed.part_changed,
         )
         self.streams = Streams(

@@ -466,8 +466,12 @@ class Engine(Protocol):
         """
         ...
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
         """Take memory back; `refill` brings the values of weights that were dropped.
+
+        None: nobody wants the values, nor those that level 1 kept. The weights count as resident, a slot
+        can be opened, and before `resume` either a `commit` gives them values, or `sleep` takes
+        their memory at level 2. Where the next slot becomes what serves, nothing is taken until then.
 
         Does not resume. Raises what `refill` raises; everything stays asleep then.
         """

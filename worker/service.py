@@ -17,7 +17,7 @@ from .engines.room import Staging
 from .gang.head import Head
 from .lifecycle.governor import Governor
 from .lifecycle.supervisor import Supervisor
-from .lifecycle.verbs import Verbs
+from .lifecycle.verbs import Verbs, wakes_empty
 from .observe.telemetry import resident_bytes
 from .requests.admission import check_room, check_version, expand, not_serving
 from .requests.flights import Flight, Flights
@@ -43,13 +43,13 @@ MEASURE_SECONDS = 5.0
 
 
 def engine_factory(
-    settings: Settings, staging: Staging, gang: Gang | None = None
+    settings: Settings, staging: Staging, gang: Gang | None = None, *, guest: bool = False
 ) -> Callable[[], Engine]:
     """How to create the engine that the settings name, downloading a Hub model first.
 
-    `staging`: what its memory of staged weights is charged to.
+    `staging`: what its memory of staged weights is charged to. `guest`: as `EngineOptions.guest`.
     """
-    return lambda: create(settings.engine, _options(settings, gang, staging))
+    return lambda: create(settings.engine, _options(settings, gang, staging, guest=guest))
 
 
 def member_factory(settings: Settings, gang: Gang) -> Callable[[], Member]:
@@ -58,7 +58,9 @@ def member_factory(settings: Settings, gang: Gang) -> Callable[[], Member]:
     return lambda: create_member(settings.engine, _options(settings, gang, staging))
 
 
-def _options(settings: Settings, gang: Gang | None, staging: Staging) -> EngineOptions:
+def _options(
+    settings: Settings, gang: Gang | None, staging: Staging, *, guest: bool = False
+) -> EngineOptions:
     return EngineOptions(
         model=local_model(settings.model, settings.model_revision),
         dtype=settings.dtype,
@@ -69,6 +71,7 @@ def _options(settings: Settings, gang: Gang | None, staging: Staging) -> EngineO
         args=settings.engine_arg,
         gang=gang,
         staging=staging,
+        guest=guest,
         **({} if settings.spill_dir is None else {"spill_dir": settings.spill_dir}),
     )
 
@@ -83,6 +86,7 @@ class Worker:
         gang: Gang | None = None,
     ) -> None:
         self.settings = settings
+        self._grace = settings.shutdown_grace
         self.runtime = Runtime(settings)
         if gang is not None:
             self.runtime.gang = Head(settings, gang, self.runtime.boot_id, self.runtime.crashed)
@@ -260,13 +264,18 @@ class Worker:
             progress=runtime.progress,
             turn=None if runtime.turn is None else runtime.turn.view(),
             in_flight_policies=engine.capabilities.in_flight if engine else (),
+            wakes_empty=engine is not None and wakes_empty(engine),
         )
 
     # Shutdown.
 
+    def hurry(self) -> None:
+        """Let a shutdown wait for nobody."""
+        self._grace = self.runtime.drain_seconds = 0.0
+
     async def shut_down(self) -> None:
         """Keep serving for a grace period while not ready, then drain, then abort the rest."""
-        runtime, grace = self.runtime, self.settings.shutdown_grace
+        runtime, grace = self.runtime, self._grace
         runtime.shutting_down = True
         runtime.changed.fire()
         logger.info("shutting down: no longer ready, still serving for %g s", grace)

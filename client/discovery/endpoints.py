@@ -29,9 +29,10 @@ class EndpointDiscovery:
         kube: The API server.
         name: Of the RolloutReplica.
         namespace: Its namespace.
+        control_tls: Whether the control ports speak TLS.
     """
 
-    def __init__(self, kube: Kube, name: str, namespace: str) -> None:
+    def __init__(self, kube: Kube, name: str, namespace: str, *, control_tls: bool = False) -> None:
         self.trouble = ""
         """Why it learns nothing new at the moment; empty: all is well."""
         self.refused = False
@@ -40,13 +41,14 @@ class EndpointDiscovery:
         self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         self._params = {"labelSelector": f"{SERVICE_LABEL}={name}"}
         self._name = name
+        self._scheme = "https" if control_tls else "http"
 
     async def run(self, publish: Publish) -> None:
         """Publish each new set until cancelled."""
         last: tuple[Member, ...] | None = None
         async with aclosing(self._kube.follow(self._path, self._params, self._tell)) as changes:
             async for slices in changes:
-                found = members_of(slices.values())
+                found = members_of(slices.values(), self._scheme)
                 if found != last:
                     last = found
                     publish(found)
@@ -59,21 +61,23 @@ class EndpointDiscovery:
         self.refused = error is not None and not error.passing
 
 
-def members_of(slices: Iterable[dict[str, Any]]) -> tuple[Member, ...]:
+def members_of(
+    slices: Iterable[dict[str, Any]], control_scheme: str = "http"
+) -> tuple[Member, ...]:
     """Return the members of all slices, in the order of their names.
 
     An endpoint may be in two slices while they are rearranged: it is ready if either says so.
     """
     found: dict[str, Member] = {}
     for each in slices:
-        for member in _members(each):
+        for member in _members(each, control_scheme):
             known = found.get(member.url)
             if known is None or member.ready:
                 found[member.url] = member
     return tuple(sorted(found.values(), key=lambda member: (member.name, member.url)))
 
 
-def _members(each: dict[str, Any]) -> Iterator[Member]:
+def _members(each: dict[str, Any], control_scheme: str) -> Iterator[Member]:
     ports = {port.get("name"): port.get("port") for port in each.get("ports") or ()}
     port = ports.get(PORT_NAME) or DATA_PORT
     for endpoint in each.get("endpoints") or ():
@@ -84,7 +88,7 @@ def _members(each: dict[str, Any]) -> Iterator[Member]:
             yield Member(
                 url=f"http://{host}:{port}",
                 name=target.get("name") or f"{host}:{port}",
-                control_url=f"http://{host}:{CONTROL_PORT}",
+                control_url=f"{control_scheme}://{host}:{CONTROL_PORT}",
                 # Left out means ready: so says the API.
                 ready=conditions.get("ready") is not False,
             )

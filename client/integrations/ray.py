@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import Any, Literal, Unpack
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from rollout_client.discovery.members import Member
 from rollout_client.generating.prompts import GenerateOptions, Prompt
@@ -23,7 +24,11 @@ from rollout_client.steering.protocol import (
     OnProgress,
     Published,
 )
+from rollout_client.steering.pushing.options import PushOptions
 from rollout_worker.schemas import WorkerInfo
+
+if TYPE_CHECKING:
+    from rollout_client.steering.spool import Tensors
 
 CONCURRENCY = 10_000
 """How many calls the actor has open at once: nearly all of them wait for a worker."""
@@ -77,14 +82,21 @@ class PoolActor:
     async def publish_weights(
         self,
         version: int,
-        path: str | PurePath | None,
+        path: str | PurePath | EllipsisType | None = ...,
         *,
+        tensors: Tensors | None = None,
         seconds: float = PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,
+        **options: Unpack[PushOptions],
     ) -> Published:
-        """See `AsyncRolloutPool.publish_weights`; `progress` is called in the actor."""
+        """See `AsyncRolloutPool.publish_weights`; `progress` is called in the actor.
+
+        Ray copies tensors to the actor: publish them from the process that has them if you can.
+        """
         pool = await self._opened()
-        return await pool.publish_weights(version, path, seconds=seconds, progress=progress)
+        return await pool.publish_weights(
+            version, path, tensors=tensors, seconds=seconds, progress=progress, **options
+        )
 
     async def sleep(self, *, seconds: float = STATE_SECONDS) -> None:
         """See `AsyncRolloutPool.sleep`."""

@@ -34,6 +34,7 @@ from rollout_client.routing.connections import Connections
 from rollout_client.routing.health import SILENT_SECONDS, Health
 from rollout_client.routing.router import Router
 from rollout_client.steering.cluster import ClusterSteering
+from rollout_client.steering.control_ports import ControlPorts, Token, mounted_token
 from rollout_client.steering.direct import DirectSteering
 from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.protocol import Steering
@@ -167,6 +168,8 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         *,
         kubeconfig: str | Path | None = None,
         context: str | None = None,
+        control_token: Token = None,
+        control_ca: str | Path | None = None,
         **options: Unpack[PoolOptions],
     ) -> Self:
         """Return the pool of a RolloutReplica.
@@ -179,6 +182,10 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
             namespace: Default: the pod's, or the kubeconfig's.
             kubeconfig: Default: the pod's service account, else `$KUBECONFIG`.
             context: Of the kubeconfig; default: its current one.
+            control_token: For pushing weights alone: bearer token of the control ports, issued for
+                the audience `rollout.dev/NAMESPACE/NAME`, or a function that returns it; default: what is
+                mounted at `/var/run/secrets/rollout.dev/token`.
+            control_ca: File with the CA of control ports over TLS; default: they speak plain HTTP.
             **options: See `PoolOptions`.
 
         Raises:
@@ -186,12 +193,12 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         """
         found = access(kubeconfig, context)
         namespace, kube = namespace or found.namespace, Kube(found)
-        pool = cls(
-            EndpointDiscovery(kube, name, namespace),
-            name=f"{namespace}/{name}",
-            steering=ClusterSteering(kube, name, namespace),
-            **options,
-        )
+        tls = control_ca is not None
+        discovery = EndpointDiscovery(kube, name, namespace, control_tls=tls)
+        pool = cls(discovery, name=f"{namespace}/{name}", **options)
+        token = control_token or mounted_token(f"rollout.dev/{namespace}/{name}")
+        heads = ControlPorts(lambda: pool.members, token, control_ca)
+        pool._steering = ClusterSteering(kube, name, namespace, heads)
         # The trainer's pod is in the pool's namespace: claims are shared within one alone.
         pool._find_devices = partial(devices_by, kube, namespace)
         return pool
@@ -239,6 +246,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         for lease in list(self._router.leases):
             lease.cut_off("the pool was closed")
         await self._background.stop()
+        self._pusher.close()
         if self._steering is not None:
             await self._steering.close()
         await self._connections.close()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from rollout_client.errors import PoolClosed
 
@@ -15,6 +16,41 @@ T = TypeVar("T")
 CLOSE_SECONDS = 30.0
 LOOK_SECONDS = 1.0
 """How often a waiting caller checks that the loop is still there."""
+
+
+class Begun(Generic[T]):
+    """What runs in the loop; as a block it is cancelled, and waited for, if the block fails.
+
+    Args:
+        future: Of the coroutine.
+        thread: That the loop runs in.
+    """
+
+    def __init__(self, future: concurrent.futures.Future[T], thread: threading.Thread) -> None:
+        self._future, self._thread = future, thread
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._future.cancel()
+            # Its last words are not the error that counts.
+            with contextlib.suppress(Exception):
+                self.result()
+
+    def result(self) -> T:
+        """Return the result; if the caller is interrupted, cancel it."""
+        try:
+            while not concurrent.futures.wait([self._future], LOOK_SECONDS).done:
+                if not self._thread.is_alive():  # handed over just after the loop's last turn
+                    raise PoolClosed("the pool was closed")
+            return self._future.result()
+        except concurrent.futures.CancelledError:
+            raise PoolClosed("the pool was closed while this ran") from None
+        except BaseException:
+            self._future.cancel()
+            raise
 
 
 class LoopThread:
@@ -42,6 +78,17 @@ class LoopThread:
             PoolClosed: The loop has ended.
             RuntimeError: The caller runs in the loop itself.
         """
+        return self.begin(work).result()
+
+    def begin(
+        self, work: Coroutine[Any, Any, T], ended: Callable[[], None] = lambda: None
+    ) -> Begun[T]:
+        """Run a coroutine in the loop beside the caller. Raises what `call` raises.
+
+        Args:
+            work: What to run.
+            ended: Called at its end, in whatever thread.
+        """
         if self._is_here():
             work.close()
             raise RuntimeError(
@@ -52,16 +99,8 @@ class LoopThread:
             work.close()
             raise PoolClosed("the pool was closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            while not concurrent.futures.wait([future], LOOK_SECONDS).done:
-                if not self._thread.is_alive():  # handed over just after the loop's last turn
-                    raise PoolClosed("the pool was closed")
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise PoolClosed("the pool was closed while this ran") from None
-        except BaseException:
-            future.cancel()
-            raise
+        future.add_done_callback(lambda _: ended())
+        return Begun(future, self._thread)
 
     def read(self, look: Callable[[], T]) -> T:
         """Return what a function that waits for nothing says in the loop; callbacks may ask, too."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from rollout_client.discovery.dns import TTL_SECONDS
@@ -19,6 +20,7 @@ from rollout_client.errors import PoolClosed, RolloutError
 from rollout_client.generating.prompts import GenerateOptions, Prompt
 from rollout_client.generating.verbs import CONCURRENCY, Progress
 from rollout_client.results import GenerateResult
+from rollout_client.steering.control_ports import Token
 from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.protocol import (
     ACQUIRE_SECONDS,
@@ -27,6 +29,7 @@ from rollout_client.steering.protocol import (
     OnProgress,
     Published,
 )
+from rollout_client.steering.pushing.options import PushOptions, PushPlan
 from rollout_client.steering.spool import SHARD_BYTES, drain_here, spool_here
 from rollout_client.steering.versions import KEEP, Versions
 from rollout_client.turn import HeldTurn, TurnOptions
@@ -105,12 +108,20 @@ class RolloutPool:
         *,
         kubeconfig: str | Path | None = None,
         context: str | None = None,
+        control_token: Token = None,
+        control_ca: str | Path | None = None,
         **options: Unpack[PoolOptions],
     ) -> Self:
         """Return the pool of a RolloutReplica."""
         return cls(
             lambda: AsyncRolloutPool.from_cluster(
-                name, namespace, kubeconfig=kubeconfig, context=context, **options
+                name,
+                namespace,
+                kubeconfig=kubeconfig,
+                context=context,
+                control_token=control_token,
+                control_ca=control_ca,
+                **options,
             )
         )
 
@@ -222,15 +233,36 @@ class RolloutPool:
     def publish_weights(
         self,
         version: int,
-        path: str | PurePath | None,
+        path: str | PurePath | EllipsisType | None = ...,
         *,
+        tensors: Tensors | None = None,
         seconds: float = PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,
+        **options: Unpack[PushOptions],
     ) -> Published:
-        """Publish a version to all replicas and return once it serves."""
-        return self._thread.call(
-            self.asynchronous.publish_weights(version, path, seconds=seconds, progress=progress)
-        )
+        """Publish a version to all replicas and return once it serves.
+
+        Tensors are copied in the caller's thread, which alone may have the right device.
+        """
+        pool = self.asynchronous
+        if tensors is None:
+            return self._thread.call(
+                pool.publish_weights(version, path, seconds=seconds, progress=progress, **options)
+            )
+        plan = PushPlan.of(path, options)
+        try:
+            push = pool._pusher.begin(tensors, plan.transport)
+        except BaseException:
+            drain_here(tensors)
+            raise
+        try:
+            work = pool._send(version, push, plan, seconds, progress)
+            sending = self._thread.begin(work, ended=push.filling.fail)
+            with sending:
+                push.fill_here()
+            return sending.result()
+        finally:
+            push.close()
 
     def save_and_publish(
         self,

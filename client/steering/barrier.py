@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from rollout_client.control import ControlError, ControlUnreachable
 from rollout_client.errors import EpochLost, PublishFailed
 from rollout_worker.schemas import (
     DiscardRequest,
+    StagedWeights,
     StageRequest,
+    StageSource,
     WeightsId,
     WeightsSource,
     WorkerState,
@@ -20,10 +23,15 @@ from rollout_worker.schemas import (
 
 from .control_ports import ControlPorts
 from .protocol import OnProgress, PublishProgress
+from .pushing.push import Push
+from .pushing.routes import Receiver
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
+LOOK_SECONDS = 1.0
+"""How often replicas are asked that say by themselves how far they are."""
+
 DEAD_SECONDS = 5.0
 """A replica that does not answer for so long while it stages leaves the barrier."""
 
@@ -78,6 +86,8 @@ class Barrier:
         ports: Control ports of all members.
         version: What to stage.
         names: Members that take part.
+        push: Brings the bytes; None: the replicas read them.
+        spared: Members that leave where others would end it: they don't serve.
         dead_seconds: Who does not answer for so long leaves.
     """
 
@@ -87,16 +97,21 @@ class Barrier:
         version: Version,
         names: Iterable[str],
         *,
+        push: Push | None = None,
+        spared: Collection[str] = (),
         dead_seconds: float = DEAD_SECONDS,
     ) -> None:
         self.version = version
         self.staged: dict[str, str | None] = {}
         """By name of who has staged: the root hash of what it read."""
-        self._ports = ports
+        self._ports, self._push, self._spared = ports, push, frozenset(spared)
+        self._news = asyncio.Event()
+        self._looked_at = 0.0
         self._dead_seconds = dead_seconds
         self._heard_at = dict.fromkeys(names, time.monotonic())
         """By name of who is still staging: when it answered last."""
         self._all = list(self._heard_at)
+        self._pushed_to: frozenset[str] = frozenset()
 
     async def stage(self, until: float, tell: OnProgress) -> None:
         """Return when all live replicas have staged; if that fails, none keeps what it staged.
@@ -117,48 +132,116 @@ class Barrier:
             missing = ", ".join(sorted(self._heard_at)) or "none"
             await self.discard()
             why = f"weights {self.version.identity} were not staged within {seconds:.3g} s"
+            if self._push is not None and not self._push.filled:
+                raise PublishFailed(f"{why}: their tensors did not all come") from None
             raise PublishFailed(f"{why}; not ready: {missing}") from None
         except BaseException:
             await self.discard()
             raise
 
     async def _stage(self, seconds: float, tell: OnProgress) -> None:
-        identity, total = self.version.identity, len(self._all)
+        identity, push = self.version.identity, self._push
+        if push is not None:
+            await push.planned()
         request = StageRequest(
             epoch=identity.epoch,
             version=identity.version,
-            source=self.version.source,
+            source=StageSource.of(self.version.source) if push is None else push.source,
             deadline_seconds=seconds,
         )
         answers = await self._ports.ask(self._all, lambda control: control.stage(request))
         for name, answer in answers.items():
             if isinstance(answer, ControlError):
-                raise refused(name, identity, answer)
+                self._give_up(name, refused(name, identity, answer))
+        if push is not None:
+            self._carry(push, answers)
         while True:
-            done = len(self.staged)
-            message = f"staging weights {identity}: {done} of {total} replicas have"
-            tell(PublishProgress("Staging", done, total, message))
+            tell(self._progress())
             if not self._heard_at:
                 break
-            await asyncio.sleep(POLL_SECONDS)
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), POLL_SECONDS)
             await self._look()
         if len(set(self.staged.values())) > 1:
-            path = self.version.source.path
-            raise PublishFailed(f"the bytes at {path} differ between replicas")
+            where = f"at {self.version.source.path}" if push is None else "that were pushed"
+            raise PublishFailed(f"the bytes {where} differ between replicas")
+        if push is not None:
+            if not self.staged:
+                raise PublishFailed(
+                    "no replica takes the weights, so their bytes would be nowhere: wake the pool"
+                )
+            await push.durable()
+
+    def _carry(
+        self,
+        push: Push,
+        answers: Mapping[str, StagedWeights | ControlError | ControlUnreachable],
+    ) -> None:
+        """Bring the bytes to all that wait for them; who gave no ticket has left."""
+        receivers = []
+        for name in sorted(self._heard_at):
+            answer = answers[name]
+            if isinstance(answer, ControlUnreachable):
+                self._leave(name, str(answer))
+            elif (host := self._ports.host(name)) is None:
+                self._leave(name, "it is not a member any more")
+            elif isinstance(answer, StagedWeights) and answer.transfer is not None:
+                receivers.append(Receiver(name, host, answer.transfer))
+        loop = asyncio.get_running_loop()
+
+        def news() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is gone, and with it who waits
+                loop.call_soon_threadsafe(self._news.set)
+
+        push.start(receivers, news)
+        self._pushed_to = frozenset(each.name for each in receivers)
+
+    def _progress(self) -> PublishProgress:
+        done, total = len(self.staged), len(self._all)
+        message = f"staging weights {self.version.identity}: {done} of {total} replicas have"
+        if self._push is None or not self._pushed_to:
+            return PublishProgress("Staging", done, total, message)
+        has, all_of_it = self._push.board.bytes_done, self._push.nbytes * len(self._pushed_to)
+        message += f", {has} of {all_of_it} bytes are there"
+        return PublishProgress("Staging", done, total, message, has, all_of_it)
 
     async def _look(self) -> None:
-        """Ask those that are still staging how far they are."""
-        answers = await self._ports.ask(list(self._heard_at), lambda control: control.state())
+        """See how far those are that are still staging; ask those of whom nothing else tells."""
         now = time.monotonic()
+        names = [name for name in list(self._heard_at) if not self._told(name)]
+        if self._push is not None:
+            broken = [name for name in names if self._broken(name)]
+            if not broken and now - self._looked_at < LOOK_SECONDS:
+                return
+            self._looked_at = now
+        answers = await self._ports.ask(names, lambda control: control.state())
         for name, answer in answers.items():
             if isinstance(answer, ControlError):
-                raise refused(name, self.version.identity, answer)
-            if isinstance(answer, ControlUnreachable):
-                if now - self._heard_at[name] > self._dead_seconds:
+                self._give_up(name, refused(name, self.version.identity, answer))
+            elif isinstance(answer, ControlUnreachable):
+                if time.monotonic() - self._heard_at[name] > self._dead_seconds:
                     self._leave(name, str(answer))
-                continue
-            self._heard_at[name] = now
-            self._judge(name, answer)
+            else:
+                self._heard_at[name] = now
+                self._judge(name, answer)
+
+    def _told(self, name: str) -> bool:
+        """Whether the connection that brought the bytes said that the replica has staged them."""
+        if self._push is None or name not in self._pushed_to:
+            return False
+        root_hash = self._push.board.of(name).root_hash
+        if root_hash is None:
+            return False
+        self.staged[name] = root_hash
+        del self._heard_at[name]
+        return True
+
+    def _broken(self, name: str) -> str | None:
+        """Return why the bytes don't get to a replica; None: they do."""
+        if self._push is None or name not in self._pushed_to:
+            return None
+        return self._push.board.of(name).why
 
     def _judge(self, name: str, state: WorkerState) -> None:
         identity = self.version.identity
@@ -167,9 +250,19 @@ class Barrier:
                 self.staged[name] = root_hash
                 del self._heard_at[name]
             case Unusable(why):
-                raise PublishFailed(f"weights {identity} can't be used: {why}", replica=name)
+                why = f"weights {identity} can't be used: {why}"
+                self._give_up(name, PublishFailed(why, replica=name))
             case Lost():
                 self._leave(name, "it was restarted")
+            case None if broken := self._broken(name):
+                why = f"weights {identity} can't be brought there: {broken}"
+                self._give_up(name, PublishFailed(why, replica=name))
+
+    def _give_up(self, name: str, error: PublishFailed | EpochLost) -> None:
+        """End all of it for one that can't, unless that one does not count."""
+        if name not in self._spared or isinstance(error, EpochLost):
+            raise error
+        self._leave(name, error.cause)
 
     def _leave(self, name: str, why: str) -> None:
         logger.warning("publishing goes on without %s: %s", name, why)
@@ -177,6 +270,8 @@ class Barrier:
 
     async def discard(self) -> None:
         """Let all drop what they have staged of this version."""
+        if self._push is not None:
+            self._push.stop()
         request = DiscardRequest(**self.version.identity.model_dump())
         await self._ports.ask(self._all, lambda control: control.discard(request))
 

@@ -16,12 +16,22 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from rollout_client.errors import ClusterError, EpochLost, PublishFailed, SteeringFailed
+from rollout_client.errors import (
+    ClusterError,
+    EpochLost,
+    PublishFailed,
+    RolloutError,
+    SteeringFailed,
+)
 from rollout_client.kube.access import Obj
 from rollout_client.kube.client import Kube, Trouble, pause_before
 from rollout_worker.schemas import WeightsId, WeightsSource
 
+from .barrier import Version
+from .control_ports import ControlPorts
+from .heads import stage_on_heads
 from .protocol import OnProgress, PoolState, Published, PublishProgress
+from .pushing.push import Push
 from .replica_status import (
     ANNOTATION_EPOCH,
     Underway,
@@ -30,6 +40,7 @@ from .replica_status import (
     highest_epoch,
     published,
     reached,
+    replicas_of,
     wanted_state,
 )
 
@@ -52,12 +63,16 @@ class ClusterSteering:
         kube: The API server.
         name: Of the RolloutReplica.
         namespace: Its namespace.
+        heads: Control ports of the members, for weights that are pushed; None: none can be.
     """
 
     floor: WeightsId | None = None
 
-    def __init__(self, kube: Kube, name: str, namespace: str) -> None:
+    def __init__(
+        self, kube: Kube, name: str, namespace: str, heads: ControlPorts | None = None
+    ) -> None:
         self._kube = kube
+        self._heads = heads
         self._name = name
         self._collection = f"/apis/rollout.dev/v1alpha1/namespaces/{namespace}/rolloutreplicas"
         self._path = f"{self._collection}/{name}"
@@ -65,6 +80,8 @@ class ClusterSteering:
 
     async def close(self) -> None:
         """Close all connections."""
+        if self._heads is not None:
+            await self._heads.close()
         await self._kube.close()
 
     async def state(self) -> PoolState | None:
@@ -127,19 +144,48 @@ class ClusterSteering:
     # Weights.
 
     async def publish(
-        self, identity: WeightsId, source: WeightsSource, seconds: float, tell: OnProgress
+        self,
+        identity: WeightsId,
+        source: WeightsSource,
+        seconds: float,
+        tell: OnProgress,
+        push: Push | None = None,
     ) -> Published:
-        """Move the target and follow the status until it serves.
+        """Move the target and follow the status until it serves; `push` brings the bytes first.
 
         Raises:
-            PublishFailed: In the operator's or the API server's words.
+            PublishFailed: In the operator's or the API server's words, or a replica can't use the
+                bytes that were pushed.
             Superseded: Newer weights took their place.
             EpochLost: Another trainer has the pool.
         """
         began = time.monotonic()
+        barrier = None
+        if push is not None:
+            check_epoch(await self._kube.get(self._path, seconds=seconds), identity.epoch)
+            version = Version(identity, source)
+            barrier = await stage_on_heads(self._heads, version, push, began + seconds, tell)
+        try:
+            pool = await self._move(identity, source, seconds - (time.monotonic() - began))
+        except RolloutError as error:
+            # Where nobody knows whether it was moved, the operator decides what becomes of the bytes.
+            if barrier is not None and not (isinstance(error, ClusterError) and error.passing):
+                await barrier.discard()
+            raise
+        generation = pool["metadata"]["generation"]
+
+        def judge(pool: Obj) -> Published | Underway:
+            return published(pool, identity, generation, time.monotonic() - began)
+
+        done = await self._follow(judge, seconds - (time.monotonic() - began), tell, identity)
+        return done if push is None else push.reported(done)
+
+    async def _move(self, identity: WeightsId, source: WeightsSource, seconds: float) -> Obj:
+        """Move the target, and return the object that has it."""
         wanted = {"epoch": identity.epoch, "version": identity.version}
-        # A merge patch keeps what it does not name: the other kind of source must go.
-        where: Obj = {"path": source.path, "checkpoint": None if source.path else {}}
+        # A merge patch keeps what it does not name: the other kinds of source must go.
+        where: Obj = {"path": None, "checkpoint": None, "pushed": None}
+        where |= source.model_dump(exclude_none=True)
 
         def change(pool: Obj, unsure: bool) -> Obj | None:
             check_epoch(pool, identity.epoch)
@@ -148,17 +194,11 @@ class ClusterSteering:
             return {"spec": {"weights": {"target": {**wanted, "source": where}}}}
 
         try:
-            pool = await self._swap(change, seconds)
+            return await self._swap(change, seconds)
         except ClusterError as error:
             if error.status == INVALID:
                 raise PublishFailed(error.cause) from error
             raise
-        generation = pool["metadata"]["generation"]
-
-        def judge(pool: Obj) -> Published | Underway:
-            return published(pool, identity, generation, time.monotonic() - began)
-
-        return await self._follow(judge, seconds - (time.monotonic() - began), tell, identity)
 
     async def _follow(
         self,
@@ -179,7 +219,7 @@ class ClusterSteering:
             async with asyncio.timeout(seconds), aclosing(self._objects(heed)) as objects:
                 async for pool in objects:
                     found = judge(pool)
-                    total = pool["spec"].get("replicas", 1)
+                    total = replicas_of(pool)
                     message = found.message
                     if isinstance(found, Published):
                         tell(PublishProgress("Complete", total, total, message))

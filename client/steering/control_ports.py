@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -23,6 +24,25 @@ AGAIN_SECONDS = 0.5
 
 T = TypeVar("T")
 Token = str | Callable[[], str | None] | None
+
+
+MOUNTED_TOKEN = Path("/var/run/secrets/rollout.dev/token")
+"""Where a trainer's pod has its token for control ports, unless it says otherwise."""
+
+
+def mounted_token(audience: str, path: Path = MOUNTED_TOKEN) -> Callable[[], str]:
+    """Return what reads the token that the kubelet renews; it is for this audience."""
+
+    def read() -> str:
+        try:
+            return path.read_text().strip()
+        except FileNotFoundError:
+            raise ValueError(
+                f"there is none at {path}: mount a service account token (projected volume) for the "
+                f"audience {audience} there, or give control_token to from_cluster"
+            ) from None
+
+    return read
 
 
 class ControlPorts:
@@ -64,6 +84,11 @@ class ControlPorts:
             SteeringFailed: It is not known where a member's control port is.
         """
         return list(self._controls())
+
+    def host(self, name: str) -> str | None:
+        """Return the address of a member: its ports are all there. None: it is gone."""
+        urls = {member.name: member.control_url for member in self._members()}
+        return urlsplit(urls.get(name) or "").hostname
 
     async def states(self) -> dict[str, WorkerState]:
         """Return the states of the members that answer, by name.

@@ -29,6 +29,7 @@ from .control_ports import ControlPorts
 from .keeper import Keeper
 from .options import DirectOptions
 from .protocol import OnProgress, PoolState, Published, PublishProgress
+from .pushing.push import Push
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +98,14 @@ class DirectSteering:
     # Weights.
 
     async def publish(
-        self, identity: WeightsId, source: WeightsSource, seconds: float, tell: OnProgress
+        self,
+        identity: WeightsId,
+        source: WeightsSource,
+        seconds: float,
+        tell: OnProgress,
+        push: Push | None = None,
     ) -> Published:
-        """Stage on all live replicas, then commit on all.
+        """Stage on all live replicas, then commit on all; `push` brings the bytes, if there is one.
 
         Raises:
             PublishFailed: Nothing changed: a replica can't use the weights, or time ran out. Or no
@@ -113,9 +119,10 @@ class DirectSteering:
             async with self._keeper.lock:
                 states = await self._ports.states()
                 live = [name for name, state in states.items() if state.resident.weights]
-                barrier = Barrier(self._ports, Version(identity, source), live)
+                barrier = Barrier(self._ports, Version(identity, source), live, push=push)
                 await barrier.stage(until, tell)
-                return await self._commit(barrier, len(states), began, until, tell)
+                done = await self._commit(barrier, len(states), began, until, tell)
+                return done if push is None else push.reported(done)
         finally:
             # After a failure, too: who comes back needs the weights of before.
             self._keeper.start()

@@ -14,11 +14,17 @@ from collections.abc import Awaitable, Callable, Iterable
 from rollout_client.control import ControlError, WorkerControl
 from rollout_worker.schemas import (
     MemoryTag,
+    OfferRequest,
+    OfferResponse,
     PauseRequest,
+    Peer,
+    PushedBytes,
     RequireRequest,
     StageRequest,
+    StageSource,
     WakeRequest,
     WeightsId,
+    WorkerState,
 )
 
 from .barrier import POLL_SECONDS, Lost, Staged, Unusable, Version, progress_of
@@ -29,6 +35,9 @@ from .protocol import PoolState
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
+PEERS = 3
+"""How many members a replica fetches pushed weights from."""
+
 SEED_SECONDS = 600.0
 """How long one replica may take to stage the pool's weights."""
 
@@ -110,17 +119,39 @@ class Keeper:
     async def _seed(self, version: Version, control: WorkerControl) -> bool:
         """Give one replica the target if it has older weights; whether it was given."""
         state = await control.state()
-        active = state.weights.active
-        if active is None or not state.resident.weights or active.identity >= version.identity:
+        if not state.resident.weights or not _is_behind(state, version):
             return False
         identity = version.identity
         await control.require(RequireRequest(epoch=identity.epoch, min_version=identity.version))
+        source = StageSource.of(version.source)
+        if version.source.pushed is not None:
+            source = StageSource(pushed=PushedBytes(peers=await self._peers(identity)))
         await control.stage(
-            StageRequest(epoch=identity.epoch, version=identity.version, source=version.source)
+            StageRequest(epoch=identity.epoch, version=identity.version, source=source)
         )
         await _until_staged(identity, control)
         await control.commit(self._options.commit_request(identity))
         return True
+
+    async def _peers(self, identity: WeightsId) -> tuple[Peer, ...]:
+        """Return who gives the bytes of a pushed version, each with a ticket for one fetch.
+
+        Raises:
+            ControlError: Nobody keeps them.
+        """
+        request = OfferRequest(epoch=identity.epoch, version=identity.version)
+        answers = await self._ports.ask(self._ports.names(), lambda c: c.offer(request))
+        found = [
+            Peer(host=host, port=offer.port, ticket=offer.ticket)
+            for name, offer in answers.items()
+            if isinstance(offer, OfferResponse) and (host := self._ports.host(name))
+        ]
+        if not found:
+            why = (
+                f"no replica keeps the pushed weights {identity}: the next publish brings new ones"
+            )
+            raise ControlError(409, "no-copy", why)
+        return tuple(found[:PEERS])
 
     async def change_state(self, control: WorkerControl, state: PoolState) -> None:
         """Move one replica to a state."""
@@ -136,15 +167,30 @@ class Keeper:
                 await control.resume()
 
     async def _wake(self, control: WorkerControl) -> None:
-        """Weights, then the newest version of them, then the KV cache: the order that fits."""
-        if (await control.state()).resident.weights:
+        """Weights, then the newest version of them, then the KV cache: the order that fits.
+
+        Weights that it is to have no longer are not read for that.
+        """
+        state = await control.state()
+        there = state.resident.weights
+        if there and state.weights.active is not None:
             return await _unless_held(control.wake())
         tags: tuple[tuple[MemoryTag, ...], ...] = (("weights",), ("kv_cache",))
-        await _unless_held(control.wake(WakeRequest(tags=tags[0])))
+        behind = self.target is not None and _is_behind(state, self.target)
+        empty = behind and state.wakes_empty and not state.held_by_others
+        if not (empty and there):
+            first = WakeRequest(tags=tags[0], load=False if empty else None)
+            await _unless_held(control.wake(first))
         if self.target is not None:
             await self._seed(self.target, control)
         await _unless_held(control.wake(WakeRequest(tags=tags[1])))
         return None
+
+
+def _is_behind(state: WorkerState, version: Version) -> bool:
+    """Whether a replica lacks a version; one that woke without weights lacks any."""
+    active = state.weights.active
+    return active is None or active.identity < version.identity
 
 
 async def _until_staged(identity: WeightsId, control: WorkerControl) -> None:

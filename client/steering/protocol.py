@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollout_worker.schemas import WeightsId, WeightsSource
+
+if TYPE_CHECKING:
+    from .pushing.push import Push
 
 PoolState = Literal["Active", "Paused", "Asleep"]
 
@@ -28,15 +31,51 @@ class PublishProgress:
         done: Replicas that have staged, or committed.
         total: Replicas that it waits for.
         message: The same in one sentence.
+        bytes_done: Of pushed weights: what all replicas have; 0 for files.
+        bytes_total: What they will have.
     """
 
     phase: str
     done: int
     total: int
     message: str
+    bytes_done: int = 0
+    bytes_total: int = 0
 
 
 OnProgress = Callable[[PublishProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PushedTo:
+    """How pushed weights came to one replica.
+
+    Attributes:
+        transport: `shm` or `tcp`.
+        seconds: From its ticket to the moment when it had staged them.
+        error: Why it has not; None: it has.
+    """
+
+    transport: str
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What became of pushed tensors.
+
+    Attributes:
+        bytes: Of one copy, gaps included.
+        seconds: By phase, one after the other: `plan` (the tensors' layout is known and replicas
+            wait), `copy` (all tensors are in shared memory, hashed), `transfer` (every replica has
+            every byte), `stage` (every replica has verified them), `commit`.
+        replicas: By name.
+    """
+
+    bytes: int
+    seconds: Mapping[str, float]
+    replicas: Mapping[str, PushedTo]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +89,7 @@ class Published:
         seconds: From the call to the end.
         pause_seconds: The longest time that a replica made no token; None: not known.
         message: The same in one sentence, with the replicas that do not have them yet.
+        report: Of pushed tensors; None: they were published by their path.
     """
 
     identity: WeightsId
@@ -58,6 +98,7 @@ class Published:
     seconds: float
     pause_seconds: float | None
     message: str
+    report: PublishReport | None = None
 
 
 class Steering(Protocol):
@@ -71,9 +112,14 @@ class Steering(Protocol):
         """Take the next epoch; from then on earlier trainers are refused."""
 
     async def publish(
-        self, identity: WeightsId, source: WeightsSource, seconds: float, tell: OnProgress
+        self,
+        identity: WeightsId,
+        source: WeightsSource,
+        seconds: float,
+        tell: OnProgress,
+        push: Push | None = None,
     ) -> Published:
-        """Publish weights to all replicas."""
+        """Publish weights to all replicas; with `push` its bytes go to them first."""
 
     async def change_state(self, state: PoolState, seconds: float) -> int:
         """Move all replicas to a state; return how many of them serve then."""

@@ -108,7 +108,17 @@ def has_target(pool: Obj, identity: WeightsId, source: WeightsSource) -> bool:
     target = (pool["spec"].get("weights") or {}).get("target")
     if not target or _identity(target) != identity:
         return False
-    return (target.get("source") or {}).get("path") == source.path
+    found = {
+        kind: value for kind, value in (target.get("source") or {}).items() if value is not None
+    }
+    return found == source.model_dump(exclude_none=True)
+
+
+def replicas_of(pool: Obj) -> int:
+    """Return how many replicas should run; in mode Hybrid only status knows."""
+    if pool["spec"].get("mode") == "Hybrid":
+        return int((pool.get("status") or {}).get("desiredReplicas", 1))
+    return int(pool["spec"].get("replicas", 1))
 
 
 def wanted_state(pool: Obj) -> PoolState:

@@ -36,7 +36,7 @@ READABLE, LISTABLE = 0o644, 0o755
 """Workers run as other users, whatever the umask of the trainer."""
 
 
-def _items(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
+def items_of(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
     """Return the (name, tensor) of a model, a state dict or a plain iterable."""
     state: Any = tensors.state_dict() if hasattr(tensors, "state_dict") else tensors
     kind = type(tensors).__name__
@@ -44,19 +44,27 @@ def _items(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
         raise TypeError(f"{kind}: an asynchronous stream of weights needs AsyncRolloutPool")
     if not isinstance(state, Iterable):
         raise TypeError(f"weights are a model, a state dict or a generator, not a {kind}")
-    found: Iterable[tuple[str, torch.Tensor]] = (
-        state.items() if isinstance(state, Mapping) else state
-    )
-    return found
+    items: Iterable[tuple[str, Any]] = state.items() if isinstance(state, Mapping) else state
+    return ((name, whole(tensor)) for name, tensor in items)
+
+
+def whole(tensor: Any) -> Any:
+    """Return a tensor that all ranks have parts of as one: a collective operation of all of them."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether other ranks have parts of it, as of a DTensor (FSDP, tensor parallel)."""
+    return hasattr(tensor, "full_tensor")
 
 
 async def each(tensors: Tensors) -> AsyncIterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) from whatever the trainer has."""
     if isinstance(tensors, AsyncIterable):
-        async for item in tensors:
-            yield item
+        async for name, tensor in tensors:
+            yield name, whole(tensor)
     else:
-        for item in _items(tensors):
+        for item in items_of(tensors):
             yield item
 
 
@@ -74,7 +82,7 @@ async def drain(tensors: Tensors) -> int:
 
 def drain_here(tensors: Tensors) -> int:
     """Do what `drain` does, in this thread."""
-    return sum(1 for _ in _items(tensors))
+    return sum(1 for _ in items_of(tensors))
 
 
 async def spool(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> str:
@@ -92,10 +100,10 @@ async def spool(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) 
     writer = _Writer(folder, shard_bytes)
     try:
         # In a thread: gigabytes are written while generations run in this loop.
-        await _to_its_end(writer.begin)
+        await to_its_end(writer.begin)
         async for name, tensor in source:
-            await _to_its_end(writer.take, name, tensor)
-        return await _to_its_end(writer.end)
+            await to_its_end(writer.take, name, tensor)
+        return await to_its_end(writer.end)
     except BaseException:
         try:
             async for _ in source:
@@ -105,7 +113,7 @@ async def spool(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) 
         raise
 
 
-async def _to_its_end(work: Callable[..., T], *args: Any) -> T:
+async def to_its_end(work: Callable[..., T], *args: Any) -> T:
     """Work in a thread, and leave it only once it has ended: what it still writes can't be removed.
 
     Were a folder removed while its thread renames it, half of it would stay under its final name.
@@ -120,7 +128,7 @@ async def _to_its_end(work: Callable[..., T], *args: Any) -> T:
 
 def spool_here(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> str:
     """Do what `spool` does, in this thread, which may be the only one with the right device."""
-    source = iter(_items(tensors))
+    source = iter(items_of(tensors))
     writer = _Writer(folder, shard_bytes)
     try:
         writer.begin()

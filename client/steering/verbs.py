@@ -8,11 +8,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Self
+from types import EllipsisType
+from typing import TYPE_CHECKING, Self, Unpack
 
 from rollout_client.errors import RolloutError, SteeringFailed
 from rollout_client.hooks import Hook
-from rollout_worker.schemas import WeightsId
+from rollout_worker.schemas import Pushed, WeightsId, WeightsSource
 
 from .protocol import (
     ACQUIRE_SECONDS,
@@ -24,6 +25,8 @@ from .protocol import (
     Steering,
     source_of,
 )
+from .pushing.options import PushOptions, PushPlan, check_path
+from .pushing.push import Push, Pusher
 from .spool import SHARD_BYTES, drain, spool
 from .versions import KEEP, Versions
 
@@ -53,6 +56,7 @@ class SteeringVerbs:
         self._steering = steering
         self._steering_hook = hook
         self._max_staleness = max_staleness
+        self._pusher = Pusher()
 
     async def _steer(self) -> Steering:
         if self._steering is None:
@@ -74,33 +78,92 @@ class SteeringVerbs:
     async def publish_weights(
         self,
         version: int,
-        path: str | PurePath | None,
+        path: str | PurePath | EllipsisType | None = ...,
         *,
+        tensors: Tensors | None = None,
         seconds: float = PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,
+        **options: Unpack[PushOptions],
     ) -> Published:
         """Publish a version to all replicas and return once it serves.
 
-        If this trainer dies meanwhile, the pool ends up consistent: all old, or all new.
+        It is what lies at a path, or tensors of this process, which go straight to the replicas'
+        memory. If this trainer dies meanwhile, the pool ends up consistent: all old, or all new.
 
         Args:
             version: Must be higher than the last one of this epoch. A trainer without an epoch
                 takes the next one first.
             path: Folder of safetensors as the workers see it, which must not change any more;
                 None: the model's own checkpoint.
+            tensors: Instead of a path: a model, its state dict, or a plain or asynchronous generator
+                of (name, tensor), with the names, shapes and dtypes of the model's checkpoint. A
+                generator is always taken to its end, also if this fails: other ranks wait in it.
             seconds: Deadline for all of it.
             progress: Called with how far it is.
+            **options: Of tensors alone, see `PushOptions`.
 
         Raises:
             PublishFailed: The operator, or a worker that can't use the weights, says why.
             Superseded: Newer weights took their place.
             EpochLost: Another trainer has the pool now.
+            ValueError: A tensor can't be published; names it. Or there is no memory for them.
         """
+        if tensors is None:
+            check_path(path, options)
+            assert not isinstance(path, EllipsisType)
+            return await self._publish(version, source_of(path), seconds, progress)
+        plan = PushPlan.of(path, options)
+        try:
+            push = self._pusher.begin(tensors, plan.transport)
+        except BaseException:
+            await drain(tensors)
+            raise
+        sending = asyncio.ensure_future(self._send(version, push, plan, seconds, progress))
+        sending.add_done_callback(lambda _: push.filling.fail())
+        try:
+            try:
+                await push.fill()
+            except BaseException:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+                raise
+            return await sending
+        finally:
+            push.close()
+
+    async def _send(
+        self,
+        version: int,
+        push: Push,
+        plan: PushPlan,
+        seconds: float,
+        progress: OnProgress,
+    ) -> Published:
+        """Publish what somebody fills meanwhile, and the folder beside it if one is wanted."""
+        if plan.versions is None:
+            source = WeightsSource(pushed=Pushed())
+            return await self._publish(version, source, seconds, progress, push)
+        identity = await self._identity(version)
+        await asyncio.to_thread(plan.versions.check, identity)
+        push.spool = plan.versions.place(identity)
+        source = source_of(plan.versions.seen(identity))
+        done = await self._publish(version, source, seconds, progress, push)
+        await asyncio.to_thread(plan.versions.prune, done.identity)
+        return done
+
+    async def _publish(
+        self,
+        version: int,
+        source: WeightsSource,
+        seconds: float,
+        progress: OnProgress,
+        push: Push | None = None,
+    ) -> Published:
         began, outcome = time.monotonic(), "cancelled"
         steering = await self._steer()
         try:
             identity = await self._identity(version)
-            done = await steering.publish(identity, source_of(path), seconds, progress)
+            done = await steering.publish(identity, source, seconds, progress, push)
             outcome = "ok"
         except RolloutError as error:
             outcome = type(error).__name__

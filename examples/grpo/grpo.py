@@ -8,7 +8,7 @@ One step:
 3. two minibatches of the clipped policy gradient (PPO, arXiv:1707.06347); each token is weighted by
    min(pi_trainer / pi_rollout, 2), because the policy that learns is not quite the one that was
    sampled from (truncated importance sampling);
-4. `save_and_publish` to the shared volume, next step.
+4. publish the new weights, straight into the workers' memory or as files (`--transport`), next step.
 
 Every token says which weights sampled it. The trainer recomputes its logprob with those weights: the
 two must agree to 1e-3 unless KV of older weights was reused. *Raw* logprobs must differ, or the
@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import median
+from typing import Literal
 
 import torch
 from matplotlib.figure import Figure
@@ -35,6 +37,7 @@ from rollout_client import RolloutPool
 GROUP, TEMPERATURE, KEPT_VERSIONS, KEPT_FOLDERS, DEADLINE = 8, 0.8, 4, 3, 300.0
 CLIP_LOW, CLIP_HIGH, TRUNCATE, TOLERANCE = 0.2, 0.28, 2.0, 1e-3
 Identity = tuple[int, int]
+Way = Literal["files", "auto", "shm", "tcp"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class Row:
     logprob_difference: float
     raw_difference: float
     importance: float
+    transport: str
+    publish_seconds: float
     seconds: float
 
 
@@ -158,13 +163,23 @@ class Publisher:
         policy: remembers each version *before* it is published and anyone can sample from it.
         weights: folder for the versions.
         mount: the same folder, as the workers see it.
+        ways: how versions are published, in turn: `files`, or a transport of `publish_weights`.
     """
 
-    def __init__(self, pool: RolloutPool, policy: Policy, weights: Path, mount: Path) -> None:
+    def __init__(
+        self,
+        pool: RolloutPool,
+        policy: Policy,
+        weights: Path,
+        mount: Path,
+        ways: Sequence[Way] = ("files",),
+    ) -> None:
         self.pool, self.policy = pool, policy
         self.epoch, self.version = pool.acquire(), 0
         self.committed: Identity = (0, 0)
         self.folder, self.mount = weights, mount
+        self.ways = tuple(ways)
+        self.took: tuple[str, float] = ("", 0.0)
 
     @property
     def identity(self) -> Identity:
@@ -175,10 +190,16 @@ class Publisher:
         """Publish the current policy; return once it is committed."""
         self.version += 1
         self.policy.remember(self.identity)
-        # A few more than serve: for workers that restart meanwhile.
-        self.pool.save_and_publish(
-            self.policy.model, self.version, self.folder, mounted_at=self.mount, keep=KEPT_FOLDERS
-        )
+        way, began = self.ways[self.version % len(self.ways)], time.monotonic()
+        model, version = self.policy.model, self.version
+        if way == "files":
+            # A few more than serve: for workers that restart meanwhile.
+            self.pool.save_and_publish(
+                model, version, self.folder, mounted_at=self.mount, keep=KEPT_FOLDERS
+            )
+        else:
+            self.pool.publish_weights(version, tensors=model, transport=way)
+        self.took = way, time.monotonic() - began
         self.committed = self.identity
 
 
@@ -232,6 +253,8 @@ def train(publisher: Publisher, draw: Callable[[int], Samples], steps: int, seed
                 logprob_difference=matching,
                 raw_difference=raw,
                 importance=round(importance, 4),
+                transport=publisher.took[0],
+                publish_seconds=round(publisher.took[1], 3),
                 seconds=round(time.monotonic() - began, 2),
             )
             rows.append(row)
@@ -247,7 +270,8 @@ def _tell(row: Row) -> None:
     print(
         f"step {row.step:3}  reward {row.reward:.3f}  weights {row.versions:<11} "
         f"stale {row.stale_tokens:4}  |dlogp| {row.logprob_difference:.1e} "
-        f"(raw {row.raw_difference:.2f})  importance {row.importance:.3f}  {row.seconds:.1f} s",
+        f"(raw {row.raw_difference:.2f})  importance {row.importance:.3f}  "
+        f"published in {row.publish_seconds:.2f} s ({row.transport})  {row.seconds:.1f} s",
         flush=True,
     )
 
@@ -262,12 +286,41 @@ def write(rows: list[Row], folder: Path, title: str, chance: float) -> None:
     print(
         f"reward {rows[0].reward:.3f} -> {rows[-1].reward:.3f} in {len(rows)} steps; see {folder}"
     )
+    for way in sorted({row.transport for row in rows}):
+        took = [row.publish_seconds for row in rows if row.transport == way]
+        print(
+            f"{len(took)} versions published by {way}: median {median(took):.3f} s, "
+            f"longest {max(took):.3f} s"
+        )
     axes = (figure := Figure(figsize=(6, 3.5), layout="constrained")).subplots()
     axes.plot([row.step for row in rows], [row.reward for row in rows], marker=".")
     axes.axhline(chance, linestyle=":", color="grey", label="chance")
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title=title)
     axes.legend(loc="lower right")
     figure.savefig(folder / "reward.png", dpi=120)
+
+
+def with_transport(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add what says how weights get to the workers."""
+    ways = ("files", "auto", "shm", "tcp")
+    parser.add_argument(
+        "--transport",
+        choices=ways,
+        default="files",
+        help="how weights are published: as files of the shared volume, or straight into the workers'"
+        " memory, over shared memory or TCP",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="publish every second version as files all the same, to see both times side by side",
+    )
+    return parser
+
+
+def ways_of(args: argparse.Namespace) -> tuple[Way, ...]:
+    """Return how versions are to be published, in turn."""
+    return (args.transport, "files") if args.compare else (args.transport,)
 
 
 def arguments(text: str, steps: int) -> argparse.ArgumentParser:

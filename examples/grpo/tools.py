@@ -210,7 +210,7 @@ def write_report(report: Report, rows: Sequence[grpo.Row], versions: int, folder
 
 def main() -> None:
     """Command line."""
-    args = grpo.arguments(__doc__ or "", steps=20).parse_args()
+    args = grpo.with_transport(grpo.arguments(__doc__ or "", steps=20)).parse_args()
     disable_progress_bar()
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -223,7 +223,7 @@ def main() -> None:
 def run(pool: RolloutPool, tokenizer: Any, args: argparse.Namespace) -> None:
     """Train over a serving pool, check, and write the results."""
     policy = Policy(args.model, allowed(tokenizer))
-    publisher = Publisher(pool, policy, args.weights, args.mount)
+    publisher = Publisher(pool, policy, args.weights, args.mount, grpo.ways_of(args))
     task = Task(tokenizer, publisher)
     task.imitate(policy, args.seed)
     publisher.publish()

@@ -66,7 +66,7 @@ def _by_token(result: GenerateResult) -> Iterator[tuple[int, int, bool]]:
 
 def main() -> None:
     """Command line."""
-    parser = grpo.arguments(__doc__ or "", steps=40)
+    parser = grpo.with_transport(grpo.arguments(__doc__ or "", steps=40))
     parser.add_argument("--digits", type=int, nargs=TEN, default=range(20, 30), metavar="ID")
     args = parser.parse_args()
     disable_progress_bar()
@@ -74,7 +74,7 @@ def main() -> None:
     with RolloutPool.from_cluster(args.pool, args.namespace) as pool:
         pool.wait_serving(seconds=grpo.DEADLINE)
         policy = Policy(args.model, args.digits)
-        publisher = Publisher(pool, policy, args.weights, args.mount)
+        publisher = Publisher(pool, policy, args.weights, args.mount, grpo.ways_of(args))
         draw = partial(sample, pool, args.digits)
         rows = grpo.train(publisher, draw, args.steps, args.seed)
     grpo.write(rows, args.out, "GRPO: counting on", chance=1 / TEN)

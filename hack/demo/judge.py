@@ -3,39 +3,24 @@
     with Judge(cluster.state) as judge: …
     report = judge.report(judge.asleep_mib())
 
-It runs on the machine below the nodes and asks nobody. Pods with a device are those whose processes see its
-file; of several workers on one claim each has its share. The trainer has memory of a device while it holds a
-flock on that file, a worker while its own memory is well above what it has asleep.
-
-As a program (`judge.py STATE`) it writes one JSON line for each change, until its input ends.
+It runs on the machine below the nodes and asks nobody; what looks is a program of its own (`looks.py`). The
+trainer has memory of a device while it holds a flock on the device's file, a worker while its own memory is well
+above what it has asleep.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import select
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-SAMPLE_SECONDS = 0.001
-SEARCH_SECONDS = 0.05
-WORKER = b"rollout-worker"
-STEP_MIB = 4
-"""A worker's memory is written down when it has changed by so much."""
-
+PROGRAM = Path(__file__).with_name("looks.py")
 MARGIN_MIB = 32
 """More than an idle worker's memory varies, and less than the weights of the judged models."""
-
-PAGES_PER_MIB = (1 << 20) // os.sysconf("SC_PAGE_SIZE")
-_POD = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f_-]{27})")
 
 
 @dataclass(frozen=True)
@@ -60,7 +45,11 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         """Yield it for people."""
-        yield f"looked {self.looks} times in {self.seconds:.1f} s (longest gap {self.longest_gap * 1e3:.0f} ms)"
+        rate = self.looks / self.seconds if self.seconds else 0.0
+        yield (
+            f"looked {self.looks} times in {self.seconds:.1f} s, {rate:.0f} times a second (longest gap "
+            f"{self.longest_gap * 1e3:.0f} ms)"
+        )
         for device, seconds in sorted(self.overlap.items()):
             yield (
                 f"{device}: memory changed hands {self.turns[device]} times; two pods had some for "
@@ -82,7 +71,7 @@ class Judge:
 
     def __enter__(self) -> Self:
         with self._file.open("w") as out:
-            command = [sys.executable, "-I", __file__, str(self._state)]
+            command = [sys.executable, "-I", str(PROGRAM), str(self._state)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out)
         return self
 
@@ -180,121 +169,3 @@ class _Verdict:
             if mib > self.idle_mib + MARGIN_MIB:
                 found[device].add(pod)
         return found
-
-
-# ---------------------------------------------------------------- the program
-
-
-@dataclass
-class _Seen:
-    """A process that sees devices."""
-
-    pid: int
-    pod: str
-    devices: tuple[str, ...]
-    worker: bool
-    mib: float = 0.0
-
-
-class _Looks:
-    def __init__(self, state: Path) -> None:
-        self._nodes = state / "nodes"
-        self._known: dict[int, _Seen | None] = {}
-        self._inodes: dict[str, str] = {}
-        self._marks: list[tuple[str, str]] = []
-        self._said: dict[str, float] = {}
-        self._devices: dict[str, tuple[str, ...]] = {}
-        self._share = re.compile(rb"\0ROLLOUT_TURN_DEVICES=([^\0]*)")
-        cluster = re.escape(state.name)
-        self._mount = re.compile(rf"/{cluster}/nodes/(\S+)/run/devices/(\S+) /dev/")
-
-    def search(self) -> None:
-        """Find new processes, and forget those that ended."""
-        pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
-        for pid in self._known.keys() - pids:
-            del self._known[pid]
-        for pid in pids:
-            seen = self._known.get(pid)
-            if pid not in self._known or (seen is not None and not seen.worker):
-                with suppress(OSError):
-                    self._known[pid] = self._process(pid)
-        for file in self._nodes.glob("*/run/devices/*"):
-            self._inodes[str(file.stat().st_ino)] = f"{file.parts[-4]}/{file.name}"
-
-    def _process(self, pid: int) -> _Seen | None:
-        folder = Path("/proc", str(pid))
-        pod = _POD.search((folder / "cgroup").read_text())
-        if pod is None:
-            # A process joins its pod's cgroup a moment after its start.
-            return _Seen(pid, "", (), False) if self._is_young(folder) else None
-        found = self._mount.findall((folder / "mountinfo").read_text())
-        worker = WORKER in (folder / "cmdline").read_bytes()
-        share = self._share.search((folder / "environ").read_bytes())
-        devices = tuple(
-            sorted(
-                f"{node}/{device}"
-                for node, device in set(found)
-                if share is None or f"/{node}/{device}" in share[1].decode()
-            )
-        )
-        return _Seen(pid, pod[1].replace("_", "-"), devices, worker and bool(devices))
-
-    def _is_young(self, folder: Path) -> bool:
-        return time.time() - folder.stat().st_mtime < 5
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """Look once, and yield what has changed."""
-        marks = sorted(set(self._marked()))
-        if marks != self._marks:
-            self._marks = marks
-            yield {"marks": marks}
-        memory: dict[str, float] = dict.fromkeys(self._said, 0.0)
-        for seen in self._known.values():
-            if seen is not None and seen.worker:
-                memory[seen.pod] = memory.get(seen.pod, 0.0) + _mib(seen.pid)
-                self._devices[seen.pod] = seen.devices
-        for pod, mib in memory.items():
-            if abs(mib - self._said.get(pod, 0.0)) >= STEP_MIB or (not mib and self._said.get(pod)):
-                self._said[pod] = mib
-                yield {"pod": pod, "devices": self._devices[pod], "mib": round(mib, 1)}
-
-    def _marked(self) -> Iterable[tuple[str, str]]:
-        for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()
-            device = self._inodes.get(words[-3].rpartition(":")[2])
-            if device is None or words[1] != "FLOCK":
-                continue
-            seen = self._known.get(int(words[4]))
-            yield device, seen.pod if seen is not None else f"process {words[4]}"
-
-
-def _mib(pid: int) -> float:
-    """Memory of a process that is no file's."""
-    try:
-        _, resident, shared, *_ = Path("/proc", str(pid), "statm").read_text().split()
-    except OSError:
-        return 0.0
-    return (int(resident) - int(shared)) / PAGES_PER_MIB
-
-
-def _look(state: Path) -> None:
-    looks = _Looks(state)
-    searched = told = last = 0.0
-    count, gap = 0, 0.0
-    while not select.select([sys.stdin], [], [], SAMPLE_SECONDS)[0]:
-        now = time.monotonic()
-        gap, last = max(gap, now - last if last else 0.0), now
-        count += 1
-        if now - searched > SEARCH_SECONDS:
-            looks.search()
-            searched = now
-        for line in looks.lines():
-            print(json.dumps({"t": now, **line}), flush=True)
-        if now - told > 1:
-            print(json.dumps({"t": now, "looks": count, "gap": gap}), flush=True)
-            told = now
-    print(json.dumps({"t": time.monotonic(), "looks": count, "gap": gap}), flush=True)
-
-
-if __name__ == "__main__":
-    _look(Path(sys.argv[1]))

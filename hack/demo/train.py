@@ -53,6 +53,7 @@ class Task:
         steps: unless said otherwise.
         enough: steps that reach the goal.
         trouble: whether something happens to the pool meanwhile.
+        arguments: of the trainer, beside those of its Job.
     """
 
     manifest: str
@@ -60,10 +61,11 @@ class Task:
     steps: int
     enough: int
     trouble: bool = False
+    arguments: tuple[str, ...] = ()
 
 
 TASKS = {
-    "counting": Task("job.yaml", "grpo", steps=40, enough=30),
+    "counting": Task("job.yaml", "grpo", steps=40, enough=30, arguments=("--compare",)),
     "tools": Task("tools-job.yaml", "grpo-tools", steps=20, enough=15, trouble=True),
 }
 
@@ -126,6 +128,7 @@ def tell(scene: Scene, task: Task, steps: int) -> Path:
 def job(task: Task, steps: int) -> dict[str, Any]:
     """The Job of the example, with the local image and the environment that is mounted into it."""
     body: dict[str, Any] = yaml.safe_load((EXAMPLE / task.manifest).read_text())
+    body["spec"]["template"]["spec"]["containers"][0]["args"] += task.arguments
     return localized(body, steps)
 
 

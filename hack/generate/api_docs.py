@@ -174,7 +174,7 @@ def children() -> str:
     entries = {
         data: f"Service of the heads that serve: data port {names.DATA_PORT}",
         heads: "headless Service of all pods, also those not ready: data port "
-        f"{names.DATA_PORT}, control port {names.CONTROL_PORT}",
+        f"{names.DATA_PORT}, control port {names.CONTROL_PORT}, weights port {names.WEIGHTS_PORT}",
         pod: f"pod; its DNS name is `{pod}.{heads}`",
         names.GATE_SERVING: "readiness gate of heads: the engine is awake and at or above the "
         "committed weights",

@@ -261,7 +261,8 @@ def _rights() -> dict[str, Schema]:
                 "(gangs talk on ports of their engine's choice) reach the others."
             ),
             controlFrom=items(
-                "Peers of a NetworkPolicy that may reach control ports too, such as trainers that stage "
+                "Peers of a NetworkPolicy that may reach control ports and the port for pushed weights (8002) "
+                "too, such as trainers that stage "
                 "weights themselves.",
                 {"type": "object"},
             ),

@@ -1,7 +1,7 @@
-"""Run the tests in two lanes side by side, and print one summary.
+"""Run the tests in three lanes side by side, and print one summary.
 
     make test                                      every test
-    make test PYTEST_ARGS="-k commit"              of both lanes, those
+    make test PYTEST_ARGS="-k commit"              of all lanes, those
     make test PYTEST_ARGS=tests/api                of one lane, those
 
 What failed is tried once more if no tests were chosen and at most two failed; see `retrying`.

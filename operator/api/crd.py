@@ -34,7 +34,7 @@ COLUMNS: Final = (
     # name, JSON path, type, priority (1: wide only), description
     ("Mode", ".spec.mode", "string", 0, "Whose accelerators the pool uses."),
     ("Engine", ".spec.engine.type", "string", 0, "Inference engine."),
-    ("Desired", ".spec.replicas", "integer", 0, "Desired replicas."),
+    ("Desired", ".status.desiredReplicas", "integer", 0, "Replicas that should run."),
     ("Ready", ".status.readyReplicas", "integer", 0, "Replicas that serve."),
     ("Weights", ".status.weights.committed.version", "integer", 0, "Committed version."),
     ("Phase", ".status.phase", "string", 0, "Summary of the conditions."),

@@ -16,6 +16,8 @@ MANAGER = "rollout-operator"
 
 DATA_PORT = 8000
 CONTROL_PORT = 8001
+WEIGHTS_PORT = 8002
+"""Where workers take pushed weights, unless a pool says otherwise."""
 GANG_PORT = 8003
 """Where the engines of a gang's pods find each other."""
 CONTROL_TLS_NAME = "rollout-worker"
@@ -36,6 +38,11 @@ ROLE_HEAD = "head"
 ROLE_MEMBER = "member"
 WORKER_APP = "rollout-worker"
 
+LABEL_SERVICE = "kubernetes.io/service-name"
+"""Of an EndpointSlice: the Service that it is of."""
+LABEL_SLICE_MANAGER = "endpointslice.kubernetes.io/managed-by"
+"""Of an EndpointSlice: who keeps it."""
+
 ANNOTATION_PAUSED = f"{GROUP}/reconcile-paused"
 ANNOTATION_RETRY = f"{GROUP}/retry"
 ANNOTATION_RESTARTS = f"{GROUP}/restarts"
@@ -46,6 +53,9 @@ ANNOTATION_CLAIM = f"{GROUP}/claim-uid"
 """On a colocated pod: uid of the ResourceClaim that it was made for; another one replaces the pod."""
 ANNOTATION_DEVICES = f"{GROUP}/devices"
 """On a colocated pod: names of its share of the claim's devices, comma-separated."""
+
+ANNOTATION_GATES = f"{GROUP}/gates"
+"""On the EndpointSlices of a Hybrid pool: since when each member serves, and which process of it."""
 
 GATE_SERVING = f"{GROUP}/serving"
 """Readiness gate of head pods: the engine is awake and at or above the committed weights."""

@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 Obj = dict[str, Any]
 """A Kubernetes object, or a part of one, as JSON."""
 
-ResourceName = Literal["pools", "pods", "services"]
-RESOURCES: tuple[ResourceName, ...] = ("pools", "pods", "services")
+ResourceName = Literal["pools", "pods", "services", "endpointslices"]
+RESOURCES: tuple[ResourceName, ...] = ("pools", "pods", "services", "endpointslices")
 """What the operator watches."""
 
 

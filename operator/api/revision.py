@@ -37,7 +37,8 @@ def _v1(spec: RolloutReplicaSpec) -> dict[str, Any]:
     if spill:
         picked["sleep"] = {"spill": spill}
     weights = body.get("weights", {})
-    kept = {name: weights[name] for name in ("volume", "stagingMemory") if name in weights}
+    fields = ("volume", "stagingMemory", "transport")
+    kept = {name: weights[name] for name in fields if name in weights}
     if kept:
         picked["weights"] = kept
     return picked

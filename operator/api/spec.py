@@ -24,6 +24,7 @@ from .schema import (
 from .spec_colocation import COLOCATED_RULES, Colocation, Mode
 from .spec_engine import Engine, EngineType, Hub, Model, ModelSource
 from .spec_env import EnvVar
+from .spec_hybrid import HYBRID_RULES
 from .spec_pod import PodTemplate, Resources
 from .spec_shape import Accelerator, Parallelism
 from .spec_weights import (
@@ -118,6 +119,15 @@ class RolloutReplicaSpec(ApiModel):
             path=".parallelism",
         ),
         cel(
+            "self.parallelism.nodes == 1 || !has(self.weights) || !has(self.weights.target) || "
+            "!has(self.weights.target.source.pushed)",
+            "'spec.weights.target.source.pushed: replicas of several pods take no pushed weights, and "
+            "parallelism.nodes is %d: publish files, as source.path'"
+            ".format([self.parallelism.nodes])",
+            expression=True,
+            path=".weights.target.source",
+        ),
+        cel(
             "self.engine.type == 'hf' || !has(self.weights) || !has(self.weights.inFlight) || "
             "!has(self.weights.inFlight.policy) || self.weights.inFlight.policy != 'Pin'",
             "'spec.weights.inFlight.policy: engine %s cannot run two versions at once (Pin): use "
@@ -126,7 +136,7 @@ class RolloutReplicaSpec(ApiModel):
             path=".weights.inFlight.policy",
         ),
         cel(
-            f"has(self.accelerator) || self.mode == 'Colocated' || {_WORLD} == 1",
+            f"has(self.accelerator) || self.mode != 'Standalone' || {_WORLD} == 1",
             f"'spec.parallelism: without spec.accelerator a pool runs on CPU with one rank, not %d: set "
             f"spec.accelerator.resource, or tensor, pipeline and data to 1'.format([{_WORLD}])",
             expression=True,
@@ -156,25 +166,28 @@ class RolloutReplicaSpec(ApiModel):
             path=".resources.claims",
         ),
         *COLOCATED_RULES,
+        *HYBRID_RULES,
     )
 
     replicas: int = Field(
         default=1,
         ge=0,
         le=9999,
-        description="Number of engine replicas; `kubectl scale` changes this.",
+        description="Number of engine replicas; `kubectl scale` changes this. In mode Hybrid there is one in "
+        "each of the trainer's pods, whatever stands here.",
         json_schema_extra=api_default(),
     )
     mode: Mode = Field(
         default=Mode.STANDALONE,
         description="Standalone: the pool has its own accelerators. Colocated: its engines use those of a "
-        "trainer's pods, by turns. Immutable.",
+        "trainer's pods, by turns. Hybrid: its engines run in the trainer's own processes. Immutable.",
         json_schema_extra=api_default()
         | rules(cel("self == oldSelf", "spec.mode is immutable: create another RolloutReplica")),
     )
     colocation: Colocation | None = Field(
         default=None,
-        description="Beside which pods the engines run; required in mode Colocated. Immutable.",
+        description="Beside which pods the engines run, or in which; required in the modes Colocated and "
+        "Hybrid. Immutable.",
     )
     state: State = Field(
         default=State.ACTIVE,
@@ -189,7 +202,11 @@ class RolloutReplicaSpec(ApiModel):
         json_schema_extra=api_default(),
     )
     engine: Engine = Field(description="Inference engine and how to run it.")
-    model: Model = Field(description="Model that the pool serves.")
+    model: Model = Field(
+        default=Model(source=ModelSource()),
+        description="Model that the pool serves; required unless the mode is Hybrid, where it is the "
+        "trainer's own.",
+    )
     parallelism: Parallelism = Field(
         default=Parallelism(),
         description="How one replica is spread across accelerators and pods. Immutable.",
@@ -224,7 +241,9 @@ class RolloutReplicaSpec(ApiModel):
         description="Settings of the worker processes; changing them replaces the pods.",
     )
     service_account_name: Dns1123 = Field(
-        default="rollout-worker", description="Service account of the pods."
+        default="rollout-worker",
+        description="Service account of the pods. In mode Hybrid: which one the trainer's pods must have "
+        "to be members.",
     )
     pod_template: PodTemplate = Field(
         default=PodTemplate(),

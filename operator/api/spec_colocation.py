@@ -33,6 +33,7 @@ class Mode(StrEnum):
 
     STANDALONE = "Standalone"
     COLOCATED = "Colocated"
+    HYBRID = "Hybrid"
 
 
 class Requirement(ApiModel):
@@ -105,7 +106,7 @@ class TrainerSelector(ApiModel):
 
 
 class Colocation(ApiModel):
-    """Beside which pods the engines run, and which part of their devices they use. Immutable."""
+    """Beside or in which pods the engines run, and which part of their devices they use. Immutable."""
 
     model_config = checked(
         cel(
@@ -122,21 +123,21 @@ class Colocation(ApiModel):
         default=1,
         ge=1,
         le=256,
-        description="Rollout pods beside each trainer pod; each uses an equal share of the claim's "
-        "devices.",
+        description="Colocated: rollout pods beside each trainer pod; each uses an equal share of the "
+        "claim's devices.",
         json_schema_extra=api_default(),
     )
     request: Dns1123Label | None = Field(
         default=None,
-        description="Request of the trainer's ResourceClaim whose devices the engines use; if unset, the "
-        "only one.",
+        description="Colocated: request of the trainer's ResourceClaim whose devices the engines use; if "
+        "unset, the only one.",
     )
 
 
 COLOCATED_RULES = (
     cel(
-        "has(self.colocation) == (self.mode == 'Colocated')",
-        "spec.colocation and spec.mode Colocated belong together: set both or neither",
+        "has(self.colocation) == (self.mode != 'Standalone')",
+        "spec.colocation belongs to the modes Colocated and Hybrid: set it there, and only there",
         path=".colocation",
     ),
     cel(

@@ -251,7 +251,7 @@ class PodTemplate(ApiModel):
     )
     host_network: bool | None = Field(
         default=None,
-        description="If true, the pods use the node's network: one pod a node, as ports 8000 and 8001 "
+        description="If true, the pods use the node's network: one pod a node, as ports 8000 to 8002 "
         "are the node's.",
     )
     host_ipc: bool | None = Field(

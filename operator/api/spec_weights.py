@@ -9,6 +9,7 @@ from pydantic import Field
 
 from rollout_worker.schemas import MAX_IDENTITY, WeightsId, WeightsSource
 
+from .names import CONTROL_PORT, DATA_PORT, GANG_PORT, WEIGHTS_PORT
 from .schema import (
     INT32_MAX,
     SUB_PATH_MEANING,
@@ -61,7 +62,7 @@ class WeightsTarget(ApiModel):
         ),
         cel(
             "self.epoch != oldSelf.epoch || self.version == oldSelf.version || "
-            "self.source != oldSelf.source",
+            "self.source != oldSelf.source || has(self.source.pushed)",
             f"{TARGET}.source must change when version does: give the new version its own source",
             path=".source",
         ),
@@ -83,13 +84,14 @@ class WeightsTarget(ApiModel):
         ge=0, le=MAX_IDENTITY, description="Version chosen by the trainer; must increase."
     )
     source: WeightsSource = Field(
-        description="Where the weights are: exactly one of path and checkpoint. The files must not "
-        "change until a later version is committed.",
+        description="Where the weights are: exactly one of path, checkpoint and pushed. The files must "
+        "not change until a later version is committed. Pushed: the trainer has staged the bytes on the "
+        "replicas before it sets this; no volume has them.",
         json_schema_extra=rules(
             cel(
-                "[has(self.path), has(self.checkpoint)].exists_one(x, x)",
-                f"{TARGET}.source needs exactly one of path and checkpoint: keep one (in a merge "
-                "patch, set the other to null)",
+                "[has(self.path), has(self.checkpoint), has(self.pushed)].exists_one(x, x)",
+                f"{TARGET}.source needs exactly one of path, checkpoint and pushed: keep one (in a "
+                "merge patch, set the others to null)",
             ),
             cel(
                 r"!has(self.path) || !self.path.matches('(^|/)[.][.](/|$)')",
@@ -135,6 +137,24 @@ class InFlight(ApiModel):
     )
 
 
+class Transport(ApiModel):
+    """How pushed weights travel between trainers and workers."""
+
+    port: int = Field(
+        default=WEIGHTS_PORT,
+        ge=1024,
+        le=65535,
+        description="TCP port of every worker for pushed weights; a change replaces the pods.",
+        json_schema_extra=rules(
+            cel(
+                f"!(self in [{DATA_PORT}, {CONTROL_PORT}, {GANG_PORT}])",
+                f"spec.weights.transport.port must not be {DATA_PORT}, {CONTROL_PORT} or {GANG_PORT}, "
+                f"the worker's other ports: use {WEIGHTS_PORT}",
+            )
+        ),
+    )
+
+
 class Weights(ApiModel):
     """Which weights the pool serves, and how it updates them."""
 
@@ -159,6 +179,7 @@ class Weights(ApiModel):
         le=9999,
         description="Maximum number of replicas that Rolling updates at a time.",
     )
+    transport: Transport = Field(default=Transport(), description="How pushed weights travel.")
     in_flight: InFlight = Field(
         default=InFlight(), description="What happens to running requests at a commit."
     )

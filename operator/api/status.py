@@ -216,6 +216,11 @@ class RolloutReplicaStatus(ApiModel):
         default="", description="One sentence on what the pool is waiting for, or what is wrong."
     )
     replicas: Count = Field(default=0, description="Replicas that have pods.")
+    desired_replicas: Count = Field(
+        default=0,
+        description="Replicas that should run: spec.replicas, or one for each of the trainer's pods in "
+        "mode Hybrid.",
+    )
     ready_replicas: Count = Field(default=0, description="Replicas that serve.")
     updated_replicas: Count = Field(default=0, description="Replicas at the latest revision.")
     asleep_replicas: Count = Field(default=0, description="Replicas that are asleep.")

@@ -1,7 +1,7 @@
-"""The pods of trainers and their ResourceClaims, watched while a colocated pool is beside them.
+"""The pods of trainers and their ResourceClaims, watched while a pool is beside them, or in them.
 
 Each colocated pool subscribes with its passes (`look`) to the pods that its selector selects and to the
-claims of its namespace; pools share a watch. A watch lists, follows the events from there, and begins
+claims of its namespace, each Hybrid pool (`inside`) to its selector's pods; pools share a watch. A watch lists, follows the events from there, and begins
 again after some time or whatever ends it: a late or missed event costs time only. What is known
 stays so while the API server is away.
 """
@@ -30,7 +30,8 @@ RETRY_SECONDS = 1.0
 
 MAX_RETRY_SECONDS = 30.0
 
-Resource = Literal["pods", "resourceclaims"]
+Resource = Literal["pods", "resourceclaims", "members"]
+"""Members are pods as well; more is read of them."""
 Read = Callable[[Obj], object | None]
 """Makes a value of an object; None: it does not count. Equal values are the same to every pass."""
 
@@ -42,6 +43,11 @@ class Scope:
     resource: Resource
     namespace: str
     selector: str | None
+
+    @property
+    def path(self) -> str:
+        """What the API server calls it."""
+        return "pods" if self.resource == "members" else self.resource
 
 
 @dataclass(slots=True)
@@ -95,6 +101,14 @@ class Neighbourhood:
         if not (pods.listed and claims.listed):
             return Neighbours(unknown=pods.problem or claims.problem)
         return Neighbours(tuple(pods.values.values()), tuple(claims.values.values()))
+
+    def inside(self, key: Key, selector: str) -> Neighbours:
+        """Return the same for the pods that a pool is in; nobody asks for claims."""
+        members = self._join(key, Scope("members", key.namespace, selector))
+        self._leave(key, {id(members)})
+        if not members.listed:
+            return Neighbours(unknown=members.problem)
+        return Neighbours(tuple(members.values.values()))
 
     def forget(self, key: Key) -> None:
         """End the subscription of a pool that is gone."""
@@ -157,7 +171,7 @@ class Neighbourhood:
         """List, and follow the events for a while."""
         found: dict[str, object] = {}
         version = ""
-        pages = self._kube.list_pages(scope.resource, scope.namespace, selector=scope.selector)
+        pages = self._kube.list_pages(scope.path, scope.namespace, selector=scope.selector)
         async for page in pages:
             version = version or page.resource_version
             for obj in page.items:
@@ -167,7 +181,7 @@ class Neighbourhood:
         if changed:
             self._tell(watched)
         events = self._kube.watch(
-            scope.resource, scope.namespace, version, selector=scope.selector, seconds=self._seconds
+            scope.path, scope.namespace, version, selector=scope.selector, seconds=self._seconds
         )
         async for kind, obj in events:
             if kind in ("ADDED", "MODIFIED", "DELETED"):

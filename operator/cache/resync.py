@@ -1,6 +1,6 @@
 """The periodic full list, which corrects the store whatever the watch missed.
 
-The first one precedes the first pass: nothing is decided until all three resources are listed.
+The first one precedes the first pass: nothing is decided until all resources are listed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable
 
-from rollout_operator.api.names import LABEL_MANAGED_BY, MANAGER, PLURAL
+from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_SLICE_MANAGER, MANAGER, PLURAL
 from rollout_operator.api.objects import RESOURCES, Key, Obj, ResourceName
 from rollout_operator.kube.client import Kube
 from rollout_operator.kube.errors import Forbidden, Gone, KubeError, NotFound
@@ -24,8 +24,21 @@ from .workqueue import WorkQueue
 logger = logging.getLogger(__name__)
 
 MANAGED = f"{LABEL_MANAGED_BY}={MANAGER}"
-PATHS: dict[ResourceName, str] = {"pools": PLURAL, "pods": "pods", "services": "services"}
-SELECTORS: dict[ResourceName, str | None] = {"pools": None, "pods": MANAGED, "services": MANAGED}
+OUR_SLICES = f"{LABEL_SLICE_MANAGER}={MANAGER}"
+"""Kubernetes' own EndpointSlices of our Services have all labels of these, but not this one."""
+
+PATHS: dict[ResourceName, str] = {
+    "pools": PLURAL,
+    "pods": "pods",
+    "services": "services",
+    "endpointslices": "endpointslices",
+}
+SELECTORS: dict[ResourceName, str | None] = {
+    "pools": None,
+    "pods": MANAGED,
+    "services": MANAGED,
+    "endpointslices": OUR_SLICES,
+}
 
 RETRY_SECONDS = 2.0
 MAX_RETRY_SECONDS = 30.0

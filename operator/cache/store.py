@@ -1,10 +1,11 @@
-"""What the operator believes the cluster holds: pools and the pods and Services labelled as theirs.
+"""What the operator believes the cluster holds: pools, and what is labelled as theirs.
 
-Fed by the watch streams (`take`), by the answers to our own writes (`upsert`) and by whole lists
-(`replace`). A list removes ghosts: objects whose DELETED event never came, which happens after a
-410 and when a stream was cut. Order is by `resourceVersion`, so a late event never undoes a newer
-one: a deleted object leaves a tombstone until the next list, and what is older than a list is not
-believed after it. Nothing is copied on reading: callers must not change what they get.
+That is pods, Services and, of Hybrid pools, EndpointSlices. Fed by the watch streams (`take`), by the
+answers to our own writes (`upsert`) and by whole lists (`replace`). A list removes ghosts: objects
+whose DELETED event never came, which happens after a 410 and when a stream was cut. Order is by
+`resourceVersion`, so a late event never undoes a newer one: a deleted object leaves a tombstone until
+the next list, and what is older than a list is not believed after it. Nothing is copied on reading:
+callers must not change what they get.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ class Store:
     def services(self, key: Key) -> list[Obj]:
         """Return the pool's Services, sorted by name."""
         return self._kinds["services"].of(key)
+
+    def slices(self, key: Key) -> list[Obj]:
+        """Return the EndpointSlices that we made for the pool, sorted by name; Hybrid pools have some."""
+        return self._kinds["endpointslices"].of(key)
 
     def keys(self) -> list[Key]:
         """Return the keys of all pools."""

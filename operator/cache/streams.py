@@ -16,7 +16,7 @@ from rollout_operator.api.names import GROUP, MANAGER, PLURAL, VERSION
 from rollout_operator.api.objects import ResourceName
 from rollout_operator.kube.credentials import login
 
-from .resync import MANAGED
+from .resync import MANAGED, OUR_SLICES
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ CALM_SECONDS = 60.0
 
 
 class Streams:
-    """Runs kopf with our three handlers.
+    """Runs kopf with our handlers.
 
     Args:
         sink: Takes the events.
@@ -108,7 +108,7 @@ class _AllTasks(Collection[Any]):
 
 
 def register(sink: Sink, registry: kopf.OperatorRegistry | None = None) -> None:
-    """Register the handlers of the three streams, and our login, in a registry of kopf."""
+    """Register the handlers of the streams, and our login, in a registry of kopf."""
 
     @kopf.on.login(registry=registry, id="rollout")
     async def _login(**_: Any) -> kopf.ConnectionInfo:
@@ -126,11 +126,18 @@ def register(sink: Sink, registry: kopf.OperatorRegistry | None = None) -> None:
     async def _services(event: kopf.RawEvent, **_: Any) -> None:
         sink("services", event["type"], event["object"])
 
+    @kopf.on.event(
+        "discovery.k8s.io", "v1", "endpointslices", registry=registry, id="endpointslices"
+    )
+    async def _slices(event: kopf.RawEvent, **_: Any) -> None:
+        sink("endpointslices", event["type"], event["object"])
+
 
 def configure(settings: kopf.OperatorSettings, *, embedded: bool) -> None:
     """Set what measurements showed to matter; `embedded`: kopf runs inside this process."""
     settings.watching.label_selectors["pods"] = MANAGED
     settings.watching.label_selectors["services"] = MANAGED
+    settings.watching.label_selectors["endpointslices"] = OUR_SLICES
     settings.watching.chunk_size = 500
     settings.watching.server_timeout = 300
     settings.scanning.disabled = True

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rollout_operator.api.spec import RolloutReplicaSpec, State
+from rollout_operator.api.spec import Mode, RolloutReplicaSpec, State
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_worker.schemas import WorkerState
 
 from .gangs import gangs_of, plan_pods
 from .heads import Head
+from .hybrid import plan_nothing, with_members
 from .members import MemberPlanner
 from .plan import CallWorker, Note, Plan, SetGate, Verb, Wait
 from .report import build_status
@@ -36,10 +37,14 @@ def decide(
         now: wall clock, seconds since the epoch.
     """
     wait = Wait()
+    spec = with_members(spec, seen)
     heads = _heads(spec, seen)
     weights = plan_weights(spec, seen, stored.weights, heads, now, wait)
-    settling = _settling(spec, heads, weights, now, wait)
-    pods = plan_pods(spec, seen, now, _healthy(spec, heads), wait, settling)
+    if spec.mode is Mode.HYBRID:
+        pods = plan_nothing(spec, seen)
+    else:
+        settling = _settling(spec, heads, weights, now, wait)
+        pods = plan_pods(spec, seen, now, _healthy(spec, heads), wait, settling)
     leaving = {d.uid for d in pods.delete}
     planner = MemberPlanner(spec, seen, weights, now, wait)
     calls: list[CallWorker] = []
@@ -81,7 +86,8 @@ def _heads(spec: RolloutReplicaSpec, seen: Observed) -> dict[str, Head]:
     """Living heads of wanted replicas by uid, lowest replica first."""
     if spec.suspend:
         return {}
-    found = (p for p in seen.pods if p.rank == 0 and not p.deleting and p.owned)
+    theirs = spec.mode is Mode.HYBRID
+    found = (p for p in seen.pods if p.rank == 0 and not p.deleting and (p.owned or theirs))
     wanted = sorted((p for p in found if p.replica < spec.replicas), key=lambda p: p.replica)
     return {pod.uid: _head(seen, pod) for pod in wanted}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rollout_operator.api.spec import State
+from rollout_operator.api.spec import Mode, State
 from rollout_operator.api.status import UpdatePhase
 from rollout_worker.schemas import Lifecycle
 
@@ -90,6 +90,12 @@ def _content_mismatch(view: View) -> Finding | None:
     return None
 
 
+def _no_live_copy(view: View) -> Finding | None:
+    if view.weights.no_copy is None:
+        return None
+    return Finding(Kind.DEGRADED, "NoLiveCopy", view.weights.no_copy)
+
+
 def _update_failed(view: View) -> Finding | None:
     if not view.weights.failures:
         return None
@@ -127,6 +133,20 @@ def _worker_failed(view: View) -> Finding | None:
     return None
 
 
+def _other_engine(view: View) -> Finding | None:
+    """The trainer chooses the engine of a Hybrid pool, and may choose another one than spec says."""
+    wanted = view.spec.engine.type.value
+    for head in view.heads.values():
+        state = head.worker.state
+        if view.spec.mode is Mode.HYBRID and state is not None and state.engine != wanted:
+            text = (
+                f"{head.pod.name} runs engine {state.engine}, spec.engine.type is {wanted}: start that "
+                "engine in the trainer, or create another RolloutReplica"
+            )
+            return Finding(Kind.DEGRADED, "OtherEngine", text)
+    return None
+
+
 def _call_failed(view: View) -> Finding | None:
     verbs = ("require", "pause", "resume", "sleep", "wake", "discard")
     for head in view.heads.values():
@@ -138,7 +158,8 @@ def _call_failed(view: View) -> Finding | None:
 
 def _pod_trouble(view: View) -> Finding | None:
     for pod in view.seen.pods:
-        if pod.trouble and not pod.finished and not pod.deleting:
+        # A trainer's pod that has ended may start again by itself: nothing else tells of it.
+        if pod.trouble and (pod.ended or not pod.finished) and not pod.deleting:
             if pod.trouble.startswith("Unschedulable"):
                 continue
             return Finding(Kind.DEGRADED, "PodTrouble", f"{pod.name}: {pod.trouble}")
@@ -244,11 +265,13 @@ CHECKS: tuple[Check, ...] = (
     _exhausted,
     _unsupported,
     _content_mismatch,
+    _no_live_copy,
     _update_failed,
     _load_failed,
     _late_commit,
     _backing_off,
     _worker_failed,
+    _other_engine,
     _call_failed,
     _pod_trouble,
     _stalled,

@@ -23,6 +23,11 @@ class Version:
     source: WeightsSource
     root_hash: str | None = None
 
+    @property
+    def pushed(self) -> bool:
+        """A trainer brings the bytes to the workers; no volume has them."""
+        return self.source.pushed is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -80,9 +85,14 @@ class Head:
         return self.worker.active is not None and self.worker.active >= identity
 
     def staged_hash(self, version: Version) -> str | None:
-        """Root hash of what it has staged from the version's source, whole; None for nothing."""
+        """Root hash of what it has staged of the version, whole; None for nothing.
+
+        From the version's source, or pushed: a trainer may write what it pushes to a path, too.
+        """
         slot = self.staged
-        if slot is None or slot.phase != "Staged" or slot.source != version.source:
+        if slot is None or slot.phase != "Staged":
+            return None
+        if slot.source != version.source and slot.source.pushed is None:
             return None
         return slot.root_hash if (slot.epoch, slot.version) == version.identity.as_tuple() else None
 
@@ -91,6 +101,25 @@ class Head:
         found = self.staged_hash(version)
         there = found is not None and version.root_hash in (None, found)
         return there or self.at_least(version.identity)
+
+    def receives(self, version: Version) -> bool:
+        """Its slot is being filled with this version."""
+        slot = self.staged
+        return (
+            slot is not None
+            and slot.phase == "Staging"
+            and (slot.epoch, slot.version) == version.identity.as_tuple()
+        )
+
+    def given_later(self, version: Version) -> str | None:
+        """That a trainer has pushed later weights into its slot: nobody else could bring them again."""
+        slot = self.staged
+        if slot is None or slot.source.pushed is None or slot.phase == "Failed":
+            return None
+        if (slot.epoch, slot.version) <= version.identity.as_tuple():
+            return None
+        later = f"({slot.epoch}, {slot.version})"
+        return f"{self.pod.name}: weights {later} were pushed to it instead of {version.identity}"
 
     def in_service(self, committed: WeightsId) -> bool:
         """It serves, or would if the pool were not paused.

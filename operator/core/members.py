@@ -1,4 +1,4 @@
-"""What to call on each head next, and whether it is in the data Service. Pure.
+"""What to call on each head next. Pure.
 
 One answer per head and pass: the first check that finds something to do wins, the others wait for
 the next pass. Every call is idempotent, so repeating one costs nothing but time.
@@ -7,8 +7,9 @@ the next pass. Every call is idempotent, so repeating one costs nothing but time
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from rollout_operator.api.spec import RolloutReplicaSpec, State
+from rollout_operator.api.spec import Mode, RolloutReplicaSpec, State
 from rollout_worker.schemas import (
     CommitRequest,
     DiscardRequest,
@@ -24,11 +25,14 @@ from rollout_worker.schemas import (
     WorkerState,
 )
 
+from .gates import gate_change
 from .heads import Head, Version
+from .hybrid import unfit
 from .plan import Body, CallWorker, SetGate, Verb, Wait
 from .updates.content import unsupported_by
+from .updates.copies import awaits_pointer
 from .updates.weights_plan import WeightsPlan
-from .world import Observed
+from .world import Observed, is_asleep
 
 SLACK_SECONDS = 15.0
 """What a call may take beyond the time that the worker itself is given."""
@@ -119,11 +123,13 @@ class MemberPlanner:
             return None
         mine = self._my_hold(state)
         if wanted is State.ASLEEP:
-            if mine is not None and mine.state == "Asleep" and state.lifecycle is Lifecycle.ASLEEP:
+            if mine is not None and mine.state == "Asleep" and is_asleep(state):
                 return None
             if state.weights.staged is not None and state.lifecycle is not Lifecycle.ASLEEP:
                 return self._discard(head, state)
             return self._sleep(head)
+        if self._replaces(head, state):
+            return self._wake_weights(head, state)
         held = None if mine is None else mine.state
         # Asleep under our Paused: somebody else's hold keeps it there.
         if held == "Paused" and state.lifecycle in (Lifecycle.PAUSED, Lifecycle.ASLEEP):
@@ -154,13 +160,38 @@ class MemberPlanner:
         body = WakeRequest(generation=self.seen.generation)
         return self._call(head, Verb.WAKE, body, LOAD_SECONDS)
 
+    def _replaces(self, head: Head, state: WorkerState) -> bool:
+        """It sleeps, and gets other weights before it serves.
+
+        Then their memory wakes first, without values, and the KV cache once they are committed: what
+        it had is not read for nothing, and no KV cache is there beside two copies of weights.
+        """
+        mine, version = self._my_hold(state), self._wanted(head)
+        if mine is None or mine.state != "Asleep" or state.held_by_others:
+            return False
+        return state.wakes_empty and version is not None and self._can_have(head, version)
+
+    def _can_have(self, head: Head, version: Version) -> bool:
+        """Nothing is known to keep it from these weights: what it has may go."""
+        if head.failure(version.identity, Verb.STAGE, Verb.COMMIT) is not None:
+            return False
+        given = head.has_staged(version) or head.pod.uid in self.weights.peers
+        return given or not version.pushed
+
+    def _wake_weights(self, head: Head, state: WorkerState) -> CallWorker | None:
+        if state.resident.weights:
+            return None
+        body = WakeRequest(tags=("weights",), load=False, generation=self.seen.generation)
+        return self._call(head, Verb.WAKE, body, LOAD_SECONDS)
+
     def _unpause(self, head: Head, state: WorkerState) -> CallWorker | None:
         """Drop our own hold once the pool is to be active; others' holds are theirs."""
         mine = self._my_hold(state)
         if self.spec.state is not State.ACTIVE or mine is None:
             return None
         if mine.state == "Asleep":
-            return self._wake(head)
+            replaces = self._replaces(head, state)
+            return self._wake_weights(head, state) if replaces else self._wake(head)
         return self._call(head, Verb.RESUME, ReleaseRequest(generation=self.seen.generation))
 
     def _discard(self, head: Head, state: WorkerState) -> CallWorker | None:
@@ -169,6 +200,12 @@ class MemberPlanner:
             return None
         body = DiscardRequest(epoch=staged.epoch, version=staged.version)
         return self._call(head, Verb.DISCARD, body)
+
+    def _awake(self, state: WorkerState) -> bool:
+        """Its weights may change: it doesn't sleep, or its weights wake first, to be replaced."""
+        if state.lifecycle is not Lifecycle.ASLEEP:
+            return True
+        return self.spec.state is not State.ASLEEP and state.resident.weights
 
     def _wanted(self, head: Head) -> Version | None:
         version = self.weights.version_for.get(head.pod.uid)
@@ -181,13 +218,20 @@ class MemberPlanner:
         in the whole pool), or something earlier that is still under way.
         """
         version, staged = self._wanted(head), state.weights.staged
-        if version is None or staged is None or state.lifecycle is Lifecycle.ASLEEP:
+        if version is None or staged is None or not self._awake(state):
+            return None
+        if self._awaits_pointer(head, version):
             return None
         held, wanted = (staged.epoch, staged.version), version.identity.as_tuple()
-        foreign = held == wanted and staged.source != version.source
+        pushed = staged.source.pushed is not None
+        foreign = held == wanted and staged.source != version.source and not pushed
         late = held < wanted and staged.phase == "Staging"
         odd = self._is_odd(head, version)
         return self._discard(head, state) if held > wanted or foreign or late or odd else None
+
+    def _awaits_pointer(self, head: Head, version: Version) -> bool:
+        seconds = self.spec.weights.deadline_seconds
+        return awaits_pointer(self.weights, head, version, seconds, self.wait)
 
     def _is_odd(self, head: Head, version: Version) -> bool:
         """It has staged other bytes and refused the right hash: the next attempt reads them anew."""
@@ -210,7 +254,7 @@ class MemberPlanner:
 
     def _commit(self, head: Head, state: WorkerState) -> CallWorker | None:
         version, staged = self._wanted(head), state.weights.staged
-        if version is None or staged is None or state.lifecycle is Lifecycle.ASLEEP:
+        if version is None or staged is None or not self._awake(state):
             return None
         if head.pod.uid not in self.weights.may_commit or not head.has_staged(version):
             return None
@@ -232,7 +276,13 @@ class MemberPlanner:
         version = self._wanted(head)
         if version is None or head.has_staged(version):
             return None
-        if state.lifecycle in (Lifecycle.ASLEEP, Lifecycle.WAKING):
+        if not self._awake(state) or state.lifecycle is Lifecycle.WAKING:
+            return None
+        slot = state.weights.staged
+        if slot is not None and slot.source.pushed is not None and head.receives(version):
+            return None  # a trainer is bringing it, wherever else it may lie
+        peers = self.weights.peers.get(head.pod.uid, ())
+        if self._awaits_pointer(head, version) or (version.pushed and not peers):
             return None
         body = StageRequest(
             epoch=version.identity.epoch,
@@ -242,41 +292,9 @@ class MemberPlanner:
             deadline_seconds=self.spec.weights.deadline_seconds,
         )
         seconds = self.spec.weights.deadline_seconds + SLACK_SECONDS
-        return self._call(head, Verb.STAGE, body, seconds)
+        return replace(self._call(head, Verb.STAGE, body, seconds), peers=peers)
 
     def gate(self, head: Head, leaving: bool) -> SetGate | None:
         """Return the change of the readiness gate, if one is due."""
-        pod, state = head.pod, head.worker.state
-        active = self.spec.state is State.ACTIVE and not self.spec.suspend
-        if leaving:
-            return self._off(head, "it is being deleted")
-        if head.lost is not None:
-            return self._off(head, f"{head.lost.name} of its gang has ended")
-        if not active:
-            return self._off(head, "the pool is not active") or self._prove(head)
-        if pod.uid in self.weights.out_of_service:
-            return self._off(head, "it failed to commit the weights that the others serve")
-        if state is None or Verb.COMMIT in head.worker.running:
-            return None  # silence proves nothing, and a commit flips no gate
-        if not (state.serving and head.at_least(self.floor)):
-            return self._off(head, f"the worker is {state.lifecycle} and not serving")
-        if pod.gate and pod.gate_boot == state.boot_id:
-            return None
-        proven = self.now if pod.proven_since is None else pod.proven_since
-        return SetGate(pod.name, pod.uid, True, state.boot_id, "Serving", proven)
-
-    def _prove(self, head: Head) -> SetGate | None:
-        """Note that a worker has come to rest that has never served."""
-        pod, state = head.pod, head.worker.state
-        if self.spec.suspend or pod.proven_since is not None:
-            return None
-        if state is None or state.lifecycle != self.spec.state.value:
-            return None
-        reason = f"the pool is {state.lifecycle}"
-        return SetGate(pod.name, pod.uid, False, state.boot_id, reason, self.now)
-
-    def _off(self, head: Head, reason: str) -> SetGate | None:
-        pod = head.pod
-        if not pod.gate:
-            return None
-        return SetGate(pod.name, pod.uid, False, head.boot or "", reason, pod.proven_since)
+        why = unfit(head, self.seen) if self.spec.mode is Mode.HYBRID else None
+        return gate_change(self.spec, self.weights, head, self.now, leaving=leaving, unfit=why)

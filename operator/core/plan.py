@@ -103,6 +103,8 @@ class CallWorker:
     verb: Verb
     body: Body
     deadline_seconds: float
+    peers: tuple[str, ...] = ()
+    """Addresses of pods that have a copy of the pushed weights to stage: they are asked for it first."""
 
     @property
     def about(self) -> WeightsId | None:

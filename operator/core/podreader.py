@@ -55,7 +55,7 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         owned=owner_uid is not None and _controller(meta) == owner_uid,
         deletion_at=timestamp(meta.get("deletionTimestamp")),
         grace=meta.get("deletionGracePeriodSeconds"),
-        started=_has_run(status),
+        started=has_run(status),
         ready=conditions.get("Ready", {}).get("status") == "True",
         gate=gate.get("status") == "True",
         gate_boot=boot_of(gate.get("message", "")),
@@ -69,7 +69,7 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         followed=_has_followed(status),
         finished_at=max(_ends(status), default=None),
         last_known_at=_last_known(meta, status),
-        trouble=_trouble(status, conditions),
+        trouble=trouble_of(status, conditions),
         colocated=_is_colocated(obj),
         taken=_taken(notes),
     )
@@ -130,8 +130,8 @@ def _has_followed(status: Obj) -> bool:
     )
 
 
-def _has_run(status: Obj) -> bool:
-    """Whether a container has run that is no init container."""
+def has_run(status: Obj) -> bool:
+    """Return whether a container has run that is no init container."""
     states = (
         container.get(part) or {}
         for container in status.get("containerStatuses") or ()
@@ -171,8 +171,8 @@ def _last_words(log: str) -> str:
     return (told or ("" if plain.endswith("}") else plain))[:LAST_WORDS]
 
 
-def _trouble(status: Obj, conditions: Mapping[str, Any]) -> str:
-    """One sentence on what is wrong with the pod, empty if nothing is."""
+def trouble_of(status: Obj, conditions: Mapping[str, Any]) -> str:
+    """Return one sentence on what is wrong with the pod, empty if nothing is."""
     for container in _containers(status):
         state = container.get("state") or {}
         ended = state.get("terminated")

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from rollout_operator.api import names
 from rollout_operator.api.names import Condition
 from rollout_operator.api.revision import is_current
-from rollout_operator.api.spec import State
+from rollout_operator.api.spec import Mode, State
 from rollout_operator.api.status import (
     MAX_ERRORS,
     MAX_MEMBERS,
@@ -21,9 +21,10 @@ from rollout_operator.api.status import (
     Transition,
     UpdatePhase,
 )
-from rollout_worker.schemas import Lifecycle, WeightsId
+from rollout_worker.schemas import WeightsId
 
 from .findings import Finding, Kind, find
+from .gangs import Gang
 from .heads import Head, waits_for
 from .updates.status import weights_status
 from .view import View
@@ -36,19 +37,18 @@ def build_status(view: View, stored: RolloutReplicaStatus, now: float) -> Rollou
     """Return the whole status; times of what did not change are kept from `stored`."""
     found = find(view)
     wanted = [g for g in view.gangs.values() if g.index < view.wanted]
-    current = [
-        g for g in wanted if g.complete and all(is_current(p.revision, view.spec) for p in g.living)
-    ]
+    current = [g for g in wanted if g.complete and _is_current(view, g)]
     conditions = _conditions(view, found, stored, now)
     return RolloutReplicaStatus(
         observed_generation=view.seen.generation,
         phase=_phase(view, found),
         message=_sentence(view, found),
         replicas=sum(bool(g.living) for g in view.gangs.values()),
+        desired_replicas=view.spec.replicas,
         ready_replicas=view.ready,
         updated_replicas=len(current),
-        asleep_replicas=view.count(Lifecycle.ASLEEP),
-        selector=names.head_selector(view.seen.name),
+        asleep_replicas=view.asleep,
+        selector=_selector(view),
         weights=weights_status(view.weights, view.heads),
         last_transition=_transition(view, stored, now),
         members=_members(view),
@@ -60,6 +60,19 @@ def build_status(view: View, stored: RolloutReplicaStatus, now: float) -> Rollou
         last_errors=_last_errors(view, found.get(Kind.DEGRADED), stored, now),
         conditions=conditions,
     )
+
+
+def _is_current(view: View, gang: Gang) -> bool:
+    """Whether all its pods are of the latest revision; a trainer's pods have none."""
+    theirs = view.spec.mode is Mode.HYBRID
+    return theirs or all(is_current(pod.revision, view.spec) for pod in gang.living)
+
+
+def _selector(view: View) -> str:
+    """Label selector of one pod per replica."""
+    if view.spec.mode is Mode.HYBRID and view.spec.colocation is not None:
+        return view.spec.colocation.trainer_selector.text()
+    return names.head_selector(view.seen.name)
 
 
 def _new_restarts(view: View) -> int:
@@ -173,6 +186,9 @@ def _synced(view: View, stored: RolloutReplicaStatus) -> Verdict:
         return False, reason, update.message
     if _running_id(view) is not None and update is not None:
         return False, update.phase.value, update.message
+    if view.weights.withheld:
+        text = f"nobody has the bytes of weights {target}: publish again, under a higher version"
+        return False, "NoLiveCopy", text
     if view.spec.suspend:
         return False, "Suspended", f"no worker runs; {target} will be loaded before any serves"
     there = sum(a == target for a in actives)
@@ -200,7 +216,7 @@ def _running_id(view: View) -> WeightsId | None:
 
 
 def _asleep(view: View) -> Verdict:
-    count = view.at_rest if view.spec.state is State.ASLEEP else view.count(Lifecycle.ASLEEP)
+    count = view.at_rest if view.spec.state is State.ASLEEP else view.asleep
     whole = 0 < view.wanted <= count
     reason = "Asleep" if whole else "PartlyAsleep" if count else "Awake"
     return whole, reason, f"{count} of {view.wanted} replicas are asleep"

@@ -17,18 +17,36 @@ _CONTROL = {
 }
 
 
-def pool_services(name: str, namespace: str, uid: str) -> list[Obj]:
-    """Return the data Service and the headless Service of a pool."""
+def pool_services(
+    name: str,
+    namespace: str,
+    uid: str,
+    weights_port: int = names.WEIGHTS_PORT,
+    *,
+    selecting: bool = True,
+) -> list[Obj]:
+    """Return the data Service and the headless Service of a pool.
+
+    With `selecting` False they select no pods: their EndpointSlices are ours (`endpoints.py`).
+    """
     heads = {names.LABEL_POOL: name, names.LABEL_ROLE: names.ROLE_HEAD}
-    data = {"type": "ClusterIP", "selector": heads, "ports": [_DATA]}
-    everyone = {
+    data: Obj = {"type": "ClusterIP", "selector": heads, "ports": [_DATA]}
+    weights = {
+        "name": "weights",
+        "port": weights_port,
+        "targetPort": "weights",
+        "protocol": "TCP",
+    }
+    everyone: Obj = {
         "type": "ClusterIP",
         "clusterIP": "None",
         # Trainers and gangs must find workers that load, sleep or wait for weights, too.
         "publishNotReadyAddresses": True,
         "selector": {names.LABEL_POOL: name},
-        "ports": [_DATA, _CONTROL],
+        "ports": [_DATA, _CONTROL, weights],
     }
+    if not selecting:
+        del data["selector"], everyone["selector"]
     wanted = {names.data_service(name): data, names.heads_service(name): everyone}
     return [
         {
@@ -67,7 +85,7 @@ def repair(want: Mapping[str, Any]) -> list[Obj]:
     """
     spec = want["spec"]
     fields = {
-        "selector": spec["selector"],
+        "selector": spec.get("selector"),
         "ports": spec["ports"],
         "publishNotReadyAddresses": spec.get("publishNotReadyAddresses", False),
     }

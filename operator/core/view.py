@@ -11,7 +11,7 @@ from rollout_worker.schemas import Lifecycle, WeightsId
 from .gangs import Gang, PodPlan
 from .heads import Head
 from .updates.weights_plan import WeightsPlan
-from .world import Observed
+from .world import Observed, is_asleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,13 @@ class View:
         )
 
     @property
+    def asleep(self) -> int:
+        """Replicas whose worker says that it sleeps, with all its memory given back."""
+        return sum(
+            h.worker.state is not None and is_asleep(h.worker.state) for h in self.heads.values()
+        )
+
+    @property
     def unknown(self) -> int:
         """Replicas that did once what was asked of them and do not say what they do now."""
         return sum(
@@ -56,8 +63,9 @@ class View:
     @property
     def at_rest(self) -> int:
         """Replicas that are paused or asleep, as spec wants them; unknown is not changed."""
-        lifecycle = Lifecycle.PAUSED if self.spec.state is State.PAUSED else Lifecycle.ASLEEP
-        return self.count(lifecycle) + (self.unknown if self.was_at_rest else 0)
+        paused = self.spec.state is State.PAUSED
+        known = self.count(Lifecycle.PAUSED) if paused else self.asleep
+        return known + (self.unknown if self.was_at_rest else 0)
 
     @property
     def reached(self) -> bool:

@@ -59,6 +59,8 @@ class Pod:
     holds when a clock is set; the API server's times and our wall clock are the rest."""
     forced_ago: float | None = None
     """Seconds since this process tried to remove it by force."""
+    ended: bool = False
+    """Its process has ended, and its pod may start another one: of a trainer's pod."""
     colocated: bool = False
     """It uses a trainer's devices: it is never removed by force, for its engine may hold them still."""
     taken: Taken | None = None
@@ -76,8 +78,8 @@ class Pod:
 
     @property
     def finished(self) -> bool:
-        """Its process has ended and won't come back."""
-        return self.phase in ("Failed", "Succeeded")
+        """Its process has ended and won't come back; in a trainer's pod another one may."""
+        return self.ended or self.phase in ("Failed", "Succeeded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +95,16 @@ class CallError:
 
 
 def is_loaded(state: WorkerState) -> bool:
-    """Whether a worker that says this has a model."""
+    """Whether a worker that says this has a model, if perhaps no weights: it may wait for a commit."""
     without = (Lifecycle.STARTING, Lifecycle.LOADING, Lifecycle.FAILED)
-    return state.weights.active is not None and state.lifecycle not in without
+    known = state.weights.active is not None or state.lifecycle is Lifecycle.ASLEEP
+    return known and state.lifecycle not in without
+
+
+def is_asleep(state: WorkerState) -> bool:
+    """Whether a worker that says this has given all its memory back; waking, it takes it in steps."""
+    there = state.resident
+    return state.lifecycle is Lifecycle.ASLEEP and not (there.weights or there.kv_cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +118,8 @@ class Worker:
     failures: Mapping[str, CallError] = field(default_factory=dict)
     last: WorkerState | None = None
     """Its last answer to this process, however old; `state`, as long as that is believed."""
+    slot_seconds: float = 0.0
+    """For how long this process has seen the same version in its slot, in the same phase."""
     active: WeightsId | None = field(init=False, default=None)
     """Identity of the weights it would serve with."""
 

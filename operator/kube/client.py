@@ -34,6 +34,9 @@ RESOURCES: Mapping[str, _Resource] = {
     PLURAL: _Resource(f"/apis/{GROUP}/{VERSION}", API_VERSION, KIND),
     "pods": _Resource("/api/v1", "v1", "Pod"),
     "services": _Resource("/api/v1", "v1", "Service"),
+    "endpointslices": _Resource(
+        "/apis/discovery.k8s.io/v1", "discovery.k8s.io/v1", "EndpointSlice"
+    ),
     "resourceclaims": _Resource("/apis/resource.k8s.io/v1", "resource.k8s.io/v1", "ResourceClaim"),
     "serviceaccounts": _Resource("/api/v1", "v1", "ServiceAccount"),
     "leases": _Resource("/apis/coordination.k8s.io/v1", "coordination.k8s.io/v1", "Lease"),

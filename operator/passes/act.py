@@ -7,7 +7,9 @@ from contextlib import suppress
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Key, Obj
+from rollout_operator.api.spec import Mode
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.core.endpoints import with_gates
 from rollout_operator.core.plan import Plan
 from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.status_changes import owned_fields, without_progress
@@ -17,6 +19,7 @@ from rollout_operator.kube.errors import NotFound
 from .context import Context
 from .memory import OBSTACLE_SECONDS, Memory
 from .observe import Look, phase_of, poll
+from .slices import write_slices
 from .tell import count_update, post_events, show_figures
 from .writes import Writer
 
@@ -45,7 +48,7 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
         if look.seen.unsettled or writer.relabelled:
             found = found.added_to(memory.obstacles)  # nothing was tried that could show them gone
         _start_calls(ctx, look, plan)
-        if memory.meets(found, ctx.monotonic()) or writer.relabelled:
+        if memory.meets(found, ctx.monotonic()) or writer.relabelled or writer.sliced:
             return 0.0
         if found.labels:
             later = soonest(later, OBSTACLE_SECONDS)
@@ -98,10 +101,15 @@ async def keep_status(
 async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) -> Writer:
     key, spec, seen = look.key, look.spec, look.seen
     writer = Writer(ctx, key, seen.uid)
+    if spec.mode is Mode.HYBRID:
+        await writer.services(selecting=False)
+        members = with_gates(seen.pods, plan.gates, ctx.clock())
+        writer.sliced = await write_slices(writer, members)
+        return writer
     defaults = ctx.config.engine(spec.engine.type)
     turn = ctx.config.turn_claim
     builder = PodBuilder(key.name, key.namespace, seen.uid, seen.retry, spec, defaults, turn)
-    await writer.services()
+    await writer.services(spec.weights.transport.port)
     await writer.all(
         writer.relabel(p.name, p.uid, names.worker_labels(key.name, p.replica, p.rank))
         for p in seen.pods

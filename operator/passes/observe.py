@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from rollout_operator.api import names
 from rollout_operator.api.names import Condition
 from rollout_operator.api.objects import Key, Obj
-from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.api.spec import Mode, RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.core.endpoints import read_gates
+from rollout_operator.core.hybrid import Candidate, members
 from rollout_operator.core.trainers import Beside, DeviceClaim, Trainer
-from rollout_operator.core.world import Observed
+from rollout_operator.core.world import Observed, Pod
 
 from .context import Context
 from .memory import Memory
@@ -36,9 +38,13 @@ def observe(
     """Turn what the store and the polls hold about a pool into plain values."""
     meta = pool["metadata"]
     notes = meta.get("annotations") or {}
-    ours, predecessors = memory.pods.read(ctx.store.pods(key), key.name, meta["uid"])
-    told = memory.witness.testify((*ours, *predecessors), ctx.monotonic())
-    pods = told[: len(ours)]
+    if spec.mode is Mode.HYBRID:
+        told, beside = _members(ctx, key, spec, meta["uid"])
+        pods = told
+    else:
+        ours, predecessors = memory.pods.read(ctx.store.pods(key), key.name, meta["uid"])
+        told = memory.witness.testify((*ours, *predecessors), ctx.monotonic())
+        pods, beside = told[: len(ours)], _beside(ctx, key, spec)
     heads = [p for p in pods if p.rank == 0]
     return Observed(
         name=key.name,
@@ -54,10 +60,23 @@ def observe(
         barrier=memory.barrier,
         paused=notes.get(names.ANNOTATION_PAUSED) == "true",
         retry=notes.get(names.ANNOTATION_RETRY, ""),
-        predecessors=told[len(ours) :],
+        predecessors=told[len(pods) :],
         awaited=frozenset(memory.obstacles.awaited),
-        beside=_beside(ctx, key, spec),
+        beside=beside,
     )
+
+
+def _members(
+    ctx: Context, key: Key, spec: RolloutReplicaSpec, uid: str
+) -> tuple[tuple[Pod, ...], Beside]:
+    """The trainer's pods as members of a Hybrid pool; none while they are not listed."""
+    assert spec.colocation is not None, "the CRD demands a selector"
+    found = ctx.neighbours.inside(key, spec.colocation.trainer_selector.text())
+    if found.unknown is not None:
+        return (), Beside(unknown=found.unknown)
+    gates = read_gates(ctx.store.slices(key), key.name, uid)
+    candidates = (pod for pod in found.pods if isinstance(pod, Candidate))
+    return members(spec, candidates, gates), Beside(claims={})
 
 
 def _beside(ctx: Context, key: Key, spec: RolloutReplicaSpec) -> Beside:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Key, Obj
-from rollout_operator.api.spec import InvalidSpec
+from rollout_operator.api.spec import InvalidSpec, Mode
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.decide import decide
-from rollout_operator.core.plan import Plan, Wait
+from rollout_operator.core.plan import Note, Plan, Wait
 from rollout_operator.core.stuck import free_the_stuck
 from rollout_operator.core.unreadable import conditions_for_invalid
 from rollout_operator.kube.errors import Conflict, NotFound
@@ -59,7 +59,7 @@ class Reconciler:
         if memory.first_look is None:
             memory.recall()
         look = Look(key, pool, spec, stored, observe(self.ctx, key, pool, spec, memory))
-        if spec.colocation is not None and look.seen.beside.asked:
+        if self._knows_too_little(look):
             return None  # the lists' end, or what is wrong with them, wakes the pool
         if not memory.first_polls_done:
             left = wait_for_first_polls(self.ctx, key, look.seen, memory)
@@ -74,6 +74,18 @@ class Reconciler:
             # Somebody wrote the object since it was read: retry with what the watch brings.
             logger.debug("%s changed meanwhile: %s", key, error)
             return 0.2
+
+    def _knows_too_little(self, look: Look) -> bool:
+        """Whether nothing can be decided yet of a pool beside a trainer, or in it."""
+        beside = look.seen.beside
+        if look.spec.mode is not Mode.HYBRID:
+            return look.spec.colocation is not None and beside.asked
+        if beside.unknown:
+            # Without its members nothing can be said of it: status and Services stay as they are.
+            why = f"can't list the trainer's pods: {beside.unknown}"
+            note = Note("Warning", "TrainerUnknown", why)
+            self.ctx.recorder.event(look.pool, note.type, note.reason, note.message)
+        return beside.claims is None
 
     async def _let_go(self, key: Key, pool: Obj | None) -> float | None:
         """Let go of a deleted object: the garbage collector does the rest, except for stuck pods."""

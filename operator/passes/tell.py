@@ -8,6 +8,7 @@ from typing import Literal
 
 from rollout_operator.api.names import Condition
 from rollout_operator.api.objects import Key, Obj
+from rollout_operator.api.spec import Mode
 from rollout_operator.api.status import (
     LastUpdate,
     PoolCondition,
@@ -84,15 +85,28 @@ def show_figures(ctx: Context, key: Key, pool: Obj, status: RolloutReplicaStatus
         weights["active_min"] = status.weights.active.min.identity.as_tuple()
         weights["active_max"] = status.weights.active.max.identity.as_tuple()
     figures = PoolFigures(
-        desired=int(pool["spec"].get("replicas", 1)),
+        desired=_desired(pool, status),
         replicas=status.replicas,
         ready=status.ready_replicas,
         asleep=status.asleep_replicas,
         restarts=status.restarts,
         weights=weights,
         conditions={c.type: c.status for c in status.conditions},
+        degraded=_degraded(status),
     )
     ctx.telemetry.pool(key, figures)
+
+
+def _desired(pool: Obj, status: RolloutReplicaStatus) -> int:
+    """Replicas that should run: how many a Hybrid pool has, only its status knows."""
+    if pool["spec"].get("mode") == Mode.HYBRID:
+        return status.desired_replicas
+    return int(pool["spec"].get("replicas", 1))
+
+
+def _degraded(status: RolloutReplicaStatus) -> str | None:
+    found = status.condition(Condition.DEGRADED)
+    return found.reason if found is not None and found.status == "True" else None
 
 
 def _changed(condition: PoolCondition, before: PoolCondition | None) -> bool:

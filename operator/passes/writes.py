@@ -15,6 +15,7 @@ from typing import Any
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Key, Obj
+from rollout_operator.core.endpoints import is_controlled
 from rollout_operator.core.plan import DeletePod, SetGate
 from rollout_operator.core.podreader import BOOT_PREFIX, is_leftover
 from rollout_operator.core.services import differs, pool_services, repair
@@ -66,12 +67,14 @@ class Writer:
         self.obstacles = Obstacles()
         self.relabelled = 0
         """Pods that are found again: what to do with them is for the next pass."""
+        self.sliced = False
+        """EndpointSlices were written: who serves by them is for the next pass to tell."""
         self._limit = asyncio.Semaphore(AT_ONCE)
 
-    async def all(self, writes: Iterable[Coroutine[Any, Any, None]]) -> None:
+    async def all(self, writes: Iterable[Coroutine[Any, Any, object]]) -> None:
         """Run writes, a bounded number at once; raise the first failure once all have ended."""
 
-        async def bounded(write: Coroutine[Any, Any, None]) -> None:
+        async def bounded(write: Coroutine[Any, Any, object]) -> None:
             async with self._limit:
                 await write
 
@@ -80,17 +83,22 @@ class Writer:
             if isinstance(result, BaseException):
                 raise result
 
-    async def services(self) -> None:
+    async def services(
+        self, weights_port: int = names.WEIGHTS_PORT, *, selecting: bool = True
+    ) -> None:
         """Create the two Services, or repair what somebody changed."""
         stored = {
             o["metadata"]["name"]: o
             for o in self.ctx.store.services(self.key)
-            if self._is_ours(o) and not o["metadata"].get("deletionTimestamp")
+            if self.is_ours(o) and not o["metadata"].get("deletionTimestamp")
         }
         waited_for = {
-            o["metadata"]["name"] for o in self.ctx.store.services(self.key) if self._will_go(o)
+            o["metadata"]["name"] for o in self.ctx.store.services(self.key) if self.will_go(o)
         }
-        for want in pool_services(self.key.name, self.key.namespace, self.uid):
+        key = self.key
+        for want in pool_services(
+            key.name, key.namespace, self.uid, weights_port, selecting=selecting
+        ):
             name = want["metadata"]["name"]
             have = stored.get(name)
             if have is None:
@@ -104,46 +112,52 @@ class Writer:
                 )
                 self.ctx.store.upsert("services", answer)
 
-    async def create(self, resource: str, body: Obj) -> None:
-        """Create a child; a taken name is success only if the object there is ours."""
+    async def create(self, resource: str, body: Obj) -> Obj | None:
+        """Create a child; a taken name is success only if the object there is ours.
+
+        Returns:
+            What is there now and ours; None: nothing, and `obstacles` says why.
+        """
         name = body["metadata"]["name"]
         label = f"{body['kind'].lower()}/{name}"
         try:
             made = await self.ctx.kube.create(resource, body)
         except AlreadyExists:
-            await self._look_at_namesake(resource, body, label)
-            return
+            return await self._look_at_namesake(resource, body, label)
         except (Invalid, Forbidden) as error:
             self.obstacles.rejections[label] = f"{label} was rejected: {error.message}" + (
                 _ACCOUNT_HINT if "service account" in error.message else ""
             )
-            return
+            return None
         uid = made["metadata"]["uid"]
         if not self._is_known(uid):  # else the watch was faster than the answer
             self.ctx.expectations.expect_create(self.key, resource, name, uid)  # type: ignore[arg-type]
         self.ctx.store.upsert(resource, made)  # type: ignore[arg-type]
         logger.info("created %s", label, extra=self._extra())
+        return made
 
-    async def _look_at_namesake(self, resource: str, body: Obj, label: str) -> None:
+    async def _look_at_namesake(self, resource: str, body: Obj, label: str) -> Obj | None:
         name = body["metadata"]["name"]
         try:
             found = await self.ctx.kube.get(resource, self.key.namespace, name)
         except NotFound:
-            return  # gone in between: the next pass creates it
+            return None  # gone in between: the next pass creates it
         self.ctx.store.upsert(resource, found)  # type: ignore[arg-type]
-        if self._will_go(found):
-            if not self._is_ours(found):
+        if self.will_go(found):
+            if not self.is_ours(found):
                 self.obstacles.awaited.add(label)
-            return
-        if not self._is_ours(found):
+            return None
+        if not self.is_ours(found):
             self.obstacles.conflicts[label] = (
                 f"{label} exists but is not ours: delete it, or give the RolloutReplica another name"
             )
-        elif resource == "pods":
+            return None
+        if resource == "pods":
             # Not its revision, nor what the user adds: this may be a pod of an older template.
             ours = body["metadata"]["labels"].keys() & names.worker_labels("", 0, 0).keys()
             labels = {label: body["metadata"]["labels"][label] for label in ours}
             await self.relabel(name, found["metadata"]["uid"], labels)
+        return found
 
     async def seek(self, body: Obj) -> None:
         """Look for a pod that the watch does not show; ours gets its labels back."""
@@ -167,18 +181,19 @@ class Writer:
         text = "repairing pod %s: somebody changed the labels by which it is found"
         logger.info(text, name, extra=self._extra())
 
-    def _will_go(self, obj: Obj) -> bool:
-        """It terminates, or the garbage collector will delete it: its name gets free."""
+    def will_go(self, obj: Obj) -> bool:
+        """Whether it terminates, or the garbage collector will delete it: its name gets free."""
         going = obj["metadata"].get("deletionTimestamp") is not None
         return going or is_leftover(obj, self.key.name, self.uid)
 
     def _is_known(self, uid: str) -> bool:
-        stored = (*self.ctx.store.pods(self.key), *self.ctx.store.services(self.key))
+        store = self.ctx.store
+        stored = (*store.pods(self.key), *store.services(self.key), *store.slices(self.key))
         return any(obj["metadata"]["uid"] == uid for obj in stored)
 
-    def _is_ours(self, obj: Obj) -> bool:
-        refs = obj["metadata"].get("ownerReferences") or ()
-        return any(r.get("controller") and r.get("uid") == self.uid for r in refs)
+    def is_ours(self, obj: Obj) -> bool:
+        """Whether the pool's object is its controller."""
+        return is_controlled(obj, self.uid)
 
     async def delete(self, pod: DeletePod) -> None:
         """Delete exactly this pod; gone or replaced is success."""

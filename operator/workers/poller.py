@@ -50,6 +50,7 @@ class Observation:
         at: Monotonic time of `state`, or of the first poll's end if there is none.
         failures: Polls in a row that failed.
         stale: No answer for more than 15 s (longer where the interval is stretched).
+        slot_seconds: How long its slot has held the same version in the same phase.
     """
 
     state: WorkerState | None
@@ -57,6 +58,7 @@ class Observation:
     at: float
     failures: int
     stale: bool
+    slot_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -70,6 +72,9 @@ class _Head:
     answered_at: float | None = None
     failures: int = 0
     was_stale: bool = False
+    slot: object = None
+    """Version and phase of its staging slot, and since when they were seen."""
+    slot_since: float = 0.0
     waiters: list[asyncio.Event] = field(default_factory=list)
 
 
@@ -145,7 +150,9 @@ class Poller:
         if head is None or (head.answered_at is None and head.failures == 0):
             return None
         at = head.since if head.answered_at is None else head.answered_at
-        return Observation(head.state, head.error, at, head.failures, self._is_stale(head))
+        slot_seconds = self._clock() - head.slot_since if head.slot else 0.0
+        stale = self._is_stale(head)
+        return Observation(head.state, head.error, at, head.failures, stale, slot_seconds)
 
     async def _work(self) -> None:
         while True:
@@ -190,6 +197,10 @@ class Poller:
             changed = fingerprint != head.fingerprint or head.error is not None or head.was_stale
             head.state, head.fingerprint = state, fingerprint
             head.answered_at = self._clock()
+            staged = state.weights.staged
+            slot = staged and (staged.epoch, staged.version, staged.phase)
+            if slot != head.slot:
+                head.slot, head.slot_since = slot, head.answered_at
             head.failures = 0
         else:
             changed = head.failures == 0

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rollout_client.control import ControlError, WorkerControl
+from rollout_client.control import ControlError, ControlUnreachable, WorkerControl
 from rollout_operator.api import names
 from rollout_operator.api.objects import Key
 from rollout_operator.core.plan import CallWorker, Verb
 from rollout_operator.core.world import CallError, Pod, Worker
-from rollout_worker.schemas import StagedWeights, StageRequest, WeightsId
+from rollout_operator.kube.errors import KubeError
+from rollout_worker.schemas import (
+    OfferRequest,
+    Peer,
+    PushedBytes,
+    StagedWeights,
+    StageRequest,
+    StageSource,
+    WeightsId,
+)
 
 from .calls import Calls
 from .poller import Poller
@@ -63,6 +72,7 @@ class Workers:
             running=running,
             failures=failures,
             last=seen.state if seen is not None else None,
+            slot_seconds=seen.slot_seconds if seen is not None else 0.0,
         )
 
     def watch(self, key: Key, heads: Iterable[Pod], fast: Collection[str]) -> frozenset[str]:
@@ -85,7 +95,8 @@ class Workers:
         worker = self.control(key, address_of(pod))
 
         async def make() -> None:
-            await _send(worker, call)
+            planned = await self._with_peers(key, call) if call.peers else call
+            await _send(worker, planned)
             if call.verb is Verb.STAGE:
                 # Other calls refresh the view of their worker by themselves: their lane is the pod.
                 await self.poller.refresh(call.uid)
@@ -93,6 +104,35 @@ class Workers:
         return self.calls.start(
             key, lane_of(call.uid, call.verb), call.verb, make, call.deadline_seconds, call.about
         )
+
+    async def _with_peers(self, key: Key, call: CallWorker) -> CallWorker:
+        """Return the stage with peers to fetch from: each is asked for a ticket, good for one fetch."""
+        assert isinstance(call.body, StageRequest), "only weights are fetched"
+        body = call.body
+        asked = OfferRequest(epoch=body.epoch, version=body.version)
+        controls = [self.control(key, _control_port(ip)) for ip in call.peers]
+        answers = await asyncio.gather(
+            *(each.offer(asked) for each in controls), return_exceptions=True
+        )
+        offers = []
+        for ip, answer in zip(call.peers, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                offers.append((ip, answer))
+            elif not isinstance(answer, ControlError | ControlUnreachable | KubeError):
+                raise answer
+        wanted = body.root_hash or (offers[0][1].root_hash if offers else None)
+        same = [(ip, offer) for ip, offer in offers if offer.root_hash == wanted]
+        if not same:
+            told = "; ".join(
+                f"{ip}: {answer}" for ip, answer in zip(call.peers, answers, strict=True)
+            )
+            what = f"no replica gives weights ({body.epoch}, {body.version}): {told}"
+            raise ControlError(409, "no-copy", what)
+        peers = tuple(Peer(host=ip, port=o.port, ticket=o.ticket) for ip, o in same)
+        first = same[0][1]
+        pushed = PushedBytes(layout_id=first.layout_id, bytes=first.bytes, peers=peers)
+        change = {"source": StageSource(pushed=pushed), "root_hash": wanted}
+        return replace(call, body=body.model_copy(update=change))
 
 
 def lane_of(uid: str, verb: Verb) -> str:
@@ -102,7 +142,11 @@ def lane_of(uid: str, verb: Verb) -> str:
 
 def address_of(pod: Pod) -> str:
     """Control port of a pod."""
-    host = f"[{pod.ip}]" if pod.ip and ":" in pod.ip else pod.ip
+    return _control_port(pod.ip)
+
+
+def _control_port(ip: str | None) -> str:
+    host = f"[{ip}]" if ip and ":" in ip else ip
     return f"{host}:{names.CONTROL_PORT}"
 
 

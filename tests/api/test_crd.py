@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from localkube import Cluster
-from manifests import COLOCATED, FULL, GPU, pool, source, target
+from manifests import COLOCATED, FULL, GPU, HYBRID, pool, pushed, source, target
 from namespaced import Namespace
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_worker.schemas import WeightsId
@@ -43,6 +43,28 @@ def test_takes_every_field_of_a_colocated_pool(space: Namespace) -> None:
     assert found.colocation.trainer_selector.text() == "job=grpo,role in (rank,head)"
     columns = space.kubectl("get", "rr", "beside").split()
     assert "Colocated" in columns
+
+
+def test_takes_a_hybrid_pool_and_does_not_scale_it(space: Namespace) -> None:
+    said = {"state": "Paused", "sleep": {"level": 2}, "drainSeconds": 3}
+    manifest = pool("inside", HYBRID | said | target(1, 2) | {"serviceAccountName": "trainer"})
+    space.kubectl("create", "-f", "-", manifest=manifest)
+    stored = json.loads(space.kubectl("get", "rr", "inside", "-o", "json"))
+    assert parse_spec(stored).mode == "Hybrid"
+    refusal = space.refusal("scale", "rr", "inside", "--replicas=3")
+    assert (
+        "spec.replicas: a Hybrid pool has one replica in each of the trainer's pods, not 3"
+        in refusal
+    )
+    assert "spec.suspend must be false in mode Hybrid" in space.refused_patch(
+        "inside", {"suspend": True}
+    )
+    status = {"status": {"desiredReplicas": 2, "readyReplicas": 2}}
+    space.kubectl(
+        *("patch", "rr", "inside", "--subresource=status", "--type=merge", "-p", json.dumps(status))
+    )
+    row = space.kubectl("get", "rr", "inside").splitlines()[1].split()
+    assert row[1:5] == ["Hybrid", "hf", "2", "2"], "as many as the trainer has pods"
 
 
 def test_a_trainers_selector_is_taken_by_the_api_server(space: Namespace) -> None:
@@ -92,8 +114,29 @@ TRANSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "a merge patch that forgets the old source": (
         {},
         target(3, 0, None),
-        "needs exactly one of path and checkpoint: keep one (in a merge patch, set the other to "
-        "null)",
+        "needs exactly one of path, checkpoint and pushed: keep one (in a merge patch, set the others "
+        "to null)",
+    ),
+    "pushed after a path": ({}, pushed(2, 6, instead_of="path"), None),
+    "pushed after pushed": (pushed(2, 5), pushed(2, 6), None),
+    "a path after pushed": (
+        pushed(2, 5),
+        {
+            "weights": {
+                "target": {"epoch": 2, "version": 6, "source": {"path": "b", "pushed": None}}
+            }
+        },
+        None,
+    ),
+    "pushed for a version that has a path": (
+        {},
+        pushed(2, 5, instead_of="path"),
+        "spec.weights.target.source must not change for the same epoch and version: raise",
+    ),
+    "pushed at a lower version": (
+        pushed(2, 5),
+        pushed(2, 4),
+        "(2, 4) is lower than the stored (2, 5): raise version, or use epoch 3",
     ),
     "same again": ({}, target(2, 5, "a"), None),
     "version goes down": (
@@ -162,7 +205,7 @@ TRANSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
         {"colocation": {"trainerSelector": {"matchLabels": {"job": "ppo"}}}},
         "spec.colocation is immutable: create another RolloutReplica",
     ),
-    "no trainer": (COLOCATED, {"colocation": None}, "set both or neither"),
+    "no trainer": (COLOCATED, {"colocation": None}, "set it there, and only there"),
     "image and resources": (
         {},
         {"engine": {"image": "x:2"}, "resources": {"requests": {"cpu": "2"}}},
@@ -216,6 +259,7 @@ STATUS: dict[str, Any] = {
     "phase": "Updating",
     "message": "waiting for 1 of 2 replicas to load weights (1, 7)",
     "replicas": 2,
+    "desiredReplicas": 2,
     "readyReplicas": 1,
     "updatedReplicas": 2,
     "asleepReplicas": 0,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from localkube import Cluster
-from manifests import COLOCATED, GPU, pool, source, target
+from manifests import COLOCATED, GPU, HYBRID, merged, pool, source, target
 from namespaced import Namespace
 
 
@@ -31,6 +31,36 @@ def mount(path: str, name: str = "data") -> dict[str, Any]:
     )
 
 
+NOT_INSIDE: dict[str, Any] = {
+    "engine.image": "x",
+    "engine.imagePullPolicy": "Always",
+    "engine.args": ["--a"],
+    "engine.env": [{"name": "A", "value": "1"}],
+    "engine.logprobs": "Raw",
+    "model": {"source": {"path": "/m"}},
+    "accelerator": GPU,
+    "resources": {"limits": {"cpu": "1"}},
+    "sleep.spill": {"medium": "Disk"},
+    "weights.volume": {"claim": {"name": "w"}},
+    "weights.stagingMemory": "1Gi",
+    "weights.transport": {"port": 8010},
+    "updateStrategy": {"maxUnavailable": 2},
+    "restartPolicy": {"maxRestarts": 2},
+    "worker": {"maxQueue": 2},
+    "podTemplate": {"labels": {"a": "b"}},
+    "colocation.request": "gpus",
+}
+"""What is said to pods, or to an engine that the operator starts."""
+
+
+def nested(field: str, value: Any) -> dict[str, Any]:
+    """Return a change of one field, named by its path."""
+    for part in reversed(field.split(".")):
+        value = {part: value}
+    change: dict[str, Any] = value
+    return change
+
+
 def colocated(**fields: Any) -> dict[str, Any]:
     """A pool beside a trainer, with these fields of its colocation."""
     return {"mode": "Colocated", "colocation": {**COLOCATED["colocation"], **fields}}
@@ -40,7 +70,45 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "negative replicas": ({"replicas": -1}, "spec.replicas in body should be greater than or"),
     "too many replicas": ({"replicas": 10000}, "spec.replicas in body should be less than or"),
     "replicas null type": ({"replicas": "two"}, "spec.replicas"),
-    "unknown mode": ({"mode": "Hybrid"}, 'spec.mode: Unsupported value: "Hybrid"'),
+    "unknown mode": ({"mode": "Inside"}, 'spec.mode: Unsupported value: "Inside"'),
+    "no model": (
+        {"model": None},
+        "spec.model is required: name the checkpoint in spec.model.source",
+    ),
+    "hybrid without a trainer": (
+        {**HYBRID, "colocation": None},
+        "spec.colocation belongs to the modes Colocated and Hybrid: set it there, and only there",
+    ),
+    "hybrid replicas": (
+        {**HYBRID, "replicas": 2},
+        "spec.replicas: a Hybrid pool has one replica in each of the trainer's pods, not 2: leave it "
+        "out, and scale the trainer",
+    ),
+    "hybrid and no replicas": ({**HYBRID, "replicas": 0}, "not 0: leave it out"),
+    "hybrid suspension": (
+        {**HYBRID, "suspend": True},
+        "spec.suspend must be false in mode Hybrid: the pods are the trainer's; set spec.state to "
+        "Asleep to get their memory back",
+    ),
+    "hybrid parallelism": (
+        {**HYBRID, "engine": {"type": "vllm"}, "parallelism": {"tensor": 2}},
+        "spec.parallelism must not be set in mode Hybrid: the trainer starts the engine with",
+    ),
+    "hybrid gangs": (
+        {**HYBRID, "engine": {"type": "vllm"}, "parallelism": {"tensor": 2, "nodes": 2}},
+        "spec.parallelism must not be set in mode Hybrid",
+    ),
+    "hybrid slots": (
+        merged(HYBRID, {"colocation": {"slots": 2}}),
+        "spec.colocation.slots must be 1 in mode Hybrid: each of the trainer's pods is one replica",
+    ),
+    **{
+        f"hybrid {field}": (
+            merged(HYBRID, nested(field, value)),
+            f"spec.{field} must not be set in mode Hybrid: ",
+        )
+        for field, value in NOT_INSIDE.items()
+    },
     "unknown state": ({"state": "Awake"}, 'supported values: "Active", "Paused", "Asleep"'),
     "sleep level": ({"sleep": {"level": 3}}, "spec.sleep.level: Unsupported value: 3"),
     "spill in a folder and a volume": (
@@ -143,7 +211,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "valueFrom needs exactly one of secretKeyRef, configMapKeyRef and fieldRef: keep one",
     ),
     "env name": (env({"name": "1 A"}), "spec.engine.env[0].name"),
-    "no model": ({"model": None}, "spec.model: Required value"),
     "no source": (source(), "spec.model.source needs exactly one of path, claim and hub: keep one"),
     "two sources": (
         source(path="/m", claim={"name": "c"}),
@@ -253,11 +320,45 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
                 "target": {"epoch": 1, "version": 1, "source": {"path": "a", "checkpoint": {}}}
             }
         },
-        "spec.weights.target.source needs exactly one of path and checkpoint: keep one",
+        "spec.weights.target.source needs exactly one of path, checkpoint and pushed: keep one",
+    ),
+    "a path of pushed weights": (
+        {"weights": {"target": {"epoch": 1, "version": 1, "source": {"path": "a", "pushed": {}}}}},
+        "spec.weights.target.source needs exactly one of path, checkpoint and pushed: keep one",
+    ),
+    "unknown field of pushed": (
+        {
+            "weights": {
+                "target": {"epoch": 1, "version": 1, "source": {"pushed": {"layoutId": "a"}}}
+            }
+        },
+        'unknown field "spec.weights.target.source.pushed.layoutId"',
+    ),
+    "pushed to replicas of two pods": (
+        {
+            "engine": {"type": "vllm"},
+            "accelerator": GPU,
+            "parallelism": {"tensor": 2, "nodes": 2},
+            "weights": {"target": {"epoch": 1, "version": 1, "source": {"pushed": {}}}},
+        },
+        "spec.weights.target.source.pushed: replicas of several pods take no pushed weights, and "
+        "parallelism.nodes is 2: publish files, as source.path",
+    ),
+    "(0, 0) pushed": (
+        {"weights": {"target": {"epoch": 0, "version": 0, "source": {"pushed": {}}}}},
+        "(0, 0) is the model's own checkpoint: set source to {checkpoint: {}}, or raise version",
+    ),
+    "weights port of another": (
+        {"weights": {"transport": {"port": 8001}}},
+        "spec.weights.transport.port must not be 8000, 8001 or 8003, the worker's other ports",
+    ),
+    "weights port of root": (
+        {"weights": {"transport": {"port": 80}}},
+        "spec.weights.transport.port in body should be greater than or equal to 1024",
     ),
     "no weights source": (
         {"weights": {"target": {"epoch": 1, "version": 1, "source": {}}}},
-        "spec.weights.target.source needs exactly one of path and checkpoint: keep one",
+        "spec.weights.target.source needs exactly one of path, checkpoint and pushed: keep one",
     ),
     "weights path upwards": (
         target(1, 1, "../secrets"),
@@ -352,11 +453,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "colocated without a trainer": (
         {"mode": "Colocated"},
-        "spec.colocation and spec.mode Colocated belong together: set both or neither",
+        "spec.colocation belongs to the modes Colocated and Hybrid: set it there, and only there",
     ),
     "a trainer beside a pool of its own devices": (
         {"mode": "Standalone", "colocation": COLOCATED["colocation"]},
-        "spec.colocation and spec.mode Colocated belong together: set both or neither",
+        "spec.colocation belongs to the modes Colocated and Hybrid: set it there, and only there",
     ),
     "colocated with an accelerator": (
         {**COLOCATED, "engine": {"type": "vllm"}, "accelerator": GPU},

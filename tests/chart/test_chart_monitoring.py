@@ -164,11 +164,17 @@ def condition(kind: str, status: str = "True") -> dict[str, str]:
             "RolloutPoolWeightsBehind",
             {"namespace": "a", "pool": "p"},
         ),
+        (
+            {'rollout_pool_degraded{namespace="a",pool="p",reason="NoLiveCopy"}': "1x130"},
+            5,
+            "RolloutPoolNoLiveCopy",
+            {"namespace": "a", "pool": "p", "reason": "NoLiveCopy"},
+        ),
         ({"rollout_operator_leader": "0x130"}, 5, "RolloutOperatorNoLeader", {}),
     ],
     ids=[
         *("degraded", "not serving", "pods refused", "one of eight missing", "one lost asleep"),
-        *("version behind", "epoch behind", "no leader"),
+        *("version behind", "epoch behind", "no live copy", "no leader"),
     ],
 )
 def test_alert_fires(

@@ -20,6 +20,7 @@ POOLS: Rights = {
     "/pods/status": {"patch"},
     "/services": {"get", "list", "watch", "create", "patch"},
     "resource.k8s.io/resourceclaims": {"list", "watch"},
+    "discovery.k8s.io/endpointslices": {"get", "list", "watch", "create", "patch"},
     "events.k8s.io/events": {"create"},
 }
 

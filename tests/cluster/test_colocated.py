@@ -1,7 +1,7 @@
 """A trainer and a worker take turns on the same devices of a node, whatever happens to either.
 
 The devices exist on paper, everything else is real: claims, scheduler, kubelet, driver, locks, engine. A judge
-below the node looks each millisecond who has memory (hack/demo/judge.py). The tests tell one story, in order.
+below the node looks each millisecond who has memory (hack/demo/judge.py, looks.py). The tests tell one story, in order.
 """
 
 from __future__ import annotations
@@ -134,6 +134,28 @@ def test_a_worker_that_is_killed_in_its_turn_gives_way(sharing: Sharing, pool: P
     sharing.both_have_turns()
 
 
+def test_a_worker_that_is_killed_asleep_waits_for_the_holder_that_stands_still(
+    sharing: Sharing, pool: Pool
+) -> None:
+    """It loads nothing beside the trainer, and status names who is waited for."""
+    holder = sharing.trainer_pod()["metadata"]
+    sharing.until_had_by(holder["uid"])
+    with sharing.frozen_trainer():
+        pool.eventually("it sleeps", lambda: sharing.having() == {holder["uid"]}, 10)
+        pool.kill()
+
+        node = sharing.trainer_pod()["spec"]["nodeName"]
+        device = f"{fakedevices.DRIVER}/{node}/gpu-0"
+        whom = f"is Loading: waiting for the turn: {device} is held by {holder['name']}"
+
+        def told() -> list[tuple[str, str]]:
+            return [(m.get("turn", ""), m.get("message", "")) for m in pool.status()["members"]]
+
+        pool.eventually(whom, lambda: told() == [("Waiting", whom)], 90)
+        assert sharing.having() == {holder["uid"]}
+    sharing.both_have_turns()
+
+
 def test_neither_operator_nor_api_server_decides(sharing: Sharing, pool: Pool) -> None:
     for pid in operator_pids(sharing.cluster):
         os.kill(pid, signal.SIGKILL)
@@ -151,6 +173,17 @@ def test_the_worker_follows_a_trainer_whose_claim_goes_with_it(
     template = {"resourceClaimTemplateName": "gpus"}
     sharing.apply(claim_template("gpus"), trainer(pool.name, template))
     pool.eventually("a worker beside the new trainer", lambda: follows(sharing, pool), 90)
+    beside(sharing, pool)
+
+
+def test_a_generated_claim_takes_the_worker_along_when_its_trainers_pod_is_deleted(
+    sharing: Sharing, pool: Pool
+) -> None:
+    before = pool.pod()["metadata"]["uid"]
+    sharing.until_had_by(before)
+    sharing.cluster.kubectl("-n", NAMESPACE, "delete", "pod", "trainer-0", "--timeout=60s")
+    pool.eventually("a worker beside the new pod", lambda: follows(sharing, pool), 90)
+    assert pool.pod()["metadata"]["uid"] != before
     sharing.both_have_turns()
     beside(sharing, pool)
 

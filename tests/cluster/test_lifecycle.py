@@ -72,8 +72,8 @@ def test_reconcile_paused_and_kubectl_scale(life: Fleet) -> None:
     time.sleep(3)
     assert len(life.pods()) == 2
     life.annotate(reconcile_paused=None)
+    # That what `kubectl scale` adds comes to serve is seen in `test_client_life`.
     life.eventually("it goes on", lambda: len(life.pods()) == 3, 40)
-    life.wait("Ready")
     life.kubectl("scale", "rr", "w", "--replicas=2")
     life.eventually("two pods are left", lambda: len(life.pods()) == 2, 40)
     life.wait("Ready")
@@ -132,9 +132,12 @@ def test_a_changed_service_is_mended(life: Fleet) -> None:
     life.eventually("and who called that Service is answered again", answers)
 
 
+@pytest.mark.soak
 def test_the_operator_is_killed_and_nothing_happens_to_the_pool(
     cluster: Cluster, life: Fleet
 ) -> None:
+    """Most of it waits for the Lease to run out. Every day it dies while a pool commits, which goes on serving
+    (`test_the_operator_dies_while_committing`), and among workers that take turns (`test_colocated`)."""
     version = life.get()["metadata"]["resourceVersion"]
     for pid in operator_pids(cluster):
         os.kill(pid, signal.SIGKILL)
@@ -225,8 +228,10 @@ def test_an_upgrade_of_the_operator_rolls_nothing(
     assert life.get()["metadata"]["resourceVersion"] == version, "nothing was written either"
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("upgraded")
 def test_deleted_while_the_operator_is_down(cluster: Cluster, pool: MakePool) -> None:
+    """Every day this is seen of pods without processes, in `tests/scale/test_fleet.py`."""
     made = pool("orphan", replicas=1)
     made.eventually("it has a pod", lambda: made.pods(), 30)
     stop_operator(cluster)

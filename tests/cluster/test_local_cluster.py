@@ -305,7 +305,9 @@ def test_a_running_cluster_keeps_its_devices(one_node: Cluster) -> None:
     assert "runs with 2 devices a node" in said
 
 
+@pytest.mark.soak
 def test_a_crashed_node_is_noticed_and_comes_back(one_node: Cluster) -> None:
+    """As often as tests need it: only `make soak` lets a node of theirs crash."""
     node = one_node.node_add(2)
     path = 'jsonpath={.status.conditions[?(@.type=="Ready")].status}'
 

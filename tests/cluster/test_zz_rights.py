@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from inside import Inside
 from localkube import Cluster
 from pools import Pool
 
@@ -115,6 +116,49 @@ def tour(cluster: Cluster) -> None:
         beside.eventually("it wants a trainer", lambda: beside.condition("Degraded") == NO_TRAINER)
     finally:
         beside.delete()
+    tour_inside(cluster)
+
+
+def tour_inside(cluster: Cluster) -> None:
+    """A Hybrid pool: a stranger has the name of one of its slices, and somebody empties another."""
+    pool = Inside(cluster, "pools", "within", "within")
+    labels = {"a": "within"}
+    strangers = [
+        {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {"name": "within-ipv4-0"},
+            "addressType": "IPv4",
+            "endpoints": [],
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "within-0", "labels": labels},
+            "spec": {
+                "serviceAccountName": "rollout-worker",
+                "terminationGracePeriodSeconds": 0,
+                "containers": [{"name": "c", "image": "localhost/pause:1"}],
+            },
+        },
+    ]
+    body = {"apiVersion": "v1", "kind": "List", "items": strangers}
+    pool.kubectl("apply", "-f", "-", input=json.dumps(body))
+
+    def known() -> bool:
+        found = json.loads(pool.kubectl("get", "endpointslice/within-heads-ipv4-0", "-o", "json"))
+        return bool(found["endpoints"])
+
+    try:
+        pool.make(colocation={"trainerSelector": {"matchLabels": labels}})
+        pool.eventually("NameConflict", lambda: pool.condition("Degraded") == CONFLICT)
+        pool.kubectl("delete", "endpointslice/within-ipv4-0")
+        empty = ("--type=merge", "-p", '{"endpoints": []}')
+        pool.kubectl("patch", "endpointslice/within-heads-ipv4-0", *empty)
+        pool.eventually("it is mended", known)
+    finally:
+        pool.kubectl("delete", "pod/within-0")
+        pool.delete()
 
 
 @pytest.fixture(scope="module")

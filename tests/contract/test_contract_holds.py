@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from typing import Any
 
@@ -189,6 +190,50 @@ def test_staged_waking(worker: Served, reference: dict[int, Reference], level: i
     [output] = worker.outputs({"temperature": 0, "max_tokens": 8, "ignore_eos": True})
     assert made_by(output) == [(identity[1], False)]
     assert is_greedy(reference[2], PROMPT, output["token_ids"])
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_wake_without_values_until_a_commit(
+    worker: Served, reference: dict[int, Reference], level: int
+) -> None:
+    """What was published meanwhile is all that is read; what served before may be gone."""
+    level = level_of(worker, level)
+    level_of(worker, 2)
+    first = worker.next_version()
+    second = (first[0], first[1] + 1)
+    folder = shutil.copytree(worker.models.weights(3), worker.folder / f"before-{first[1]}")
+    worker.stage(*first, folder, labels={"seed": "3"})
+    worker.commit(*first)
+    worker.post("sleep", level=level)
+    gone = folder.rename(folder.with_suffix(".gone"))
+    try:
+        state = worker.post("wake", tags=["weights"], load=False).json()
+        assert state["lifecycle"] == "Asleep"
+        assert state["weights"]["active"] is None
+        assert state["resident"] == {"weights": True, "kv_cache": False}
+        refused(worker, "asleep")
+        worker.stage(*second, worker.models.weights(2), labels={"seed": "2"})
+        worker.commit(*second)
+        refused(worker, "asleep")
+        assert worker.post("wake", tags=["kv_cache"]).json()["lifecycle"] == "Active"
+    finally:
+        gone.rename(folder)
+    [output] = worker.outputs({"temperature": 0, "max_tokens": 8, "ignore_eos": True})
+    assert made_by(output) == [(second[1], False)]
+    assert is_greedy(reference[2], PROMPT, output["token_ids"])
+
+
+def test_weights_without_values_fall_asleep_and_wake_as_they_were(worker: Served) -> None:
+    level_of(worker, 2)
+    worker.load(2)
+    before = greedy(worker)
+    worker.post("sleep", level=2)
+    assert worker.post("wake", load=False).json()["lifecycle"] == "Asleep"
+    state = worker.post("sleep", level=2).json()
+    assert state["resident"] == {"weights": False, "kv_cache": False}
+    assert worker.post("wake", load=False).json()["weights"]["active"] is None
+    assert worker.post("wake").json()["lifecycle"] == "Active"
+    assert greedy(worker) == before
 
 
 def test_sleep_gives_staged_weights_back_too(

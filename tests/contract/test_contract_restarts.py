@@ -34,6 +34,11 @@ KILLED = [
 ]
 """SGLang's death is shown every day by tests/cluster/test_engines.py, with what it leaves behind by
 tests/engine/test_sglang_engine.py; each more costs a start."""
+STOPPED = [
+    pytest.param(kind, marks=[pytest.mark.soak] if kind.name == "vllm" else []) for kind in kinds()
+]
+"""Each engine falls once a day, in one way: a start of vLLM is most of a minute of a processor. How its adapter
+sees that a process stands still or that a step is due is in tests/unit/test_worker_vllm_parts.py."""
 NOTICED_SECONDS = {signal.SIGKILL: 2.0, signal.SIGSTOP: HANG_SECONDS + 3.0}
 
 
@@ -135,6 +140,7 @@ def test_an_engine_process_is_killed(mortal: Served, reference: dict[int, Refere
 
 
 @pytest.mark.timeout(500)
+@pytest.mark.parametrize("kind", STOPPED, indirect=True, ids=str)
 @pytest.mark.parametrize(
     "pausing", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["while it pauses", "alone"]
 )

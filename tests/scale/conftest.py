@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 
 from clusters import remove_left_behind
+from gpujob import TRAINERS, Job, LostNode
 from scalelab import Lab, scale_lab
 from stuck import StuckPod, make_stuck
 
@@ -32,3 +34,18 @@ def stuck(bare_lab: Lab) -> StuckPod:
 def lab(bare_lab: Lab, stuck: StuckPod) -> Lab:
     """The cluster, with the stuck pod waiting in it."""
     return bare_lab
+
+
+@pytest.fixture(scope="session")
+def job(bare_lab: Lab, stuck: StuckPod) -> Job:
+    """A trainer and a pool beside it, made in any order; nothing is waited for."""
+    made = Job(bare_lab)
+    made.make_all(Random(TRAINERS))
+    return made
+
+
+@pytest.fixture(scope="session")
+def lost_node(job: Job) -> LostNode:
+    """A node of the trainer's that is lost; half a minute passes while the other tests run."""
+    job.await_places()
+    return job.lose_node()

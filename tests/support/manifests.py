@@ -50,6 +50,12 @@ def target(epoch: int, version: int, path: str | None = "a") -> Document:
     return {"weights": {"target": {"epoch": epoch, "version": version, "source": where}}}
 
 
+def pushed(epoch: int, version: int, *, instead_of: str | None = None) -> Document:
+    """Return a change of spec that sets the target to pushed weights, as a merge patch clears others."""
+    where: Document = {"pushed": {}} | ({instead_of: None} if instead_of else {})
+    return {"weights": {"target": {"epoch": epoch, "version": version, "source": where}}}
+
+
 def source(**fields: Any) -> Document:
     """Return a change of spec that sets another model source."""
     return {"model": {"source": {"path": None, **fields}}}
@@ -67,6 +73,13 @@ COLOCATED: Document = {
     },
 }
 """A change of spec that puts the engines beside a trainer."""
+
+HYBRID: Document = {
+    "mode": "Hybrid",
+    "model": None,
+    "colocation": {"trainerSelector": {"matchLabels": {"job": "grpo"}}},
+}
+"""A change of spec that puts the engines into a trainer's own processes."""
 
 PROBE = {"initialDelaySeconds": 2, "periodSeconds": 3, "timeoutSeconds": 4, "failureThreshold": 5}
 
@@ -117,6 +130,7 @@ FULL: Document = {
         "inFlight": {"policy": "Keep", "deadlineSeconds": 5, "onDeadline": "Keep"},
         "deadlineSeconds": 60,
         "stagingMemory": "80Gi",
+        "transport": {"port": 9002},
     },
     "updateStrategy": {"maxUnavailable": 2},
     "restartPolicy": {"baseDelaySeconds": 1, "maxDelaySeconds": 60, "maxRestarts": 5},

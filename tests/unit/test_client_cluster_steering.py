@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
 
 from loopback import Loopback, kubeconfig, loopback
-from rollout_client import ClusterError, EpochLost, SteeringFailed, WeightsId
+from receiver import Receiver
+from rollout_client import ClusterError, EpochLost, PublishFailed, SteeringFailed, WeightsId
 from rollout_client.kube.access import access
 from rollout_client.kube.client import Kube
 from rollout_client.steering.cluster import ClusterSteering
-from rollout_worker.schemas import WeightsSource
+from rollout_client.steering.control_ports import ControlPorts, mounted_token
+from rollout_client.steering.pushing.push import Pusher
+from rollout_worker.schemas import Pushed, WeightsSource
+from scripted_control import scripted_controls
 
 COLLECTION = "/apis/rollout.dev/v1alpha1/namespaces/train/rolloutreplicas"
 
@@ -190,3 +195,80 @@ async def test_an_api_server_that_stays_away_is_named_at_the_deadline(
     with pytest.raises(SteeringFailed, match="2 of 3"):
         await steering.change_state("Active", 0.5)
     assert json.dumps(api.pool["spec"]) == "{}", "it was Active already: nothing was written"
+
+
+async def test_pushed_weights_are_on_every_head_before_the_target_moves(
+    api: FlakyApi, tmp_path: Path
+) -> None:
+    async with scripted_controls(3) as controls:
+        receivers = [Receiver(each.member.name) for each in controls]
+        for control, receiver in zip(controls, receivers, strict=True):
+            control.transfer, control.phase = receiver.transfer, "Staging"
+        controls[2].resident = False  # asleep: it takes them from the others once it wakes
+        kube = Kube(access(kubeconfig(tmp_path, api.server.url)))
+        heads = ControlPorts(lambda: [each.member for each in controls], None)
+        steering = ClusterSteering(kube, "math", "train", heads)
+        pusher = Pusher()
+        push = pusher.begin({"a": torch.arange(7.0)})
+        pushed = WeightsSource(pushed=Pushed())
+        sending = asyncio.ensure_future(
+            steering.publish(WeightsId(epoch=1, version=1), pushed, 20, lambda _: None, push)
+        )
+        await push.fill()
+        api.commits(1, 1)
+        done = await sending
+        push.close()
+        target = api.pool["spec"]["weights"]["target"]
+        assert {kind: v for kind, v in target["source"].items() if v is not None} == {"pushed": {}}
+        assert [bool(each.content) for each in receivers] == [True, True, False]
+        assert [each.verbs for each in controls] == [["stage"], ["stage"], []]
+        assert done.report is not None
+        assert sorted(done.report.replicas) == ["w0", "w1"]
+        await steering.close()
+        pusher.close()
+        for each in receivers:
+            each.close()
+
+
+@pytest.mark.parametrize("serving", [True, False])
+async def test_only_heads_that_serve_can_keep_the_target_from_moving(
+    api: FlakyApi, tmp_path: Path, serving: bool
+) -> None:
+    async with scripted_controls(2) as controls:
+        receivers = [Receiver(each.member.name) for each in controls]
+        for control, receiver in zip(controls, receivers, strict=True):
+            control.transfer, control.phase = receiver.transfer, "Staging"
+        controls[1].serving = serving
+        controls[1].refuse["stage"] = (409, "asleep")
+        kube = Kube(access(kubeconfig(tmp_path, api.server.url)))
+        heads = ControlPorts(lambda: [each.member for each in controls], None)
+        steering = ClusterSteering(kube, "math", "train", heads)
+        pusher = Pusher()
+        push = pusher.begin({"a": torch.arange(7.0)})
+        pushed = WeightsSource(pushed=Pushed())
+        api.commits(1, 1)
+        sending = asyncio.ensure_future(
+            steering.publish(WeightsId(epoch=1, version=1), pushed, 20, lambda _: None, push)
+        )
+        await push.fill()
+        if serving:
+            with pytest.raises(PublishFailed, match=r"w1: .*no stage: asleep"):
+                await sending
+            assert controls[0].verbs == ["stage", "discard"]
+            assert "weights" not in api.pool["spec"]
+        else:
+            await sending
+            assert controls[0].verbs == ["stage"]
+            assert "target" in api.pool["spec"]["weights"]
+        push.close()
+        await steering.close()
+        pusher.close()
+        for each in receivers:
+            each.close()
+
+
+async def test_without_a_mounted_token_the_fix_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"audience rollout\.dev/train/math there"):
+        mounted_token("rollout.dev/train/math", tmp_path / "token")()
+    (tmp_path / "token").write_text("secret\n")
+    assert mounted_token("", tmp_path / "token")() == "secret"

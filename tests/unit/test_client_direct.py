@@ -19,8 +19,9 @@ from rollout_client import (
 )
 from rollout_client.discovery.members import Member
 from rollout_client.steering import control_ports, keeper
+from rollout_client.steering.barrier import Version
 from rollout_client.steering.direct import DirectSteering
-from rollout_worker.schemas import WeightsSource
+from rollout_worker.schemas import Pushed, WeightsSource
 from scripted_control import ScriptedControl, scripted_controls
 from waiting import until
 
@@ -257,15 +258,40 @@ async def test_states_reach_all_that_answer(steered: Steered) -> None:
     assert [each.verbs[-1] for each in steered.controls] == ["resume", "resume"]
 
 
+@pytest.mark.parametrize("able", [True, False])
 async def test_who_wakes_with_old_weights_gets_the_new_ones_before_its_cache(
-    steered: Steered, monkeypatch: pytest.MonkeyPatch
+    steered: Steered, monkeypatch: pytest.MonkeyPatch, able: bool
 ) -> None:
+    """And doesn't read the old ones for that, if it can wake without."""
+    for control in steered.controls:
+        control.wakes_empty = able
     monkeypatch.setattr(keeper, "LOOK_SECONDS", 60)  # else it may be quicker
     await steered.direct.change_state("Asleep", 10)
     await steered.publish()
     await steered.direct.change_state("Active", 10)
     verbs = [verb for verb in steered.controls[0].verbs if verb in ("wake", "stage", "commit")]
     assert verbs == ["wake", "stage", "commit", "wake"]
+    first, last = (body for verb, body in steered.controls[0].bodies if verb == "wake")
+    assert first == {"tags": ["weights"], **({"load": False} if able else {})}
+    assert last == {"tags": ["kv_cache"]}
+
+
+async def test_who_woke_without_weights_and_failed_gets_the_published_ones(
+    steered: Steered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "LOOK_SECONDS", 60)
+    await steered.direct.change_state("Asleep", 10)
+    await steered.publish()
+    for control in steered.controls:
+        control.busy["stage"] = [(500, "engine")]
+    with pytest.raises(SteeringFailed, match="no stage: engine"):
+        await steered.direct.change_state("Active", 10)
+    assert all(control.empty for control in steered.controls)
+    await steered.direct.change_state("Active", 10)
+    for control in steered.controls:
+        assert (control.empty, control.active, control.holds) == (False, (1, 5), [])
+        woken = [body for verb, body in control.bodies if verb == "wake"]
+        assert woken == [{"tags": ["weights"], "load": False}, {"tags": ["kv_cache"]}]
 
 
 async def test_who_was_restarted_comes_back_to_the_pools_state(steered: Steered) -> None:
@@ -376,3 +402,24 @@ async def test_closing_ends_the_care(steered: Steered) -> None:
     steered.controls[0].active = (1, 3)
     await asyncio.sleep(0.3)
     assert steered.controls[0].active == (1, 3)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_who_was_away_gets_pushed_weights_from_the_others(
+    steered: Steered, kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    giver, joiner = steered.controls
+    giver.active = NEW.as_tuple()
+    for each in steered.controls if not kept else [joiner]:
+        each.refuse["offer"] = (409, "no-copy")
+    kept_by = steered.direct._keeper
+    kept_by.target = Version(NEW, WeightsSource(pushed=Pushed()))
+    kept_by.start()
+    if not kept:
+        await until(lambda: "no replica keeps the pushed" in caplog.text, what="a word on it")
+        assert "stage" not in joiner.verbs
+        return
+    await until(lambda: joiner.active == NEW.as_tuple(), what="the keeper to seed it")
+    peer = {"host": "127.0.0.1", "port": 8002, "ticket": "f" * 32}
+    assert joiner.body("stage")["source"] == {"pushed": {"peers": [peer]}}
+    assert "stage" not in giver.verbs

@@ -21,6 +21,7 @@ from rollout_client.steering.replica_status import (
     highest_epoch,
     published,
     reached,
+    replicas_of,
     wanted_state,
 )
 from rollout_worker.schemas import WeightsSource
@@ -180,6 +181,12 @@ def test_a_state_is_reached_when_the_workers_have_said_so() -> None:
     other = {**done, "to": "Paused"}
     assert not reached(pool({"lastTransition": other}, state="Asleep"), "Asleep", 7)
     assert not reached(pool(state="Asleep"), "Asleep", 1)
+
+
+def test_how_many_replicas_a_hybrid_pool_has_status_says() -> None:
+    assert replicas_of(pool(replicas=3)) == 3
+    assert replicas_of(pool()) == 1
+    assert replicas_of(pool({"desiredReplicas": 2}, mode="Hybrid", replicas=1)) == 2
 
 
 def test_somebody_elses_wish_for_the_pool_wins() -> None:

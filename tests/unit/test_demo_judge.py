@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from demo.judge import Judge
+from waiting import until_sync
 
 GPU = "node-1/gpu-0"
 IDLE = 200.0
@@ -70,3 +74,20 @@ def test_a_line_that_is_being_written_waits_for_its_end(tmp_path: Path) -> None:
     with (tmp_path / "judge.jsonl").open("a") as file:
         file.write('{"t": 3.0, "mar')
     assert judge.report(IDLE).overlap == {GPU: 1.0}
+
+
+def test_it_sees_who_locks_a_device_among_hundreds_of_locks(tmp_path: Path) -> None:
+    """The kernel tells locks a page at a time."""
+    device = tmp_path / "nodes" / "node-1" / "run" / "devices" / "gpu-0"
+    device.parent.mkdir(parents=True)
+    device.touch()
+    us = {GPU: {f"process {os.getpid()}"}}
+    with ExitStack() as stack:
+        judge = stack.enter_context(Judge(tmp_path))
+        locked = [tmp_path / f"other-{number}" for number in range(300)]
+        for path in (*locked[:150], device, *locked[150:]):
+            fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
+        until_sync(lambda: judge.having(IDLE) == us, 20, what="the judge sees our lock")
+    report = judge.report(IDLE)
+    assert report.overlap == {GPU: 0.0}
+    assert report.looks > 10

@@ -24,7 +24,8 @@ def test_once_{n}():
     mark.touch()
     assert was_there, "the first time it fails"
 """
-TIER_BESIDE = "tests/unit/test_beside.py"
+CONTRACT, REST = "tests/contract/test_beside.py", "tests/unit/test_beside.py"
+"""What passes in the lanes beside the one that a test is about."""
 
 
 class Done:
@@ -41,7 +42,7 @@ class Done:
 
 def write(folder: Path, files: Mapping[str, str]) -> None:
     (folder / "pytest.ini").write_text("[pytest]\n")
-    for name, text in {TIER_BESIDE: PASSES, **files}.items():
+    for name, text in {CONTRACT: PASSES, REST: PASSES, **files}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
 
@@ -73,15 +74,16 @@ def runs_of(done: Done, test: str) -> int:
     return len((done.folder / test).read_text())
 
 
-def test_two_lanes_that_pass(tmp_path: Path) -> None:
+def test_lanes_that_pass(tmp_path: Path) -> None:
     skip = "import pytest\n@pytest.mark.skip\ndef test_skipped(): pass\n"
     done = run(tmp_path, {"tests/cluster/test_a.py": PASSES, "tests/unit/test_b.py": skip})
     assert done.status == 0, done.said
-    assert done.totals == "2 passed, 0 failed, 1 skipped"
+    assert done.totals == "3 passed, 0 failed, 1 skipped"
     assert "cluster | tests/cluster/test_a.py: 1 passed in" in done.said
     assert "rest    | tests/unit/test_b.py: 1 skipped in" in done.said
+    assert f"contract| {CONTRACT}: 1 passed in" in done.said
     totals = tmp_path / "cache/logs/tests-totals.txt"
-    assert totals.read_text() == "2 passed, 0 failed, 1 skipped\n"
+    assert totals.read_text() == "3 passed, 0 failed, 1 skipped\n"
 
 
 def test_the_lanes_run_side_by_side(tmp_path: Path) -> None:
@@ -91,20 +93,21 @@ from pathlib import Path
 def test_meets():
     here = Path(__file__).resolve()
     here.with_suffix(".here").touch()
-    other = next(p for p in here.parents[1].glob("*/test_*.py") if p != here)
+    others = [p for p in here.parents[1].glob("*/test_*.py") if p != here]
+    assert len(others) == 2
     for _ in range(300):
-        if other.with_suffix(".here").exists():
+        if all(other.with_suffix(".here").exists() for other in others):
             return
         time.sleep(0.1)
-    raise AssertionError("the other lane never came")
+    raise AssertionError("another lane never came")
 """
-    done = run(tmp_path, {"tests/cluster/test_a.py": meets, TIER_BESIDE: meets})
-    assert (done.status, done.totals) == (0, "2 passed, 0 failed, 0 skipped"), done.said
+    done = run(tmp_path, {"tests/cluster/test_a.py": meets, CONTRACT: meets, REST: meets})
+    assert (done.status, done.totals) == (0, "3 passed, 0 failed, 0 skipped"), done.said
 
 
 def test_what_fails_once_is_flaky(tmp_path: Path) -> None:
     done = run(tmp_path, {"tests/cluster/test_a.py": PASSES + ONCE.format(n=1)})
-    assert (done.status, done.totals) == (0, "3 passed, 0 failed, 0 skipped"), done.said
+    assert (done.status, done.totals) == (0, "4 passed, 0 failed, 0 skipped"), done.said
     assert "FLAKY" in done.said
     assert "tests/cluster/test_a.py::test_once_1: failed, then passed" in done.said
     assert done.said.count("AssertionError: the first time it fails") >= 2, "live and at the end"
@@ -132,13 +135,13 @@ def test_more_than_two_flaky_tests_fail_the_run(tmp_path: Path) -> None:
 def test_more_than_two_failures_are_not_tried_again(tmp_path: Path) -> None:
     three = "".join(ONCE.format(n=n) for n in (1, 2, 3))
     done = run(tmp_path, {"tests/cluster/test_a.py": three})
-    assert (done.status, done.totals) == (1, "1 passed, 3 failed, 0 skipped")
+    assert (done.status, done.totals) == (1, "2 passed, 3 failed, 0 skipped")
     assert "FLAKY" not in done.said
 
 
 def test_what_always_fails(tmp_path: Path) -> None:
     done = run(tmp_path, {"tests/cluster/test_a.py": PASSES + FAILS})
-    assert (done.status, done.totals) == (1, "2 passed, 1 failed, 0 skipped")
+    assert (done.status, done.totals) == (1, "3 passed, 1 failed, 0 skipped")
     assert "FAILED tests/cluster/test_a.py::test_fails (call)" in done.said
     assert "assert 1 == 2" in done.said
     assert "FLAKY" not in done.said
@@ -157,7 +160,7 @@ def bad():
 def test_it(bad): pass
 """
     done = run(tmp_path, {"tests/cluster/test_a.py": text})
-    assert (done.status, done.totals) == (1, "1 passed, 1 failed, 0 skipped")
+    assert (done.status, done.totals) == (1, "2 passed, 1 failed, 0 skipped")
     assert f"FAILED tests/cluster/test_a.py::test_it ({when})" in done.said
 
 
@@ -178,14 +181,14 @@ def test_a_crash_is_final(tmp_path: Path, how: str, sentence: str) -> None:
     assert done.status == 1
     assert f"lane cluster: {sentence}" in done.said
     assert "during or after tests/cluster/test_a.py::test_crashes" in done.said
-    assert done.totals == "1 passed, 2 failed, 0 skipped", "the first failure is not tried again"
+    assert done.totals == "2 passed, 2 failed, 0 skipped", "the first failure is not tried again"
     assert "FLAKY" not in done.said
 
 
 def test_a_file_that_can_not_be_collected(tmp_path: Path) -> None:
     files = {"tests/cluster/test_a.py": ONCE.format(n=1), "tests/cluster/test_b.py": "1 / 0\n"}
     done = run(tmp_path, files)
-    assert (done.status, done.totals) == (1, "1 passed, 1 failed, 0 skipped")
+    assert (done.status, done.totals) == (1, "2 passed, 1 failed, 0 skipped")
     assert "lane cluster: pytest can't collect tests/cluster/test_b.py" in done.said
 
 
@@ -204,7 +207,7 @@ def test_a_lane_without_a_folder_fails(tmp_path: Path) -> None:
 def test_arguments_may_leave_a_lane_empty_but_not_both(tmp_path: Path) -> None:
     files = {"tests/cluster/test_a.py": FAILS}
     done = run(tmp_path, files, "--", "-k", "passes")
-    assert (done.status, done.totals) == (0, "1 passed, 0 failed, 0 skipped"), done.said
+    assert (done.status, done.totals) == (0, "2 passed, 0 failed, 0 skipped"), done.said
     done = run(tmp_path, files, "--", "-k", "nowhere")
     assert done.status == 1
     assert "no test was collected" in done.said
@@ -212,14 +215,14 @@ def test_arguments_may_leave_a_lane_empty_but_not_both(tmp_path: Path) -> None:
 
 def test_paths_choose_the_lane(tmp_path: Path) -> None:
     files = {"tests/cluster/test_a.py": FAILS, "tests/unit/test_b.py": FAILS}
-    done = run(tmp_path, files, "--", f"{TIER_BESIDE}::test_passes")
+    done = run(tmp_path, files, "--", f"{REST}::test_passes")
     assert (done.status, done.totals) == (0, "1 passed, 0 failed, 0 skipped"), done.said
 
 
 def test_what_was_chosen_is_not_tried_again(tmp_path: Path) -> None:
     files = {"tests/cluster/test_a.py": ONCE.format(n=1) + PASSES}
     done = run(tmp_path, files, "--", "-x")
-    assert (done.status, done.totals) == (1, "1 passed, 1 failed, 0 skipped"), done.said
+    assert (done.status, done.totals) == (1, "2 passed, 1 failed, 0 skipped"), done.said
     assert "FLAKY" not in done.said
     done = run(tmp_path, files, "--", "--last-failed")
     assert (done.status, done.totals) == (0, "1 passed, 0 failed, 0 skipped"), done.said
@@ -229,7 +232,7 @@ def test_what_was_chosen_is_not_tried_again(tmp_path: Path) -> None:
 def test_a_target_beside_the_lanes(tmp_path: Path, command: str, status: int) -> None:
     (tmp_path / "Makefile").write_text(f"lint:\n\t@{command}\n")
     done = run(tmp_path, {"tests/cluster/test_a.py": PASSES}, "--beside", "lint")
-    assert (done.status, done.totals) == (status, "2 passed, 0 failed, 0 skipped"), done.said
+    assert (done.status, done.totals) == (status, "3 passed, 0 failed, 0 skipped"), done.said
     assert ("`make lint` failed" in done.said) == bool(status)
     assert ("lint    | broken" in done.said) == bool(status)
 

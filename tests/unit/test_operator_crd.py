@@ -148,6 +148,7 @@ def test_status_has_the_fields_of_the_contract() -> None:
         "phase",
         "message",
         "replicas",
+        "desiredReplicas",
         "readyReplicas",
         "updatedReplicas",
         "asleepReplicas",

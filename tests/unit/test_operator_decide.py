@@ -13,6 +13,7 @@ from rollout_operator.core.decide import decide
 from rollout_operator.core.plan import Plan, Verb
 from rollout_operator.core.world import CallError, Pod, Worker
 from rollout_worker.schemas import StageRequest, WeightsId
+from simworker import STAGE_ERROR
 from world import World
 
 
@@ -476,6 +477,87 @@ def test_target_rises_while_asleep(world: World) -> None:
     world.run()
     assert ready(world)
     assert condition(world.status, "WeightsSynced")[0] == "True"
+
+
+@pytest.mark.parametrize("state", ["Active", "Paused"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_who_sleeps_through_a_publish_wakes_with_it_alone(
+    world: World, state: str, level: int
+) -> None:
+    """What it had is not read for nothing, and the KV cache comes after the new weights."""
+    world.set(state="Asleep", sleep={"level": level})
+    world.run()
+    world.set(weights=target(1, 1))
+    world.run()
+    world.log.clear()
+    world.set(state=state)
+    world.run()
+    assert world.status.phase == ("Ready" if state == "Active" else state)
+    worker = world.worker(0)
+    assert (worker.reads, worker.active) == ([], WeightsId(epoch=1, version=1))
+    last = "wake" if state == "Active" else "pause"
+    called = [line.split()[0] for line in world.log if line.endswith(" pool-0-0")]
+    assert called == ["wake", "stage", "commit", last]
+
+
+def test_who_has_slept_through_nothing_wakes_with_what_it_had(world: World) -> None:
+    world.set(state="Asleep")
+    world.run()
+    world.set(state="Active")
+    world.run()
+    assert ready(world)
+    assert [w.reads for w in world.workers.values()] == [[WeightsId(epoch=0, version=0)]] * 2
+
+
+def test_a_worker_that_knows_no_waking_without_values_loads_twice(world: World) -> None:
+    for worker in world.workers.values():
+        worker.wakes_empty = False
+    world.set(state="Asleep")
+    world.run()
+    world.set(weights=target(1, 1), state="Active")
+    world.run()
+    assert ready(world)
+    assert [w.reads for w in world.workers.values()] == [[WeightsId(epoch=0, version=0)]] * 2
+
+
+def test_weights_that_can_t_be_staged_on_waking_leave_a_replica_out_until_they_can(
+    world: World,
+) -> None:
+    world.set(state="Asleep")
+    world.run()
+    world.set(weights=target(1, 1))
+    world.run()
+    broken = world.worker(1)
+    broken.broken_stage = True
+    world.set(state="Active")
+    world.run()
+    assert world.status.ready_replicas == 1
+    assert STAGE_ERROR in world.status.message
+    assert (broken.empty, broken.serving) == (True, False)
+    broken.broken_stage = False
+    world.run(120)
+    assert ready(world)
+    assert broken.reads == []
+
+
+def test_a_pool_whose_weights_woke_is_asleep_again_once_they_sleep(world: World) -> None:
+    world.set(state="Asleep")
+    world.run()
+    world.set(weights=target(1, 1))
+    world.run()
+    world.worker(0).broken_stage = True
+    world.set(state="Active")
+    world.run()
+    assert world.worker(0).woken
+    world.frozen.add(Verb.SLEEP)
+    world.set(state="Asleep")
+    world.run()
+    assert world.status.asleep_replicas == 0
+    assert condition(world.status, "Asleep") == ("False", "Awake")
+    world.frozen.clear()
+    world.run()
+    assert condition(world.status, "Asleep") == ("True", "Asleep")
+    assert not world.worker(0).woken
 
 
 def test_asleep_to_paused_is_never_active(world: World) -> None:

@@ -22,7 +22,12 @@ from rollout_operator.kube.client import Kube
 from rollout_operator.telemetry import Telemetry
 from waiting import until
 
-LISTS = ["/apis/rollout.dev/v1alpha1/rolloutreplicas", "/api/v1/pods", "/api/v1/services"]
+LISTS = [
+    "/apis/rollout.dev/v1alpha1/rolloutreplicas",
+    "/api/v1/pods",
+    "/api/v1/services",
+    "/apis/discovery.k8s.io/v1/endpointslices",
+]
 KEY = Key("rl", "math")
 
 

@@ -5,13 +5,15 @@ Hypothesis draws histories of users, trainers, strangers, accidents and delays.
 
 from __future__ import annotations
 
+import copy
 from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolspecs import spec_of, target
-from rollout_operator.api.spec import Strategy
+from poolspecs import pushed, spec_of, target
+from rollout_operator.api.revision import is_current
+from rollout_operator.api.spec import Mode, Strategy
 from rollout_operator.core.plan import Verb
 from rollout_operator.core.updates.weights_plan import target_of
 from rollout_worker.schemas import WeightsId
@@ -37,15 +39,23 @@ BESIDE: dict[str, object] = {
     "colocation": {"trainerSelector": {"matchLabels": {"job": "grpo"}}, "slots": 2},
 }
 """Two trainer pods with two devices each."""
+INSIDE: dict[str, object] = {
+    "mode": "Hybrid",
+    "colocation": {"trainerSelector": {"matchLabels": {"job": "grpo"}}},
+    "replicas": 1,
+}
+"""The pods are the trainer's own."""
+REFUSED_INSIDE = ("up", "down", "suspend", "template")
 ACTIONS = (
     *("raise", "raise", "epoch", "template", "up", "down", "pause", "sleep",
       "wake", "wake", "suspend", "kill", "fail", "reboot", "break", "mend", "forget", "intrude",
-      "leave", "silence", "unask", "speak", "hold", "let go", "slow", "quick", "lag", "no lag",
+      "leave", "silence", "unask", "speak", "hold", "let go", "age", "slow", "quick", "lag", "no lag",
       "publishes", "ahead", "ask too much", "ask less", "publish to refusers and rest"),
     *("finalize", "free", "set clock", "refuse writes", "take writes", "unlabel", "make again",
       "drain", "ask to go", "freeze", "dawdle"),
     *("restart trainer", "restart trainer", "end trainer", "more trainers", "all trainers",
-      "give claims back", "lose sight of the trainer"),
+      "give claims back", "lose sight of the trainer", "edit slices"),
+    *("push", "push", "push", "push to some", "push and die", "point to nothing", "lose copies"),
     *["refuse", "raise", "pause, raise and hush"] * 3,
 )  # fmt: skip
 
@@ -56,14 +66,16 @@ class History:
     def __init__(self, strategy: str, random: Random, shape: dict[str, object]) -> None:
         self.random = random
         weights = {"strategy": strategy, "deadlineSeconds": random.choice([4, 600])}
-        self.world = World(spec_of(replicas=2, weights=weights, **shape))
+        self.world = World(spec_of(**{"replicas": 2, "weights": weights, **shape}))
         self.trainers: SimTrainers | None = None
-        if self.world.spec.colocation is not None:
+        if self.world.spec.mode is Mode.COLOCATED:
             self.trainers = SimTrainers(self.world.spec, generated=random.random() < 0.5)
             self.world.trainers = self.trainers
 
     def happen(self, action: str) -> None:
-        """Let this happen."""
+        """Let this happen, unless the API server refuses it."""
+        if self.world.hybrid is not None and action in REFUSED_INSIDE:
+            return
         if action in USER:
             self.world.set(**USER[action])
         else:
@@ -87,6 +99,44 @@ class History:
     def epoch(self) -> None:
         self.raise_(1)
 
+    def _next(self, epochs: int = 0) -> WeightsId:
+        """The identity of the next push: above all that anybody has."""
+        now = target_of(self.world.spec).identity
+        slots = [w.staged for w in self._workers if w.staged]
+        found = [(s.epoch, s.version) for s in slots] + [w.active.as_tuple() for w in self._workers]
+        epoch, version = max([now.as_tuple(), *found])
+        return WeightsId(epoch=epoch + epochs, version=0 if epochs else version + 1)
+
+    def _point_to(self, identity: WeightsId) -> None:
+        self.world.set(weights=pushed(identity.epoch, identity.version))
+
+    def push(self) -> None:
+        """A trainer stages on every worker, and moves the pointer once those that serve have it."""
+        identity = self._next(epochs=self.random.random() < 0.2)
+        took = {worker.boot: worker.push(identity) for worker in self._workers}
+        if all(took[worker.boot] for worker in self._workers if worker.serving):
+            self._point_to(identity)
+
+    def push_to_some(self) -> None:
+        """Some have lost the bytes again by the time that the pointer moves."""
+        identity = self._next()
+        for worker in self._some():
+            worker.push(identity)
+        self._point_to(identity)
+
+    def push_and_die(self) -> None:
+        identity = self._next(epochs=self.random.random() < 0.2)
+        for worker in self._some():
+            worker.push(identity)
+
+    def point_to_nothing(self) -> None:
+        self._point_to(self._next())
+
+    def lose_copies(self) -> None:
+        """Their room is needed for something else."""
+        for worker in self._some():
+            worker.kept = None
+
     def template(self) -> None:
         self.world.set(podTemplate={"labels": {"a": str(self.random.random())[:8]}})
 
@@ -95,7 +145,10 @@ class History:
             self.world.kill(self.random.choice(running))
 
     def fail(self) -> None:
-        if running := self._running():
+        if self.world.hybrid is not None:
+            for name in self._running()[:1]:
+                self.world.hybrid.end(name)
+        elif running := self._running():
             self.world.fail(self.random.choice(running), told=self.random.random() < 0.5)
 
     def ask_to_go(self) -> None:
@@ -111,12 +164,33 @@ class History:
         """Ranks take a while to notice that another one has gone."""
         self.world.gang_seconds = float(self.random.randint(0, 10))
 
+    def edit_slices(self) -> None:
+        """Somebody deletes an EndpointSlice, or writes something else into it."""
+        if self.world.hybrid is None:
+            return
+        for name, each in list(self.world.hybrid.slices.items()):
+            edited = copy.deepcopy(each)
+            match self.random.randrange(4):
+                case 0:
+                    del self.world.hybrid.slices[name]
+                    continue
+                case 1:
+                    edited["endpoints"] = edited["endpoints"][1:]
+                case 2:
+                    edited["metadata"]["annotations"] = {"rollout.dev/gates": '{"uid1": 5}'}
+                case 3:
+                    for endpoint in edited["endpoints"]:
+                        endpoint["conditions"]["ready"] = not endpoint["conditions"]["ready"]
+            self.world.hybrid.slices[name] = edited
+
     def restart_trainer(self) -> None:
         if self.trainers is not None:
             self.trainers.restart(self.random.choice(self.trainers.wanted))
 
     def end_trainer(self) -> None:
         """A pod of the trainer's ends, and nobody makes it again for now."""
+        if self.world.hybrid is not None:
+            self.world.hybrid.wanted = self.world.hybrid.wanted[:1]
         if self.trainers is not None and len(self.trainers.wanted) > 1:
             name = self.random.choice(self.trainers.wanted)
             self.trainers.wanted.remove(name)
@@ -124,12 +198,17 @@ class History:
 
     def more_trainers(self) -> None:
         """One comes whose name is before or behind those of the others."""
+        if self.world.hybrid is not None:
+            self.world.hybrid.wanted = ["a", "t-0", "t-1", "t-10"]
         if self.trainers is not None:
             name = self.random.choice(["a", "t-0-b", "t-10"])
             if name not in self.trainers.wanted:
                 self.trainers.wanted.append(name)
 
     def all_trainers(self) -> None:
+        if self.world.hybrid is not None:
+            self.world.hybrid.wanted = ["t-0", "t-1"]
+            self.world.unlabelled.clear()
         if self.trainers is not None:
             for name in {*self.trainers.wanted} - {"t-0", "t-1"}:
                 self.trainers.restart(name)
@@ -144,11 +223,16 @@ class History:
 
     def lose_sight_of_the_trainer(self) -> None:
         """A new operator has yet to list its pods and claims."""
+        if self.world.hybrid is not None:
+            self.world.hybrid.listed = False
         if self.trainers is not None:
             self.trainers.listed = False
 
     def reboot(self) -> None:
-        if running := [name for name in self._running() if name.endswith("-0")]:
+        if self.world.hybrid is not None:
+            for name in self._running()[-1:]:
+                self.world.hybrid.restart(name)
+        elif running := [name for name in self._running() if name.endswith("-0")]:
             self.world.reboot(self.world.pods[self.random.choice(running)].replica)
 
     def break_(self) -> None:
@@ -208,6 +292,12 @@ class History:
             worker.foreign_hold = self.random.choice(["Paused", "Asleep"])
             if worker.foreign_hold == "Asleep":
                 worker.staged = None  # it is given back with the active weights
+                worker.woken = worker.empty = False
+
+    def age(self) -> None:
+        """Some come of an image from before weights woke without values."""
+        for worker in self._some():
+            worker.wakes_empty = worker.empty
 
     def let_go(self) -> None:
         for worker in self._workers:
@@ -262,6 +352,10 @@ class History:
         for worker in self._workers:
             worker.unasked = False  # within seconds each poll has ended, one way or the other
         self.world.seconds_of = {Verb.STAGE: 2.0}
+        above = (
+            self._next()
+        )  # whoever pushed without moving the pointer has ended: another one took over
+        self.world.set(weights=target(above.epoch, above.version))
         before = {worker.boot: len(worker.commits) for worker in self._workers if worker.serving}
         for _ in range(60):
             self.raise_()
@@ -308,14 +402,44 @@ class History:
                        "free", "take writes", "all trainers"):  # fmt: skip
             self.happen(action)
         world = self.world
-        self.raise_()  # the last version may be bound to bytes that nobody finds any more
-        while any(w.active > target_of(world.spec).identity for w in self._workers):
-            self.raise_()  # who is ahead is not rolled back
+        if self.random.random() < 0.5:
+            self._push_when_all_listen()
+        else:
+            self.raise_()  # the last version may be bound to bytes that nobody finds any more
+            while any(w.active > target_of(world.spec).identity for w in self._workers):
+                self.raise_()  # who is ahead is not rolled back
         for _ in range(700):
             world.step()
             if _settled(world):
                 break
         world.run()
+
+    def _push_when_all_listen(self) -> None:
+        """One publish heals all, whatever was lost before; workers need not serve to take it."""
+        quiet = 0
+        for _ in range(700):
+            plan = self.world.step()
+            quiet = 0 if plan.create or plan.delete or not self._all_listen() else quiet + 1
+            if quiet == 20:
+                break
+        identity = self._next()
+        took = [worker.push(identity) for worker in self._workers]
+        assert all(took), self.world.status.message
+        self._point_to(identity)
+
+    def _all_listen(self) -> bool:
+        """Each wanted worker runs, as it is to stay, and is awake."""
+        world = self.world
+        heads = [p for p in world.pods.values() if p.rank == 0 and not p.deleting]
+        theirs = world.hybrid is not None  # pods of no revision of ours, as many as there are
+        ready = [
+            p
+            for p in heads
+            if p.uid in world.workers and (theirs or is_current(p.revision, world.spec))
+        ]
+        awake = [p for p in ready if world.workers[p.uid].lifecycle == "Active"]
+        wanted = 2 if theirs else world.spec.replicas
+        return len(awake) == len(heads) == wanted
 
 
 # What the names of actions can't be.
@@ -349,7 +473,7 @@ def _each_is_in_its_place(world: World) -> None:
 @given(
     st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(1, 6)), min_size=5, max_size=25),
     st.sampled_from(["AllAtOnce", "Rolling", "Eager"]),
-    st.sampled_from([{}, GANG, BESIDE]),
+    st.sampled_from([{}, GANG, BESIDE, INSIDE]),
     st.randoms(use_true_random=False),
 )
 def test_any_history_ends_right(
@@ -374,16 +498,19 @@ def test_any_history_ends_right(
     assert status.weights.committed.identity == wanted
     assert status.weights.committed.root_hash == root_hash(wanted)
     nodes = world.spec.parallelism.nodes
-    assert sorted(world.pods) == [
+    pods = list(world.pods.values()) if world.hybrid is None else world.hybrid.members()
+    assert sorted(world.pods) == (["t-0", "t-1"] if world.hybrid else [
         f"pool-{i}-{rank}" for i in range(world.spec.replicas) for rank in range(nodes)
-    ]
+    ])  # fmt: skip
     _each_is_in_its_place(world)
-    assert all(pod.ready for pod in world.pods.values())
-    for pod in (p for p in world.pods.values() if p.rank == 0):
+    assert all(pod.ready for pod in pods)
+    for pod in (p for p in pods if p.rank == 0):
         worker = world.workers[pod.uid]
         assert (pod.gate, pod.gate_boot) == (True, worker.boot)
         assert worker.serving
         assert worker.active == wanted
         assert worker.drain in (None, world.spec.drain_seconds), "None: another process since"
+    writes = world.hybrid.writes if world.hybrid else 0
     plan = world.step()
+    assert world.hybrid is None or world.hybrid.writes == writes, "only what differs is written"
     assert not any((plan.create, plan.delete, plan.gates, plan.calls, plan.notes))

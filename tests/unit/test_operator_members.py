@@ -21,8 +21,10 @@ from rollout_worker.schemas import (
     DiscardRequest,
     Lifecycle,
     PauseRequest,
+    Pushed,
     ReleaseRequest,
     RequireRequest,
+    Resident,
     SleepRequest,
     StagedWeights,
     StageRequest,
@@ -58,7 +60,10 @@ class Bench:
     def head(self) -> Head:
         state = self.sim.state()
         if self.lifecycle:
-            state = state.model_copy(update={"lifecycle": self.lifecycle, "serving": False})
+            there = self.lifecycle is not Lifecycle.ASLEEP
+            resident = Resident(weights=there or self.sim.woken, kv_cache=there)
+            changed = {"lifecycle": self.lifecycle, "serving": False, "resident": resident}
+            state = state.model_copy(update=changed)
         told = None if self.sim.silent else state
         return Head(self.pod, Worker(told, None, self.running, self.failures))
 
@@ -116,6 +121,28 @@ def test_a_worker_learns_how_long_to_drain_at_its_end() -> None:
     assert bench.told() is None
     bench.sim.drain = None
     assert bench.told() is None, "an older worker takes no other value"
+
+
+def test_a_sleeper_gives_up_what_it_has_only_for_weights_that_can_be_had() -> None:
+    empty = WakeRequest(tags=("weights",), load=False, generation=9)
+    whole = WakeRequest(generation=9)
+
+    def wake(bench: Bench) -> object:
+        told = bench.told()
+        assert told is not None
+        return told[0]
+
+    bench = Bench()
+    bench.sim.hold = "Asleep"
+    bench.bring()
+    assert wake(bench) == empty
+    bench.failures = {"commit": CallError("no", 1, 0, about=ONE)}
+    assert wake(bench) == whole, "else it would never come out of its sleep"
+    bench.failures = {}
+    bench.bring(Version(ONE, WeightsSource(pushed=Pushed()), "known"))
+    assert wake(bench) == whole, "nobody has them"
+    bench.weights.peers = {bench.pod.uid: ("10.0.0.2",)}
+    assert wake(bench) == empty
 
 
 def test_who_is_out_gets_the_floor_of_the_update() -> None:

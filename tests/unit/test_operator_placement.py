@@ -91,6 +91,50 @@ def test_eight_trainers_of_eight_devices_with_four_slots(order: list[str], rando
     assert len(used) == 64
 
 
+FACTS = [
+    (name, fact) for name in NAMES for fact in ("exists", "has a claim", "scheduled", "allocated")
+]
+
+
+def so_far(facts: set[tuple[str, str]]) -> Beside:
+    """The part of eight trainers and their claims that is there: whatever may come before what else."""
+
+    def trainer_of(name: str) -> Trainer:
+        whole = trainer(name)
+        return whole if (name, "scheduled") in facts else replace(whole, node=None)
+
+    def claim_of(name: str) -> DeviceClaim:
+        whole = claim(name)
+        return (
+            whole if (name, "allocated") in facts else replace(whole, allocated=False, devices=())
+        )
+
+    there = [trainer_of(name) for name in NAMES if (name, "exists") in facts]
+    claims = tuple(claim_of(name) for name in NAMES if (name, "has a claim") in facts)
+    return beside(*there, claims=claims)
+
+
+@given(st.permutations(FACTS), st.data())
+def test_on_the_way_a_pod_has_its_last_place_or_none(
+    order: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    """Whatever is there so far, in whatever order it came: nobody has to move once all is there."""
+    spec = colocated_spec(replicas=32, slots=4, tensor=2)
+    whole = Placement(spec, so_far(set(FACTS)))
+    known = so_far(set(order[: data.draw(st.integers(0, len(order)))]))
+    now = Placement(spec, known)
+    for replica in range(32):
+        last, answer = place(whole.of(replica, 0)), now.of(replica, 0)
+        if isinstance(answer, Place):
+            assert answer == last
+        elif len(known.trainers) == len(NAMES):
+            assert f"t-{replica // 4}'" in why(answer), "it is told beside whom it will be"
+        else:
+            assert wrong(answer)[0] == "TooFewTrainers"
+        if known.claims and last.claim in known.claims:
+            assert now.lost(pod_at(last, replica)) is None, "who is in its last place stays"
+
+
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_no_two_pods_get_one_device(trainers: int, slots: int, each: int, random: Random) -> None:
     spec = colocated_spec(replicas=trainers * slots, slots=slots, tensor=each)

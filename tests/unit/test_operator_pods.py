@@ -146,6 +146,29 @@ def test_a_pod_with_all_of_a_claim_chooses_no_devices_and_without_a_directory_ta
     assert "rollout-turn" not in plain_yaml(made)
 
 
+def test_a_pod_takes_pushed_weights_at_the_port_that_its_pool_names() -> None:
+    pod = build(weights={"transport": {"port": 9002}})
+    [container] = pod["spec"]["containers"]
+    assert {p["name"]: p["containerPort"] for p in container["ports"]}["weights"] == 9002
+    assert env(pod)["ROLLOUT_WEIGHTS_PORT"] == "9002"
+    _, heads = pool_services("pool", "ns", "uid", 9002)
+    assert {"name": "weights", "port": 9002, "targetPort": "weights", "protocol": "TCP"} in heads[
+        "spec"
+    ]["ports"]
+    assert "ROLLOUT_WEIGHTS_PORT" not in env(build(rank=1, **GPU)), "members take none"
+
+
+def test_two_namespaces_of_a_node_have_sockets_of_their_own_in_the_folder_of_the_turn() -> None:
+    found = set()
+    for namespace in ("ns", "n" * 63):
+        builder = PodBuilder(
+            "p" * 50, namespace, "uid", "", colocated_spec(tensor=2), EngineDefaults(image="w"), "c"
+        )
+        found.add(env(builder.build(0, 0, 0, PLACE))["ROLLOUT_WEIGHTS_SOCKET"])
+    assert len(found) == 2
+    assert all(path.startswith("/rollout/turn/") and len(path) <= 107 for path in found)
+
+
 def test_both_services_are_as_they_were_reviewed(request: pytest.FixtureRequest) -> None:
     golden = GOLDENS / "services.yaml"
     text = plain_yaml(*pool_services("pool", "ns", "uid"))
@@ -261,6 +284,8 @@ def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
         {"suspend": True},
         {"sleep": {"level": 2}},
         {"weights": {"strategy": "Eager"}},
+        {"weights": {"transport": {}}},
+        {"weights": {"transport": {"port": 8002}}},
         {"updateStrategy": {"maxUnavailable": 3}},
         {"restartPolicy": {"maxRestarts": 3}},
     ]
@@ -273,6 +298,7 @@ def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
         {"resources": {"limits": {"memory": "1Gi"}}},
         {"weights": {"volume": {"claim": {"name": "w"}}}},
         {"weights": {"stagingMemory": "80Gi"}},
+        {"weights": {"transport": {"port": 9002}}},
     ]
     assert all(is_current(revision(spec_of()), spec_of(**change)) for change in same)
     assert not any(is_current(revision(spec_of()), spec_of(**change)) for change in other)
@@ -294,7 +320,7 @@ def test_a_gang_knows_its_leader_and_shares_accelerators() -> None:
     assert "rollout-shm" not in {v["name"] for v in build()["spec"]["volumes"]}
 
 
-@pytest.mark.parametrize(("rank", "ports"), [(0, ["data", "control"]), (1, ["control"])])
+@pytest.mark.parametrize(("rank", "ports"), [(0, ["data", "control", "weights"]), (1, ["control"])])
 def test_a_member_is_probed_at_its_control_port(rank: int, ports: list[str]) -> None:
     """It has no data port, so no Service and no client takes it for one that answers requests."""
     [container] = build(rank=rank, **GPU)["spec"]["containers"]
@@ -521,7 +547,7 @@ def test_services() -> None:
     assert heads["metadata"]["name"] == "pool-heads"
     assert heads["spec"]["clusterIP"] == "None"
     assert heads["spec"]["publishNotReadyAddresses"]
-    assert [p["port"] for p in heads["spec"]["ports"]] == [8000, 8001]
+    assert [p["port"] for p in heads["spec"]["ports"]] == [8000, 8001, 8002]
 
 
 def test_a_changed_service_is_mended() -> None:

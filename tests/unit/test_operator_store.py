@@ -52,7 +52,7 @@ def test_an_event_is_kept_and_names_the_pool_to_wake() -> None:
     assert store.pool(KEY) == pool(1)
     assert names(store) == ["a", "b"]
     assert store.keys() == [KEY]
-    assert store.counts() == {"pools": 1, "pods": 2, "services": 0}
+    assert store.counts() == {"pools": 1, "pods": 2, "services": 0, "endpointslices": 0}
 
 
 def test_managed_fields_are_not_kept() -> None:

@@ -19,10 +19,14 @@ from rollout_operator.workers.poller import STALE_SECONDS, Poller
 from rollout_operator.workers.talk import GIVEN_UP_SECONDS, Workers, address_of
 from rollout_worker.schemas import (
     CommitRequest,
+    OfferResponse,
+    Pushed,
+    PushedBytes,
     ReleaseRequest,
     SleepRequest,
     StagedWeights,
     StageRequest,
+    StageSource,
     WakeRequest,
     WeightsId,
     WeightsSource,
@@ -33,7 +37,7 @@ from waiting import until
 
 KEY = Key("rl", "math")
 SOURCE = WeightsSource(path="/w/1")
-STAGE = StageRequest(epoch=1, version=1, source=SOURCE)
+STAGE = StageRequest(epoch=1, version=1, source=StageSource.of(SOURCE))
 COMMIT = CommitRequest(epoch=1, version=1)
 ANSWER = SimWorker("b1", loading=False).state()
 
@@ -53,6 +57,9 @@ class Talk:
         self.states: list[WorkerState] = [ANSWER]
         """What it says of itself, one after the other; the last one stays."""
         self.problem: tuple[int, str] | None = None
+        self.offers: dict[str, OfferResponse | None] = {}
+        """What the worker at an address offers; None: it keeps nothing of it."""
+        self.bodies: list[dict[str, Any]] = []
         self.poller = Poller(self._ask, lambda key: None, clock=lambda: self.now)
         self.calls = Calls(lambda key: None, clock=lambda: self.now)
         self.workers = Workers(self.poller, self.calls, self._control)
@@ -79,7 +86,14 @@ class Talk:
             status, slug = self.problem
             told = {"type": f"urn:rollout:problem:{slug}", "detail": f"no: {slug}"}
             return status, json.dumps(told).encode()
+        if verb == "weights/offer":
+            offer = self.offers[address]
+            if offer is None:
+                return 409, b'{"type": "urn:rollout:problem:no-copy", "detail": "it keeps none"}'
+            return 200, offer.model_dump_json().encode()
         state = self._next()
+        if body is not None:
+            self.bodies.append(json.loads(body))
         if verb == "weights/stage":
             assert state.weights.staged is not None
             return 200, state.weights.staged.model_dump_json().encode()
@@ -275,6 +289,84 @@ async def test_a_stage_that_fails_is_the_calls_failure(
     assert said in known.failures["stage"].message
     assert known.failures["stage"].slug == "stage-failed"
     assert known.failures["stage"].about == WeightsId(epoch=1, version=1)
+
+
+# Pushed weights, which one worker fetches from others.
+
+PUSHED = StageRequest(epoch=1, version=1, source=StageSource(pushed=PushedBytes()), root_hash="r")
+
+
+def an_offer(ticket: str, root_hash: str = "r") -> OfferResponse:
+    return OfferResponse(
+        ticket=ticket * 32, port=8002, layout_id="xxh3_128:1", bytes=512, root_hash=root_hash
+    )
+
+
+async def fetch(lab: Talk, *peers: str) -> Worker:
+    planned = CallWorker("u1", "math-0-0", Verb.STAGE, PUSHED, 5, peers=peers)
+    assert lab.workers.start(KEY, pod(), planned)
+    await until(lambda: lab.calls.running("u1/stage") is None, what="the end of the fetch")
+    return lab.known()
+
+
+def staged_by_push(phase: str) -> WorkerState:
+    staged = StagedWeights.model_validate(
+        {"epoch": 1, "version": 1, "source": WeightsSource(pushed=Pushed()), "phase": phase}
+    )
+    return ANSWER.model_copy(
+        update={"weights": ANSWER.weights.model_copy(update={"staged": staged})}
+    )
+
+
+async def test_members_are_asked_for_tickets_and_the_joiner_is_told_of_those_that_give(
+    lab: Talk,
+) -> None:
+    lab.states = [staged_by_push("Staged")]
+    lab.offers = {
+        "10.0.0.2:8001": an_offer("a"),
+        "10.0.0.3:8001": None,
+        "10.0.0.4:8001": an_offer("b", root_hash="other bytes"),
+        "[fd00::5]:8001": an_offer("c"),
+    }
+    known = await fetch(lab, "10.0.0.2", "10.0.0.3", "10.0.0.4", "fd00::5")
+    assert known.failures == {}
+    [body] = lab.bodies
+    assert body["root_hash"] == "r"
+    assert body["source"]["pushed"] == {
+        "layout_id": "xxh3_128:1",
+        "bytes": 512,
+        "peers": [
+            {"host": "10.0.0.2", "port": 8002, "ticket": "a" * 32},
+            {"host": "fd00::5", "port": 8002, "ticket": "c" * 32},
+        ],
+    }
+
+
+async def test_a_fetch_that_nobody_gives_for_is_a_failure_and_the_next_one_asks_anew(
+    lab: Talk,
+) -> None:
+    lab.offers = {"10.0.0.2:8001": None}
+    known = await fetch(lab, "10.0.0.2")
+    failed = known.failures["stage"]
+    assert (failed.slug, failed.about) == ("no-copy", WeightsId(epoch=1, version=1))
+    assert failed.message == (
+        "no replica gives weights (1, 1): 10.0.0.2: 409 no-copy: it keeps none"
+    )
+    assert lab.bodies == [], "nothing was staged"
+    lab.states = [staged_by_push("Staged")]
+    lab.offers = {"10.0.0.2:8001": an_offer("d")}
+    assert (await fetch(lab, "10.0.0.2")).failures == {}
+
+
+async def test_it_is_known_for_how_long_a_slot_has_held_the_same(lab: Talk) -> None:
+    lab.workers.watch(KEY, [pod()], set())
+    seen = []
+    for state in (ANSWER, staging("Staging"), staging("Staged"), staging("Staged"), ANSWER):
+        lab.states = [state]
+        await lab.polled()
+        lab.now += 1.0
+        seen.append(lab.known().slot_seconds)
+    assert seen == [0.0, 1.0, 1.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize("after", [ANSWER, staging("Staging", version=2)], ids=["none", "others"])

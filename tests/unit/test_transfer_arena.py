@@ -6,10 +6,11 @@ import fcntl
 import mmap
 import os
 import resource
+import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_worker.transfer.arena import SLOTS, Arena, ArenaError, Slot, map_readonly
@@ -109,7 +110,8 @@ def test_two_slots_take_turns_and_grow() -> None:
     assert arena.nbytes == 0
 
 
-@given(st.lists(st.tuples(st.integers(1, 3), st.lists(st.integers(0, 5))), max_size=12))
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.integers(1, 3), st.lists(st.integers(0, 5))), max_size=8))
 def test_what_somebody_reads_is_never_handed_out(steps: list[tuple[int, list[int]]]) -> None:
     arena, before = Arena(), descriptors()
     lent: list[tuple[Slot, list[bool]]] = []
@@ -130,6 +132,17 @@ def test_what_somebody_reads_is_never_handed_out(steps: list[tuple[int, list[int
                 held[0] = False
     arena.close()
     assert descriptors() == before
+
+
+def test_a_slot_that_comes_back_a_moment_late_is_used_again() -> None:
+    arena = Arena()
+    first, back = arena.take(PAGE)
+    arena.take(PAGE)
+    timer = threading.Timer(0.05, back)
+    timer.start()
+    assert arena.take(PAGE)[0] is first
+    timer.join()
+    arena.close()
 
 
 def test_a_reader_that_keeps_its_slot_costs_a_fresh_one() -> None:

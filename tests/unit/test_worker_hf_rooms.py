@@ -71,12 +71,26 @@ def test_all_of_its_memory_is_charged_before_it_is_filled() -> None:
     memory.buffers(ENTRIES).close()
 
 
+def test_a_commit_without_former_weights_takes_the_only_copy_there_is() -> None:
+    """Woken without values the model has no tensors: what is staged becomes them."""
+    model = nn.Linear(3, 4)
+    gpu = Gpu(versions=1)  # the room of those that were dropped
+    memory = memory_of(model, beside=gpu)
+    memory.drop()
+    assert memory.nbytes == 0
+    sink = filled(memory.buffers(ENTRIES), 3.0)
+    staged = {tensor.data_ptr() for tensor in sink.tensors.values()}
+    memory.swap(sink)
+    assert is_all(model, 3.0)
+    assert {tensor.data_ptr() for tensor in model.parameters()} == staged
+
+
 def test_memory_that_is_taken_over_by_a_commit_is_staged_no_more() -> None:
     model = nn.Linear(3, 4)
     memory = memory_of(model, Staging(NBYTES))
     for value in (1.0, 2.0):
         sink = filled(memory.buffers(ENTRIES), value)
-        memory.swap(sink.tensors)
+        memory.swap(sink)
         sink.close()
         assert is_all(model, value)
 
@@ -86,7 +100,7 @@ def test_another_dtype_is_turned_into_the_models() -> None:
     memory = memory_of(model)
     sink = filled(memory.buffers(ENTRIES), 0.5)
     assert {tensor.dtype for tensor in sink.tensors.values()} == {torch.bfloat16}
-    memory.swap(sink.tensors)
+    memory.swap(sink)
     assert is_all(model, 0.5)
 
 
@@ -121,7 +135,7 @@ def test_a_gpu_without_room_for_two_versions_is_updated_all_the_same() -> None:
     before = addresses(model)
     sink = filled(memory.buffers(ENTRIES), 3.0)
     assert sink.aside
-    memory.swap(sink.tensors, aside=sink.aside)
+    memory.swap(sink)
     sink.close()
     assert is_all(model, 3.0)
     assert addresses(model) == before, "a pointer to main memory is no tensor of a GPU"
@@ -133,7 +147,7 @@ def test_sleeping_weights_have_room_again() -> None:
     memory = memory_of(model, beside=Gpu(0))
     sink = filled(memory.buffers(ENTRIES), 4.0)
     memory.drop()
-    memory.swap(sink.tensors, aside=sink.aside)
+    memory.swap(sink)
     sink.close()
     assert is_all(model, 4.0)
 
@@ -143,7 +157,7 @@ def test_a_gpu_with_room_takes_the_version_itself() -> None:
     memory = memory_of(model, Staging(1), Gpu(1))
     sink = filled(memory.buffers(ENTRIES), 5.0)
     assert not sink.aside
-    memory.swap(sink.tensors, pin=True)
+    memory.swap(sink, pin=True)
     memory.use(pinned=True)
     assert not is_all(model, 5.0)
     memory.use(pinned=False)
@@ -157,7 +171,7 @@ def test_pinning_without_room_is_refused_and_the_former_weights_serve() -> None:
     memory = memory_of(model, beside=Gpu(0))
     sink = filled(memory.buffers(ENTRIES), 6.0)
     with pytest.raises(EngineError, match=r"no room for two versions .*spec.weights.inFlight"):
-        memory.swap(sink.tensors, pin=True, aside=sink.aside)
+        memory.swap(sink, pin=True)
     assert is_all(model, 1.0)
 
 
@@ -167,7 +181,7 @@ def test_what_lies_aside_may_be_pinned_where_there_is_room_by_then() -> None:
     memory = memory_of(model, beside=gpu)
     sink = filled(memory.buffers(ENTRIES), 7.0)
     gpu.versions = 1
-    memory.swap(sink.tensors, pin=True, aside=sink.aside)
+    memory.swap(sink, pin=True)
     sink.close()
     assert is_all(model, 7.0)
     memory.use(pinned=True)

@@ -44,7 +44,7 @@ FIELDS: dict[str, dict[str, Sequence[Any]]] = {
     "pause": {"holder": HOLDERS, "mode": MODES},
     "resume": {"holder": HOLDERS},
     "sleep": {"holder": HOLDERS, "mode": MODES, "level": (1, 2), "tags": TAGS},
-    "wake": {"holder": HOLDERS, "tags": TAGS},
+    "wake": {"holder": HOLDERS, "tags": TAGS, "load": (True, False)},
 }
 
 
@@ -96,7 +96,8 @@ class History:
         await self._step(count=2)
 
     async def _step(self, *, count: int) -> None:
-        if all(self.worker.engine.resident.values()):
+        engine = self.worker.engine
+        if all(engine.resident.values()) and not engine.empty:
             self.worker.engine.step(count)
         await asyncio.sleep(0)
 
@@ -134,6 +135,10 @@ class History:
         assert len(worker.engine.sinks) == (slot is not None and slot.phase == "Staged")
         if not state.resident.weights:
             assert slot is None, "what is staged goes with the active weights"
+        assert not (state.serving and state.weights.active is None)
+        if state.resident.weights and state.weights.active is None:
+            return
+        assert not worker.engine.empty
         assert self.numbers[worker.engine.active.identity.as_tuple()] == worker.engine.active.number
         assert worker.engine.active.identity == worker.active
 

@@ -100,15 +100,19 @@ class HoldsMachine(RuleBasedStateMachine):
         self.holds = Holds()
         self.now = 0.0
         self.model: dict[str, tuple[Want, float, frozenset[MemoryTag], int]] = {}
+        self.waiting: set[str] = set()
+        """Who woke weights without their values and has called nothing since."""
 
     @rule(holder=HOLDERS, ttl=st.one_of(st.just(inf), st.integers(1, 20)))
     def pause(self, holder: str, ttl: float) -> None:
         self.holds.pause(holder, self.now + ttl)
+        self.waiting.discard(holder)
         self.model[holder] = (Want.PAUSED, self.now + ttl, frozenset(), 1)
 
     @rule(holder=HOLDERS, level=st.sampled_from([1, 2]), tags=TAGS)
     def sleep(self, holder: str, level: SleepLevel, tags: frozenset[MemoryTag]) -> None:
         self.holds.sleep(holder, level, tags)
+        self.waiting.discard(holder)
         former = self.model.get(holder)
         had = former[2] if former and former[0] is Want.ASLEEP else frozenset()
         deep = max(level, former[3]) if former and former[0] is Want.ASLEEP else level
@@ -117,18 +121,29 @@ class HoldsMachine(RuleBasedStateMachine):
     @rule(holder=HOLDERS)
     def release(self, holder: str) -> None:
         self.holds.release(holder)
+        self.waiting.discard(holder)
         self.model.pop(holder, None)
 
-    @rule(holder=HOLDERS, tags=TAGS)
-    def wake(self, holder: str, tags: frozenset[MemoryTag]) -> None:
-        self.holds.wake(holder, tags)
+    @rule(holder=HOLDERS, tags=TAGS, load=st.booleans())
+    def wake(self, holder: str, tags: frozenset[MemoryTag], load: bool) -> None:
+        self.holds.wake(holder, tags, load=load)
         held = self.model.get(holder)
         if held and held[0] is Want.ASLEEP:
             left = held[2] - tags
-            if left:
+            self.waiting.discard(holder)
+            if left or not load:
                 self.model[holder] = (*held[:2], left, held[3])
+                self.waiting |= set() if load else {holder}
             else:
                 del self.model[holder]
+
+    @rule()
+    def committed(self) -> None:
+        self.holds.committed()
+        for holder in self.waiting & set(self.model):
+            if not self.model[holder][2]:
+                del self.model[holder]
+        self.waiting.clear()
 
     @rule(seconds=st.integers(1, 10))
     def time_passes(self, seconds: int) -> None:
@@ -143,7 +158,9 @@ class HoldsMachine(RuleBasedStateMachine):
         target = self.holds.target(self.now)
         assert target.want == max((h[0] for h in self.model.values()), default=Want.ACTIVE)
         assert target.released == frozenset().union(*(h[2] for h in self.model.values()))
-        assert bool(target.released) is (target.want is Want.ASLEEP)
+        assert (target.want is Want.ASLEEP) or not target.released
+        assert target.released or target.want is not Want.ASLEEP or not target.load
+        assert target.load is (not self.waiting)
         assert [h.holder for h in self.holds.listing(self.now)] == sorted(self.model)
         for holder in ("operator", "trainer", "anonymous"):
             assert self.holds.others(holder, self.now) == sorted(set(self.model) - {holder})

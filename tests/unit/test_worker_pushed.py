@@ -208,7 +208,7 @@ async def test_a_transfer_that_was_cut_goes_on_where_it_was(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * CHUNK_BYTES,))}
-    monkeypatch.setattr("rollout_worker.updates.state.check_layout", lambda *_, where: None)
+    monkeypatch.setattr("rollout_worker.updates.pushes.check_layout", lambda *_, where: None)
     given = Version(7, large)
     begun = await stage(worker, 1)
     assert begun.transfer is not None
@@ -297,7 +297,7 @@ async def test_without_a_copy_the_worker_falls_back_fenced_and_says_so(
 ) -> None:
     await push(worker, 1, Version(7), "tcp")
     await worker.commit(1)
-    worker.updates._keep(None)
+    worker.updates.pushes.drop()
     worker.engine.die()
     await until(lambda: len(worker.engines) == 2, what="another engine")
     await until(lambda: "NoLiveCopy" in str(worker.runtime.last_error), what="the reason")

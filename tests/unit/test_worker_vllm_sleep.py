@@ -64,7 +64,7 @@ class Sleeper:
             llm=self.device, config=config, layout=layout, steps=Steps(), cpu=False
         )
         labels = Labels()
-        steering = Steering(launched, Gate(2), labels)
+        steering = self.steering = Steering(launched, Gate(2), labels)
         self.versions = Versions(launched, steering, labels, EngineOptions(Path("model")))
 
     @property
@@ -79,6 +79,9 @@ class Sleeper:
 
     async def wake(self, *tags: MemoryTag) -> None:
         await self.versions.wake(tags, self.refill)
+
+    async def wake_empty(self, *tags: MemoryTag) -> None:
+        await self.versions.wake(tags, None)
 
     async def refill(self, *, on_disk: bool = False) -> MappedSink:
         assert not on_disk, "a GPU's weights are read back"
@@ -100,6 +103,34 @@ async def test_weights_wake_and_are_committed_while_the_cache_sleeps(level: Lite
     assert sleeper.there == {"weights"}
     await sleeper.wake("kv_cache")
     assert sleeper.there == set(BOTH)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_weights_that_wake_without_values_get_them_from_the_commit_alone(
+    level: Literal[1, 2],
+) -> None:
+    sleeper = Sleeper()
+    await sleeper.sleep(level, *BOTH)
+    for _ in range(2):
+        await sleeper.wake_empty("weights")
+        assert sleeper.there == {"weights"}
+    await sleeper.wake_empty("kv_cache")
+    assert sleeper.there == set(BOTH)
+    assert not sleeper.steering.may_step, "there are no weights to step with"
+    await sleeper.versions.commit(V1, await sleeper.refill(), "recompute")
+    assert sleeper.steering.may_step
+    assert (sleeper.there, sleeper.device.loads) == (set(BOTH), 1)
+
+
+async def test_weights_without_values_fall_asleep_and_wake_from_their_source() -> None:
+    sleeper = Sleeper()
+    await sleeper.sleep(2, *BOTH)
+    await sleeper.wake_empty("weights")
+    await sleeper.sleep(2, "weights")
+    assert sleeper.there == set()
+    await sleeper.wake(*BOTH)
+    assert (sleeper.there, sleeper.device.loads) == (set(BOTH), 1)
+    assert sleeper.steering.may_step
 
 
 async def test_a_cache_that_went_along_comes_back_with_the_weights() -> None:

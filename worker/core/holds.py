@@ -7,7 +7,7 @@ state, so a caller's resume can't reopen what another caller keeps closed. Pure:
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import inf
 from typing import Literal
@@ -32,11 +32,15 @@ class Want(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What all live holds together ask for: `released` memory is freed at sleep `level`."""
+    """What all live holds together ask for: `released` memory is freed at sleep `level`.
+
+    `load`: weights that wake get their values; not before a commit, if somebody waits for one.
+    """
 
     want: Want
     released: frozenset[MemoryTag] = frozenset()
     level: SleepLevel = 1
+    load: bool = True
 
     @property
     def all_released(self) -> bool:
@@ -50,6 +54,7 @@ class _Held:
     expires: float = inf
     tags: frozenset[MemoryTag] = frozenset()
     level: SleepLevel = 1
+    load: bool = True
 
 
 class Holds:
@@ -76,16 +81,28 @@ class Holds:
         """Drop the holder's hold, if it has one."""
         self._held.pop(holder, None)
 
-    def wake(self, holder: str, tags: Collection[MemoryTag]) -> None:
-        """Remove these tags from the holder's sleep; the hold ends with its last tag."""
+    def wake(self, holder: str, tags: Collection[MemoryTag], *, load: bool = True) -> None:
+        """Remove these tags from the holder's sleep; the hold ends with its last tag.
+
+        Without `load` it goes on, if need be without a tag, until `committed`.
+        """
         held = self._held.get(holder)
         if held is None or held.want is not Want.ASLEEP:
             return
         left = held.tags.difference(tags)
-        if left:
-            self._held[holder] = _Held(Want.ASLEEP, inf, left, held.level)
+        if left or not load:
+            self._held[holder] = replace(held, tags=left, load=load)
         else:
             del self._held[holder]
+
+    def committed(self) -> None:
+        """End what waited for a commit."""
+        waited = {holder: held for holder, held in self._held.items() if not held.load}
+        for holder, held in waited.items():
+            if held.tags:
+                self._held[holder] = replace(held, load=True)
+            else:
+                del self._held[holder]
 
     def expire(self, now: float) -> list[str]:
         """Drop expired holds and return their holders."""
@@ -110,6 +127,7 @@ class Holds:
             want=max((held.want for held in live), default=Want.ACTIVE),
             released=frozenset().union(*(held.tags for held in live)),
             level=max((held.level for held in live), default=1),
+            load=all(held.load for held in live),
         )
 
     def next_expiry(self) -> float:

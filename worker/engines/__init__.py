@@ -25,7 +25,8 @@ class EngineOptions:
     `spill_dir`: where weights go at sleep level 1, None: the temporary folder. `logprobs`: the kind that requests get by default, for engines that
     record one kind a process. `args`: the engine's own flags, as on its command line. `staging`: what
     memory of staged weights is charged to; one for all engines of a process, one after another.
-    `gang`: set if the engine spans several nodes.
+    `gang`: set if the engine spans several nodes. `guest`: the process is somebody else's, so nothing
+    of it may be changed that outlives the engine or concerns others.
     """
 
     model: Path
@@ -38,6 +39,7 @@ class EngineOptions:
     args: tuple[str, ...] = ()
     staging: Staging = field(default_factory=Staging)
     gang: Gang | None = None
+    guest: bool = False
 
 
 def create(engine: str, options: EngineOptions) -> Engine:
@@ -67,11 +69,13 @@ def create(engine: str, options: EngineOptions) -> Engine:
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Import without garbage collection: modules stay, and looking for garbage takes a tenth of the time."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def create_member(engine: str, options: EngineOptions) -> Member:

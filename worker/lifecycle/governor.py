@@ -68,6 +68,7 @@ class Governor:
         """Take note that the engine died and all its memory with it, while it was to be asleep."""
         self._forget_plan()
         self._released, self._level = EVERYTHING, self._runtime.target().level
+        self._updates.empty = False
 
     def _forget_plan(self) -> None:
         self._drain_until = inf
@@ -87,16 +88,30 @@ class Governor:
         target = self._runtime.target()
         if self._resuming or self._runtime.lifecycle.state is not _SETTLED[target.want]:
             return False
+        if self._lacks_values(target):
+            return False
         if target.want is not Want.ASLEEP:
             return True
         return target.released == self._released and not self._deeper(target)
+
+    def _lacks_values(self, target: Target) -> bool:
+        """Whether the weights' memory is there without values, and nobody waits for a commit."""
+        return self._updates.empty and target.load and "weights" not in target.released
+
+    @property
+    def weights_away(self) -> bool:
+        """Whether there are no values of weights in memory."""
+        return self._updates.empty or "weights" in self._released
 
     def _deeper(self, target: Target) -> bool:
         return target.level > self._level and "weights" in target.released & self._released
 
     def resident(self, tags: Collection[MemoryTag]) -> bool:
-        """Whether all of this memory that no hold wants released is allocated."""
-        return self._released.difference(self._runtime.target().released).isdisjoint(tags)
+        """Whether all of this memory that no hold wants released is back, with its values."""
+        target = self._runtime.target()
+        if "weights" in tags and self._lacks_values(target):
+            return False
+        return self._released.difference(target.released).isdisjoint(tags)
 
     async def reach(
         self, reached: Callable[[], bool], seconds: float, wanted: Callable[[], bool]
@@ -173,12 +188,32 @@ class Governor:
         self._runtime.lifecycle.move(Lifecycle.DRAINING if asleep else Lifecycle.PAUSING)
 
     async def _leave_paused(self) -> None:
-        if self._runtime.target().want is Want.ASLEEP:
+        target = self._runtime.target()
+        if target.want is Want.ASLEEP:
             self._runtime.lifecycle.move(Lifecycle.DRAINING)
-            return
-        await self._resume()
+        elif self._lacks_values(target):
+            await self._load()
+        else:
+            await self._resume()
+
+    async def _load(self) -> None:
+        """Bring the active weights into memory that woke without them: no commit came instead."""
+        runtime, updates = self._runtime, self._updates
+        engine, _ = runtime.loaded()
+        active = updates.identity
+        assert active is not None, "an engine has loaded weights"
+        logger.info("reading weights %s, without which the memory woke", active)
+        with runtime.telemetry.transition("wake"):
+            await runtime.call(engine.pause(), PAUSE_SECONDS, "pause")
+            async with updates.slot_lock:  # what is staged stays: a commit of it may come yet
+                sink = await runtime.call(updates.refill(), MEMORY_SECONDS, "refill")
+                filling = engine.commit(active, sink, "recompute")
+                await runtime.call(filling, MEMORY_SECONDS, "commit")
+                updates.empty = False
 
     async def _resume(self) -> None:
+        if self._updates.empty:
+            await self._load()
         engine, _ = self._runtime.loaded()
         # Before the await: a pause that arrives during it sets a plan of its own.
         self._forget_plan()
@@ -267,10 +302,13 @@ class Governor:
     async def _sleep(self, target: Target) -> None:
         runtime = self._runtime
         engine, _ = runtime.loaded()
+        level = 2 if self._updates.empty else target.level  # there are no values to keep
         with runtime.telemetry.transition("sleep"):
-            asleep = engine.sleep(target.level, target.released, self._updates.refill)
+            asleep = engine.sleep(level, target.released, self._updates.refill)
             await runtime.call(asleep, MEMORY_SECONDS, "sleep")
-        self._released, self._level = self._released | target.released, target.level
+        self._released, self._level = self._released | target.released, level
+        if "weights" in target.released:
+            self._updates.empty = False
         await self._give_turn()
 
     async def _give_turn(self) -> None:
@@ -282,9 +320,11 @@ class Governor:
         """From Asleep: restore memory that no hold wants released, or release more."""
         target = self._runtime.target()
         surplus = self._released - target.released
-        if surplus:
+        if self._lacks_values(target):
+            await self._load()
+        elif surplus or target.want is not Want.ASLEEP:
             await self._wake(surplus)
-        elif target.want is Want.ASLEEP:
+        else:
             await self._release(target)
 
     async def _wake(self, tags: frozenset[MemoryTag]) -> None:
@@ -292,11 +332,14 @@ class Governor:
         engine, _ = runtime.loaded()
         runtime.lifecycle.move(Lifecycle.WAKING)
         try:
-            if not await turn_to_wake(runtime, lambda: not self.resident(tags)):
+            if tags and not await turn_to_wake(runtime, lambda: not self.resident(tags)):
                 runtime.lifecycle.move(Lifecycle.ASLEEP)
                 return
+            load = runtime.target().load
+            if not load and "weights" in tags:
+                logger.info("waking without weights %s, to be replaced", self._updates.identity)
             with runtime.telemetry.transition("wake"):
-                awake = engine.wake(tags, self._updates.refill)
+                awake = engine.wake(tags, self._updates.refill if load else None)
                 await runtime.call(awake, MEMORY_SECONDS, "wake")
         except EngineCrashed:
             raise
@@ -306,7 +349,7 @@ class Governor:
             raise
         self._released -= tags
         if "weights" in tags:
-            self._level = 1
+            self._level, self._updates.empty = 1, not load
         want = runtime.target().want
         if self._released or want is Want.ASLEEP:
             runtime.lifecycle.move(Lifecycle.ASLEEP)

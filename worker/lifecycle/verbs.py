@@ -36,6 +36,11 @@ SLACK_SECONDS = 660.0
 """How long a transition may take beyond its drain, to abort requests and move weights."""
 
 
+def wakes_empty(engine: Engine) -> bool:
+    """Whether its weights may wake without values: it can take others in their place."""
+    return 2 in engine.capabilities.sleep_levels
+
+
 class Verbs:
     """The verbs of one worker."""
 
@@ -140,11 +145,19 @@ class Verbs:
     async def wake(self, holder: str, request: WakeRequest) -> None:
         """Release this caller's sleep for these tags.
 
+        Without `load`, weights that are asleep come without values, and the hold goes on until a commit.
+
         Raises:
-            ProblemError: 409, others hold the worker; the sleep is released anyway.
+            ProblemError: 409, others hold the worker; the sleep is released anyway. 422, the engine
+                can't wake without values.
         """
-        self._runtime.see_generation(request.generation)
-        self._runtime.holds.wake(holder, request.tags)
+        runtime = self._runtime
+        runtime.see_generation(request.generation)
+        if request.load is False and runtime.engine is not None and not wakes_empty(runtime.engine):
+            fix = "this engine can't replace its weights: wake it with them, without load: false"
+            raise ProblemError("unsupported", fix, errors=[{"field": "load", "message": fix}])
+        load = request.load is not False or not self._governor.weights_away
+        runtime.holds.wake(holder, request.tags, load=load)
         await self._open(holder, request.tags)
 
     async def _open(self, holder: str, tags: Collection[MemoryTag]) -> None:

@@ -125,6 +125,16 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     return sock
 
 
+def _bind_both(settings: Settings) -> list[socket.socket]:
+    data = bind(settings.data_host, settings.data_port, "--data-port")
+    try:
+        control = bind(settings.control_host, settings.control_port, "--control-port")
+    except BadSettings:
+        data.close()  # this process may go on without us
+        raise
+    return [data, control]
+
+
 class Servers:
     """Both HTTP servers of one worker."""
 
@@ -139,11 +149,8 @@ class Servers:
         places = places or connections.places()
         self._certificate = tls.certificate(settings)
         self._authorizer = authorizer
-        self._sockets = [
-            bind(settings.data_host, settings.data_port, "--data-port"),
-            bind(settings.control_host, settings.control_port, "--control-port"),
-        ]
-        self._weights = WeightsPort(settings, worker.updates.desk)
+        self._sockets = _bind_both(settings)
+        self._weights = WeightsPort(settings, worker.updates.pushes.desk)
         data = AtMost(data_app(worker), max(1, places.data - PROBES), worker.count_refusal)
         control = control_app(worker, authorizer)
         held = self._certificate
@@ -216,6 +223,14 @@ async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = N
     # in between: it listens before it takes the handler's place.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    cause = await serve_until(stop, worker, servers)
+    return 0 if stop.is_set() else _broken(cause)
+
+
+async def serve_until(
+    stop: asyncio.Event, worker: Worker, servers: Servers
+) -> BaseException | None:
+    """Serve until `stop`, then drain and free everything; returns what ended it before, if so."""
     data, control = servers.ports
     logger.info("serving", extra={"data_port": data, "control_port": control})
     serving = asyncio.create_task(servers.run())
@@ -224,9 +239,9 @@ async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = N
     try:
         await asyncio.wait({serving, running, asked}, return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
-            return _broken(_cause(serving, running))
+            return _cause(serving, running)
         await worker.shut_down()
-        return 0
+        return None
     finally:
         asked.cancel()
         await _end(servers, serving, running, worker)

@@ -21,6 +21,9 @@ from .room import MARGIN_BYTES, memory_left
 SLOTS = 2
 """One is read by what serves, the other one is written."""
 
+RETURN_SECONDS = 0.25
+"""How long the older slot is waited for before a fresh one is made: less than that costs."""
+
 POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14, which Python doesn't name."""
 
@@ -47,7 +50,7 @@ class Slot:
     def __init__(self, nbytes: int) -> None:
         _check_room(nbytes)
         self.size = max(nbytes, 1)
-        self._lock = threading.Lock()
+        self._news = threading.Condition()
         self._lent = 0
         self._map: mmap.mmap | None = None
         self.handle = os.memfd_create("rollout-push", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -69,17 +72,23 @@ class Slot:
 
     def lend(self) -> Release:
         """Note that somebody uses it; return what to call, once or more often, at the end."""
-        with self._lock:
+        with self._news:
             self._lent += 1
         returned = False
 
         def give_back() -> None:
             nonlocal returned
-            with self._lock:
+            with self._news:
                 self._lent -= not returned
                 returned = True
+                self._news.notify_all()
 
         return give_back
+
+    def wait_free(self, seconds: float) -> bool:
+        """Whether nobody uses it any more within these seconds."""
+        with self._news:
+            return self._news.wait_for(lambda: not self._lent, seconds)
 
     def view(self, placed: Placed) -> memoryview:
         """Return a tensor's place, writable."""
@@ -117,6 +126,9 @@ class Arena:
             ArenaError: There is no room.
         """
         with self._lock:
+            if len(self._slots) >= SLOTS and all(slot.lent for slot in self._slots):
+                # Who has just gone over to the newer one is about to give this one back.
+                self._slots[0].wait_free(RETURN_SECONDS)
             for slot in self._slots:
                 if not slot.lent and slot.size >= max(nbytes, 1):
                     self._slots.remove(slot)

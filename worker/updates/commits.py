@@ -101,9 +101,7 @@ class Commits:
                 await self._confirm(slot)
                 answer = await self._flip(request, slot)
             except WeightsRejected as error:
-                raise ProblemError(
-                    "weights-rejected", f"the old weights serve on: {error}"
-                ) from error
+                raise ProblemError("weights-rejected", f"{self._rest}: {error}") from error
             except EngineCrashed as error:
                 raise ProblemError(
                     "failed",
@@ -112,13 +110,18 @@ class Commits:
                 ) from error
             except EngineError as error:
                 raise ProblemError(
-                    "engine-refused", f"the old weights serve on: {error}", retry_after=5
+                    "engine-refused", f"{self._rest}: {error}", retry_after=5
                 ) from error
             finally:
                 seconds = time.monotonic() - start
                 runtime.telemetry.update_seconds.labels("commit").observe(seconds)
         self._last = answer
         return answer
+
+    @property
+    def _rest(self) -> str:
+        """What a commit leaves behind that didn't happen."""
+        return "no weights are loaded yet" if self._updates.empty else "the old weights serve on"
 
     def _check_policy(self, request: CommitRequest) -> None:
         engine, info = self._runtime.loaded()
@@ -137,7 +140,7 @@ class Commits:
         """The answer if these weights are active already."""
         self._runtime.loaded()
         active = self._updates.active
-        if active is None or active.identity != _identity(request):
+        if active is None or self._updates.empty or active.identity != _identity(request):
             return None
         self._check_hash(request, active.root_hash)
         last = self._last
@@ -197,7 +200,10 @@ class Commits:
             await self._await_unpinned(request)
         section = _Section(running=self._running())
         async with self._closed(engine, request, slot.identity, section):
-            flip = engine.commit(slot.identity, slot.take(), _kv(request))
+            kv = _kv(request)
+            if kv == "pin" and updates.empty:
+                kv = "recompute"  # the former weights are no more
+            flip = engine.commit(slot.identity, slot.take(), kv)
             try:
                 await runtime.call(flip, FLIP_SECONDS, "commit")
             except EngineError as error:
@@ -205,6 +211,7 @@ class Commits:
                 slot.give_up(slot.error)
                 raise
             updates.activate(slot)
+            runtime.holds.committed()
             await self._end_exact(slot.identity, section)
         runtime.telemetry.pause_seconds.observe(section.pause_seconds)
         answer = self._answer(section)

@@ -9,8 +9,9 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from rollout_worker.engine import Engine, Layout, Sink, WeightsRejected
+from rollout_worker.engine import Engine, Layout, Sink, Tensors, WeightsRejected
 from rollout_worker.schemas import StagedWeights, StageRequest, WeightsId, WeightsSource
+from rollout_worker.sources import tensors
 from rollout_worker.sources.filling import Elsewhere, Located, fill
 from rollout_worker.sources.incoming import Incoming
 from rollout_worker.sources.pushed import receive
@@ -29,15 +30,18 @@ class Slot:
         self,
         request: StageRequest,
         resolved: WeightsSource,
+        given: Tensors | None = None,
+        *,
         caller: str = "",
         incoming: Incoming | None = None,
     ) -> None:
         self.caller = caller
         self.incoming = incoming
-        """What is pushed, or fetched from peers; None: the bytes are read from files."""
+        """What is pushed, or fetched from peers; None: the bytes are read from files, or handed over."""
         self.identity = WeightsId(epoch=request.epoch, version=request.version)
         self.source = request.source.named
         self.resolved = resolved
+        self.given = given
         self.expected = request.root_hash
         self.labels: Mapping[str, str] = request.labels
         self.deadline_seconds = request.deadline_seconds
@@ -62,9 +66,14 @@ class Slot:
         elsewhere: Elsewhere | None = None,
     ) -> None:
         """Bring the bytes; raises what `fill` raises."""
-        self._sink = await fill(
-            engine.open_slot, layout, located, self._verify, self.report, elsewhere
-        )
+        if self.given is not None:
+            self._sink = await tensors.fill(
+                engine.open_slot, layout, self.given, self._verify, self.report
+            )
+        else:
+            self._sink = await fill(
+                engine.open_slot, layout, located, self._verify, self.report, elsewhere
+            )
         self._filled = True
 
     async def receive(self, engine: Engine, layout: Layout) -> None:

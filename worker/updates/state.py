@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from rollout_worker.core.fence import Fence
 from rollout_worker.core.runtime import Runtime
-from rollout_worker.engine import EngineError, EngineInfo, Sink, WeightsRejected
+from rollout_worker.engine import EngineError, EngineInfo, Sink, Tensors, WeightsRejected
 from rollout_worker.schemas import (
     CHECKPOINT,
     ActiveWeights,
@@ -26,7 +25,6 @@ from rollout_worker.schemas import (
     DiscardResponse,
     OfferRequest,
     OfferResponse,
-    PushedBytes,
     RequireRequest,
     StagedWeights,
     StageRequest,
@@ -34,14 +32,13 @@ from rollout_worker.schemas import (
     WeightsSource,
     WeightsState,
 )
-from rollout_worker.sources.fetching import Fetching
+from rollout_worker.sources import tensors
 from rollout_worker.sources.filling import Elsewhere, Located, fill, locate, resolve_within
-from rollout_worker.sources.giving import Kept, kept_of
-from rollout_worker.sources.incoming import Claim, Incoming
-from rollout_worker.sources.pushed import Desk, refill
-from rollout_worker.weights import check_layout
+from rollout_worker.sources.incoming import Claim
+from rollout_worker.sources.pushed import refill
 from rollout_worker.wire.problems import ProblemError, conflict
 
+from .pushes import Pushes
 from .slot import Slot, mismatch, same_content
 
 logger = logging.getLogger(__name__)
@@ -57,16 +54,17 @@ CHECKPOINT_SOURCE = WeightsSource(checkpoint=Checkpoint())
 class Updates:
     """The weights' state of one worker."""
 
-    def __init__(self, runtime: Runtime, claim: Claim, desk: Desk | None = None) -> None:
+    def __init__(self, runtime: Runtime, claim: Claim) -> None:
         self._runtime = runtime
-        self._claim = claim
-        self.desk = desk or Desk()
-        self.kept: Kept | None = None
-        """The pushed bytes of the active weights, for joiners and for our own refills."""
+        self.pushes = Pushes(runtime, claim)
         self.active: ActiveWeights | None = None
         self.source = CHECKPOINT_SOURCE
         """Where the active weights' bytes are, resolved; sleep at level 2 and restarts read it."""
         self._given_source = CHECKPOINT_SOURCE
+        self.given: Tensors | None = None
+        """The active weights' bytes, if they are tensors of this process and still there."""
+        self.empty = False
+        """Whether the weights' memory is there without values; then nothing is generated."""
         self.previous: ActiveWeights | None = None
         self.slot: Slot | None = None
         self.slot_lock = asyncio.Lock()
@@ -89,13 +87,13 @@ class Updates:
     def view(self) -> WeightsState:
         """The state as clients see it."""
         return WeightsState(
-            active=self.active,
+            active=None if self.empty else self.active,
             previous=self.previous,
             staged=None if self.slot is None else self.slot.view(),
             required=self.fence.floor,
             fence_epoch=self.fence.epoch,
             commit_seq=self.commit_seq,
-            kept=None if self.kept is None else self.kept.view(),
+            kept=self.pushes.view(),
         )
 
     def require(self, caller: str, request: RequireRequest) -> WeightsState:
@@ -123,8 +121,15 @@ class Updates:
 
     # Stage.
 
-    async def stage(self, caller: str, request: StageRequest) -> StagedWeights:
+    async def stage(
+        self, caller: str, request: StageRequest, given: Tensors | None = None
+    ) -> StagedWeights:
         """Begin to stage beside the serving weights; returns at once.
+
+        Args:
+            caller: Who asks.
+            request: What to stage.
+            given: Tensors of this process in the place of the source.
 
         Raises:
             ProblemError: 409, the state or the order of identities forbids it; 422, the path.
@@ -134,18 +139,24 @@ class Updates:
         identity = WeightsId(epoch=request.epoch, version=request.version)
         self.check_order(identity)
         settings = self._runtime.settings
-        if request.source.pushed is not None:
-            self._check_pushed(request.source.pushed)
+        if request.source.pushed is not None and given is None:
+            self.pushes.check(request.source.pushed)
         # However short the deadline, the slot tells that it passed: the path alone takes no time.
         seconds = max(request.deadline_seconds, LOOK_UP_SECONDS)
         resolved = await resolve_within(request.source.named, settings, seconds)
         active = self.active
         assert active is not None, "an engine has loaded weights"
+        if given is not None and identity in self._known:
+            content = await tensors.content_of(given)
+            request = request.model_copy(update={"root_hash": content})
         if identity == active.identity:
-            return self._already_active(request, active, resolved)
+            known = self._already_active(request, active, resolved)
+            if not self.empty:
+                return known
+            request = request.model_copy(update={"root_hash": active.root_hash})
         try:
             async with asyncio.timeout(request.deadline_seconds), self.slot_lock:
-                return await self._begin(caller, request, resolved)
+                return await self._begin(caller, request, resolved, given)
         except TimeoutError:
             raise ProblemError(
                 "deadline-exceeded", "the staging slot was busy: try again", retry_after=1
@@ -164,8 +175,17 @@ class Updates:
                 **self.facts,
             )
 
+    @property
+    def _known(self) -> set[WeightsId | None]:
+        """Identities that are bound to content here."""
+        return {self.identity, None if self.slot is None else self.slot.identity}
+
     async def _begin(
-        self, caller: str, request: StageRequest, resolved: WeightsSource
+        self,
+        caller: str,
+        request: StageRequest,
+        resolved: WeightsSource,
+        given: Tensors | None,
     ) -> StagedWeights:
         identity = WeightsId(epoch=request.epoch, version=request.version)
         # A commit or a sleep may have gone by while we waited for the slot.
@@ -175,92 +195,26 @@ class Updates:
         slot = self.slot
         if slot is not None and slot.error is None:
             if identity == slot.identity:
-                return self._asked_again(caller, slot, slot.repeated(request, resolved))
+                slot.repeated(request, resolved)
+                return self._answer(caller, slot)
             if identity < slot.identity:
                 raise _regressed(identity, slot.identity, "staged", **self.facts)
         await self.clear_slot()
         self._runtime.loaded()  # that may have taken its time
-        incoming = self._incoming(identity, request)
-        slot = self.slot = Slot(request, resolved, caller, incoming)
+        pushed = request.source.pushed is not None and given is None
+        incoming = self.pushes.incoming(identity, request) if pushed else None
+        slot = self.slot = Slot(request, resolved, given, caller=caller, incoming=incoming)
         logger.info("staging weights %s for %r", identity, caller)
         slot.task = asyncio.create_task(self._stage(slot))
-        return self._asked_again(caller, slot, slot.view())
+        return self._answer(caller, slot)
 
-    def _check_pushed(self, pushed: PushedBytes) -> None:
-        """Refuse pushed bytes where nobody could bring them.
-
-        Raises:
-            ProblemError: 422.
-        """
-        if self._runtime.gang is not None:
-            fix = "a replica of several nodes takes no pushed weights: publish them as files"
-        elif not pushed.peers and not self.desk.address.anywhere:
-            fix = "nobody can reach this worker: start it with --weights-port or --weights-socket"
-        else:
-            return
-        errors = [{"field": "source.pushed", "message": fix}]
-        raise ProblemError("unsupported", fix, errors=errors)
-
-    def _incoming(self, identity: WeightsId, request: StageRequest) -> Incoming | None:
-        """What is going to arrive, if bytes are pushed; peers are asked at once."""
-        pushed = request.source.pushed
-        if pushed is None:
-            return None
-        _, info = self._runtime.loaded()
-        check = partial(check_layout, info.layout, where="what was pushed")
-        incoming = Incoming(identity, pushed, check, self._room_for)
-        if pushed.peers:
-            Fetching(incoming, pushed.peers).start()
-        return incoming
-
-    def _asked_again(self, caller: str, slot: Slot, view: StagedWeights) -> StagedWeights:
-        """Add a ticket, if the caller is to bring the bytes."""
-        incoming = slot.incoming
-        if incoming is None or incoming.fetched or slot.caller != caller or view.phase != "Staging":
-            return view
-        return view.model_copy(update={"transfer": self.desk.expect(incoming)})
-
-    def _room_for(self, nbytes: int) -> Callable[[], None]:
-        """Charge memory for pushed bytes; what is kept goes first if there is no room else.
-
-        Raises:
-            EngineError: There is none.
-        """
-        try:
-            return self._claim(nbytes)
-        except EngineError:
-            if self.kept is None:
-                raise
-            self._keep(None)
-            return self._claim(nbytes)
-
-    def _keep(self, kept: Kept | None) -> None:
-        """Keep other bytes, or none; may be called from any thread."""
-        former, self.kept = self.kept, kept
-        if former is not None:
-            self.desk.withdraw()
-            former.release()
+    def _answer(self, caller: str, slot: Slot) -> StagedWeights:
+        """Tell of the slot, and of how to bring pushed bytes to it."""
+        return slot.view() if slot.incoming is None else self.pushes.ticketed(caller, slot)
 
     def offer(self, caller: str, request: OfferRequest) -> OfferResponse:
-        """Return what another worker has to know to fetch what is kept here.
-
-        Raises:
-            ProblemError: 409 `no-copy`.
-        """
-        kept = self.kept
-        identity = WeightsId(epoch=request.epoch, version=request.version)
-        if kept is None or kept.identity != identity or self.desk.address.port is None:
-            why = "nothing" if kept is None else str(kept.identity)
-            if kept is not None and self.desk.address.port is None:
-                why += ", but has no --weights-port"
-            raise conflict(
-                "no-copy",
-                f"weights {identity} can't be fetched here: this worker keeps {why}; ask another"
-                " member, or publish again",
-                **self.facts,
-            )
-        logger.info("offering weights %s to a peer of %r", identity, caller)
-        return self.desk.offer(kept)
+        """Offer pushed weights that are kept here; see `Pushes.offer`."""
+        return self.pushes.offer(caller, request, self.facts)
 
     def _already_active(
         self, request: StageRequest, active: ActiveWeights, resolved: WeightsSource
@@ -332,12 +286,19 @@ class Updates:
 
         open_slot = partial(engine.open_slot, on_disk=on_disk)
         if self.source.pushed is not None:
-            if self.kept is None:
+            if self.given is not None and self.given.tensors:
+                return await tensors.fill(open_slot, info.layout, self.given, verify)
+            if self.given is not None:
+                raise EngineError(
+                    f"weights {active.identity} were handed over, and their tensors are gone: hand "
+                    "over new ones"
+                )
+            if self.pushes.kept is None:
                 raise WeightsRejected(
                     f"NoLiveCopy: weights {active.identity} were pushed, and this worker keeps no copy"
                     " of them; stage them again, from peers or from the trainer"
                 )
-            return await refill(open_slot, info.layout, self.kept, verify)
+            return await refill(open_slot, info.layout, self.pushes.kept, verify)
         located = self._located(self.source, info)
         elsewhere = self._elsewhere(self.source, active.root_hash, REFILL_SECONDS, on_disk=on_disk)
         return await fill(open_slot, info.layout, located, verify, elsewhere=elsewhere)
@@ -374,7 +335,9 @@ class Updates:
 
     def activate(self, slot: Slot) -> None:
         """Make the slot's weights the active ones; right after the engine flipped."""
-        self.previous = self.active
+        if self.identity != slot.identity:
+            self.previous = self.active
+        self.empty = False
         self.active = ActiveWeights(
             epoch=slot.identity.epoch,
             version=slot.identity.version,
@@ -382,8 +345,10 @@ class Updates:
             labels=slot.labels,
         )
         self.source, self._given_source = slot.resolved, slot.source
+        self.given = slot.given
         self.slot = None
-        self._keep(None if slot.incoming is None else kept_of(slot.incoming))
+        if slot.incoming is not None or self.pushes.kept is not None:
+            self.pushes.keep(slot)
         self.commit_seq += 1
         self._runtime.telemetry.weights(slot.identity)
 
@@ -396,6 +361,7 @@ class Updates:
 
     def loaded(self, info: EngineInfo) -> None:
         """Note that an engine started with the checkpoint, which is active unless others were."""
+        self.empty = False
         if self.identity in (None, CHECKPOINT):
             self._to_checkpoint(info)
 
@@ -404,6 +370,7 @@ class Updates:
             epoch=CHECKPOINT.epoch, version=CHECKPOINT.version, root_hash=info.root_hash
         )
         self.source = self._given_source = CHECKPOINT_SOURCE
+        self.given = None
         self._runtime.telemetry.weights(CHECKPOINT)
 
     def lost(self, info: EngineInfo) -> None:
@@ -412,7 +379,7 @@ class Updates:
         if active is not None and (self.fence.floor is None or self.fence.floor < active):
             self.fence.floor = active
         self.previous = None
-        self._keep(None)
+        self.pushes.drop()
         self._to_checkpoint(info)
 
 

@@ -89,6 +89,10 @@ class WorkerState(Wire):
         description="Policies for requests in flight that a commit may use, once an engine has"
         " loaded; what `capabilities.in_flight` of GET /v1/info says.",
     )
+    wakes_empty: bool = Field(
+        default=False,
+        description="Whether `POST /v1/wake` takes `load: false`, once an engine has loaded.",
+    )
 
     @property
     def held_by_others(self) -> bool:
@@ -131,9 +135,15 @@ class SleepRequest(Body):
 
 
 class WakeRequest(Body):
-    """Body of `POST /v1/wake`, which releases the caller's sleep for these tags."""
+    """Body of `POST /v1/wake`, which releases the caller's sleep for these tags.
+
+    `load`: false for weights that are to be replaced at once: their memory comes back without
+    values, and the worker stays closed until a commit gives it some. None is true, and left out of
+    what is sent: an older worker refuses a field that it doesn't know.
+    """
 
     tags: Tags = ("weights", "kv_cache")
+    load: Bool | None = None
     generation: Int | None = Field(default=None, ge=0)
 
 

@@ -104,6 +104,10 @@ helm.sh/resource-policy: keep
 - apiGroups: [""]
   resources: [services]
   verbs: [get, list, watch, create, patch]
+# Of Hybrid pools, whose pods are a trainer's: who is in their Services. They go with their owner, too.
+- apiGroups: [discovery.k8s.io]
+  resources: [endpointslices]
+  verbs: [get, list, watch, create, patch]
 # The readiness gate rollout.dev/serving is a condition of the pod.
 - apiGroups: [""]
   resources: [pods/status]

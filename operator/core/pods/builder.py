@@ -84,7 +84,9 @@ class PodBuilder:
         spec["resourceClaims"] = [*spec.get("resourceClaims", ()), devices.pod_claim(place)]
         claims = [*worker["resources"].get("claims", ()), devices.container_claim(place)]
         worker["resources"] = {**worker["resources"], "claims": claims}
-        told = devices.environment(self.spec, place, meta["name"], self.turn_claim)
+        told = devices.environment(
+            self.spec, place, meta["name"], meta["namespace"], self.turn_claim
+        )
         worker["env"] = [*worker["env"], *({"name": k, "value": v} for k, v in told.items())]
         if self.turn_claim:
             spec["volumes"] = [*spec["volumes"], devices.turn_volume(self.turn_claim)]

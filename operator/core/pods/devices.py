@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
@@ -31,9 +33,13 @@ def container_claim(place: Place) -> Obj:
 
 
 def environment(
-    spec: RolloutReplicaSpec, place: Place, pod: str, turn_claim: str
+    spec: RolloutReplicaSpec, place: Place, pod: str, namespace: str, turn_claim: str
 ) -> dict[str, str]:
-    """Return which devices the worker sees, and which locks it takes in whose name."""
+    """Return which devices the worker sees, which locks it takes, and where its trainer reaches it.
+
+    The folder is one for all pools of a node: the socket's name says the namespace, too, and is
+    short, for the path of a socket has at most 107 bytes.
+    """
     values = {}
     if spec.colocation is not None and spec.colocation.slots > 1:
         indices = range(place.first, place.first + len(place.devices))
@@ -44,6 +50,8 @@ def environment(
         values["ROLLOUT_TURN_DIRECTORY"] = names.TURN_MOUNT
         values["ROLLOUT_TURN_DEVICES"] = ",".join(place.devices)
         values["ROLLOUT_TURN_HOLDER"] = pod
+        digest = hashlib.sha256(f"{namespace}/{pod}".encode()).hexdigest()[:10]
+        values["ROLLOUT_WEIGHTS_SOCKET"] = f"{names.TURN_MOUNT}/weights-{digest}.sock"
     return values
 
 

@@ -33,6 +33,8 @@ def settings(
         "ROLLOUT_LOG_LEVEL": spec.worker.log_level,
         "HOME": "/tmp",
     }
+    if rank == 0:
+        values["ROLLOUT_WEIGHTS_PORT"] = str(spec.weights.transport.port)
     if spec.model.max_length is not None:
         values["ROLLOUT_MAX_LENGTH"] = str(spec.model.max_length)
     if spec.weights.staging_memory is not None:

@@ -36,11 +36,16 @@ def environment(pool: str, spec: RolloutReplicaSpec, replica: int, rank: int) ->
 
 
 def ports(spec: RolloutReplicaSpec, rank: int) -> list[Obj]:
-    """Return the container's ports: only a head has one for requests."""
+    """Return the container's ports: only a head has those for requests and for pushed weights."""
     control = {"name": "control", "containerPort": names.CONTROL_PORT, "protocol": "TCP"}
     data = {"name": "data", "containerPort": names.DATA_PORT, "protocol": "TCP"}
     gang = {"name": "gang", "containerPort": names.GANG_PORT, "protocol": "TCP"}
-    found = [control] if rank else [data, control]
+    weights = {
+        "name": "weights",
+        "containerPort": spec.weights.transport.port,
+        "protocol": "TCP",
+    }
+    found = [control] if rank else [data, control, weights]
     return [*found, gang] if spec.parallelism.nodes > 1 else found
 
 

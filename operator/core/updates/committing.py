@@ -14,6 +14,7 @@ from rollout_operator.core.heads import Head, Version
 from rollout_operator.core.plan import Note, Verb
 
 from .content import bound
+from .copies import gone, no_copy, stranded
 from .lifecycle import finish, is_served
 from .staging import attempts
 from .weights_plan import WeightsPlan, unpolled, version_of
@@ -32,10 +33,11 @@ def advance_commit(
     behind = [h for h in heads.values() if not h.at_least(version.identity)]
     floor = plan.committed.identity
     in_service = [h for h in behind if h.in_service(floor)]
-    failed = _failures(spec, in_service, version, plan.overdue)
-    plan.failures = sorted(failed.values())
     served = is_served(version.identity, heads)
-    refused = not served and _all_refuse(update, in_service, version, plan.overdue)
+    found = (_failure(spec, h, version, heads, served, plan.overdue) for h in in_service)
+    failed = {h.pod.uid: text for h, text in zip(in_service, found, strict=True) if text}
+    plan.failures = sorted(failed.values())
+    refused = not served and _all_refuse(update, in_service, version, heads, plan.overdue)
     # Who is not in service must not be the first to have what the others refuse.
     for head in in_service if refused else behind:
         plan.version_for[head.pod.uid] = version
@@ -43,7 +45,9 @@ def advance_commit(
         plan.may_commit = set(plan.version_for)
         plan.out_of_service = set(failed) if served else set()
     else:
-        plan.may_commit = _turns(spec, behind, in_service, failed)
+        # Who waits for a copy takes nobody's turn: whoever commits first has one to give.
+        able = [h for h in in_service if not stranded(h, version, heads)]
+        plan.may_commit = _turns(spec, behind, able, failed)
     # Who failed is out of the Service before the others' weights count as the pool's.
     waiting = [h for h in in_service if h.pod.uid not in plan.out_of_service or h.pod.gate]
     done = len(heads) - len(behind)
@@ -71,32 +75,44 @@ def _report(
     )
 
 
-def _failures(
-    spec: RolloutReplicaSpec, in_service: list[Head], version: Version, overdue: bool
-) -> dict[str, str]:
-    """Why heads have not committed the version, by pod uid."""
-    found = {}
-    for head in in_service:
-        text = head.mismatch(version) or head.failure(version.identity, Verb.COMMIT, Verb.STAGE)
-        if text is None and overdue:
-            seconds = spec.weights.deadline_seconds
-            text = (
-                f"{head.pod.name}: has not committed weights {version.identity} within {seconds} s"
-            )
-        if text is not None:
-            found[head.pod.uid] = text
-    return found
+def _failure(
+    spec: RolloutReplicaSpec,
+    head: Head,
+    version: Version,
+    heads: Mapping[str, Head],
+    served: bool,
+    overdue: bool,
+) -> str | None:
+    """Why a head has not committed the version; None while nothing is known to be wrong."""
+    if text := _refusal(head, version):
+        return text
+    # Who commits first keeps a copy for the others.
+    if (served or gone(version, heads)) and stranded(head, version, heads):
+        return no_copy(head, version)
+    if not overdue:
+        return None
+    seconds = spec.weights.deadline_seconds
+    return f"{head.pod.name}: has not committed weights {version.identity} within {seconds} s"
+
+
+def _refusal(head: Head, version: Version) -> str | None:
+    found = head.mismatch(version) or head.failure(version.identity, Verb.COMMIT, Verb.STAGE)
+    return found or (None if head.has_staged(version) else head.given_later(version))
 
 
 def _all_refuse(
-    update: LastUpdate, in_service: list[Head], version: Version, overdue: bool
+    update: LastUpdate,
+    in_service: list[Head],
+    version: Version,
+    heads: Mapping[str, Head],
+    overdue: bool,
 ) -> bool:
     """Each that serves has refused or failed to commit; once that was so, only success ends it."""
     if update.phase is UpdatePhase.FAILED:
         return True
 
     def refuses(head: Head) -> bool:
-        failed = head.mismatch(version) or head.failure(version.identity, Verb.COMMIT, Verb.STAGE)
+        failed = _refusal(head, version) or stranded(head, version, heads)
         return bool(failed) or (overdue and Verb.COMMIT not in head.worker.running)
 
     return bool(in_service) and all(refuses(head) for head in in_service)

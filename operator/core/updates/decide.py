@@ -3,7 +3,7 @@
 The case table of the public contract: stored status, target and the workers' answers in, one
 `WeightsPlan` out. First `lifecycle` settles which update runs, then the phase it is in takes it
 one step further (`staging`, `committing`), then replicas below the committed weights are told to
-load them (`joining`).
+load them (`joining`), and from whom, if a trainer pushed them (`copies`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rollout_operator.core.plan import Wait
 from rollout_operator.core.world import Observed
 
 from .committing import advance_commit
+from .copies import share_copies
 from .joining import assign_joiners, learn_hash
 from .lifecycle import settle
 from .staging import advance_barrier, advance_singly
@@ -57,6 +58,7 @@ def plan_weights(
         plan.barrier = None
     learn_hash(plan, heads)
     assign_joiners(spec, plan, heads, begun=begun)
+    share_copies(plan, heads)
     return plan
 
 

@@ -9,6 +9,7 @@ from rollout_operator.core.heads import Head, Version
 from rollout_operator.core.plan import Verb
 
 from .content import bound
+from .copies import stranded
 from .weights_plan import WeightsPlan, version_of
 
 PATIENCE = 4
@@ -31,17 +32,21 @@ def assign_joiners(
     for uid, head in heads.items():
         if uid in plan.version_for or head.at_least(floor.identity):
             continue
-        version = floor if _keeps_to(floor, head, brought) else brought
+        version = floor if _keeps_to(floor, head, brought, heads) else brought
         plan.version_for[uid] = version
         if begun or version is floor:
             plan.may_commit.add(uid)
 
 
-def _keeps_to(floor: Version, head: Head, brought: Version) -> bool:
+def _keeps_to(floor: Version, head: Head, brought: Version, heads: Mapping[str, Head]) -> bool:
     """Whether a head that could not take what the others move to loads what is served.
 
     Who can take neither tries one in its turn, then the other: each attempt at once would have no end.
     """
+    if stranded(head, brought, heads):
+        return not stranded(head, floor, heads)
+    if stranded(head, floor, heads):
+        return False
     slot, failed = head.staged, head.worker.failures.get(Verb.STAGE)
     if failed is not None and failed.about == floor.identity:
         return failed.count < PATIENCE or failed.retry_in > 0

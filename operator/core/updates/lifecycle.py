@@ -12,6 +12,7 @@ from rollout_operator.core.plan import Note, Verb
 from rollout_worker.schemas import WeightsId
 
 from .content import bound, serving_hash, unsupported
+from .copies import gone, lacks, stranded, unseen
 from .weights_plan import WeightsPlan, seconds_left, version_of
 
 WEIGHTS_VERBS = (Verb.STAGE, Verb.COMMIT)
@@ -123,7 +124,14 @@ def _has_failed(
     if spec.weights.strategy is not Strategy.ALL_AT_ONCE:
         return _is_stuck(spec, plan, update, heads, now)
     version = bound(version_of(update, plan.committed.source), heads)
-    return update.attempts > 1 or bool(stage_failures(heads.values(), version))
+    if gone(version, heads) or update.attempts > 1 or stage_failures(heads.values(), version):
+        return True
+    serving = (h for h in heads.values() if h.in_service(plan.committed.identity))
+    return any(lacks(h, version) or _given_later(h, version) for h in serving)
+
+
+def _given_later(head: Head, version: Version) -> bool:
+    return head.given_later(version) is not None and not head.has_staged(version)
 
 
 def _maybe_retarget(
@@ -170,7 +178,8 @@ def _is_stuck(
     version = bound(version_of(update, plan.committed.source), heads)
 
     def failed(head: Head) -> bool:
-        return bool(head.mismatch(version) or head.failure(version.identity, *WEIGHTS_VERBS))
+        told = head.mismatch(version) or head.failure(version.identity, *WEIGHTS_VERBS)
+        return bool(told) or _given_later(head, version) or stranded(head, version, heads)
 
     if spec.weights.strategy is Strategy.ROLLING and any(failed(h) for h in behind):
         return True
@@ -196,7 +205,14 @@ def _begin(
     now: float,
     resting: bool,
 ) -> None:
-    """Start the update to `target`; if no replica is in service, commit it at once."""
+    """Start the update to `target`; if no replica is in service, commit it at once.
+
+    Pushed bytes that wait in a slot end with sleep and suspension, and what nobody has is never
+    committed: until the trainer publishes again, the old weights are the pool's.
+    """
+    if resting and target.pushed and not is_served(target.identity, heads):
+        plan.withheld = True
+        return
     if resting and plan.update is not None and plan.update.identity == target.identity:
         # Given up for sleep or suspension: loaded on wake-up, and `Superseded` stays visible.
         known = {**target.identity.model_dump(), "root_hash": plan.update.root_hash}
@@ -213,7 +229,7 @@ def _begin(
     plan.barrier = None
     floor = plan.committed.identity
     serving = {uid: h for uid, h in heads.items() if h.in_service(floor)}
-    if resting or not serving:
+    if (resting or not serving) and not unseen(target, heads):
         finish(plan, now, "committed while no replica served; each loads it before it serves")
     elif is_served(target.identity, heads):
         enter_committing(plan, serving_hash(target, heads), now)

@@ -3,6 +3,8 @@
 The *barrier* of an AllAtOnce update is the set of worker processes that were in service when
 staging began. It is kept in memory only; a new leader forms it again from those in service then.
 Only an answer that shows otherwise, or the end of its pod, takes a process out of it.
+
+Pushed weights are staged by the trainer before it moves the pointer: here they are waited for.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from rollout_operator.core.heads import Head, Version, stage_failures
 from rollout_operator.core.plan import Note
 
 from .content import bound, unsupported
+from .copies import unseen, waiting_for_bytes
 from .lifecycle import enter_committing, finish
 from .weights_plan import WeightsPlan, unpolled, version_of
 
@@ -33,8 +36,7 @@ def advance_barrier(
     plan.barrier = boots if plan.barrier is None else plan.barrier & boots
     members = {h.pod.uid: h for h in serving if h.boot in plan.barrier}
     if not members:
-        if not unpolled(heads):
-            finish(plan, now, "committed at once: no member of the barrier was left")
+        _without_members(plan, update, heads, now)
         return
     version = bound(version_of(update, plan.committed.source), members)
     if _refused(spec, plan, update, members, version):
@@ -42,11 +44,25 @@ def advance_barrier(
     waiting = _stage(plan, members.values(), version)
     if waiting:
         staged = f"{len(members) - len(waiting)} of {len(members)} replicas have staged"
-        _report(plan, update, staged, waiting)
+        _report(plan, update, staged, waiting, waiting_for_bytes(version, waiting, heads))
         return
     note = f"all {len(members)} replicas of the barrier have staged {version.identity}"
     enter_committing(plan, version.root_hash, now, f"committing: {note}")
     plan.notes.append(Note("Normal", "WeightsCommitting", note))
+
+
+def _without_members(
+    plan: WeightsPlan, update: LastUpdate, heads: Mapping[str, Head], now: float
+) -> None:
+    """Commit at once if nobody serves; but not bytes that nobody has: the old ones may come back."""
+    if unpolled(heads):
+        return
+    version = version_of(update, plan.committed.source)
+    if unseen(version, heads):
+        plan.barrier = None
+        _report(plan, update, "no replica has staged", (), waiting_for_bytes(version, (), heads))
+        return
+    finish(plan, now, "committed at once: no member of the barrier was left")
 
 
 def advance_singly(
@@ -66,11 +82,12 @@ def advance_singly(
     # One that waits to join may be the first: it commits when the decision stands in status, too.
     behind = [h for h in heads.values() if not h.at_least(version.identity)]
     staged = sum(h.has_staged(version) for h in behind)
-    if staged or not waiting:
+    if staged or not (waiting or unseen(version, heads)):
         text = f"committing one by one: {staged} of {len(heads)} replicas have staged"
         enter_committing(plan, version.root_hash, now, text)
         return
-    _report(plan, update, f"0 of {len(serving)} replicas have staged", waiting)
+    missing = waiting_for_bytes(version, waiting, heads)
+    _report(plan, update, f"0 of {len(serving)} replicas have staged", waiting, missing)
 
 
 def _refused(
@@ -103,7 +120,9 @@ def _stage(plan: WeightsPlan, members: Iterable[Head], version: Version) -> list
     return waiting
 
 
-def _report(plan: WeightsPlan, update: LastUpdate, staged: str, waiting: Iterable[Head]) -> None:
+def _report(
+    plan: WeightsPlan, update: LastUpdate, staged: str, waiting: Iterable[Head], missing: str
+) -> None:
     phase = UpdatePhase.FAILED if plan.overdue else UpdatePhase.STAGING
     text = f"{staged} {update.identity}"
     silent = [h.pod.name for h in waiting if h.silent]
@@ -111,6 +130,8 @@ def _report(plan: WeightsPlan, update: LastUpdate, staged: str, waiting: Iterabl
         text += f"; {plan.failures[0]}"
     elif silent:
         text += f"; {silent[0]} does not answer"
+    elif missing:
+        text += f"; {missing}"
     if plan.overdue and update.phase is not UpdatePhase.FAILED:
         plan.notes.append(Note("Warning", "WeightsDeadlineExceeded", text))
     plan.update = update.model_copy(

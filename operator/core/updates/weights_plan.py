@@ -25,6 +25,12 @@ class WeightsPlan:
     """The version that each of these heads must move to."""
     may_commit: set[str] = field(default_factory=set)
     """Of those, heads that may commit now."""
+    peers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Addresses of pods from which each of these heads can fetch pushed weights that it lacks."""
+    no_copy: str | None = None
+    """That nobody has the pushed weights any more that some head needs."""
+    withheld: bool = False
+    """The target is not committed while the pool rests: its pushed bytes ended with the workers' rest."""
     out_of_service: set[str] = field(default_factory=set)
     """Heads that failed to commit what the others serve: they get no traffic."""
     fence_epoch: int = 0

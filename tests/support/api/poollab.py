@@ -179,7 +179,10 @@ class PoolLab:
         """What stands in the status of the pool that the pod at this address belongs to."""
         for pod in self.api.get(self.path("pods"))["items"]:
             if pod["status"].get("podIP") == ip:
-                pool = self.get(pod["metadata"]["labels"]["rollout.dev/pool"])
+                name = pod["metadata"]["labels"].get("rollout.dev/pool")
+                if name is None:
+                    return {}  # a trainer's, whose pods do not say in which pool they are
+                pool = self.get(name)
                 found: Obj = pool.get("status", {}).get("weights", {}).get("lastUpdate") or {}
                 return found
         return {}

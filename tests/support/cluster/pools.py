@@ -91,7 +91,8 @@ class Pool:
 
     def target(self, epoch: int, version: int, path: str, **weights: Any) -> None:
         """Move the pointer."""
-        source: dict[str, Any] = {"checkpoint": {}} if path == "checkpoint" else {"path": path}
+        where: dict[str, Any] = {"checkpoint": {}} if path == "checkpoint" else {"path": path}
+        source = {"path": None, "checkpoint": None, "pushed": None, **where}
         self.patch(
             weights={"target": {"epoch": epoch, "version": version, "source": source}, **weights}
         )

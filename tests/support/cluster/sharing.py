@@ -151,6 +151,16 @@ class Sharing:
         """Process of the trainer, as this machine numbers it."""
         return process_in(self.trainer_pod()["metadata"]["uid"], SCRIPT.name)
 
+    @contextmanager
+    def frozen_trainer(self) -> Iterator[None]:
+        """SIGSTOP the trainer: it keeps what it has."""
+        pid = self.trainer_pid()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
     def claim_of(self, pod: Obj) -> str:
         """Name of the claim that a pod uses."""
         (entry,) = pod["spec"]["resourceClaims"]

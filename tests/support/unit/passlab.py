@@ -25,6 +25,7 @@ from rollout_operator.cache.expectations import Expectations
 from rollout_operator.cache.neighbours import Neighbourhood
 from rollout_operator.cache.store import Store
 from rollout_operator.config import Config, EngineDefaults
+from rollout_operator.core.hybrid import parse_candidate
 from rollout_operator.core.services import pool_services
 from rollout_operator.core.trainers import parse_claim, parse_trainer
 from rollout_operator.kube.client import Kube
@@ -114,7 +115,13 @@ class PassLab:
             config=Config(engines={"hf": EngineDefaults(image="localhost/none")}),
             store=Store(),
             neighbours=Neighbourhood(
-                kube, {"pods": parse_trainer, "resourceclaims": parse_claim}, lambda key: None
+                kube,
+                {
+                    "pods": parse_trainer,
+                    "resourceclaims": parse_claim,
+                    "members": parse_candidate,
+                },
+                lambda key: None,
             ),
             expectations=Expectations(),
             kube=kube,
@@ -133,7 +140,7 @@ class PassLab:
         """Put the pool into the store, and its Services."""
         found = pool(**spec)
         self.ctx.store.upsert("pools", found)
-        settled_services(self.ctx)
+        settled_services(self.ctx, selecting=spec.get("mode") != "Hybrid")
         return found
 
     def has_pod(self, found: Obj, worker: SimWorker | None = None) -> str:
@@ -364,9 +371,9 @@ def worker_of(**fields: Any) -> SimWorker:
     return made
 
 
-def settled_services(ctx: Context) -> None:
+def settled_services(ctx: Context, *, selecting: bool = True) -> None:
     """Put the pool's Services into the store."""
-    for service in pool_services("math", "rl", "ours"):
+    for service in pool_services("math", "rl", "ours", selecting=selecting):
         service["metadata"]["uid"] = f"uid of {service['metadata']['name']}"
         ctx.store.upsert("services", service)
 

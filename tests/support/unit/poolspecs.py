@@ -46,6 +46,11 @@ def target(epoch: int, version: int, path: str | None = None) -> dict[str, Any]:
     return {"target": {"epoch": epoch, "version": version, "source": {"path": source}}}
 
 
+def pushed(epoch: int, version: int) -> dict[str, Any]:
+    """A weights section with this pointer to bytes that a trainer has pushed."""
+    return {"target": {"epoch": epoch, "version": version, "source": {"pushed": {}}}}
+
+
 def colocated_spec(*, slots: int = 1, tensor: int = 1, **changes: Any) -> RolloutReplicaSpec:
     """A pool of `vllm` workers beside a trainer, with so many devices each."""
     colocation = {"trainerSelector": {"matchLabels": {"job": "grpo"}}, "slots": slots}

@@ -153,7 +153,7 @@ async def pushed_worker(home: Path, *flags: str) -> AsyncIterator[TinyWorker]:
     """Run a worker that takes pushed weights over both ways."""
     ways = ("--weights-port", "0", "--weights-socket", str(home / "weights.sock"))
     async with tiny_worker(home, *ways, "--data-host", "127.0.0.1", *flags) as worker:
-        port = WeightsPort(worker.worker.settings, worker.updates.desk)
+        port = WeightsPort(worker.worker.settings, worker.updates.pushes.desk)
         port.start()
         try:
             yield worker

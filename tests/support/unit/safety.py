@@ -9,12 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollout_operator.api.revision import is_current
-from rollout_operator.api.spec import RolloutReplicaSpec, State, Strategy
+from rollout_operator.api.spec import Mode, RolloutReplicaSpec, State, Strategy
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.placement import Placement
 from rollout_operator.core.plan import CallWorker, Plan, Verb
 from rollout_operator.core.world import Observed, Pod
-from rollout_worker.schemas import CommitRequest, StageRequest, WeightsId, WorkerState
+from rollout_worker.schemas import (
+    CommitRequest,
+    DiscardRequest,
+    StageRequest,
+    WakeRequest,
+    WeightsId,
+    WorkerState,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +41,9 @@ class Pass:
 
     @property
     def ours(self) -> dict[str, Pod]:
-        """Pods of ours that were seen, by uid."""
-        return {p.uid: p for p in self.seen.pods if p.owned}
+        """Pods of ours that were seen, by uid; a Hybrid pool's are the trainer's."""
+        theirs = self.spec.mode is Mode.HYBRID
+        return {p.uid: p for p in self.seen.pods if p.owned or theirs}
 
     @property
     def committed(self) -> WeightsId:
@@ -71,9 +79,24 @@ def check(one: Pass) -> None:
     _calls(one)
     _commits(one)
     _barrier(one)
+    _pushed_bytes(one)
+    _commits_nothing_unseen(one)
     _stays_in_service(one)
     _rolls_within_its_budget(one)
     _keeps_its_places(one)
+    _leaves_the_trainer_alone(one)
+
+
+def _leaves_the_trainer_alone(one: Pass) -> None:
+    """No pod is made, looked for, deleted or counted as restarted in a Hybrid pool."""
+    if one.spec.mode is not Mode.HYBRID:
+        return
+    plan = one.plan
+    assert not any((plan.create, plan.delete, plan.seek, plan.restarts))
+    assert plan.status.restarts == 0
+    assert not plan.status.replacing
+    for pod in one.seen.pods:
+        assert not pod.owned
 
 
 def _keeps_its_places(one: Pass) -> None:
@@ -192,7 +215,14 @@ def _only_our_hold(one: Pass, call: CallWorker) -> None:
     state = one.state(call.uid)
     assert state is not None
     assert any(h.holder == state.caller for h in state.holds), "there is no hold of ours to drop"
-    assert one.spec.state is State.ACTIVE
+    empty = isinstance(call.body, WakeRequest) and call.body.load is False
+    assert one.spec.state is State.ACTIVE or (empty and one.spec.state is State.PAUSED)
+    if call.verb is Verb.WAKE and not empty and state.wakes_empty and not state.held_by_others:
+        active, committed = state.weights.active, one.plan.status.weights.committed
+        if (committed and committed.source.pushed) or one.seen.workers[call.uid].failures:
+            return  # what it is to have can't be had now: it keeps what it has
+        assert active is not None, "what it had is read though it is to have other weights"
+        assert committed is None or active.identity >= committed.identity, "read to be replaced"
 
 
 def _commits(one: Pass) -> None:
@@ -272,6 +302,7 @@ def _barrier(one: Pass) -> None:
                 assert _is_there(state, wanted) or not other, f"{pod.name} staged other bytes"
             silent = one.seen.barrier and state is None and _boot(one, uid) in one.seen.barrier
             gone = pod.deleting or pod.finished or one.lost(pod)
+            gone = gone or pod.replica >= one.spec.replicas
             assert not silent or gone, f"{pod.name} is silent, not gone"
     if after.phase is UpdatePhase.COMPLETE:
         for uid, pod in one.ours.items():
@@ -279,6 +310,48 @@ def _barrier(one: Pass) -> None:
             gone = pod.deleting or pod.finished or one.lost(pod)
             gone = gone or pod.replica >= one.spec.replicas
             assert not silent or gone or one.spec.suspend, f"{pod.name} is silent, not gone"
+
+
+def _pushed_bytes(one: Pass) -> None:
+    """The operator brings no pushed bytes but a member's copy, and takes none from a trainer."""
+    target = one.spec.target
+    for call in one.plan.calls:
+        state = one.state(call.uid)
+        assert state is not None
+        if isinstance(call.body, StageRequest) and call.body.source.pushed is not None:
+            wanted = (call.body.epoch, call.body.version)
+            givers = {one.ours[uid].ip for uid in one.ours if _keeps(one, uid, wanted)}
+            assert call.peers, "nobody would bring the bytes"
+            assert set(call.peers) <= givers, "asked for what it does not keep"
+        slot = state.weights.staged
+        if not isinstance(call.body, DiscardRequest) or slot is None or target is None:
+            continue
+        if slot.source.pushed is None or slot.phase == "Failed" or target.source.pushed is None:
+            continue
+        if (slot.epoch, slot.version) == target.identity.as_tuple():
+            update = one.plan.status.weights.last_update
+            bound = {one.plan.status.weights.committed, update}
+            odd = any(b and b.root_hash not in (None, slot.root_hash) for b in bound)
+            assert odd or one.spec.state is State.ASLEEP, f"{call.pod} loses what the target needs"
+
+
+def _keeps(one: Pass, uid: str, wanted: tuple[int, int]) -> bool:
+    state = one.state(uid)
+    kept = state.weights.kept if state else None
+    return kept is not None and (kept.epoch, kept.version) == wanted
+
+
+def _commits_nothing_unseen(one: Pass) -> None:
+    """Pushed weights become the committed ones only if some worker has the bytes, or had when it began."""
+    before, after = one.stored.weights.committed, one.plan.status.weights.committed
+    assert after is not None
+    if after.source.pushed is None or (before is not None and before.identity == after.identity):
+        return
+    update = one.stored.weights.last_update
+    if update is not None and update.identity == after.identity and update.commit_started_at:
+        return
+    lasts = (one.seen.workers[u].last for u in one.ours if u in one.seen.workers)
+    assert any(s and _has_staged(s, after.identity) for s in lasts), "nobody has these bytes"
 
 
 def _active(one: Pass, uid: str) -> WeightsId | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -24,6 +24,10 @@ class ScriptedControl:
         self.phase, self.root_hash = "Staged", "h"
         self.error: str | None = None
         self.resident = True
+        self.empty = False
+        """Its weights woke without values."""
+        self.wakes_empty = True
+        self.serving = True
         self.holds: list[str] = []
         self.holds_of_others: list[str] = []
         self.fence_epoch = 0
@@ -32,10 +36,12 @@ class ScriptedControl:
         """By verb: status and slug of the refusal."""
         self.busy: dict[str, list[tuple[int, str]]] = {}
         """The same, of the next calls only."""
+        self.transfer: Callable[[], dict[str, Any]] | None = None
+        """Set: how pushed bytes are taken; `phase` says then what `state` tells of them."""
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         for method, path in (
             ("GET", "state"),
-            *(("POST", f"weights/{verb}") for verb in ("stage", "commit", "discard")),
+            *(("POST", f"weights/{verb}") for verb in ("stage", "commit", "discard", "offer")),
             *(("POST", verb) for verb in ("require", "pause", "resume", "sleep", "wake")),
         ):
             server.answers[method, f"/v1/{path}"] = self._answer
@@ -65,7 +71,8 @@ class ScriptedControl:
 
     def _weights(self) -> dict[str, Any]:
         epoch, version = self.active
-        active = {"epoch": epoch, "version": version, "root_hash": "active"}
+        known = {"epoch": epoch, "version": version, "root_hash": "active"}
+        active = None if self.empty else known
         slot = None
         if self.slot is not None:
             told = {"phase": self.phase, "root_hash": self.root_hash, "error": self.error}
@@ -78,7 +85,7 @@ class ScriptedControl:
             "boot_id": "b",
             "engine": "hf",
             "lifecycle": "Active",
-            "serving": True,
+            "serving": self.serving,
             "weights": self._weights(),
             "resident": {"weights": self.resident, "kv_cache": self.resident},
             "holds": [
@@ -86,11 +93,19 @@ class ScriptedControl:
                 *({"holder": "another", "state": state} for state in self.holds_of_others),
             ],
             "caller": "me",
+            "wakes_empty": self.wakes_empty,
         }
 
     def _stage(self, body: dict[str, Any]) -> dict[str, Any]:
         self.slot = {name: body[name] for name in ("epoch", "version", "source")}
-        return {**self.slot, "phase": "Staging"}
+        if "pushed" in body["source"]:
+            self.slot["source"] = {"pushed": {}}
+        transfer = {} if self.transfer is None else {"transfer": self.transfer()}
+        return {**self.slot, "phase": "Staging", **transfer}
+
+    def _offer(self, body: dict[str, Any]) -> dict[str, Any]:
+        about = {"layout_id": "xxh3_128:0", "bytes": 256, "root_hash": self.root_hash}
+        return {"ticket": "f" * 32, "port": 8002, **about}
 
     def _discard(self, body: dict[str, Any]) -> dict[str, Any]:
         self.slot = None
@@ -98,7 +113,7 @@ class ScriptedControl:
 
     def _commit(self, body: dict[str, Any]) -> dict[str, Any]:
         self.active = (body["epoch"], body["version"])
-        self.slot = None
+        self.slot, self.empty = None, False
         done = {"commit_seq": 2, "pause_seconds": 0.5, "finished": 0, "aborted": 0, "kept": 0}
         return {"active": self._weights()["active"], "previous": None, **done}
 
@@ -119,7 +134,11 @@ class ScriptedControl:
         return self._state(body)
 
     def _wake(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.holds, self.resident = [], True
+        if body.get("load", True):
+            self.holds, self.empty = [], False
+        else:
+            self.empty = not self.resident
+        self.resident = True
         return self._state(body)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from poolspecs import NOW
 from rollout_operator.core.plan import CallWorker, Verb
 from rollout_operator.core.world import CallError, Pod, Worker
-from rollout_worker.schemas import WorkerState
+from rollout_worker.schemas import StageRequest, WorkerState
 from simworker import SimWorker
 
 
@@ -52,6 +52,10 @@ class SimCalls:
     def known(self, pod: Pod) -> Worker:
         """What the operator knows of a head."""
         worker = self.workers[pod.uid]
+        slot = worker.staged and (worker.staged.epoch, worker.staged.version, worker.staged.phase)
+        if slot != worker.slot_seen:
+            worker.slot_seen, worker.slot_since = slot, self.tick
+        slot_seconds = self.tick - worker.slot_since if slot else 0.0
         failures = {
             v: replace(e, retry_in=e.retry_in - self.tick)
             for (uid, v), e in self.failures.items()
@@ -62,9 +66,9 @@ class SimCalls:
         if worker.unasked or worker.silent:
             error = None if worker.unasked else "no answer within 3 s"
             last = self.answers.get(pod.uid)
-            return Worker(None, error, frozenset(running), failures, last)
+            return Worker(None, error, frozenset(running), failures, last, slot_seconds)
         state = self.answers[pod.uid] = worker.state()
-        return Worker(state, None, frozenset(running), failures)
+        return Worker(state, None, frozenset(running), failures, slot_seconds=slot_seconds)
 
     def call(self, call: CallWorker) -> None:
         """Make a planned call."""
@@ -75,6 +79,9 @@ class SimCalls:
             self.hung.add(slot)
             return
         self.hung.discard(slot)
+        if problem := self._fetched(call):
+            self._ended(call, problem)
+            return
         if call.verb is Verb.STAGE and (problem := worker.begin_stage(call.body)):  # type: ignore[arg-type]
             self._ended(call, problem)
             return
@@ -90,7 +97,7 @@ class SimCalls:
         problem: str | None = None
         match call.verb:
             case Verb.STAGE:
-                problem = worker.end_stage(call.body)  # type: ignore[arg-type]
+                problem = self._fetched(call) or worker.end_stage(call.body)  # type: ignore[arg-type]
             case Verb.COMMIT:
                 problem = worker.commit(call.body)  # type: ignore[arg-type]
             case Verb.REQUIRE:
@@ -98,13 +105,33 @@ class SimCalls:
             case Verb.DISCARD:
                 worker.discard(call.body)  # type: ignore[arg-type]
             case Verb.PAUSE:
-                worker.hold = "Paused"
+                worker.hold_with("Paused")
             case Verb.SLEEP:
-                worker.hold, worker.staged = "Asleep", None
-            case Verb.RESUME | Verb.WAKE:
+                worker.sleep()
+            case Verb.RESUME:
                 worker.hold = None
+            case Verb.WAKE:
+                problem = worker.wake(call.body)  # type: ignore[arg-type]
         if flight.ours:
             self._ended(call, problem)
+
+    def _fetched(self, call: CallWorker) -> str | None:
+        """Pushed weights come from a peer that keeps them to the end; else the slot fails."""
+        if not isinstance(call.body, StageRequest) or call.body.source.pushed is None:
+            return None
+        wanted = (call.body.epoch, call.body.version)
+        for peer in self._at(call.peers):
+            if peer.kept and not peer.silent and (peer.kept.epoch, peer.kept.version) == wanted:
+                return None
+        slot = self.workers[call.uid].staged
+        if slot is not None and slot.phase == "Staging" and (slot.epoch, slot.version) == wanted:
+            failed = {"phase": "Failed", "error": "every peer failed"}
+            self.workers[call.uid].staged = slot.model_copy(update=failed)
+        return "no-copy: no replica gives it"
+
+    def _at(self, addresses: tuple[str, ...]) -> list[SimWorker]:
+        """The workers at these addresses."""
+        raise NotImplementedError
 
     def _ended(self, call: CallWorker, problem: str | None) -> None:
         slot = (call.uid, call.verb.value)

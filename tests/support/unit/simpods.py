@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from poolspecs import a_pod
-from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.api.spec import Mode, RolloutReplicaSpec
 from rollout_operator.core.placement import Place
 from rollout_operator.core.plan import DeletePod, SetGate
 from rollout_operator.core.trainers import Taken
@@ -53,6 +53,10 @@ class SimPods(SimCalls):
         self.ghosts: dict[str, tuple[Pod, float]] = {}
         """Pods that are gone, as the watch shows them still."""
 
+    def _at(self, addresses: tuple[str, ...]) -> list[SimWorker]:
+        found = (p.uid for p in self.pods.values() if p.ip in addresses)
+        return [self.workers[uid] for uid in found if uid in self.workers]
+
     def set_gate(self, gate: SetGate) -> None:
         pod = self.pods.get(gate.name)
         if pod is not None and pod.uid == gate.uid:
@@ -92,7 +96,7 @@ class SimPods(SimCalls):
             name=name,
             uid=f"uid{self.uids}",
             ready=False,
-            ip="10.0.0.1",
+            ip=f"10.0.0.{self.uids}",
             node="node-1",
             restarts=restarts,
             retry=self.retry,
@@ -245,6 +249,8 @@ class SimPods(SimCalls):
                 worker.loading = False
             serving = worker.serving if worker else pod.rank > 0 and joined
             ready = not pod.finished and serving and (pod.gate or pod.rank > 0)
+            if self.spec.mode is Mode.HYBRID:
+                ready = not pod.finished  # the trainer's pods have no gate of ours, nor our probes
             self.pods[name] = replace(pod, ready=ready)
 
 

@@ -9,13 +9,16 @@ from rollout_worker.schemas import (
     CommitRequest,
     DiscardRequest,
     Hold,
+    KeptWeights,
     Lifecycle,
     Progress,
+    Pushed,
     RequireRequest,
     Resident,
     StagedWeights,
     StageRequest,
     TurnState,
+    WakeRequest,
     WeightsId,
     WeightsSource,
     WeightsState,
@@ -62,8 +65,21 @@ class SimWorker:
     progress: Progress | None = None
     turn: TurnState | None = None
     commits: list[WeightsId] = field(default_factory=list)
+    wakes_empty: bool = True
+    """Whether its weights may wake without values, which not every worker knows."""
+    woken: bool = False
+    """It sleeps, but the memory of its weights is back."""
+    empty: bool = False
+    """And they have no values."""
+    reads: list[WeightsId] = field(default_factory=list)
+    """Weights that it has read to wake."""
     drain: float | None = None
     """What running requests get at its end."""
+    kept: KeptWeights | None = None
+    """The pushed version that it serves, as long as it has room for a copy."""
+    slot_seen: object = None
+    slot_since: float = 0.0
+    """When its slot came to hold what the last poll saw in it."""
 
     @property
     def lifecycle(self) -> Lifecycle:
@@ -73,6 +89,11 @@ class SimWorker:
         if "Asleep" in holds:
             return Lifecycle.ASLEEP
         return Lifecycle.PAUSED if "Paused" in holds else Lifecycle.ACTIVE
+
+    @property
+    def resident(self) -> Resident:
+        asleep = self.lifecycle is Lifecycle.ASLEEP
+        return Resident(weights=not asleep or self.woken, kv_cache=not asleep)
 
     @property
     def serving(self) -> bool:
@@ -97,12 +118,14 @@ class SimWorker:
             lifecycle=self.lifecycle,
             serving=self.serving,
             weights=WeightsState(
-                active=active,
+                active=None if self.empty else active,
                 staged=self.staged,
                 required=self.required,
                 fence_epoch=self.fence_epoch,
+                kept=self.kept,
             ),
-            resident=Resident(weights=True, kv_cache=True),
+            resident=self.resident,
+            wakes_empty=self.wakes_empty,
             holds=tuple(holds),
             caller=ME,
             progress=self.progress,
@@ -114,6 +137,8 @@ class SimWorker:
 
     def begin_stage(self, body: StageRequest) -> str | None:
         """Take the request; the bytes come with `end_stage`."""
+        if not self.resident.weights:
+            return "asleep"
         if body.epoch < self.fence_epoch:
             return "stale-epoch"
         if self.staged is not None and (self.staged.epoch, self.staged.version) > body_id(body):
@@ -131,7 +156,9 @@ class SimWorker:
         slot = self.staged
         if slot is None or slot.phase != "Staging" or slot.source != body.source.named:
             return None
-        found = root_hash(WeightsId(epoch=body.epoch, version=body.version), body.source.named)
+        if (slot.epoch, slot.version) != body_id(body):
+            return None
+        found = root_hash(WeightsId(epoch=body.epoch, version=body.version), slot.source)
         found += self.other_bytes
         error = STAGE_ERROR if self.broken_stage else None
         error = error or _other(body, found)
@@ -143,10 +170,30 @@ class SimWorker:
         """Both at once."""
         return self.begin_stage(body) or self.end_stage(body)
 
+    def push(self, identity: WeightsId) -> bool:
+        """A trainer's bytes come, whole, into the slot; whether it took them."""
+        asleep = self.lifecycle is Lifecycle.ASLEEP
+        if self.silent or self.loading or self.failed or asleep or identity < self.active:
+            return False
+        slot = self.staged
+        later = slot is not None and (slot.epoch, slot.version) > identity.as_tuple()
+        if self.broken_stage or later or identity.epoch < self.fence_epoch:
+            return False
+        self.staged = StagedWeights(
+            epoch=identity.epoch,
+            version=identity.version,
+            source=WeightsSource(pushed=Pushed()),
+            phase="Staged",
+            root_hash=root_hash(identity) + self.other_bytes,
+        )
+        return True
+
     def commit(self, body: CommitRequest) -> str | None:
         """Flip, or say why not."""
         if self.broken_commit:
             return "commit broke"
+        if not self.resident.weights:
+            return "asleep"
         if body.in_flight not in self.policies:
             return f"the engine can't {body.in_flight}"
         staged = self.staged
@@ -158,12 +205,37 @@ class SimWorker:
         assert staged.phase == "Staged", "only whole weights are committed"
         assert body.root_hash == staged.root_hash is not None, "only the staged bytes are committed"
         self.active, self.active_hash, self.staged = identity, staged.root_hash, None
+        self.kept = None
+        if staged.source.pushed is not None:
+            self.kept = KeptWeights(**identity.model_dump(), root_hash=staged.root_hash, bytes=1)
+        self.empty = False
         self.commits.append(identity)
         return None
 
+    def sleep(self) -> None:
+        """Give all memory back, and what is staged with it."""
+        self.hold, self.staged, self.woken, self.empty = "Asleep", None, False, False
+
+    def wake(self, body: WakeRequest) -> str | None:
+        """Take memory back, that of weights alone and without values if so asked."""
+        if body.load is False:
+            assert self.wakes_empty, "a worker that doesn't know the field refuses it"
+            assert body.tags == ("weights",), "the KV cache comes last"
+            self.empty = self.empty or not self.woken
+            self.woken = True
+            return "held" if self.foreign_hold else None
+        self.hold_with(None)
+        return None
+
+    def hold_with(self, hold: str | None) -> None:
+        """Change the hold of ours; who is to have weights then reads those that it had."""
+        if self.hold == "Asleep" and (self.empty or not self.woken):
+            self.reads.append(self.active)
+        self.hold, self.woken, self.empty = hold, False, False
+
     def jump(self, identity: WeightsId) -> None:
         """It has these weights, however it came by them."""
-        self.active, self.active_hash = identity, root_hash(identity)
+        self.active, self.active_hash, self.kept = identity, root_hash(identity), None
 
     def discard(self, body: DiscardRequest) -> None:
         """Empty the slot, if it holds this."""

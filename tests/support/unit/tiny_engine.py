@@ -189,6 +189,10 @@ class TinyEngine:
         self._running: list[Row] = []
         self._stepping: asyncio.Task[None] | None = None
         self._kept: Version | None = None
+        self.empty = False
+        """Whether its weights have no values."""
+        self.refills = 0
+        """How often it read weights from their source to wake."""
         self._refilling = False
 
     def expect(self, kept: bool, rule: str) -> None:
@@ -278,6 +282,7 @@ class TinyEngine:
             if self.paused:
                 return
             self.expect(all(self.resident.values()), "it steps without its memory")
+            self.expect(not self.empty, "it steps without weights")
             for sequence in list(self._running):
                 self._token(sequence)
             self._admit()
@@ -335,6 +340,7 @@ class TinyEngine:
     async def resume(self) -> None:
         await self._begin("resume")
         self.expect(all(self.resident.values()), "resumed asleep")
+        self.expect(not self.empty, "resumed without weights")
         self.paused = self._holding = False
         self._admit()
 
@@ -344,7 +350,9 @@ class TinyEngine:
         self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
     ) -> TinySink:
         await self._begin("open_slot")
-        self.expect(self._refilling or not self.sinks, "a second slot beside the first")
+        # A refill comes on top, while it rests.
+        most = 1 if self._refilling or self.paused else 0
+        self.expect(len(self.sinks) <= most, "a second slot beside the first")
         lent = given if isinstance(given, Mapped) and self.takes else None
         sink = TinySink(self, entries, on_disk=on_disk, given=lent)
         self.sinks.append(sink)
@@ -361,7 +369,9 @@ class TinyEngine:
             number = sink.number
         finally:
             sink.close()
+        self.expect(kv != "pin" or not self.empty, "pinned to weights that are gone")
         former, self.active = self.active, Version(number, identity)
+        self.empty = False
         for sequence in self._running:
             if sequence.made == 0:
                 continue
@@ -378,18 +388,24 @@ class TinyEngine:
         self.expect(self.paused, "put to sleep while it steps")
         if "weights" in tags and self.resident["weights"]:
             self.expect(not self.sinks, "staged weights stay where the active ones are given back")
+            self.expect(level == 2 or not self.empty, "weights without values are kept")
             self._kept = self.active
             for sequence in self._running:
                 sequence.pinned = None  # they go on with the active ones, prefilled anew
         if "weights" in tags and level == 2:
             self._kept = None
+        if "weights" in tags:
+            self.empty = False
         for tag in tags:
             self.resident[tag] = False
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
         await self._begin("wake")
         if "weights" in tags and not self.resident["weights"]:
-            if self._kept is None:
+            if refill is None:
+                self.empty = True
+            elif self._kept is None:
+                self.refills += 1
                 self._refilling = True
                 try:
                     sink = await refill()

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.api.spec import Mode, RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.decide import decide
+from rollout_operator.core.hybrid import with_members
 from rollout_operator.core.plan import Plan
 from rollout_operator.core.stuck import STUCK_SECONDS
 from rollout_operator.core.trainers import Beside
@@ -23,6 +24,7 @@ from rollout_operator.core.world import Observed, Pod
 from rollout_operator.passes.witness import Witness
 from rollout_worker.schemas import WeightsId
 from safety import Pass, check
+from simhybrid import SimHybrid
 from simpods import SimPods
 from simtrainers import SimTrainers
 
@@ -42,6 +44,8 @@ class World(SimPods):
         self.barrier: frozenset[str] | None = None
         self.trainers: SimTrainers | None = None
         """Of a colocated pool; whoever makes the world gives it one."""
+        self.hybrid = SimHybrid(self) if spec.mode is Mode.HYBRID else None
+        """The trainer whose pods are a Hybrid pool's."""
         self._forced_at: dict[str, float] = {}
         self._counted: set[str] = set()
         """Uids of pods whose end status.restarts has counted."""
@@ -60,6 +64,8 @@ class World(SimPods):
             late = pod.deleting and ("delete", pod.uid) in self.unshown
             shown[name] = replace(pod, deletion_at=None) if late else pod
         pods = [shown[n] for n in sorted(shown) if shown[n].uid not in self.unlabelled]
+        if self.hybrid is not None:
+            pods = self.hybrid.members()
         told = self.witness.testify((*pods, *self.predecessors.values()), self.tick)
         return Observed(
             name="pool",
@@ -98,13 +104,18 @@ class World(SimPods):
     def step(self) -> Plan:
         """One pass and its effects; the clock moves a second."""
         self.catch_up()
+        if self.hybrid is not None and not self.hybrid.catch_up():
+            return Plan(self.status)  # its pods are not listed, and nothing is decided
         if self.trainers is not None:
             self.trainers.catch_up(self.tick, (*self.pods.values(), *self.predecessors.values()))
         seen, stored = self.observed(), self.status
         plan = decide(self.spec, seen, stored, self.now)
         going = frozenset(p.uid for p in self.pods.values() if p.deleting)
-        check(Pass(self.spec, seen, stored, plan, going))
-        self._carry_out(seen, plan)
+        check(Pass(with_members(self.spec, seen), seen, stored, plan, going))
+        if self.hybrid is not None:
+            self.hybrid.carry_out(seen, plan)
+        else:
+            self._carry_out(seen, plan)
         self.settle()
         self._check_bytes()
         self.tick += 1.0
@@ -184,11 +195,14 @@ class World(SimPods):
 
     def recreate(self) -> None:
         """The pool is deleted, its pods begin to terminate, and one of its name is made at once."""
-        for name, pod in self.pods.items():
+        kept = self.pods if self.hybrid else {}
+        for name, pod in ((n, p) for n, p in self.pods.items() if n not in kept):
             self.end_process(pod.uid)
             ends = self.tick + self.grace + 1
             self.predecessors[name] = replace(pod, deletion_at=ends, grace=self.grace + 1)
-        self.pods, self.unlabelled, self.unshown, self.ghosts = {}, set(), {}, {}
+        self.pods, self.unlabelled, self.unshown, self.ghosts = {**kept}, set(), {}, {}
+        if self.hybrid is not None:
+            self.hybrid.slices = {}
         self.status = RolloutReplicaStatus()
         self.generation = 1
         self.forget()

@@ -45,6 +45,10 @@ class WeightSets(Protocol):
         """Give the former set back; nobody needs it any more."""
         ...
 
+    def check(self) -> None:
+        """Refuse to compute with weights that somebody else changed."""
+        ...
+
 
 class Core:
     """State of the batch; every method runs between two steps."""
@@ -85,6 +89,14 @@ class Core:
         names = frozenset(sequence.request.request_id for sequence in self.running)
         pinned = frozenset(s.request.request_id for s in self.running if s.pinned)
         self.census = Census(names, len(self._waiting), pinned)
+
+    def check_weights(self) -> None:
+        """Refuse to go on with weights that somebody else changed.
+
+        Raises:
+            EngineError: names a tensor, and the fix.
+        """
+        self._weights.check()
 
     def can_step(self) -> bool:
         """Return whether a step has anything to do and may do it."""
@@ -232,6 +244,7 @@ class Core:
             sequence.cached += count
         if rows:
             drawn = self._samplers[pinned].draw(logits, rows)
+            self._weights.check()  # after the pass: what was changed meanwhile, it may have read
             for sequence, token, logprob in zip(rows, *drawn, strict=True):
                 self._take(sequence, token, logprob, weights)
         fed = sum(count for _, count in parts)

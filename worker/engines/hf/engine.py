@@ -90,7 +90,8 @@ class HfEngine:
 
         def work(cancelled: Callable[[], bool]) -> Loaded:
             loaded = load(self._options, self._settings, relay, cancelled)
-            settle_heap()
+            if not self._options.guest:  # garbage of the process's owner would stay for ever, too
+                settle_heap()
             return loaded
 
         try:
@@ -126,7 +127,7 @@ class HfEngine:
             ended = await self._halt(parts)
             del parts
             await asyncio.to_thread(release_freed)
-            if any(each() is not None for each in large):
+            if any(each() is not None for each in large) and not self._options.guest:
                 gc.unfreeze()  # a cycle holds them, such as an error and its frames
                 await asyncio.to_thread(release_freed)
             if not ended:
@@ -204,6 +205,7 @@ class HfEngine:
         """See `Engine.resume`."""
 
         def resume(core: Core) -> None:
+            core.check_weights()
             core.paused = core.held = False
 
         await self._command(resume)
@@ -224,7 +226,7 @@ class HfEngine:
         """See `Engine.sleep`."""
         await self._live().versions.sleep(level, tags)
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
         """See `Engine.wake`."""
         await self._live().versions.wake(tags, refill)
 

@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
-from rollout_worker.engine import EngineError, Entry, Given, Mapped, WeightsRejected
+from rollout_worker.engine import EngineError, Entry, Given, Mapped, Tensors, WeightsRejected
 from rollout_worker.engines.room import Staging
 
-from .buffers import BOUNCE, Buffers, bounced, bytes_of, nbytes
+from .buffers import BOUNCE, Buffers, bounced, nbytes
 from .lent import Lent, serves_from
 from .loading import Loaded
 from .rooms import Beside, Room, Spec, in_main_memory
+from .spill import Spill
+from .views import Handed, Watch
 
 NOT_UPDATABLE = (
     "transformers converts this model's tensors on loading, so the hf engine can neither update its "
     "weights nor load them again: use the vllm or sglang engine, or sleep at level 1"
 )
-
-CHUNK_BYTES = 8 << 20
-"""What is written to a spill file at once."""
 
 
 class Memory:
@@ -58,9 +55,10 @@ class Memory:
         self._beside = beside
         self._all = _distinct(loaded.model)
         self._spill_dir = spill_dir
-        self._spill: _Spill | None = None
+        self._spill: Spill | None = None
         self._pinned: list[tuple[Tensor, Tensor]] = []
         self._active: list[tuple[Tensor, Tensor]] = []
+        self._watch, self._pinned_watch = Watch({}), Watch({})
         self.resident = True
 
     @property
@@ -73,12 +71,12 @@ class Memory:
         """Bytes of the weights that are in memory, those of pinned outputs included."""
         return sum(map(nbytes, self._all)) + sum(nbytes(tensor) for _, tensor in self._pinned)
 
-    def buffers(self, entries: Sequence[Entry], given: Given | None = None) -> Buffers:
+    def buffers(self, entries: Sequence[Entry], given: Given | None = None) -> Buffers | Handed:
         """Return buffers for another version of the weights, with these tensors; blocks.
 
-        All of their memory is taken at once, on the model's device if that has room beside the
-        serving weights, else in main memory; so is what tensors of another dtype or device come
-        through.
+        Tensors of this process and memory that is given serve as they are, where they can. Else all
+        of the memory is taken at once, on the model's device if that has room beside the serving
+        weights, else in main memory; so is what tensors of another dtype or device come through.
 
         Raises:
             WeightsRejected: this model's can't be put in place.
@@ -88,6 +86,8 @@ class Memory:
             raise WeightsRejected(NOT_UPDATABLE)
         if isinstance(given, Mapped) and serves_from(entries, self._targets):
             return Lent(entries, given, self._targets)
+        if isinstance(given, Tensors):
+            return Handed(entries, given, self._targets, self._room)
         specs: list[Spec] = [
             (each.name, each.spec.shape, self._targets[each.name].dtype)
             for each in entries
@@ -114,17 +114,30 @@ class Memory:
         locked = self._beside is not None
         return in_main_memory(whole, self._staging, aside=locked) if size else None
 
-    def swap(
-        self, tensors: Mapping[str, Tensor], *, pin: bool = False, aside: bool = False
-    ) -> None:
+    def swap(self, staged: Buffers | Handed, *, pin: bool = False) -> None:
         """Make these tensors the serving ones: pointers only, or a copy of what lies `aside`.
 
         With `pin` the former ones stay for `use` until `release_pinned`, in place of any kept
         before.
 
         Raises:
-            EngineError: no room for both; the former ones serve on.
+            EngineError: no room for both, or somebody's tensors were changed; the former ones serve on.
         """
+        watch = staged.watch if isinstance(staged, Handed) else Watch({})
+        watch.check()
+        if pin:
+            self._watch.check()
+        self._exchange(staged.tensors, pin=pin, aside=staged.aside)
+        former, self._watch = self._watch, watch
+        watch.serving = True
+        if pin:
+            self._pinned_watch.end()
+            self._pinned_watch = former
+        else:
+            former.end()
+        self.resident = True
+
+    def _exchange(self, tensors: Mapping[str, Tensor], *, pin: bool, aside: bool) -> None:
         pairs = [(self._targets[name], tensors[name]) for name in self._targets]
         for target, tensor in pairs:
             if target.dtype != tensor.dtype:
@@ -137,7 +150,20 @@ class Memory:
             self._copy(pairs)
         else:
             _point(pairs)
-        self.resident = True
+
+    def check(self) -> None:
+        """Refuse to compute with tensors of somebody else that were changed meanwhile.
+
+        Raises:
+            EngineError: names one, and the fix.
+        """
+        self._watch.check()
+        self._pinned_watch.check()
+
+    @property
+    def intact(self) -> bool:
+        """Whether the serving weights are what was committed."""
+        return self._watch.changed() is None
 
     def _moved(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Return the new ones on the model's device, beside the former."""
@@ -154,9 +180,12 @@ class Memory:
         return [(target, moved[str(number)]) for number, (target, _) in enumerate(pairs)]
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy new ones over the serving ones, or to where nothing serves."""
+        """Copy new ones over the serving ones, or to where nothing of ours serves."""
+        borrowed = {id(self._targets[name]) for name in self._watch.names}
         for target, tensor in pairs:
-            if self.resident:
+            if tensor.device == target.device:
+                target.data = tensor
+            elif self.resident and id(target) not in borrowed:
                 target.data.copy_(tensor)
             else:
                 target.data = tensor.to(target.device, copy=True)
@@ -169,6 +198,7 @@ class Memory:
         """Give the pinned weights back."""
         if self._pinned:
             self._pinned, self._active = [], []
+            self._pinned_watch.end()
             # Giving pages back to the system takes longer than a step may wait.
             threading.Thread(target=release_freed, name="hf-release", daemon=True).start()
 
@@ -179,7 +209,7 @@ class Memory:
             EngineError: no room in the folder.
         """
         try:
-            self._spill = _Spill(self._spill_dir or Path(tempfile.gettempdir()), self._all)
+            self._spill = Spill(self._spill_dir or Path(tempfile.gettempdir()), self._all)
         except OSError as error:
             raise EngineError(
                 f"cannot spill the weights: {error}; free space there, "
@@ -190,6 +220,7 @@ class Memory:
         """Let go of the weights; `release_freed` gives their memory back."""
         for tensor in self._all:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._watch.end()
         self.resident = False
 
     def forget_spill(self) -> None:
@@ -219,52 +250,6 @@ class Memory:
             target.data = tensor
         self.resident = True
         self.forget_spill()
-
-
-class _Spill:
-    """An unnamed temporary file with the bytes of tensors; it goes with the process."""
-
-    def __init__(self, folder: Path, tensors: list[Tensor]) -> None:
-        self._specs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        self._digests: list[bytes] = []
-        handle, name = tempfile.mkstemp(prefix="rollout-spill-", dir=folder)
-        os.unlink(name)  # without a name it cannot outlive the process
-        self._file = os.fdopen(handle, "r+b", buffering=0)
-        try:
-            for tensor in tensors:
-                self._write(tensor)
-        except OSError:
-            self._file.close()
-            raise
-
-    def _write(self, tensor: Tensor) -> None:
-        view = bytes_of(tensor.detach().cpu().contiguous())
-        digest = xxhash.xxh3_128()
-        while view:
-            count = self._file.write(view[:CHUNK_BYTES])
-            digest.update(view[:count])
-            view = view[count:]
-        self._digests.append(digest.digest())
-
-    def read(self) -> Iterator[Tensor]:
-        """Yield the tensors anew, on their devices."""
-        self._file.seek(0)
-        for (shape, dtype, device), want in zip(self._specs, self._digests, strict=True):
-            tensor = torch.empty(shape, dtype=dtype)
-            view, digest = bytes_of(tensor), xxhash.xxh3_128()
-            while view:
-                count = self._file.readinto(view[:CHUNK_BYTES])
-                if not count:
-                    raise OSError("it ends early")
-                digest.update(view[:count])
-                view = view[count:]
-            if digest.digest() != want:
-                raise OSError("its content changed")
-            yield tensor.to(device)
-
-    def close(self) -> None:
-        """Remove the file."""
-        self._file.close()
 
 
 def _point(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

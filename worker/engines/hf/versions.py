@@ -29,6 +29,7 @@ from .buffers import Buffers
 from .core import Core
 from .memory import NOT_UPDATABLE, Memory, release_freed
 from .thread import StepThread
+from .views import Handed
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Versions:
         self._thread = thread
         self._lock = asyncio.Lock()
         self._away: set[MemoryTag] = set()
+        self._empty = False  # the weights are away still, but awaited: the next slot brings them
 
     async def open_slot(self, entries: Sequence[Entry], given: Given | None = None) -> Sink:
         """See `Engine.open_slot`; a cancelled caller gets no memory, and none stays."""
@@ -53,13 +55,14 @@ class Versions:
         """See `Engine.commit`."""
         try:
             async with self._lock:
-                if "weights" in self._away:
+                if "weights" in self._away and not self._empty:
                     raise EngineError("the weights are asleep: wake them before the commit")
                 staged = _sealed(sink)
 
                 def flip() -> None:
-                    self._memory.swap(staged.tensors, pin=kv == "pin", aside=staged.aside)
+                    self._memory.swap(staged, pin=kv == "pin")
                     self._core.commit(identity, kv)
+                    self._come_back("weights")
 
                 await self._command(flip)
         finally:  # also if it is cancelled while another verb has the lock
@@ -78,6 +81,7 @@ class Versions:
             await in_thread(lambda _: release_freed(), threading.Event())
 
     async def _sleep_weights(self, level: Literal[1, 2]) -> None:
+        self._empty = False
         if "weights" in self._away:
             if level == 2:
                 self._memory.forget_spill()
@@ -85,7 +89,7 @@ class Versions:
         await self._command(lambda: self._leave("weights"))
         await self._command(self._core.unpin)
         try:
-            if level == 1:
+            if level == 1 and self._memory.intact:  # else there is nothing worth keeping
                 await in_thread(lambda _: self._memory.spill(), threading.Event())
         except BaseException:
             self._memory.forget_spill()
@@ -93,12 +97,16 @@ class Versions:
             raise
         await self._command(self._memory.drop)
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
         """See `Engine.wake`."""
         async with self._lock:
             if "weights" in tags and "weights" in self._away:
-                await self._bring_back(refill)
-                await self._command(lambda: self._come_back("weights"))
+                if refill is None:
+                    self._memory.forget_spill()
+                    self._empty = True
+                else:
+                    await self._bring_back(refill)
+                    await self._command(lambda: self._come_back("weights"))
             if "kv_cache" in tags and "kv_cache" in self._away:
                 await self._command(lambda: self._come_back("kv_cache"))
 
@@ -115,7 +123,7 @@ class Versions:
         sink = await refill()
         try:
             staged = _sealed(sink)
-            await self._command(lambda: self._memory.swap(staged.tensors, aside=staged.aside))
+            await self._command(lambda: self._memory.swap(staged))
         finally:
             await asyncio.to_thread(sink.close)
 
@@ -126,17 +134,20 @@ class Versions:
     def _come_back(self, tag: MemoryTag) -> None:
         self._away.discard(tag)
         self._core.unfit = bool(self._away)
+        if tag == "weights":
+            self._empty = False
 
     async def _command(self, command: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._thread.call(command))
 
     def resident(self) -> Resident:
         """Return which memory is there."""
-        return Resident(weights=self._memory.resident, kv_cache="kv_cache" not in self._away)
+        there = self._memory.resident or self._empty
+        return Resident(weights=there, kv_cache="kv_cache" not in self._away)
 
 
-def _sealed(sink: Sink) -> Buffers:
+def _sealed(sink: Sink) -> Buffers | Handed:
     """Return the sink as what it is; only verified weights may ever serve."""
-    if not isinstance(sink, Buffers) or not sink.sealed:
+    if not isinstance(sink, Buffers | Handed) or not sink.sealed:
         raise WeightsRejected("this sink is not a sealed one of this engine: fill it first")
     return sink

@@ -178,7 +178,7 @@ class SglangEngine:
         """See `Engine.sleep`."""
         await self._weights().sleep(level, tags)
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
         """See `Engine.wake`."""
         await self._weights().wake(tags, refill)
 

@@ -65,6 +65,7 @@ class Versions:
         self._give_up = give_up
         self._lock = asyncio.Lock()
         self._away: set[MemoryTag] = set()
+        self._empty = False  # the weights' memory is back, without values: a commit brings them
         self._spilled = False
 
     async def open_slot(self, entries: Sequence[Entry], given: Given | None = None) -> Sink:
@@ -75,13 +76,16 @@ class Versions:
         """See `Engine.commit`."""
         try:
             async with self._lock:
-                if "weights" in self._away:
+                if "weights" in self._away and not self._empty:
                     raise EngineError("the weights are asleep: wake them before the commit")
                 mapped = sealed(sink)
                 keep = kv == "keep" and "kv_cache" not in self._away
                 async with self._whole("the commit"):
                     await self._desk.rest("in_place" if keep else "retract")
                     await self._load(mapped, str(identity), flush=not keep)
+                if self._empty:
+                    self._empty = False
+                    self._away.discard("weights")
                 self._desk.switched(identity, keep=keep)
         finally:  # also if it is cancelled while another verb has the lock
             await asyncio.to_thread(sink.close)
@@ -98,9 +102,10 @@ class Versions:
             raise EngineError(f"this engine cannot give memory back: {FIX}")
         async with self._lock:
             if level == 2 and self._spilled:
-                async with self._whole("falling asleep"):
-                    await self._bridge.call("spill", what="forget")
-                self._spilled = False
+                await self._forget("falling asleep")
+            if self._empty and "weights" in tags:
+                self._empty = False
+                self._away.discard("weights")
             going: list[MemoryTag] = [tag for tag in TAGS if tag in tags and tag not in self._away]
             if not going:
                 return
@@ -114,6 +119,11 @@ class Versions:
             if "kv_cache" in going:
                 self._desk.recomputed()
 
+    async def _forget(self, what: str) -> None:
+        async with self._whole(what):
+            await self._bridge.call("spill", what="forget")
+        self._spilled = False
+
     async def _spill_weights(self) -> None:
         try:
             await self._bridge.call("spill", what="keep")
@@ -124,10 +134,13 @@ class Versions:
             ) from error
         self._spilled = True
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
         """See `Engine.wake`."""
         async with self._lock:
             coming: list[MemoryTag] = [tag for tag in TAGS if tag in tags and tag in self._away]
+            if refill is None or self._empty:
+                await self._wake_empty(coming)
+                return
             sink: MappedSink | None = None
             if "weights" in coming and not self._spilled:
                 # Read and checked first: a refusal leaves everything asleep as it was.
@@ -147,6 +160,17 @@ class Versions:
             if "weights" in coming:
                 self._spilled = False
 
+    async def _wake_empty(self, coming: list[MemoryTag]) -> None:
+        """Take memory back, that of weights without values unless it is there already."""
+        if self._spilled and "weights" in coming:
+            await self._forget("waking")
+        missing = [tag for tag in coming if not (tag == "weights" and self._empty)]
+        if missing:
+            async with self._whole("waking"):
+                await self._bridge.call("retake", tags=missing)
+        self._empty = self._empty or "weights" in missing
+        self._away.difference_update(tag for tag in missing if tag != "weights")
+
     @asynccontextmanager
     async def _whole(self, what: str) -> AsyncIterator[None]:
         """Let what is inside happen wholly, or end the child."""
@@ -161,7 +185,8 @@ class Versions:
 
     def resident(self) -> Resident:
         """Return which memory is there."""
-        return Resident(weights="weights" not in self._away, kv_cache="kv_cache" not in self._away)
+        there = "weights" not in self._away or self._empty
+        return Resident(weights=there, kv_cache="kv_cache" not in self._away)
 
     @property
     def awake(self) -> bool:

@@ -217,7 +217,7 @@ class VllmEngine:
         """See `Engine.sleep`."""
         await self._live().versions.sleep(level, tags, refill)
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
         """See `Engine.wake`."""
         await self._live().versions.wake(tags, refill)
 

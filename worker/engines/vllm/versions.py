@@ -38,6 +38,7 @@ class Versions:
         self._slots = None if options.gang is None else options.gang.slots
         self._spill: MappedSink | None = None
         self._dropped = False  # the sleeping weights have no copy (level 2)
+        self._empty = False  # their memory is back, without values: no step before a commit
         self._along = False  # the KV cache went with the weights, though nobody asked for that
         self._lock = asyncio.Lock()
 
@@ -54,7 +55,7 @@ class Versions:
         """See `Engine.commit`."""
         try:
             async with self._lock:
-                if "weights" in self._steering.away:
+                if "weights" in self._steering.away and not self._empty:
                     raise EngineError("the weights are asleep: wake them before the commit")
                 mapped = sealed(sink)
                 async with self._steering.frozen():
@@ -70,6 +71,9 @@ class Versions:
         if not kept:
             await steering.lose_kv()
         await self._load(sink)
+        if self._empty:
+            self._dropped = self._empty = False
+            steering.away.discard("weights")
         label = self._labels.next(identity, kept=kept)
         await self._launched.llm.engine_core.set_weight_version_async(label)
         self._labels.adopt(label)
@@ -94,6 +98,9 @@ class Versions:
         async with self._lock:
             away = self._steering.away
             wanted: set[MemoryTag] = set(tags)
+            if self._empty and "weights" in wanted:
+                self._empty = False
+                away.discard("weights")
             if "kv_cache" in wanted:
                 self._along = False
             elif "weights" in wanted - away and not self._launched.cpu:
@@ -125,30 +132,35 @@ class Versions:
         once = sum(spec.nbytes for spec in self._launched.layout.required.values())
         return once * int(parallel.data_parallel_size) // self._nodes
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
         """See `Engine.wake`."""
         async with self._lock:
             away = self._steering.away
             back: set[MemoryTag] = set(tags) & away
+            if self._empty:
+                back.discard("weights")  # its memory is there, only a commit is missing
             if self._along and "weights" in back:
                 back.add("kv_cache")
             if not back:
                 return
-            loads = "weights" in back and (self._launched.cpu or self._dropped)
-            # Read and checked first: a refusal leaves everything asleep as it was.
-            sink = (self._spill or sealed(await refill())) if loads else None
+            there = back if refill is not None else back - {"weights"}
+            sink = None
+            if refill is not None and "weights" in back and (self._launched.cpu or self._dropped):
+                # Read and checked first: a refusal leaves everything asleep as it was.
+                sink = self._spill or sealed(await refill())
             try:
                 async with self._steering.frozen():
                     await self._call("rollout_wake", sorted(back))
                     if sink is not None:
                         await self._load(sink)
                         self._dropped = False
-                    away -= back
+                    away -= there
+                    self._empty = self._empty or there != back
                     self._along = self._along and "kv_cache" in away
             finally:
                 if sink is not None and sink is not self._spill:
                     await asyncio.to_thread(sink.close)
-            if sink is not None:
+            if sink is not None or self._empty:
                 await self.forget_spill()
 
     async def forget_spill(self) -> None:
@@ -160,4 +172,5 @@ class Versions:
     def resident(self) -> Resident:
         """Return which memory is there."""
         away = self._steering.away
-        return Resident(weights="weights" not in away, kv_cache="kv_cache" not in away)
+        there = "weights" not in away or self._empty
+        return Resident(weights=there, kv_cache="kv_cache" not in away)

@@ -1,0 +1,37 @@
+"""Pushed weights on the heads of a pool with an operator, before its target moves."""
+
+from __future__ import annotations
+
+from rollout_client.errors import PublishFailed
+
+from .barrier import Barrier, Version
+from .control_ports import ControlPorts
+from .protocol import OnProgress
+from .pushing.push import Push
+
+
+async def stage_on_heads(
+    heads: ControlPorts | None, version: Version, push: Push, until: float, tell: OnProgress
+) -> Barrier:
+    """Bring the bytes to every head that has loaded: those that don't serve yet heal by them.
+
+    Args:
+        heads: Control ports of the members.
+        version: What is published.
+        push: Brings the bytes.
+        until: Deadline on the monotonic clock.
+        tell: Called with how far it is.
+
+    Raises:
+        PublishFailed: A head that serves can't use the weights, or it took too long.
+        SteeringFailed: No head answers, or one refuses to.
+        EpochLost: Another trainer has the pool.
+    """
+    if heads is None:
+        raise PublishFailed("this pool knows no control ports: make it with from_cluster")
+    states = await heads.states()
+    loaded = [name for name, state in states.items() if state.resident.weights]
+    waiting = [name for name in loaded if not states[name].serving]
+    barrier = Barrier(heads, version, loaded, push=push, spared=waiting)
+    await barrier.stage(until, tell)
+    return barrier

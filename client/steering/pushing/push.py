@@ -1,0 +1,263 @@
+"""One version of a trainer's tensors on its way to the replicas, and what a pool keeps between two."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout_client.errors import PublishFailed
+from rollout_client.steering.protocol import Published, PublishReport, PushedTo
+from rollout_client.steering.spool import each, spool_here, to_its_end
+from rollout_worker.schemas import PushedBytes, StageSource
+from rollout_worker.transfer.arena import Arena
+from rollout_worker.transfer.layout import PushLayout
+
+from .board import Board
+from .copying import Copier
+from .filling import Filling, GivenUp
+from .routes import Receiver, Route, Transport, routes_for
+from .sending import Sender
+from .tensors import Given, given, torch_dtype
+
+if TYPE_CHECKING:
+    from rollout_client.steering.spool import Tensors
+
+LOOK_SECONDS = 0.5
+"""How often the loop's side of a wait looks whether it is still wanted."""
+
+
+class Pusher:
+    """What a pool keeps from one push to the next: two slots of memory, the layout, connections."""
+
+    def __init__(self) -> None:
+        self._arena, self._copier = Arena(), Copier()
+        self._lock = threading.Lock()
+        self._known: PushLayout | None = None
+        self._senders: list[Sender] = []
+
+    def begin(self, tensors: Tensors, transport: Transport = "auto") -> Push:
+        """Return a push of these tensors, which is to be filled, carried and closed.
+
+        Raises:
+            LayoutError: Something can't be published; names the tensor.
+        """
+        found = given(tensors)
+        with self._lock:
+            filling = Filling(self._arena, self._known, self._copier)
+        return Push(found, filling, transport, self._settled)
+
+    def _settled(self, push: Push) -> None:
+        """Take over what a push leaves: memory that replicas read goes with its last reader."""
+        with self._lock:
+            self._known = push.filling.layout if push.filling.root_hash else None
+            alive = [sender for sender in self._senders if not sender.join(0)]
+            self._senders = [*alive, *push.senders]
+
+    def close(self) -> None:
+        """End all connections and give up all memory; replicas keep what they have mapped."""
+        with self._lock:
+            senders, self._senders = self._senders, []
+        for sender in senders:
+            sender.stop()
+        self._arena.close()
+
+
+class Push:
+    """See the module; make it with `Pusher.begin`.
+
+    Args:
+        found: The tensors.
+        filling: Where they come to lie.
+        transport: Which ways may be used.
+        settled: Takes over what is left at the end.
+    """
+
+    def __init__(
+        self,
+        found: Given,
+        filling: Filling,
+        transport: Transport,
+        settled: Callable[[Push], None],
+    ) -> None:
+        self.filling = filling
+        self.senders: list[Sender] = []
+        self.spool: Path | None = None
+        """Folder to write as well, before anything is committed; None: none."""
+        self._given, self._transport, self._settled = found, transport, settled
+        self._board: Board | None = None
+        self._routes: tuple[Route, ...] = ()
+        self._opened_at = time.monotonic()
+
+    # The trainer's thread.
+
+    def fill_here(self) -> None:
+        """Copy all tensors in this thread, which may be the only one with the right device.
+
+        Raises:
+            LayoutError: A tensor can't be published.
+            ArenaError: There is no room.
+        """
+        items: Any = self._given.items
+        if isinstance(items, AsyncIterable):
+            raise TypeError("an asynchronous stream of weights needs AsyncRolloutPool")
+        self._fill(items)
+
+    def _fill(self, items: Iterable[tuple[str, Any]]) -> None:
+        rest = iter(items)
+        try:
+            self.filling.plan(self._given.specs)
+            for name, tensor in rest:
+                self.filling.take(name, tensor)
+            self.filling.end()
+        except BaseException as error:
+            self.filling.fail(error)
+            for _ in rest:  # other ranks wait in it
+                pass
+            raise
+
+    async def fill(self) -> None:
+        """Do what `fill_here` does beside everything else that the loop does."""
+        if self._given.at_rest:
+            items: Any = self._given.items
+            return await to_its_end(self._fill, items)
+        source, filling = each(self._given.items), self.filling
+        try:
+            await to_its_end(filling.plan, self._given.specs)
+            async for name, tensor in source:
+                await to_its_end(filling.take, name, tensor)
+            await to_its_end(filling.end)
+        except BaseException as error:
+            filling.fail(error)
+            async for _ in source:
+                pass
+            raise
+        return None
+
+    # The pool's loop.
+
+    async def planned(self) -> None:
+        """Return once it is known what the replicas have to hold.
+
+        Raises:
+            PublishFailed: The tensors can't be published.
+        """
+        try:
+            while not await asyncio.to_thread(self.filling.wait_planned, LOOK_SECONDS):
+                pass
+        except GivenUp as error:
+            raise PublishFailed(f"{error}: {error.__cause__}") from error
+        self._opened_at = time.monotonic()
+
+    @property
+    def filled(self) -> bool:
+        """Whether all tensors are in memory, hashed."""
+        return self.filling.root_hash is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of one copy, gaps included."""
+        return self.filling.layout.nbytes
+
+    @property
+    def source(self) -> StageSource:
+        """What replicas are asked to stage."""
+        layout = self.filling.layout
+        return StageSource(pushed=PushedBytes(layout_id=layout.layout_id, bytes=layout.nbytes))
+
+    def start(self, receivers: Sequence[Receiver], news: Callable[[], None]) -> None:
+        """Carry the bytes to these replicas, from threads.
+
+        Args:
+            receivers: Who waits for them.
+            news: Called, from any thread, when `board` has changed.
+
+        Raises:
+            PublishFailed: One can't be reached by the transport that was asked for.
+        """
+        self._routes = routes_for(receivers, self._transport)
+        names = [receiver.name for receiver in receivers]
+        self._board = Board(names, self.filling.layout.nbytes, news)
+        self.senders = [Sender(route, self.filling, self._board) for route in self._routes]
+        for sender in self.senders:
+            sender.start()
+
+    @property
+    def board(self) -> Board:
+        """What has come of it; there is one from `start` on."""
+        assert self._board is not None
+        return self._board
+
+    async def durable(self) -> None:
+        """Write the folder, if one is wanted, and return once it is on the disk.
+
+        Raises:
+            OSError: It can't be written.
+            PublishFailed: The tensors did not come.
+        """
+        if self.spool is None:
+            return
+        try:
+            while await asyncio.to_thread(self.filling.wait_end, LOOK_SECONDS) is None:
+                pass
+        except GivenUp as error:
+            raise PublishFailed(f"{error}: {error.__cause__}") from error
+        await to_its_end(spool_here, self._in_memory(), self.spool)
+
+    def _in_memory(self) -> Mapping[str, Any]:
+        """Return what was filled as tensors, without a copy."""
+        import torch
+
+        found = {}
+        for placed in self.filling.layout.tensors:
+            dtype = torch_dtype(placed.dtype)
+            view = self.filling.slot.view(placed)
+            flat = (
+                torch.frombuffer(view, dtype=dtype)
+                if placed.nbytes
+                else torch.empty(0, dtype=dtype)
+            )
+            found[placed.name] = flat.reshape(placed.shape)
+        return found
+
+    def stop(self) -> None:
+        """Give it up: nothing is sent any more, and the tensors that still come are let go."""
+        self.filling.fail()
+        for sender in self.senders:
+            sender.stop()
+
+    def close(self) -> None:
+        """Let go of what only the trainer needs; to be called once nobody fills it any more."""
+        self._settled(self)
+        self.filling.close()
+
+    def reported(self, done: Published) -> Published:
+        """Return what was published, now, with what became of the bytes."""
+        return replace(done, report=self._report(time.monotonic()))
+
+    def _report(self, committed_at: float) -> PublishReport:
+        filling, board = self.filling, self.board
+        names = {who.name: route.kind for route in self._routes for who in route.receivers}
+        of = {name: board.of(name) for name in names}
+        whole = max((each.whole_at or 0.0 for each in of.values()), default=0.0)
+        staged = max((each.settled_at or 0.0 for each in of.values()), default=0.0)
+        times = [filling.began, self._opened_at, filling.filled_at, whole, staged, committed_at]
+        seconds, last = {}, times[0]
+        for phase, at in zip(
+            ("plan", "copy", "transfer", "stage", "commit"), times[1:], strict=True
+        ):
+            seconds[phase] = max(0.0, at - last)
+            last = max(last, at)
+        replicas = {
+            name: PushedTo(
+                kind,
+                max(0.0, (of[name].settled_at or committed_at) - self._opened_at),
+                of[name].why,
+            )
+            for name, kind in names.items()
+        }
+        return PublishReport(filling.layout.nbytes, seconds, replicas)

@@ -1,0 +1,111 @@
+"""What a trainer gives to publish: whole tensors, streams of them, and shards of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from rollout_client.steering.spool import is_sharded, items_of
+from rollout_worker.transfer.layout import LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rollout_client.steering.spool import Tensors
+
+Spec = tuple[str, str, tuple[int, ...]]
+"""Name, dtype as safetensors call it, and shape."""
+
+_NAMES = dict(
+    (
+        *(("float64", "F64"), ("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16")),
+        *(("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2"), ("float8_e8m0fnu", "F8_E8M0")),
+        *(("int64", "I64"), ("int32", "I32"), ("int16", "I16"), ("int8", "I8"), ("bool", "BOOL")),
+        *(("uint64", "U64"), ("uint32", "U32"), ("uint16", "U16"), ("uint8", "U8")),
+        ("complex64", "C64"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What there is to publish.
+
+    Attributes:
+        items: (name, tensor), in the order in which they are to be taken.
+        specs: Of all of them; None: a stream, of which nothing is known before its end.
+        at_rest: Whether taking one is no work of several ranks: any thread may do it.
+    """
+
+    items: Iterable[tuple[str, Any]] | AsyncIterable[tuple[str, Any]]
+    specs: tuple[Spec, ...] | None
+    at_rest: bool
+
+
+def given(tensors: Tensors) -> Given:
+    """Say what there is to publish.
+
+    Raises:
+        LayoutError: Something is no tensor, or of a dtype that no worker takes; names it.
+        TypeError: These are no tensors at all.
+    """
+    state: Any = tensors.state_dict() if hasattr(tensors, "state_dict") else tensors
+    if isinstance(state, AsyncIterable):
+        return Given(state, None, at_rest=False)
+    if not isinstance(state, Mapping):
+        return Given(items_of(state), None, at_rest=False)
+    specs = tuple(spec_of(name, tensor) for name, tensor in state.items())
+    if any(map(is_sharded, state.values())):
+        return Given(items_of(state), specs, at_rest=False)
+    # In the order in which they lie, so that receivers can follow.
+    return Given([(name, state[name]) for name in sorted(state)], specs, at_rest=True)
+
+
+def whole_tensors(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) of a model or state dict whose tensors may be shards of several ranks.
+
+    Each DTensor (FSDP, tensor parallel) is gathered when it is its turn, and freed after it: no rank
+    ever holds more than one whole tensor on its device. Every rank must take all of them, in the same
+    order; one of them gives them to `publish_weights`, the others just iterate.
+    """
+    return iter(items_of(tensors))
+
+
+def spec_of(name: object, tensor: Any) -> Spec:
+    """Return what a tensor is, in the words of workers.
+
+    Raises:
+        LayoutError: It is no tensor, or of a dtype that no worker takes.
+    """
+    import torch
+
+    if not isinstance(name, str):
+        raise LayoutError(f"a tensor's name is a text, not {name!r}")
+    if not isinstance(tensor, torch.Tensor):
+        kind = type(tensor).__name__
+        raise LayoutError(f"{name!r} is no tensor but a {kind}: leave it out", tensor=name)
+    dtype = _dtypes().get(tensor.dtype)
+    if dtype is None:
+        raise LayoutError(
+            f"tensor {name!r} has the dtype {tensor.dtype}, which no worker takes: give it in the"
+            " dtype of the model's checkpoint",
+            tensor=name,
+        )
+    return name, dtype, tuple(tensor.shape)
+
+
+@cache
+def _dtypes() -> dict[Any, str]:
+    import torch
+
+    # Older torch has fewer of them.
+    found = {getattr(torch, name, None): dtype for name, dtype in _NAMES.items()}
+    found.pop(None, None)
+    return found
+
+
+def torch_dtype(name: str) -> Any:
+    """Return torch's dtype for a name of safetensors."""
+    return next(dtype for dtype, known in _dtypes().items() if known == name)

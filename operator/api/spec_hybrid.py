@@ -1,0 +1,80 @@
+"""What a pool in mode Hybrid refuses: all that is said to pods, for these are the trainer's."""
+
+from __future__ import annotations
+
+from .schema import cel
+
+_ENGINE = "the trainer starts the engine with settings of its own"
+_PODS = "the pods are the trainer's, and the operator never touches them"
+_MEMORY = "the worker runs in the trainer's process, whose memory is the trainer's to plan"
+
+_REFUSED = (
+    # field below spec, and why
+    ("engine.image", _PODS),
+    ("engine.imagePullPolicy", _PODS),
+    ("engine.args", _ENGINE),
+    ("engine.env", _ENGINE),
+    ("engine.logprobs", _ENGINE),
+    ("model", "the trainer starts the engine with its own model"),
+    ("accelerator", _PODS),
+    ("resources", _PODS),
+    ("sleep.spill", _MEMORY),
+    ("weights.volume", "the operator mounts nothing there; mount it in the trainer's pods"),
+    ("weights.stagingMemory", _MEMORY),
+    ("weights.transport", _ENGINE),
+    ("updateStrategy", _PODS),
+    ("restartPolicy", _PODS),
+    ("worker", _ENGINE),
+    ("podTemplate", _PODS),
+    ("colocation.request", "the engine uses whatever the trainer's process has"),
+)
+
+
+def _is_there(field: str) -> str:
+    """The CEL expression that says whether a field is set."""
+    parts = field.split(".")
+    steps = (".".join(parts[: end + 1]) for end in range(len(parts)))
+    return " && ".join(f"has(self.{step})" for step in steps)
+
+
+HYBRID_RULES = (
+    *(
+        cel(
+            f"self.mode != 'Hybrid' || !({_is_there(field)})",
+            f"spec.{field} must not be set in mode Hybrid: {why}; remove it",
+            path=f".{field.partition('.')[0]}",
+        )
+        for field, why in _REFUSED
+    ),
+    cel(
+        "self.mode == 'Hybrid' || has(self.model)",
+        "spec.model is required: name the checkpoint in spec.model.source",
+        path=".model",
+    ),
+    cel(
+        "self.mode != 'Hybrid' || self.replicas == 1",
+        "'spec.replicas: a Hybrid pool has one replica in each of the trainer\\'s pods, not %d: leave it "
+        "out, and scale the trainer'.format([self.replicas])",
+        expression=True,
+        path=".replicas",
+    ),
+    cel(
+        "self.mode != 'Hybrid' || !self.suspend",
+        "spec.suspend must be false in mode Hybrid: the pods are the trainer's; set spec.state to Asleep "
+        "to get their memory back",
+        path=".suspend",
+    ),
+    cel(
+        "self.mode != 'Hybrid' || (self.parallelism.tensor == 1 && self.parallelism.pipeline == 1 && "
+        "self.parallelism.data == 1 && self.parallelism.nodes == 1)",
+        f"spec.parallelism must not be set in mode Hybrid: {_ENGINE}; remove it",
+        path=".parallelism",
+    ),
+    cel(
+        "self.mode != 'Hybrid' || !has(self.colocation) || self.colocation.slots == 1",
+        "spec.colocation.slots must be 1 in mode Hybrid: each of the trainer's pods is one replica; "
+        "remove it",
+        path=".colocation",
+    ),
+)
+"""Rules of the whole spec that are about mode Hybrid."""

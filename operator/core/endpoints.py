@@ -1,0 +1,204 @@
+"""The EndpointSlices of a Hybrid pool, and the gates that they hold. Pure.
+
+In the other modes Kubernetes makes them of the gate on each pod. The pods of a Hybrid pool are the
+trainer's, so here an endpoint of the data Service that is ready is the gate itself, and an annotation
+beside it says for which process it was set.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Obj
+
+from .plan import SetGate
+from .world import Pod
+
+PER_SLICE = 100
+"""As many as Kubernetes' own slices have: that much is sent to each node when one of them changes."""
+
+_DATA = {"name": "data", "port": names.DATA_PORT, "protocol": "TCP"}
+_CONTROL = {"name": "control", "port": names.CONTROL_PORT, "protocol": "TCP"}
+_WEIGHTS = {"name": "weights", "port": names.WEIGHTS_PORT, "protocol": "TCP"}
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What the slices say of a member; times are wall-clock seconds."""
+
+    on: bool = False
+    boot: str | None = None
+    since: float | None = None
+    proven: float | None = None
+
+
+def read_gates(slices: Iterable[Obj], pool: str, uid: str) -> dict[str, Gate]:
+    """Return the gates by pod uid, as the slices of the data Service have them that object `uid` controls."""
+    found: dict[str, Gate] = {}
+    for each in slices:
+        labels = each["metadata"].get("labels") or {}
+        if not is_controlled(each, uid) or labels.get(names.LABEL_SERVICE) != pool:
+            continue
+        found |= _notes(each)
+        for endpoint in each.get("endpoints") or ():
+            pod = (endpoint.get("targetRef") or {}).get("uid", "")
+            if (endpoint.get("conditions") or {}).get("ready") is not False:
+                found[pod] = replace(found.get(pod, Gate()), on=True)
+    return found
+
+
+def is_controlled(obj: Obj, uid: str) -> bool:
+    """Whether object `uid` is the controller of this one."""
+    refs = obj["metadata"].get("ownerReferences") or ()
+    return any(ref.get("controller") and ref.get("uid") == uid for ref in refs)
+
+
+def _notes(each: Obj) -> dict[str, Gate]:
+    """What the annotation holds; nothing, if somebody made something else of it."""
+    text = (each["metadata"].get("annotations") or {}).get(names.ANNOTATION_GATES, "")
+    try:
+        notes = {pod: Gate(False, **note) for pod, note in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
+    times = (at for note in notes.values() for at in (note.since, note.proven))
+    return notes if all(at is None or isinstance(at, int | float) for at in times) else {}
+
+
+def with_gates(members: Iterable[Pod], gates: Iterable[SetGate], now: float) -> tuple[Pod, ...]:
+    """Return the members as they are once these gates are set."""
+    changes = {gate.uid: gate for gate in gates}
+
+    def changed(pod: Pod) -> Pod:
+        gate = changes.get(pod.uid)
+        if gate is None:
+            return pod
+        since = pod.gate_since if pod.gate == gate.serving else float(int(now))
+        boot, proven = gate.boot or None, gate.proven_since
+        return replace(
+            pod, gate=gate.serving, gate_boot=boot, gate_since=since, proven_since=proven
+        )
+
+    return tuple(changed(pod) for pod in members)
+
+
+def pool_slices(
+    pool: str, namespace: str, uid: str, members: Iterable[Pod], stored: Iterable[Obj]
+) -> list[Obj]:
+    """Return the slices as they should be; those that are left over become empty.
+
+    Args:
+        pool: name of the RolloutReplica.
+        namespace: its namespace.
+        uid: its uid.
+        members: the trainer's pods by index, with their gates.
+        stored: the pool's slices that are there.
+    """
+    chunks: defaultdict[tuple[str, int], list[Pod]] = defaultdict(list)
+    reached = [pod for pod in members if pod.ip is not None]
+    for place, pod in enumerate(reached):
+        chunks["IPv6" if ":" in (pod.ip or "") else "IPv4", place // PER_SLICE].append(pod)
+    wanted: dict[str, Obj] = {}
+    for service in (names.data_service(pool), names.heads_service(pool)):
+        data = service == names.data_service(pool)
+        for (family, number), pods in chunks.items():
+            name = f"{service}-{family.lower()}-{number}"
+            wanted[name] = _slice(pool, namespace, uid, service, name, family) | {
+                "endpoints": [_endpoint(pool, namespace, pod, data=data) for pod in pods]
+            }
+            if data:
+                wanted[name]["metadata"]["annotations"] = {names.ANNOTATION_GATES: _note(pods)}
+    for each in stored:
+        name = each["metadata"]["name"]
+        if is_controlled(each, uid) and name not in wanted:
+            service = each["metadata"]["labels"].get(names.LABEL_SERVICE, "")
+            wanted[name] = _slice(pool, namespace, uid, service, name, each["addressType"])
+    return list(wanted.values())
+
+
+def _slice(pool: str, namespace: str, uid: str, service: str, name: str, family: str) -> Obj:
+    return {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {
+            "name": name,
+            "namespace": namespace,
+            "labels": {
+                **names.pool_labels(pool),
+                names.LABEL_SERVICE: service,
+                names.LABEL_SLICE_MANAGER: names.MANAGER,
+            },
+            "ownerReferences": [names.controller_reference(pool, uid)],
+        },
+        "addressType": family,
+        "ports": [_DATA] if service == names.data_service(pool) else [_DATA, _CONTROL, _WEIGHTS],
+        "endpoints": [],
+    }
+
+
+def _endpoint(pool: str, namespace: str, pod: Pod, *, data: bool) -> Obj:
+    """The data Service leads to who serves; the headless one to everybody, by name."""
+    serves = serving(pod)
+    endpoint: Obj = {
+        "addresses": [pod.ip],
+        "conditions": {
+            "ready": serves if data else True,
+            "serving": serves if data else pod.ready,
+            "terminating": pod.deleting,
+        },
+        "targetRef": {
+            "kind": "Pod",
+            "name": pod.name,
+            "namespace": namespace,
+            "uid": pod.uid,
+        },
+    }
+    if not data:
+        endpoint["hostname"] = names.pod_name(pool, pod.replica, 0)
+    if pod.node is not None:
+        endpoint["nodeName"] = pod.node
+    return endpoint
+
+
+def serving(pod: Pod) -> bool:
+    """Whether a member belongs into the data Service."""
+    return pod.gate and not pod.deleting and not pod.finished
+
+
+def _note(pods: Iterable[Pod]) -> str:
+    """Who has, or has had, its gate on: so much of a pass outlives the operator's process."""
+    notes = {
+        pod.uid: {"boot": pod.gate_boot, "since": pod.gate_since, "proven": pod.proven_since}
+        for pod in pods
+        if pod.gate_boot is not None
+    }
+    return json.dumps(notes, sort_keys=True, separators=(",", ":"))
+
+
+def differs(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
+    """Return which part of a stored slice is not as wanted, or None."""
+    for field in ("labels", "annotations"):
+        stored = have["metadata"].get(field) or {}
+        for key, value in (want["metadata"].get(field) or {}).items():
+            if stored.get(key) != value:
+                return f"metadata.{field}[{key}]"
+    for field in ("endpoints", "ports"):
+        if (have.get(field) or []) != want[field]:
+            return field
+    return None
+
+
+def repair(want: Mapping[str, Any], have: Mapping[str, Any]) -> Obj:
+    """Return the merge patch that makes a stored slice what it should be.
+
+    It is refused (`Conflict`) if somebody else has written the slice since it was read.
+    """
+    meta = {
+        key: want["metadata"][key] for key in ("labels", "annotations") if key in want["metadata"]
+    }
+    meta["resourceVersion"] = have["metadata"]["resourceVersion"]
+    return {"metadata": meta, "endpoints": want["endpoints"], "ports": want["ports"]}

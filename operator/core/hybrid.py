@@ -1,0 +1,146 @@
+"""The members of a Hybrid pool: the trainer's own pods, read as other modes' pods are. Pure.
+
+The operator makes none of them and changes none of them. A container may end and start again in its
+pod: that is another process of the same member, which begins fenced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Obj
+from rollout_operator.api.spec import Mode, RolloutReplicaSpec
+from rollout_worker.claims import natural
+
+from .endpoints import Gate
+from .gangs import PodPlan
+from .heads import Head
+from .podreader import has_run, timestamp, trouble_of
+from .world import Observed, Pod
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A pod that the pool's `trainerSelector` selects, as yet without a number or a gate."""
+
+    pod: Pod
+    account: str
+    """The service account that it runs under, which nobody can change."""
+
+
+def parse_candidate(obj: Obj) -> Candidate | None:
+    """Read a pod; None if it is none of a trainer's: it has ended, or a pool of ours has it."""
+    meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    if (meta.get("labels") or {}).get(names.LABEL_MANAGED_BY) == names.MANAGER:
+        return None
+    if status.get("phase") in ("Failed", "Succeeded"):
+        return None
+    conditions = {c["type"]: c for c in status.get("conditions") or ()}
+    containers = _with_worker(spec, status)
+    pod = Pod(
+        name=meta["name"],
+        uid=meta["uid"],
+        replica=0,
+        rank=0,
+        revision="",
+        phase=status.get("phase", "Pending"),
+        owned=False,
+        deletion_at=timestamp(meta.get("deletionTimestamp")),
+        started=has_run(status),
+        ready=conditions.get("Ready", {}).get("status") == "True",
+        ip=status.get("podIP"),
+        node=spec.get("nodeName"),
+        restarts=sum(container.get("restartCount", 0) for container in containers),
+        trouble=trouble_of(status, conditions),
+        ended=_has_ended(containers),
+    )
+    return Candidate(pod, spec.get("serviceAccountName") or "default")
+
+
+def _with_worker(spec: Obj, status: Obj) -> list[Obj]:
+    """States of the containers that declare the control port; of all, if none does."""
+    declared = {
+        container["name"]
+        for container in spec.get("containers") or ()
+        if any(p.get("containerPort") == names.CONTROL_PORT for p in container.get("ports") or ())
+    }
+    states = status.get("containerStatuses") or ()
+    return [state for state in states if not declared or state["name"] in declared]
+
+
+def _has_ended(containers: Iterable[Obj]) -> bool:
+    """Nothing of it runs, and something has: whatever a worker said there is of a process that is gone."""
+    states = [container.get("state") or {} for container in containers]
+    ended = (
+        (container.get(part) or {}).get("terminated")
+        for container in containers
+        for part in ("state", "lastState")
+    )
+    return not any(state.get("running") for state in states) and any(ended)
+
+
+def members(
+    spec: RolloutReplicaSpec, candidates: Iterable[Candidate], gates: Mapping[str, Gate]
+) -> tuple[Pod, ...]:
+    """Return the pods as members, numbered by name.
+
+    The operator's token goes to pods of the right service account alone. Labels may be given to any pod
+    that is there, its account is chosen when it is made.
+    """
+    ordered = sorted(candidates, key=lambda each: (natural(each.pod.name), each.pod.name))
+    return tuple(_member(spec, each, index, gates) for index, each in enumerate(ordered))
+
+
+def _member(
+    spec: RolloutReplicaSpec, each: Candidate, index: int, gates: Mapping[str, Gate]
+) -> Pod:
+    gate = gates.get(each.pod.uid, Gate())
+    pod = replace(
+        each.pod,
+        replica=index,
+        gate=gate.on,
+        gate_boot=gate.boot,
+        gate_since=gate.since,
+        proven_since=gate.proven,
+    )
+    if each.account == spec.service_account_name:
+        return pod
+    why = (
+        f"it runs under service account {each.account!r} and gets no calls: give the trainer's pods "
+        f"{spec.service_account_name!r}, or set spec.serviceAccountName"
+    )
+    return replace(pod, ip=None, trouble=why)  # without an address nobody calls it
+
+
+def unfit(head: Head, seen: Observed) -> str | None:
+    """Why a member can't serve, which in other modes its node finds out by our probes.
+
+    Who is silent leaves if others answer; if nobody does, it may be us who hears nothing.
+    """
+    if head.finished or not head.pod.ready:
+        return "its pod is not Ready"
+    if head.pod.ip is None:
+        return "it is not to be called"
+    silent = head.worker.state is None and head.worker.error is not None
+    if silent and any(worker.state is not None for worker in seen.workers.values()):
+        return "it does not answer"
+    return None
+
+
+def with_members(spec: RolloutReplicaSpec, seen: Observed) -> RolloutReplicaSpec:
+    """Return the spec with as many replicas as there are members; at least one is wanted."""
+    if spec.mode is not Mode.HYBRID:
+        return spec
+    return spec.model_copy(update={"replicas": max(1, len(seen.pods))})
+
+
+def plan_nothing(spec: RolloutReplicaSpec, seen: Observed) -> PodPlan:
+    """Return the plan for the trainer's pods: none of them is made, deleted or replaced here."""
+    if seen.pods or spec.colocation is None:
+        return PodPlan()
+    selector = spec.colocation.trainer_selector.text()
+    return PodPlan(
+        waiting={0: f"waits for a pod that spec.colocation.trainerSelector selects: {selector}"}
+    )

@@ -1,0 +1,129 @@
+"""Pushed weights: who has a copy to give, who lacks the bytes, and what nobody has any more.
+
+The operator brings none of these bytes. A trainer pushes them to every worker and then moves the
+pointer; who joins, restarts or has lost them fetches them from workers that keep them. A worker
+keeps what it serves, so there is nobody to fetch from before the first commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rollout_operator.core.heads import Head, Version
+from rollout_operator.core.plan import Wait
+
+from .weights_plan import WeightsPlan, unpolled
+
+PEERS = 3
+"""Workers from which one fetches: the load is shared, and one that fails is not missed."""
+
+
+def lacks(head: Head, version: Version) -> bool:
+    """It is known to have none of the bytes of this pushed version, nor to be given them."""
+    if not version.pushed or head.worker.state is None:
+        return False
+    return not head.has_staged(version) and not head.receives(version)
+
+
+def gives(head: Head, version: Version) -> bool:
+    """Others can fetch these bytes from it."""
+    state = head.worker.state
+    kept = state.weights.kept if state else None
+    if kept is None or head.finished or not head.pod.ip:
+        return False
+    same = (kept.epoch, kept.version) == version.identity.as_tuple()
+    return same and version.root_hash in (None, kept.root_hash)
+
+
+def unseen(version: Version, heads: Mapping[str, Head]) -> bool:
+    """Nobody has all of these pushed bytes: there is nothing that could be committed."""
+    return version.pushed and not any(h.has_staged(version) for h in heads.values())
+
+
+def gone(version: Version, heads: Mapping[str, Head]) -> bool:
+    """Nobody can give these pushed bytes, nor will soon, nor may be silent and have them."""
+    return version.pushed and not any(
+        gives(h, version)
+        or h.staged_hash(version) is not None
+        or h.receives(version)
+        or _may_have(h, version)
+        for h in heads.values()
+    )
+
+
+def _may_have(head: Head, version: Version) -> bool:
+    """It is silent, and had these bytes when it last spoke, or perhaps."""
+    if not head.silent or not head.pod.started:
+        return False
+    last = head.worker.last
+    if last is None:
+        return head.pod.gate_boot is not None
+    found = (last.weights.kept, last.weights.staged)
+    return any(f and (f.epoch, f.version) == version.identity.as_tuple() for f in found)
+
+
+def stranded(head: Head, version: Version, heads: Mapping[str, Head]) -> bool:
+    """It lacks the bytes, and nobody gives them now."""
+    return lacks(head, version) and not any(gives(h, version) for h in heads.values())
+
+
+def no_copy(head: Head, version: Version) -> str:
+    """Say that nobody has what a head needs, and what helps."""
+    return (
+        f"{head.pod.name} can't get weights {version.identity}: they were pushed, and no replica has "
+        "a copy to give any more: publish again, under a higher version"
+    )
+
+
+def waiting_for_bytes(version: Version, waiting: Iterable[Head], heads: Mapping[str, Head]) -> str:
+    """Say who has not been given the bytes of a pushed version; empty if all have, or will soon."""
+    missing = [h.pod.name for h in waiting if lacks(h, version)]
+    if gone(version, heads):
+        return "no replica has the bytes: publish again, under a higher version"
+    if not missing:
+        return ""
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return f"waiting for the trainer to push them to {missing[0]}{more}"
+
+
+def share_copies(plan: WeightsPlan, heads: Mapping[str, Head]) -> None:
+    """Choose from whom each head that lacks bytes fetches them; note what nobody has any more."""
+    for uid, version in plan.version_for.items():
+        head = heads[uid]
+        if not lacks(head, version):
+            continue
+        peers = _peers(head, version, heads)
+        if peers:
+            plan.peers[uid] = tuple(h.pod.ip for h in peers if h.pod.ip)
+        elif head.given_later(version) or unpolled(heads):
+            continue
+        elif (plan.begun or version.identity <= plan.committed.identity) and gone(version, heads):
+            plan.no_copy = plan.no_copy or no_copy(head, version)
+
+
+def awaits_pointer(
+    plan: WeightsPlan, head: Head, version: Version, seconds: float, wait: Wait
+) -> bool:
+    """A trainer has pushed later weights into its slot, and is about to move the pointer to them.
+
+    Nobody could bring them again. A trainer that is gone is waited for no longer than a staging may
+    take (`seconds`), and not at all if its epoch is over.
+    """
+    slot = head.staged
+    if slot is None or head.given_later(version) is None or slot.epoch < plan.fence_epoch:
+        return False
+    if version.pushed and head.pod.uid not in plan.peers:
+        return True  # there is nothing to put in its place
+    left = seconds - head.worker.slot_seconds
+    if left > 0:
+        wait.at_most(left)
+    return left > 0
+
+
+def _peers(head: Head, version: Version, heads: Mapping[str, Head]) -> list[Head]:
+    """A few that give it, those that serve first; each joiner begins with another one."""
+    found = [h for h in heads.values() if h is not head and gives(h, version)]
+    found.sort(key=lambda h: h.pod.replica)
+    first = head.pod.replica % len(found) if found else 0
+    turned = found[first:] + found[:first]
+    return sorted(turned, key=lambda h: not h.serves)[:PEERS]

@@ -1,0 +1,54 @@
+"""Writes the EndpointSlices of a Hybrid pool: only what differs, and only what is ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Final
+
+from rollout_operator.api.objects import Obj
+from rollout_operator.core.endpoints import differs, pool_slices, repair
+from rollout_operator.core.world import Pod
+from rollout_operator.kube.errors import NotFound
+
+from .writes import Writer
+
+logger = logging.getLogger(__name__)
+
+SLICES: Final = "endpointslices"
+
+
+async def write_slices(writer: Writer, members: Iterable[Pod]) -> bool:
+    """Have the slices show these members; return whether anything was written.
+
+    Raises:
+        Conflict: somebody else has written a slice since it was read.
+    """
+    key, stored = writer.key, writer.ctx.store.slices(writer.key)
+    there = {o["metadata"]["name"]: o for o in stored if writer.is_ours(o)}
+    going = {o["metadata"]["name"] for o in stored if writer.will_go(o)}
+    wrote = False
+    for want in pool_slices(key.name, key.namespace, writer.uid, members, there.values()):
+        name = want["metadata"]["name"]
+        have = there.get(name)
+        if name in going or (have is not None and differs(want, have) is None):
+            continue
+        if have is None:
+            have = await writer.create(SLICES, want)
+            wrote = wrote or have is not None
+        if have is not None and differs(want, have):  # made by us, and the watch does not show it
+            await _rewrite(writer, want, have)
+            wrote = True
+    return wrote
+
+
+async def _rewrite(writer: Writer, want: Obj, have: Obj) -> None:
+    name, changed = want["metadata"]["name"], differs(want, have)
+    try:
+        answer = await writer.ctx.kube.patch(
+            SLICES, writer.key.namespace, name, repair(want, have), kind="merge"
+        )
+    except NotFound:
+        return  # the watch says so, and the next pass makes it
+    writer.ctx.store.upsert(SLICES, answer)
+    logger.info("wrote EndpointSlice %s: %s", name, changed, extra={"pool": str(writer.key)})

@@ -1,0 +1,110 @@
+"""A pool in a trainer's own pods, on a real cluster: the operator makes none of them and leads to those that serve.
+
+The workers are plain ones, which is what a pool sees of a worker that is embedded in a trainer, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from inside import REPLICAS, Inside
+from localkube import Cluster
+from pools import START_SECONDS
+
+NAMESPACE = "pools"
+
+
+@pytest.fixture(scope="module")
+def pool(cluster: Cluster) -> Iterator[Inside]:
+    """The pool, applied before there is a trainer."""
+    made = Inside(cluster, NAMESPACE, "inside", "grpo")
+    made.make()
+    yield made
+    made.kubectl("delete", "statefulset", made.trainer, "--ignore-not-found")
+    made.delete()
+
+
+def serves(pool: Inside, *replicas: int) -> bool:
+    """Whether the Service leads to exactly these pods."""
+    return sorted(pool.endpoints()) == sorted(pool.address(replica) for replica in replicas)
+
+
+def test_it_waits_for_its_trainer_and_serves_in_its_pods(pool: Inside) -> None:
+    pool.eventually(
+        "it says for whom", lambda: pool.condition("Progressing") == ("True", "WaitingForTrainer")
+    )
+    pool.start_trainer()
+    pool.wait("Ready")
+    assert pool.status()["desiredReplicas"] == REPLICAS
+    assert serves(pool, 0, 1)
+    assert pool.identities(pool.generate()) == [(0, 0)]
+    row = pool.kubectl("get", "rr", pool.name).splitlines()[1].split()
+    assert row[1:5] == ["Hybrid", "hf", "2", "2"]
+    for replica in range(REPLICAS):
+        meta = pool.pod(replica)["metadata"]
+        assert meta["ownerReferences"][0]["kind"] == "StatefulSet"
+        assert not [key for key in meta["labels"] if key.startswith("rollout.dev/")]
+
+
+def test_its_members_have_names(pool: Inside) -> None:
+    """Looked up by a pod, as trainers do."""
+    names = [f"{pool.name}-{i}-0.{pool.name}-heads" for i in range(REPLICAS)]
+    look = "import socket, sys; print(*(socket.gethostbyname(n) for n in sys.argv[1:]))"
+    inside = ("exec", f"{pool.trainer}-0", "--", "python3", "-c", look, *names)
+    wanted = [pool.address(0), pool.address(1)]
+    pool.eventually("DNS has them", lambda: pool.kubectl(*inside, check=False).split() == wanted)
+
+
+def test_an_update_is_committed_by_the_operator(pool: Inside) -> None:
+    pool.target(1, 1, "1")
+    pool.eventually("it is committed", lambda: pool.committed() == (1, 1), 60)
+    pool.eventually("all serve it", lambda: pool.identities(pool.generate()) == [(1, 1)])
+    assert pool.status()["weights"]["lastUpdate"]["phase"] == "Complete"
+
+
+def test_who_writes_into_its_slices_is_undone(pool: Inside) -> None:
+    slices = ("endpointslice", "-l", f"kubernetes.io/service-name={pool.name}")
+    pool.kubectl("delete", *slices)
+    pool.eventually("the Service leads there again", lambda: serves(pool, 0, 1))
+    name = pool.kubectl("get", *slices, "-o", "name").strip()
+    pool.kubectl("patch", name, "--type=merge", "-p", '{"endpoints": []}')
+    pool.eventually("the Service leads there again", lambda: serves(pool, 0, 1))
+
+
+def test_asleep_nobody_gets_requests(pool: Inside) -> None:
+    pool.patch(state="Asleep")
+    pool.eventually("all sleep", lambda: pool.status()["phase"] == "Asleep", 60)
+    assert pool.endpoints() == []
+    pool.patch(state="Active")
+    pool.wait("Ready")
+    assert serves(pool, 0, 1)
+
+
+def test_a_pod_that_is_replaced_comes_back_at_the_pools_weights(pool: Inside) -> None:
+    before = pool.pod(1)
+    pool.kubectl("delete", "pod", f"{pool.trainer}-1", "--wait=false")
+    pool.eventually("it leaves the Service", lambda: serves(pool, 0))
+    pool.eventually(
+        "another one is there",
+        lambda: pool.pod(1)["metadata"]["uid"] != before["metadata"]["uid"],
+        60,
+    )
+    pool.eventually("both serve", lambda: serves(pool, 0, 1), START_SECONDS)
+    assert pool.identities(pool.generate(1)) == [(1, 1)]
+    assert pool.status()["restarts"] == 0
+
+
+def test_a_worker_that_is_killed_starts_again_in_its_pod(pool: Inside) -> None:
+    uid = pool.pod(0)["metadata"]["uid"]
+    pool.kill(0)
+    pool.eventually("it leaves the Service", lambda: serves(pool, 1))
+    pool.eventually("both serve", lambda: serves(pool, 0, 1), START_SECONDS)
+    assert pool.pod(0)["metadata"]["uid"] == uid
+    assert pool.identities(pool.generate(0)) == [(1, 1)]
+
+
+def test_the_trainers_pods_outlive_the_pool(pool: Inside) -> None:
+    pool.delete()
+    assert [pool.pod(i)["status"]["phase"] for i in range(REPLICAS)] == ["Running"] * REPLICAS

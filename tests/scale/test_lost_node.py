@@ -1,0 +1,49 @@
+"""Colocated pods of a lost node: told, never removed by force, and made anew once the node is off.
+
+The node is lost before the other files' tests, so that what is waited for here has almost passed.
+"""
+
+from __future__ import annotations
+
+import time
+
+from apiclient import POOLS
+from gpujob import LOST, POOL, SLOTS, SPARE, TRAINERS, Job, LostNode, rollout_pods
+from scalelab import NAMESPACE, Lab
+from stuck import GRACE_SECONDS
+from waiting import eventually
+
+STUCK_SECONDS = 30.0
+"""After its grace period another pool's pod is removed by force."""
+
+
+def test_its_pods_are_told_and_not_forced(lab: Lab, job: Job, lost_node: LostNode) -> None:
+    def message() -> str:
+        return str(lab.pools()[POOL]["status"]["message"])
+
+    left = lost_node.evicted_at + GRACE_SECONDS + STUCK_SECONDS - time.monotonic()
+    told = f"on node {lost_node.name!r} outlived its grace period and is not removed by force"
+    eventually("status tells", lambda: told in message(), max(left, 0) + 15, 0.2, seen=message)
+    there = {pod["metadata"]["name"] for pod in lab.pods(POOL)}
+    assert there > rollout_pods(LOST)
+    said = Lab(lab.cluster, lab.api).writes()  # from the beginning
+    deleted = {each.name for each in said if each.verb == "delete" and each.resource == "pods"}
+    assert not deleted & rollout_pods(LOST), "whoever lost the node evicted them, and nobody else"
+
+
+def test_once_the_node_is_off_its_pods_go_where_the_trainer_goes(
+    lab: Lab, job: Job, lost_node: LostNode
+) -> None:
+    before = job.seats()
+    job.give_up(lost_node)
+    job.add_node(SPARE)
+    job.publish(SPARE)
+    eventually("the trainer's pod is gone", lambda: job.gone(LOST), 30)
+    job.add_pod(LOST)
+    job.await_places()
+    after = job.seats()
+    assert {name for name in after if after[name][0] != before[name][0]} == rollout_pods(LOST)
+    assert {after[name][1].node for name in rollout_pods(LOST)} == {f"gpus-{SPARE}"}
+    status = lab.pools()[POOL]["status"]
+    assert (status["readyReplicas"], status.get("restarts", 0)) == (TRAINERS * SLOTS, 0)
+    lab.api.delete(f"{POOLS.format(NAMESPACE)}/{POOL}")

@@ -1,0 +1,106 @@
+"""A trainer on the tier's cluster in whose own pods a pool runs: a StatefulSet with a worker in each."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import rollout_local
+from apiclient import PODS, Obj
+from localkube import Cluster
+from pools import Pool
+
+LABELS = {"app": "hybrid-trainer"}
+REPLICAS = 2
+
+
+def trainer(name: str, pool: str, namespace: str) -> Obj:
+    """Return the StatefulSet; each pod's worker takes two seconds of grace to end."""
+    local = rollout_local.LOCAL_VALUES["engines"]["hf"]
+    settings = {
+        "ROLLOUT_ENGINE": "hf",
+        "ROLLOUT_MODEL": "/rollout/model/tiny",
+        "ROLLOUT_POOL": pool,
+        "ROLLOUT_NAMESPACE": namespace,
+        "ROLLOUT_AUTH": "kubernetes",
+        "ROLLOUT_WEIGHTS_ROOTS": "/rollout/weights",
+        "ROLLOUT_DRAIN_SECONDS": "1",
+        "HOME": "/tmp",
+    }
+    volumes: dict[str, dict[str, object]] = {
+        "model": {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
+        "weights": {"persistentVolumeClaim": {"claimName": "weights", "readOnly": True}},
+        "tmp": {"emptyDir": {}},
+    }
+    mounts = {"model": "/rollout/model", "weights": "/rollout/weights", "tmp": "/tmp"}
+    container = {
+        "name": "train",
+        "image": local["image"],
+        "imagePullPolicy": "Never",
+        "args": ["serve"],
+        "env": [{"name": key, "value": value} for key, value in settings.items()],
+        "ports": [{"containerPort": 8000}, {"containerPort": 8001}],
+        "volumeMounts": [
+            *({"name": key, "mountPath": path} for key, path in mounts.items()),
+            *local["podTemplate"]["volumeMounts"],
+        ],
+    }
+    spec = {
+        "serviceAccountName": "rollout-worker",
+        "terminationGracePeriodSeconds": 2,
+        "containers": [container],
+        "volumes": [
+            *({"name": key, **source} for key, source in volumes.items()),
+            *local["podTemplate"]["volumes"],
+        ],
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": name},
+        "spec": {
+            "replicas": REPLICAS,
+            "serviceName": name,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": LABELS},
+            "template": {"metadata": {"labels": LABELS}, "spec": spec},
+        },
+    }
+
+
+class Inside(Pool):
+    """A Hybrid pool, whose pods are its trainer's."""
+
+    def __init__(self, cluster: Cluster, namespace: str, name: str, trainer: str) -> None:
+        super().__init__(cluster, namespace, name)
+        self.trainer = trainer
+
+    def make(self, **spec: Any) -> None:
+        """Create the pool."""
+        body = {
+            "apiVersion": "rollout.dev/v1alpha1",
+            "kind": "RolloutReplica",
+            "metadata": {"name": self.name},
+            "spec": {
+                "mode": "Hybrid",
+                "engine": {"type": "hf"},
+                "drainSeconds": 1,
+                "colocation": {"trainerSelector": {"matchLabels": LABELS}},
+                **spec,
+            },
+        }
+        self.kubectl("apply", "-f", "-", input=json.dumps(body))
+
+    def start_trainer(self) -> None:
+        """Create the trainer."""
+        body = trainer(self.trainer, self.name, self.namespace)
+        self.kubectl("apply", "-f", "-", input=json.dumps(body))
+
+    def pod(self, replica: int = 0) -> Obj:
+        """The trainer's pod of this number."""
+        return self.api.get(f"{PODS.format(self.namespace)}/{self.trainer}-{replica}")
+
+    def address(self, replica: int) -> str:
+        """Where that pod answers; empty until it has an address."""
+        found: str = self.pod(replica)["status"].get("podIP", "")
+        return found

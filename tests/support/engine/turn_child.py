@@ -1,0 +1,50 @@
+"""A process of an engine: it joins the turn of its worker, and has memory of the device when it is told to.
+
+    python -S turn_child.py MEMORY
+
+MEMORY is a file whose flock stands for the device's memory: the judge sees it, and who finds it taken says OVERLAP.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import sys
+import time
+
+from rollout_worker.turn.sharing import join
+
+DYING_SECONDS = 0.02
+"""So long, at most, it has the device when its worker is no more."""
+
+
+def have(memory: int) -> str:
+    """Take memory of the device; with a turn it can't fail."""
+    try:
+        fcntl.flock(memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "OVERLAP"
+    return "has"
+
+
+def say(answer: str) -> None:
+    sys.stdout.write(answer + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    join()
+    memory = os.open(sys.argv[1], os.O_RDONLY)
+    say("joined")
+    for order in sys.stdin:
+        if order == "have\n":
+            say(have(memory))
+        else:
+            fcntl.flock(memory, fcntl.LOCK_UN)
+            say("freed")
+    time.sleep(random.uniform(0, DYING_SECONDS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""A simulated trainer whose own pods are the pool: they come, end, start again in place and go.
+
+What the operator has of it are its EndpointSlices, which the world keeps as an API server would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from poolspecs import a_pod
+from rollout_operator.api.objects import Obj
+from rollout_operator.core.endpoints import differs, pool_slices, read_gates, repair, with_gates
+from rollout_operator.core.hybrid import Candidate, members
+from rollout_operator.core.plan import Plan
+from rollout_operator.core.world import Observed, Pod
+from simworker import SimWorker
+
+if TYPE_CHECKING:
+    from world import World
+
+
+class SimHybrid:
+    """The trainer of one Hybrid pool; a part of `World`, whose pods are the trainer's."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.wanted = ["t-0", "t-1"]
+        self.slices: dict[str, Obj] = {}
+        self.listed = True
+        self.writes = 0
+        self.down_seconds = 3.0
+        """How long a container that ended is down before the kubelet starts it again."""
+        self._down: dict[str, float] = {}
+        """Uids of pods whose container has ended, and when it starts again."""
+
+    def members(self) -> list[Pod]:
+        """The trainer's pods as a pass sees them."""
+        world = self.world
+        account = world.spec.service_account_name
+        gates = read_gates(self.slices.values(), "pool", "owner")
+        shown = (p for p in world.pods.values() if p.uid not in world.unlabelled)
+        return list(members(world.spec, (Candidate(p, account) for p in shown), gates))
+
+    def catch_up(self) -> bool:
+        """What is due by now; whether the operator has its list of the pods."""
+        for name in self.wanted:
+            if name not in self.world.pods:
+                self._make(name)
+        for name, pod in self.world.pods.items():
+            if not pod.ended:
+                self._down.pop(pod.uid, None)
+                continue
+            due = self._down.setdefault(pod.uid, self.world.tick + self.down_seconds)
+            if due <= self.world.tick:
+                self._start(name)
+        for name in list(self.world.pods):
+            if name not in self.wanted and not self.world.pods[name].deleting:
+                self.world.ask_to_go(name)
+        listed, self.listed = self.listed, True  # the next look finds the list
+        return listed
+
+    def _make(self, name: str) -> None:
+        self.world.uids += 1
+        uid = f"uid{self.world.uids}"
+        self.world.pods[name] = a_pod(
+            self.world.spec, name=name, uid=uid, owned=False, revision="", ip="10.0.0.1", node="n"
+        )
+        self._start(name)
+
+    def _start(self, name: str) -> None:
+        """Another process begins in the pod."""
+        pod = self.world.pods[name]
+        self.world.end_process(pod.uid)
+        self.world.uids += 1
+        self.world.workers[pod.uid] = SimWorker(boot=f"boot{self.world.uids}", drain=30)
+        self.world.pods[name] = replace(pod, ended=False, ready=True, trouble="")
+
+    def end(self, name: str) -> None:
+        """The container ends by itself; its pod stays."""
+        pod = self.world.pods[name]
+        self.world.end_process(pod.uid)
+        self.world.pods[name] = replace(pod, ended=True, ready=False, trouble="exit code 137")
+
+    def restart(self, name: str) -> None:
+        """It ends and starts again before anybody has looked."""
+        self._start(name)
+
+    def carry_out(self, seen: Observed, plan: Plan) -> None:
+        """What a pass does, in its order; where writes fail it ends."""
+        world = self.world
+        if world.refuses("status"):
+            return
+        world.status, world.barrier = plan.status, plan.barrier
+        if not world.refuses("gate"):
+            self._write(seen, plan)
+            for call in plan.calls:
+                world.call(call)
+
+    def _write(self, seen: Observed, plan: Plan) -> None:
+        shown = with_gates(seen.pods, plan.gates, self.world.now)
+        for want in pool_slices("pool", "ns", "owner", shown, self.slices.values()):
+            name = want["metadata"]["name"]
+            have = self.slices.get(name)
+            if have is None:
+                self.slices[name] = _stored(want)
+            elif differs(want, have):
+                patch = repair(want, have)
+                meta = {**have["metadata"], **patch.pop("metadata")}
+                self.slices[name] = _stored({**have, **patch, "metadata": meta})
+            else:
+                continue
+            self.writes += 1
+        self._check(seen)
+
+    def _check(self, seen: Observed) -> None:
+        """Whoever gets requests serves, as far as anybody knows."""
+        ready = {pod["targetRef"]["uid"] for pod in self.endpoints() if pod["conditions"]["ready"]}
+        there = {pod.uid: pod for pod in seen.pods}
+        for uid in ready:
+            assert uid in there, "an endpoint of nobody"
+            assert not there[uid].deleting
+            assert not there[uid].finished
+        by_name = [e["hostname"] for e in self.endpoints("pool-heads")]
+        assert by_name == [f"pool-{i}-0" for i in range(len(seen.pods))]
+
+    def endpoints(self, service: str = "pool") -> list[dict[str, Any]]:
+        """Endpoints of a Service, in the order of its slices."""
+        return [
+            endpoint
+            for name in sorted(self.slices)
+            if self.slices[name]["metadata"]["labels"]["kubernetes.io/service-name"] == service
+            for endpoint in self.slices[name]["endpoints"]
+        ]
+
+
+def _stored(obj: Obj) -> Obj:
+    meta = obj["metadata"]
+    version = int(meta.get("resourceVersion", 0)) + 1
+    return {**obj, "metadata": {**meta, "resourceVersion": str(version)}}

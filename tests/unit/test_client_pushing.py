@@ -1,0 +1,324 @@
+"""Tensors on their way to replicas: what arrives, what is told, and what every failure leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from receiver import Receiver
+from rollout_client import (
+    AsyncRolloutPool,
+    PublishFailed,
+    PublishProgress,
+    RolloutPool,
+)
+from rollout_client.steering import barrier
+from rollout_worker.transfer.frames import Connection, Frame, Kind
+from rollout_worker.transfer.layout import LayoutError
+from scripted_control import ScriptedControl, scripted_controls
+
+MEBI = 1 << 20
+
+
+def tensors(step: int = 0) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(step)
+    return {
+        "model.b": torch.randn(3, MEBI // 4, generator=made),
+        "model.a": torch.randn(7, generator=made).to(torch.bfloat16),
+        "empty": torch.empty(0, 4),
+        "one": torch.tensor(5 + step),
+        "turned": torch.randn(8, 16, generator=made).t(),
+    }
+
+
+def content(values: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {
+        name: value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for name, value in values.items()
+    }
+
+
+class World:
+    """Scripted control ports, each with a receiver behind it."""
+
+    def __init__(self, controls: list[ScriptedControl], receivers: list[Receiver]) -> None:
+        self.controls, self.receivers = controls, receivers
+        for control, receiver in zip(controls, receivers, strict=True):
+            control.transfer, control.phase = receiver.transfer, "Staging"
+        self.told: list[PublishProgress] = []
+
+    def pool(self) -> AsyncRolloutPool:
+        urls = [each.member.url for each in self.controls]
+        controls = [each.member.control_url for each in self.controls]
+        return AsyncRolloutPool.from_urls(urls, control_urls=controls)
+
+    @property
+    def verbs(self) -> list[list[str]]:
+        return [[verb for verb in each.verbs if verb != "require"] for each in self.controls]
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with scripted_controls(3) as controls:
+        made = World(controls, [Receiver(f"w{index}:8000", tmp_path) for index in range(3)])
+        yield made
+        for each in made.receivers:
+            each.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "auto"])
+async def test_every_replica_gets_every_byte(world: World, transport: Any) -> None:
+    async with world.pool() as pool:
+        for version in (1, 2, 3):
+            values = tensors(version)
+            done = await pool.publish_weights(
+                version, tensors=values, transport=transport, progress=world.told.append
+            )
+            assert done.identity.version == version
+            assert [each.content for each in world.receivers] == [content(values)] * 3
+            assert done.report is not None
+            kind = "tcp" if transport == "tcp" else "shm"
+            assert {each.transport for each in done.report.replicas.values()} == {kind}
+            assert list(done.report.seconds) == ["plan", "copy", "transfer", "stage", "commit"]
+            assert sum(done.report.seconds.values()) <= done.seconds + 1
+            assert done.report.bytes >= sum(map(len, content(values).values()))
+            assert done.root_hash == world.receivers[0].root_hash
+    assert world.verbs == [["stage", "commit"] * 3] * 3
+    assert [each.phase for each in world.told][-1] == "Complete"
+    if transport == "tcp":
+        # One connection for all three: each passes on to the next.
+        assert [len(each.hellos) for each in world.receivers] == [3, 3, 3]
+        assert [len(each.hellos[0]["hops"]) for each in world.receivers] == [2, 1, 0]
+
+
+async def test_replicas_of_one_machine_share_one_copy_until_all_gave_it_back(world: World) -> None:
+    async with world.pool() as pool:
+        arena = pool._pusher._arena
+        for each in world.receivers:
+            each.release.clear()
+        await pool.publish_weights(1, tensors=tensors(1), transport="shm")
+        (first,) = arena._slots
+        await pool.publish_weights(2, tensors=tensors(2), transport="shm")
+        assert arena._slots[0] is first
+        assert [slot.lent for slot in arena._slots] == [True, True]
+        for each in world.receivers:
+            each.release.set()
+        for sender in pool._pusher._senders:
+            assert sender.join(30)
+        assert [slot.lent for slot in arena._slots] == [False, False]
+        await pool.publish_weights(3, tensors=tensors(3), transport="shm")
+        assert first in arena._slots
+    assert arena.nbytes == 0
+
+
+def test_a_program_without_a_loop_fills_in_its_own_thread(tmp_path: Path) -> None:
+    threads = []
+
+    def stream(step: int) -> Iterator[tuple[str, torch.Tensor]]:
+        threads.append(threading.current_thread())
+        yield from tensors(step).items()
+
+    async def publish(world: World) -> None:
+        urls = [each.member.url for each in world.controls]
+        controls = [each.member.control_url for each in world.controls]
+
+        def run() -> None:
+            with RolloutPool.from_urls(urls, control_urls=controls) as pool:
+                for step in (1, 2):  # of the first stream nothing is known before its end
+                    done = pool.publish_weights(step, tensors=stream(step))
+                    assert done.report is not None
+                    assert [each.content for each in world.receivers] == [content(tensors(step))]
+            assert set(threads) == {threading.current_thread()}
+
+        await asyncio.to_thread(run)
+
+    async def both() -> None:
+        async with scripted_controls(1) as controls:
+            world = World(controls, [Receiver("w0:8000", tmp_path)])
+            await publish(world)
+            world.receivers[0].close()
+
+    asyncio.run(both())
+
+
+async def test_a_stream_may_be_asynchronous_and_change_nothing_of_its_layout(world: World) -> None:
+    async def stream(values: dict[str, torch.Tensor]) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        for item in values.items():
+            await asyncio.sleep(0)
+            yield item
+
+    async with world.pool() as pool:
+        for step in (1, 2):
+            await pool.publish_weights(step, tensors=stream(tensors(step)))
+            assert world.receivers[0].content == content(tensors(step))
+        changed = {**tensors(3), "one": torch.ones(2)}
+        with pytest.raises(LayoutError, match=r"'one' is F32 \[2\] and was I64 \[\]"):
+            await pool.publish_weights(3, tensors=stream(changed))
+        # A failure forgets what was known: the next stream may be of another model.
+        await pool.publish_weights(4, tensors=stream(changed))
+        assert world.receivers[0].content == content(changed)
+        with pytest.raises(LayoutError, match="'new' was not in the version before"):
+            await pool.publish_weights(5, tensors=stream({**changed, "new": torch.ones(1)}))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_one_refusal_ends_it_for_all_and_names_the_replica(
+    world: World, transport: Any
+) -> None:
+    def refuse(receiver: Receiver, connection: Connection, frame: Frame) -> None:
+        why = "tensor 'one' is unknown to the model"
+        connection.send(Kind.ERROR, {"slug": "layout", "detail": why, "tensor": "one"})
+
+    world.receivers[1].faults[Kind.HELLO] = refuse
+    taken = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors().items():
+            yield name, tensor
+            taken.append(name)
+
+    async with world.pool() as pool:
+        world.controls[1].error = "tensor 'one' is unknown to the model"
+        world.controls[1].phase = "Failed"
+        with pytest.raises(PublishFailed, match=r"w1:8000: .*tensor 'one' is unknown"):
+            await pool.publish_weights(1, tensors=stream(), transport=transport)
+        assert taken == list(tensors())  # other ranks wait in a stream
+        assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
+        assert pool._pusher._arena.nbytes == 0 or not pool._pusher._arena._slots[0].lent
+
+
+async def test_a_replica_whose_port_is_closed_is_named_with_the_reason(world: World) -> None:
+    world.receivers[2].close()
+    async with world.pool() as pool:
+        with pytest.raises(
+            PublishFailed, match=r"w2:8000: .*can't be brought there: .*can't be reached"
+        ):
+            await pool.publish_weights(1, tensors=tensors(), transport="tcp")
+    assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
+
+
+async def test_a_chain_goes_on_behind_a_hop_that_died(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(barrier, "DEAD_SECONDS", 0.2)
+
+    def die(receiver: Receiver, connection: Connection, frame: Frame) -> None:
+        if receiver.chunks == 2:
+            receiver.close()
+            world.controls[0].slot = None  # as a worker that was restarted
+            connection.interrupt()
+
+    world.receivers[0].faults[Kind.DATA] = die
+    async with world.pool() as pool:
+        done = await pool.publish_weights(1, tensors=tensors(), transport="tcp")
+    assert done.replicas == 2
+    assert [each.content for each in world.receivers[1:]] == [content(tensors())] * 2
+    assert done.report is not None
+    assert {name for name, each in done.report.replicas.items() if each.error} == {"w0:8000"}
+
+
+async def test_a_damaged_chunk_is_sent_once_more(world: World) -> None:
+    asked = []
+
+    def damaged(receiver: Receiver, connection: Connection, frame: Frame) -> None:
+        asked.append(frame.integer("offset"))
+        del receiver.faults[Kind.DATA]
+        connection.send(Kind.ERROR, {"slug": "bad-chunk", "offset": asked[0]})
+
+    world.receivers[2].faults[Kind.DATA] = damaged
+    world.controls, world.receivers = world.controls[2:], world.receivers[2:]
+    async with world.pool() as pool:
+        await pool.publish_weights(1, tensors=tensors(), transport="tcp")
+    assert world.receivers[0].content == content(tensors())
+
+
+async def test_a_folder_is_written_before_anything_is_committed(
+    world: World, tmp_path: Path
+) -> None:
+    spool = tmp_path / "versions"
+    async with world.pool() as pool:
+        for version in (1, 2, 3):
+            await pool.publish_weights(version, tensors=tensors(version), spool=spool)
+        names = sorted(path.name for path in spool.iterdir())
+        assert names == ["epoch-1-version-2", "epoch-1-version-3"]
+        found = load_file(next((spool / names[1]).glob("*.safetensors")))
+        assert content(found) == content(tensors(3))
+
+
+async def test_a_publish_that_is_cancelled_leaves_nothing(world: World) -> None:
+    async with world.pool() as pool:
+        await pool.publish_weights(1, tensors=tensors())
+        ended = threading.Event()
+        for each in world.receivers:
+            each.faults[Kind.END] = lambda receiver, connection, frame: ended.set()
+        publishing = asyncio.ensure_future(pool.publish_weights(2, tensors=tensors(2)))
+        await asyncio.to_thread(ended.wait, 30)
+        publishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
+        for sender in pool._pusher._senders:
+            assert sender.join(30)
+        assert not any(slot.lent for slot in pool._pusher._arena._slots)
+
+
+async def test_a_replica_that_never_answers_ends_at_the_deadline(world: World) -> None:
+    world.receivers[0].faults[Kind.END] = lambda receiver, connection, frame: None
+    async with world.pool() as pool:
+        with pytest.raises(PublishFailed, match=r"not staged within .*; not ready: w0"):
+            await pool.publish_weights(1, tensors=tensors(), seconds=1.5)
+
+
+async def test_tensors_that_do_not_come_in_time_are_the_reason(world: World) -> None:
+    released = asyncio.Event()
+
+    async def stream() -> AsyncIterator[tuple[str, torch.Tensor]]:
+        yield "one", torch.ones(1)
+        await released.wait()
+
+    async with world.pool() as pool:
+        publishing = asyncio.ensure_future(pool.publish_weights(1, tensors=stream(), seconds=0.5))
+        asyncio.get_running_loop().call_later(1, released.set)
+        with pytest.raises(PublishFailed, match="their tensors did not all come"):
+            await publishing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "a path, or tensors="),
+        ({"path": "x", "tensors": {}}, "not both"),
+        ({"path": "x", "transport": "shm"}, "transport: only a publish of tensors"),
+        ({"tensors": {}, "keep": 3}, "give spool, too"),
+    ],
+)
+async def test_arguments_that_mean_nothing_are_refused(
+    world: World, arguments: dict[str, Any], message: str
+) -> None:
+    async with world.pool() as pool:
+        with pytest.raises(TypeError, match=message):
+            await pool.publish_weights(1, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"x": 3.5}, "'x' is no tensor but a float: leave it out"),
+        ({"x": torch.ones(2, dtype=torch.complex128)}, "'x' has the dtype torch.complex128"),
+        ({}, "there was no tensor"),
+    ],
+)
+async def test_what_is_no_tensor_is_refused_by_name(
+    world: World, odd: dict[str, Any], message: str
+) -> None:
+    async with world.pool() as pool:
+        with pytest.raises(LayoutError, match=message):
+            await pool.publish_weights(1, tensors=odd)
+    assert not any("commit" in verbs for verbs in world.verbs)

@@ -1,0 +1,32 @@
+"""A worker inside the trainer's own process: mode Hybrid.
+
+`Worker` and `AsyncWorker` run the engine and both ports in a thread beside the trainer's code, and take
+weights as the trainer's own tensors. Engine and trainer have the accelerators by turns::
+
+    with Worker(model=MODEL, auth="token", auth_token_file=FILE) as worker:
+        for version in range(1, STEPS):
+            samples = rollout()
+            with worker.turn():
+                train(model, samples)
+                worker.hand_over(version, model)
+
+Nothing else of the trainer's process is touched: signals, the root logger and the limits of the process
+are its own. docs/hybrid.md has the rules for handed-over tensors.
+"""
+
+from rollout_worker.settings import BadSettings
+from rollout_worker.wire.problems import ProblemError
+
+from .handing import HandedOver, HandOverFailed
+from .host import WorkerEnded
+from .worker import AsyncWorker, Worker
+
+__all__ = [
+    "AsyncWorker",
+    "BadSettings",
+    "HandOverFailed",
+    "HandedOver",
+    "ProblemError",
+    "Worker",
+    "WorkerEnded",
+]

@@ -1,0 +1,215 @@
+"""A worker in a thread of this process, with an event loop of its own.
+
+The thread is a guest here: it installs no signal handlers, configures no logging, and raises no limit
+of the process. It ends with `close`, at the latest before the interpreter ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from rollout_worker.engine import Engine
+from rollout_worker.engines.room import Staging
+from rollout_worker.ports.auth import make_authorizer
+from rollout_worker.ports.server import Servers, serve_until
+from rollout_worker.schemas import Lifecycle
+from rollout_worker.service import Worker, engine_factory
+from rollout_worker.settings import BadSettings, Settings
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CLOSE_SECONDS = 120.0
+"""What the end of a worker takes at most, beyond its drain: its parts have deadlines of their own."""
+
+ALONE = ("vllm", "sglang")
+"""Engines that set up their whole process, and so can be in it but once."""
+
+
+class WorkerEnded(RuntimeError):
+    """The worker did not come up, or has ended; the text says why."""
+
+
+class Host:
+    """The thread and what runs in it."""
+
+    def __init__(self, settings: Settings, make_engine: Callable[[], Engine] | None = None) -> None:
+        self.settings = settings
+        self._make_engine = make_engine or engine_factory(
+            settings, Staging(settings.staging_memory), guest=True
+        )
+        self._pid = os.getpid()
+        self._ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._main, name="rollout-worker", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._beginning = threading.Lock()
+        self._stop = asyncio.Event()
+        self._ended = "it was not started"
+        self.worker: Worker | None = None
+        self.ports = (0, 0)
+
+    def start(self) -> None:
+        """Open the ports, load the engine, and return once it has loaded.
+
+        Raises:
+            BadSettings: a port or the credentials can't be used.
+            WorkerEnded: the engine can't be loaded, or this worker was started before.
+        """
+        if self._thread.ident is not None:
+            raise WorkerEnded("a worker starts once: make another one")
+        _register(self)
+        self._thread.start()
+        try:
+            self._ready.result()
+        except BaseException:
+            self.close(drain=False)
+            raise
+
+    def submit(self, work: Callable[[Worker], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Run `work` in the worker's loop.
+
+        Raises:
+            WorkerEnded: it has ended, and why.
+        """
+        worker, loop = self.worker, self._loop
+        if worker is None or loop is None or not self.running:
+            raise WorkerEnded(f"the embedded worker does not run: {self._ended}")
+        return asyncio.run_coroutine_threadsafe(self._guarded(work(worker)), loop)
+
+    async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
+        """Let nobody wait for a worker that ends meanwhile."""
+        task = asyncio.ensure_future(work)
+        ended = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise WorkerEnded(f"the embedded worker ended meanwhile: {self._ended}")
+            return task.result()
+        finally:
+            ended.cancel()
+            task.cancel()
+
+    @property
+    def running(self) -> bool:
+        """Whether it serves, in this process: a forked child has no threads."""
+        return self._thread.is_alive() and self._pid == os.getpid()
+
+    def close(self, *, drain: bool) -> None:
+        """Close the ports, stop the engine, end the threads. Idempotent.
+
+        Args:
+            drain: Let running requests finish, within `drain_seconds`; else they end as aborted.
+
+        Raises:
+            WorkerEnded: it has not ended in time.
+        """
+        if not self.running:
+            return
+        self.give_up(drain=drain)
+        seconds = CLOSE_SECONDS + (self.settings.drain_seconds if drain else 0)
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise WorkerEnded(f"the embedded worker has not ended within {seconds:g} s")
+
+    def give_up(self, *, drain: bool = False) -> None:
+        """Begin to end; returns at once."""
+        with self._beginning:
+            if self._loop is None:
+                self._stop.set()
+                return
+        with contextlib.suppress(RuntimeError):  # it has ended just now
+            self._loop.call_soon_threadsafe(self._finish, drain)
+
+    def _finish(self, drain: bool) -> None:
+        self._ended = "it was closed"
+        if self.worker is not None and not drain:
+            self.worker.hurry()
+        self._stop.set()
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._run())
+        except BadSettings as error:
+            self._failed(error)
+        except Exception as error:  # whatever it was, it must not be lost in a thread
+            logger.exception("the embedded worker broke")
+            self._failed(WorkerEnded(f"{type(error).__name__}: {error}"))
+        finally:
+            self._failed(WorkerEnded(self._ended))
+
+    def _failed(self, error: Exception) -> None:
+        if not self._ready.done():
+            self._ended = str(error)
+            self._ready.set_exception(error)
+
+    async def _run(self) -> None:
+        with self._beginning:
+            self._loop = asyncio.get_running_loop()
+        worker = Worker(self.settings, self._make_engine)
+        servers = Servers(worker, make_authorizer(self.settings))
+        self.worker, self.ports = worker, servers.ports
+        watching = asyncio.create_task(self._watch(worker))
+        cause = await serve_until(self._stop, worker, servers)
+        watching.cancel()
+        if not self._stop.is_set():
+            self._ended = f"no engine works in this process any more: {cause}"
+            logger.critical("the embedded worker ended: %s", cause, exc_info=cause)
+            self._stop.set()
+            await asyncio.sleep(0)  # who waits hears of it
+
+    async def _watch(self, worker: Worker) -> None:
+        """Tell `start` that the engine has loaded, or why it has not."""
+        runtime = worker.runtime
+        while not runtime.lifecycle.has_engine:
+            if runtime.lifecycle.state is Lifecycle.FAILED and runtime.last_error:
+                self._failed(WorkerEnded(f"the engine did not load: {runtime.last_error}"))
+                return
+            await runtime.changed.wait(None)
+        if not self._ready.done():
+            self._ready.set_result(None)
+
+
+_hosts: weakref.WeakSet[Host] = weakref.WeakSet()
+_lock = threading.Lock()
+_registered = False
+
+
+def _register(host: Host) -> None:
+    """Note who has to end before the interpreter does.
+
+    Raises:
+        WorkerEnded: another one with such an engine runs here.
+    """
+    global _registered
+    with _lock:
+        kind = host.settings.engine
+        if kind in ALONE and any(o.running and o.settings.engine == kind for o in _hosts):
+            raise WorkerEnded(
+                f"a worker with the {kind} engine runs in this process already: close it first, or"
+                " give the second one a process of its own (rollout-worker serve)"
+            )
+        _hosts.add(host)
+        if not _registered:
+            # Before the threads of executors are told to end, without which no engine stops in order:
+            # functions of `atexit` are called after that.
+            before = getattr(threading, "_register_atexit", atexit.register)
+            before(_close_all)
+            _registered = True
+
+
+def _close_all() -> None:
+    for host in list(_hosts):
+        try:
+            host.close(drain=False)
+        except WorkerEnded as error:
+            logger.warning("%s", error)

@@ -1,0 +1,73 @@
+"""Settings of an embedded worker: the flags of `rollout-worker serve` as keyword arguments."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rollout_worker.settings import FLAGS, BadSettings, Flag, Settings, parse
+
+ELSEWHERE = {
+    "log_level": "logging is the trainer's: set the level of the logger 'rollout_worker'",
+    "log_format": "logging is the trainer's: give the root logger a handler",
+    **dict.fromkeys(
+        ("turn_directory", "turn_devices", "turn_holder"),
+        "turns are the whole process's: take them with rollout_client.turn",
+    ),
+    **dict.fromkeys(
+        (
+            "rank",
+            "leader_address",
+            "gang_port",
+            "gang_token_file",
+            "member_addresses",
+        ),
+        "an embedded worker runs on one node",
+    ),
+}
+"""Flags that make no sense within a process of somebody else's, and why. Their variables aren't read."""
+
+DEFAULTS = {"shutdown_grace": "0"}
+"""Where an embedded worker differs from `serve`: nobody routes requests to a trainer that ends."""
+
+_FLAGS: Mapping[str, Flag] = {flag.field: flag for flag in FLAGS}
+
+
+def settings_of(keywords: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
+    """Return checked settings; a keyword that is None or missing is left to its variable.
+
+    Raises:
+        TypeError: there is no such setting.
+        BadSettings: names the setting and the fix.
+    """
+    given = argparse.Namespace(**dict.fromkeys(_FLAGS))
+    for name, value in keywords.items():
+        if name not in _FLAGS:
+            raise TypeError(f"Worker() has no setting {name!r}: see rollout-worker serve --help")
+        if value is None:
+            continue
+        if name in ELSEWHERE:
+            raise BadSettings(f"{name} is no setting of an embedded worker: {ELSEWHERE[name]}")
+        setattr(given, name, _text(_FLAGS[name], value))
+    for name, text in DEFAULTS.items():
+        if getattr(given, name) is None and not environ.get(_FLAGS[name].env):
+            setattr(given, name, text)
+    unread = {_FLAGS[name].env for name in ELSEWHERE}
+    settings = parse(given, {name: text for name, text in environ.items() if name not in unread})
+    if settings.nodes > 1:
+        raise BadSettings(f"nodes is {settings.nodes}: an embedded worker runs on one node")
+    return settings
+
+
+def _text(flag: Flag, value: object) -> str | list[str]:
+    """Return a value as the command line has it, which one parser checks."""
+    if isinstance(value, str | int | float | Path) and not flag.repeated:
+        return str(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        words = [str(each) for each in value]
+        if flag.repeated:
+            return words
+        return (":" if flag.field == "weights_roots" else ",").join(words)
+    kind = "a list of strings" if flag.repeated else "text, a number, a path or a list of these"
+    raise BadSettings(f"{flag.field} is {value!r}: give {kind}")

@@ -1,0 +1,168 @@
+"""Weights that are the trainer's own tensors, or copies of them that never leave the device.
+
+A tensor of the model's device and dtype serves as it is: no byte is copied, and the trainer must not
+change it in place while it serves. torch counts writes to a tensor, so one that was changed is noticed
+(`Watch`): before a commit, before the engine steps again, and before tokens of a step are told. Only
+writes that torch doesn't count escape: those through `tensor.data`, or by other libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from rollout_worker.engine import EngineError, Entry, Tensors, WeightsRejected
+
+from .buffers import nbytes
+from .rooms import Room, Spec
+
+
+def _nothing() -> None:
+    """Give nothing back."""
+
+
+class Watch:
+    """Tensors of somebody else, and how often each had been written to when they were given.
+
+    `release`: called once nobody computes with them any more.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], release: Callable[[], None] = _nothing
+    ) -> None:
+        self._seen = [(name, tensor, tensor._version) for name, tensor in tensors.items()]
+        self._release = release
+        self.serving = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Their names."""
+        return frozenset(name for name, _, _ in self._seen)
+
+    def changed(self) -> str | None:
+        """Return a tensor that was written to since, None if all are as they were."""
+        for name, tensor, version in self._seen:
+            if tensor._version != version:
+                return name
+        return None
+
+    def check(self) -> None:
+        """Refuse to compute with changed tensors.
+
+        Raises:
+            EngineError: names one, and the fix.
+        """
+        name = self.changed()
+        if name is not None:
+            raise EngineError(
+                f"tensor {name!r} was changed in place after it was handed over: pause or sleep the "
+                "worker before the trainer's step and hand the new values over before it goes on, or "
+                "hand over with copy=True"
+            )
+
+    def end(self) -> None:
+        """Let go of them. Idempotent."""
+        self._seen, self.serving = [], False
+        self._release()
+
+
+class Handed:
+    """The `Sink` that tensors of this process become; the worker writes nothing to it.
+
+    Args:
+        entries: What is handed over.
+        given: The tensors.
+        targets: Where the model has them.
+        take: Takes memory for tensors that can't serve as they are.
+    """
+
+    memory: Literal["host"] = "host"
+    slot = ""
+    took = True
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        given: Tensors,
+        targets: Mapping[str, Tensor],
+        take: Callable[[Sequence[Spec]], Room],
+    ) -> None:
+        self._source = {e.name: given.tensors[e.name] for e in entries if e.name in targets}
+        self._read = Watch(_counted(self._source), given.release)
+        views = {
+            name: tensor
+            for name, tensor in self._source.items()
+            if not given.copy and _serves_as(tensor, targets[name])
+        }
+        self.watch = Watch(views, given.release)
+        """The tensors that serve as they are, to look at as long as they do."""
+        self.tensors: dict[str, Tensor] = {name: each.detach() for name, each in views.items()}
+        missing: list[Spec] = [
+            (name, tensor.shape, targets[name].dtype)
+            for name, tensor in self._source.items()
+            if name not in views
+        ]
+        self._room = take(missing) if missing else None
+        self.sealed = False
+
+    @property
+    def aside(self) -> bool:
+        """See `Room`."""
+        return self._room is not None and self._room.aside
+
+    @property
+    def nbytes(self) -> int:
+        """See `Sink.nbytes`: what it holds itself."""
+        return 0 if self._room is None else sum(map(nbytes, self._room.tensors.values()))
+
+    def allocate(self, entry: Entry) -> memoryview | None:
+        """See `Sink.allocate`: every value is here already."""
+        return None
+
+    def seal(self) -> None:
+        """See `Sink.seal`: copies what has to be copied.
+
+        Raises:
+            WeightsRejected: what was hashed is not what is here now.
+        """
+        if self._room is not None:
+            for name, home in self._room.tensors.items():
+                home.copy_(self._source[name])
+                self.tensors[name] = home
+        name = self._read.changed()
+        if name is not None:
+            raise WeightsRejected(
+                f"tensor {name!r} was changed while it was handed over: hand over once the trainer's"
+                " step is done",
+                tensor=name,
+            )
+        self._source = {}
+        if not self.watch.names:
+            self._read.end()
+        self.sealed = True
+
+    def close(self) -> None:
+        """See `Sink.close`; who has taken `tensors` keeps them."""
+        if not self.watch.serving:
+            self._read.end()
+        self.tensors, self._source, self.sealed = {}, {}, False
+        room, self._room = self._room, None
+        if room is not None:
+            room.free()
+
+
+def _counted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those whose writes torch counts: not those made in inference mode."""
+    return {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
+
+
+def _serves_as(tensor: Tensor, target: Tensor) -> bool:
+    """Whether a tensor may stand where the model has `target`."""
+    return (
+        tensor.device == target.device
+        and tensor.dtype == target.dtype
+        and tensor.is_contiguous()
+        and not tensor.is_inference()
+    )
