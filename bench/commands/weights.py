@@ -24,6 +24,7 @@ from bench.reporting.figures import Figure, Goal, Result, figure
 from bench.rigs.models import TINY, half_billion
 from bench.rigs.pushing import copied, over_loopback, trainer
 from rollout_client import Published
+from rollout_client.steering.pushing.routes import Transport
 
 SHARE_OF_A_COPY = 0.6
 """Of the rate of a plain copy, which hashes nothing."""
@@ -31,6 +32,8 @@ SHARE_OF_TCP = 0.8
 STOP_SECONDS = 0.001
 """The engine's stop at a commit that flips views, beyond the step under way: there is none here."""
 VERL_SECONDS = 600.0
+WARM_UP: tuple[Transport, ...] = ("shm", "shm", "tcp")
+"""Both slots of memory, and all that is made once."""
 
 
 @dataclass(slots=True)
@@ -68,7 +71,7 @@ def run(options: Options) -> Result:
     took = Took()
     with tempfile.TemporaryDirectory() as name, trainer(models[0], tensors, Path(name)) as one:
         copy = copied(tensors)
-        for transport in ("shm", "shm", "tcp"):  # both slots of memory, and all that is made once
+        for transport in WARM_UP:
             one.push(transport)
         for _ in range(rounds):
             took.copy.append(copy())
@@ -133,7 +136,7 @@ def _report(published: Published) -> Mapping[str, float]:
 def _verl(file: Path, socket: Path, rounds: int) -> list[float]:
     """Return the seconds of verl's rounds; its first one is left out."""
     script = Path(verl_transfer.__file__)
-    words = [environment(), script, file, f"ipc://{socket}", str(rounds + 1)]
+    words = list(map(str, (environment(), script, file, f"ipc://{socket}", rounds + 1)))
     answer = subprocess.run(words, stdout=subprocess.PIPE, timeout=VERL_SECONDS, check=True)
     seconds: list[float] = json.loads(answer.stdout.splitlines()[-1])
     return seconds[1:]

@@ -14,6 +14,7 @@ import torch
 
 from engine_kinds import KINDS
 from rollout_client import DirectOptions, Published, RolloutPool
+from rollout_client.steering.pushing.routes import Transport
 
 from .worker import Observed
 
@@ -28,7 +29,7 @@ class Trainer:
         self._tensors = tensors
         self._versions = itertools.count(1)
 
-    def push(self, transport: str) -> Published:
+    def push(self, transport: Transport) -> Published:
         """Publish from memory."""
         return self._pool.publish_weights(
             next(self._versions), tensors=self._tensors, transport=transport
