@@ -114,7 +114,13 @@ class Receiving:
             release()
 
     def _take_memory(self, layout: PushLayout) -> Memory:
-        frame = self._connection.expect(Kind.MEMORY)
+        frame = None
+        while frame is None:  # a sender may take its time, and the slot may go meanwhile
+            if self._incoming.failure is not None:
+                raise TransferFailed(self._incoming.failure)
+            frame = self._connection.poll(LOOK_SECONDS)
+        if frame.kind is not Kind.MEMORY:
+            raise Malformed(f"{frame.kind.name} came where MEMORY was due")
         if frame.handle is None:
             raise Malformed("MEMORY came without a descriptor")
         try:
