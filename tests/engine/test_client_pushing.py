@@ -1,0 +1,113 @@
+"""A trainer's tensors on two real workers: by shared memory, over TCP, and what is left of failures."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout_client import PublishFailed, RolloutPool, WeightsId
+from rollout_client.steering import keeper
+from tinymodels import TinyModels
+from waiting import eventually
+from workers import InProcess, in_process
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_models: TinyModels) -> Iterator[list[InProcess]]:
+    with ExitStack() as stack:
+        # A short path: a socket's has at most 107 bytes.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="push-")))
+        yield [
+            stack.enter_context(
+                in_process(
+                    tiny_models.model(1),
+                    *("--weights-port", "0", "--weights-socket", str(folder / f"{number}.sock")),
+                )
+            )
+            for number in range(2)
+        ]
+
+
+@pytest.fixture
+def pool(workers: list[InProcess], monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutPool]:
+    monkeypatch.setattr(keeper, "LOOK_SECONDS", 0.2)
+    data = [str(each.data.base_url).rstrip("/") for each in workers]
+    control = [str(each.control.base_url).rstrip("/") for each in workers]
+    with RolloutPool.from_urls(data, control_urls=control) as pool:
+        yield pool
+
+
+def weights(tiny_models: TinyModels, seed: int) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = load_file(tiny_models.weights(seed) / "model.safetensors")
+    return found
+
+
+def root_hash(tiny_models: TinyModels, seed: int) -> str:
+    manifest = json.loads((tiny_models.weights(seed) / "manifest.json").read_text())
+    return str(manifest["root_hash"])
+
+
+def active(workers: list[InProcess]) -> list[tuple[WeightsId, Any]]:
+    states = [each.state()["weights"]["active"] for each in workers]
+    return [(WeightsId(epoch=s["epoch"], version=s["version"]), s["root_hash"]) for s in states]
+
+
+def test_pushed_tensors_serve_as_the_same_files_would(
+    pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels
+) -> None:
+    pool.acquire()
+    for version, (seed, transport) in enumerate(
+        [(2, "shm"), (3, "tcp"), (1, "auto"), (2, "tcp"), (3, "shm"), (1, "shm")], 1
+    ):
+        tensors = weights(tiny_models, seed)
+        done = pool.publish_weights(version, tensors=tensors, transport=transport)  # type: ignore[arg-type]
+        expected = root_hash(tiny_models, seed)
+        assert done.root_hash == expected
+        assert active(workers) == [(done.identity, expected)] * 2
+        assert done.report is not None
+        assert {each.transport for each in done.report.replicas.values()} == {
+            "shm" if transport == "auto" else transport
+        }
+        result = pool.generate([5, 6, 7], sampling={"max_tokens": 4, "temperature": 0})
+        assert {span.version for span in result.output.weights} == {version}
+
+
+def test_what_one_worker_refuses_serves_nowhere_and_is_named(
+    pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels
+) -> None:
+    pool.acquire()
+    before = active(workers)
+    tensors = weights(tiny_models, 2)
+    name = sorted(tensors)[1]
+    for odd in (
+        {**tensors, name: tensors[name].to(torch.float64)},
+        {each: tensor for each, tensor in tensors.items() if each != name},
+    ):
+        for transport in ("shm", "tcp"):
+            with pytest.raises(PublishFailed, match=name):
+                pool.publish_weights(1, tensors=odd, transport=transport)
+            assert active(workers) == before
+            assert [each.state()["weights"]["staged"] for each in workers] == [None] * 2
+    assert pool.publish_weights(2, tensors=tensors).replicas == 2
+
+
+def test_a_worker_whose_engine_was_restarted_gets_them_from_the_other(
+    pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels
+) -> None:
+    pool.acquire()
+    done = pool.publish_weights(1, tensors=weights(tiny_models, 3), transport="tcp")
+    workers[1].crash()
+    eventually(
+        "both to serve it again",
+        lambda: active(workers) == [(done.identity, root_hash(tiny_models, 3))] * 2,
+        60,
+        seen=lambda: [each.state() for each in workers],
+    )
