@@ -14,7 +14,8 @@ from steering import steering_token
 
 ACCOUNT = "push-trainer"
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(540)
+"""Alone, it also makes and removes the cluster, which takes minutes on a busy machine."""
 
 
 def test_what_a_trainer_pushed_reaches_the_pool_and_who_joins_it_later(
