@@ -1,0 +1,46 @@
+"""A trainer pushes its tensors through the operator; no volume has them, and a joiner gets them all the same."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.torch import load_file
+
+import rollout_local
+from fleets import Fleet
+from localkube import Cluster
+from pools import START_SECONDS
+from rollout_client import RolloutPool
+from steering import steering_token
+
+ACCOUNT = "push-trainer"
+
+pytestmark = pytest.mark.timeout(540)
+"""Alone, it also makes and removes the cluster, which takes minutes on a busy machine."""
+
+
+def test_what_a_trainer_pushed_reaches_the_pool_and_who_joins_it_later(
+    cluster: Cluster, fleet: Fleet
+) -> None:
+    grant = [f"--serviceaccount={fleet.namespace}:{ACCOUNT}", "--clusterrole=rollout-trainer"]
+    for words in (["serviceaccount", ACCOUNT], ["rolebinding", ACCOUNT, *grant]):
+        fleet.kubectl("create", *words, check=False)  # there from a run before
+    kubeconfig = cluster.service_account_kubeconfig(fleet.namespace, ACCOUNT)
+    folder = rollout_local.make_models() / "weights" / "2"
+    with RolloutPool.from_cluster(
+        fleet.name, fleet.namespace, kubeconfig=kubeconfig, control_token=steering_token(fleet)
+    ) as trainer:
+        trainer.wait_serving(2, seconds=START_SECONDS)
+        done = trainer.publish_weights(1, tensors=load_file(folder / "model.safetensors"))
+    fleet.identity = done.identity.as_tuple()
+    fleet.bytes_of[fleet.identity] = "2"
+    fleet.settled(fleet.identity, 2)
+    committed = fleet.status()["weights"]["committed"]
+    assert committed["source"] == {"pushed": {}}
+    assert committed["rootHash"] == done.root_hash
+    assert fleet.update()["phase"] == "Complete"
+    fleet.patch(replicas=3)
+    fleet.settled(fleet.identity, 3, seconds=START_SECONDS)
+    found = {fleet.weights(replica)["active"]["root_hash"] for replica in range(3)}
+    assert found == {done.root_hash}
+    kept = [fleet.weights(replica)["kept"] for replica in range(3)]
+    assert [(k["epoch"], k["version"]) for k in kept] == [fleet.identity] * 3, "each can give it"
