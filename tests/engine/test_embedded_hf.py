@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -298,3 +300,17 @@ def test_sleep_gives_back_all_memory_but_the_trainers(
 
 def metric(page: str, name: str) -> float:
     return next(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
+
+
+def test_the_example_learns_with_the_engine_in_its_process() -> None:
+    """It compares its own logprobs with the engine's at each step, and ends if they differ."""
+    script = Path(__file__).parents[2] / "examples" / "hybrid" / "train.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--steps", "2"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [["step", "1"], ["step", "2"]]

@@ -35,6 +35,7 @@ ALONE: dict[str, Any] = {
     "data_host": "127.0.0.1",
     "data_port": 0,
     "control_port": 0,
+    "weights_port": 0,
     "restart_delays": [0],
 }
 

@@ -130,7 +130,7 @@ def _bind_both(settings: Settings) -> list[socket.socket]:
     try:
         control = bind(settings.control_host, settings.control_port, "--control-port")
     except BadSettings:
-        data.close()  # this process may go on without us
+        data.close()
         raise
     return [data, control]
 
@@ -150,7 +150,12 @@ class Servers:
         self._certificate = tls.certificate(settings)
         self._authorizer = authorizer
         self._sockets = _bind_both(settings)
-        self._weights = WeightsPort(settings, worker.updates.pushes.desk)
+        try:
+            self._weights = WeightsPort(settings, worker.updates.pushes.desk)
+        except BaseException:
+            for each in self._sockets:  # this process may go on without us
+                each.close()
+            raise
         data = AtMost(data_app(worker), max(1, places.data - PROBES), worker.count_refusal)
         control = control_app(worker, authorizer)
         held = self._certificate
