@@ -128,7 +128,7 @@ class MemberPlanner:
             if state.weights.staged is not None and state.lifecycle is not Lifecycle.ASLEEP:
                 return self._discard(head, state)
             return self._sleep(head)
-        if self._replaces(head, state):
+        if self._replaces(head, state) and not self._settles_for_less(head):
             return self._wake_weights(head, state)
         held = None if mine is None else mine.state
         # Asleep under our Paused: somebody else's hold keeps it there.
@@ -177,6 +177,13 @@ class MemberPlanner:
             return False
         given = head.has_staged(version) or head.pod.uid in self.weights.peers
         return given or not version.pushed
+
+    def _settles_for_less(self, head: Head) -> bool:
+        """It can't take the weights that it is to have, and may pause with those that it had."""
+        version = self._wanted(head)
+        if version is None or Verb.PAUSE in head.worker.failures:  # those can't be had, either
+            return False
+        return head.failure(version.identity, Verb.STAGE, Verb.COMMIT) is not None
 
     def _wake_weights(self, head: Head, state: WorkerState) -> CallWorker | None:
         if state.resident.weights:

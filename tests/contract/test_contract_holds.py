@@ -236,6 +236,27 @@ def test_weights_without_values_fall_asleep_and_wake_as_they_were(worker: Served
     assert greedy(worker) == before
 
 
+def test_a_commit_in_place_where_two_copies_have_no_room(
+    worker: Served, reference: dict[int, Reference]
+) -> None:
+    """The weights go first, what runs waits, and the KV cache need not go along."""
+    level_of(worker, 2)
+    old = worker.state()["weights"]["active"]["version"]
+    new = worker.next_version()
+    running = worker.long("r", sampling=LONG)
+    worker.makes(20)
+    worker.post("sleep", level=2, tags=["weights"], mode="keep")
+    assert worker.post("wake", tags=["weights"], load=False).json()["weights"]["active"] is None
+    refused(worker, "asleep")
+    worker.stage(*new, worker.models.weights(2), labels={"seed": "2"})
+    worker.commit(*new, in_flight="Recompute")
+    [output] = running.result(60).json()["outputs"]
+    sound(output)
+    assert made_by(output) == [(old, False), (new[1], False)]
+    until_sync(worker.ready, 10, what="the commit to open it")
+    assert is_greedy(reference[2], PROMPT, greedy(worker))
+
+
 def test_sleep_gives_staged_weights_back_too(
     worker: Served, reference: dict[int, Reference]
 ) -> None:

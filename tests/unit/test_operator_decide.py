@@ -540,6 +540,20 @@ def test_weights_that_can_t_be_staged_on_waking_leave_a_replica_out_until_they_c
     assert broken.reads == []
 
 
+@pytest.mark.parametrize("broken", ["stage", "commit"])
+def test_a_pool_is_paused_though_its_weights_can_t_be_had(world: World, broken: str) -> None:
+    world.set(state="Asleep")
+    world.run()
+    world.set(weights=target(1, 1))
+    world.run()
+    setattr(world.worker(0), f"broken_{broken}", True)
+    world.set(state="Paused")
+    world.run()
+    assert [w.lifecycle for w in world.workers.values()] == ["Paused", "Paused"]
+    assert world.worker(0).reads == [WeightsId(epoch=0, version=0)]
+    assert world.worker(1).reads == []
+
+
 def test_a_pool_whose_weights_woke_is_asleep_again_once_they_sleep(world: World) -> None:
     world.set(state="Asleep")
     world.run()

@@ -197,6 +197,18 @@ async def test_what_was_pinned_to_them_goes_on_with_the_committed_ones(tmp_path:
         assert [made[:2] for made in made_by(await worker.ends(flight))] == [(100, 0), (2, 2)]
 
 
+async def test_a_commit_in_place_keeps_what_runs_and_its_kv(tmp_path: Path) -> None:
+    """Where there is no room for two copies: drop, wake without values, stage, commit."""
+    async with tiny_worker(tmp_path) as worker:
+        flight = await worker.runs("r", made=2)
+        await worker.sleep(level=2, tags=["weights"], mode="keep")
+        await worker.wake(tags=["weights"], load=False)
+        closed(worker)
+        await worker.update(2, 2, in_flight="Keep")
+        await worker.reaches(Lifecycle.ACTIVE)
+        assert made_by(await worker.ends(flight)) == [(100, 0, False), (2, 2, True)]
+
+
 async def test_waking_without_values_takes_none_from_who_has_them(tmp_path: Path) -> None:
     async with tiny_worker(tmp_path) as worker:
         await worker.update(1, 1)
