@@ -82,27 +82,20 @@ def test_asleep_nobody_gets_requests(pool: Inside) -> None:
     assert serves(pool, 0, 1)
 
 
-def test_a_pod_that_is_replaced_comes_back_at_the_pools_weights(pool: Inside) -> None:
-    before = pool.pod(1)
-    pool.kubectl("delete", "pod", f"{pool.trainer}-1", "--wait=false")
-    pool.eventually("it leaves the Service", lambda: serves(pool, 0))
-    pool.eventually(
-        "another one is there",
-        lambda: pool.pod(1)["metadata"]["uid"] != before["metadata"]["uid"],
-        60,
-    )
-    pool.eventually("both serve", lambda: serves(pool, 0, 1), START_SECONDS)
-    assert pool.identities(pool.generate(1)) == [(1, 1)]
-    assert pool.status()["restarts"] == 0
-
-
-def test_a_worker_that_is_killed_starts_again_in_its_pod(pool: Inside) -> None:
-    uid = pool.pod(0)["metadata"]["uid"]
+def test_who_is_killed_or_replaced_comes_back_at_the_pools_weights(pool: Inside) -> None:
+    """One starts again in its pod, the other in a new one."""
+    before = [pool.pod(i)["metadata"]["uid"] for i in range(REPLICAS)]
     pool.kill(0)
-    pool.eventually("it leaves the Service", lambda: serves(pool, 1))
+    pool.eventually("the killed one leaves the Service", lambda: serves(pool, 1))
+    pool.kubectl("delete", "pod", f"{pool.trainer}-1", "--wait=false")
+    pool.eventually("the deleted one leaves it, too", lambda: not pool.endpoints())
     pool.eventually("both serve", lambda: serves(pool, 0, 1), START_SECONDS)
-    assert pool.pod(0)["metadata"]["uid"] == uid
-    assert pool.identities(pool.generate(0)) == [(1, 1)]
+    after = [pool.pod(i)["metadata"]["uid"] for i in range(REPLICAS)]
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+    for replica in range(REPLICAS):
+        assert pool.identities(pool.generate(replica)) == [(1, 1)]
+    assert pool.status()["restarts"] == 0, "the operator restarted nobody"
 
 
 def test_the_trainers_pods_outlive_the_pool(pool: Inside) -> None:

@@ -45,7 +45,8 @@ INSIDE: dict[str, object] = {
     "replicas": 1,
 }
 """The pods are the trainer's own."""
-REFUSED_INSIDE = ("up", "down", "suspend", "template")
+NOT_INSIDE = ("up", "down", "suspend", "template", "unlabel")
+"""The API server refuses these; and who loses the trainer's label has left, as when the trainer ends one."""
 ACTIONS = (
     *("raise", "raise", "epoch", "template", "up", "down", "pause", "sleep",
       "wake", "wake", "suspend", "kill", "fail", "reboot", "break", "mend", "forget", "intrude",
@@ -73,8 +74,8 @@ class History:
             self.world.trainers = self.trainers
 
     def happen(self, action: str) -> None:
-        """Let this happen, unless the API server refuses it."""
-        if self.world.hybrid is not None and action in REFUSED_INSIDE:
+        """Let this happen, where it can."""
+        if self.world.hybrid is not None and action in NOT_INSIDE:
             return
         if action in USER:
             self.world.set(**USER[action])

@@ -80,7 +80,8 @@ class SimHybrid:
         pod = self.world.pods[name]
         self.world.end_process(pod.uid)
         self.world.uids += 1
-        self.world.workers[pod.uid] = SimWorker(boot=f"boot{self.world.uids}", drain=30)
+        if name != STRANGER:  # whatever it runs, nobody asks it
+            self.world.workers[pod.uid] = SimWorker(boot=f"boot{self.world.uids}", drain=30)
         self.world.pods[name] = replace(pod, ended=False, ready=True, trouble="")
 
     def end(self, name: str) -> None:
