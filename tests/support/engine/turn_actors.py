@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import json
 import os
 import subprocess
@@ -138,7 +139,10 @@ async def work(log: Log, memory: str, flags: list[str]) -> None:
 
 def train(log: Log, memory: str, directory: str, device: str) -> None:
     """Take turns without end."""
-    file = os.open(memory, os.O_RDONLY)
+    with local_turn([device], directory):
+        # The lock is opened first, and stays open. When a process dies the kernel lets go of what it opened last
+        # first; memory that outlives the lock is what a worker on a GPU looks for before it takes any.
+        file = os.open(memory, os.O_RDONLY)
     while True:
         waits = time.monotonic()
         with local_turn([device], directory):
@@ -146,8 +150,7 @@ def train(log: Log, memory: str, directory: str, device: str) -> None:
             if have(file) == "OVERLAP":
                 log.say("OVERLAP")
             time.sleep(TRAINING_SECONDS)
-            os.close(file)
-            file = os.open(memory, os.O_RDONLY)
+            fcntl.flock(file, fcntl.LOCK_UN)
             log.say("freed")
         time.sleep(ROLLOUT_SECONDS)
 

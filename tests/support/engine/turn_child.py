@@ -24,7 +24,9 @@ def have(memory: int) -> str:
     try:
         fcntl.flock(memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        fcntl.flock(memory, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the judge shall see both
         return "OVERLAP"
+    fcntl.flock(memory, fcntl.LOCK_SH)
     return "has"
 
 
