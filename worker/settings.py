@@ -27,7 +27,6 @@ ENV_PREFIX = "ROLLOUT_"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 POOL_WEIGHTS_ROOTS = "/rollout/model:/rollout/weights"
 """Where the operator mounts the model and the weights volume."""
-POOL_WEIGHTS_PORT = 8002
 RESTART_DELAYS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 MAX_SOCKET_PATH = 107
@@ -243,7 +242,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("control-host", _name, "0.0.0.0", "address the control port listens on", metavar="HOST"),
     Flag("control-port", _port, 8001, "control port: state, pause, sleep, weights"),
     Flag("weights-port", _port, None,
-         f"port that takes pushed weights; default: {POOL_WEIGHTS_PORT} in a pool, else none"),
+         "port that takes pushed weights, 8002 in the operator's pods; default: none"),
     Flag("weights-socket", Path, None,
          "Unix socket that takes pushed weights as shared memory; its folder must exist", metavar="PATH"),
     Flag("auth", str, "token", "how callers of the control port authenticate",
@@ -322,8 +321,6 @@ def parse(given: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
     values["turn_holder"] = values["turn_holder"] or socket.gethostname()
     values["namespace"] = values["namespace"] or _own_namespace()
     values["weights_roots"] = _roots(values["weights_roots"], in_pool=values["pool"] is not None)
-    if values["weights_port"] is None and values["pool"] is not None and values["nodes"] == 1:
-        values["weights_port"] = POOL_WEIGHTS_PORT
     settings = Settings(**{field.name: values[field.name] for field in fields(Settings)})
     _check_auth(settings)
     _check_spill(settings.spill_dir)

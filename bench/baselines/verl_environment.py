@@ -10,13 +10,13 @@ from pathlib import Path
 
 from bench import ROOT
 
-# What it takes to import verl's request, and no more: verl itself asks for a whole trainer.
+# What it takes to import verl's request and its transfer of weights, and no more: verl itself asks for a whole trainer.
 PACKAGES = (
     *("verl==0.9.1", "tensordict==0.15.3", "ray==2.60.0", "torchvision==0.29.2", "pillow==13.0.0"),
     *("antlr4-python3-runtime==4.9.3", "attrs", "cloudpickle", "codetiming", "dill", "filelock"),
     *("importlib_metadata", "jsonschema", "jsonschema-specifications", "msgpack", "omegaconf"),
     *("orjson", "pandas", "protobuf", "psutil", "python-dateutil", "pyvers", "referencing"),
-    *("rpds-py", "six"),
+    *("rpds-py", "six", "pyzmq"),
 )
 INSTALL_SECONDS = 900
 

@@ -173,8 +173,8 @@ class RolloutReplicaSpec(ApiModel):
         default=1,
         ge=0,
         le=9999,
-        description="Number of engine replicas; `kubectl scale` changes this. In mode Hybrid there is one in "
-        "each of the trainer's pods, whatever stands here.",
+        description="Number of engine replicas; `kubectl scale` changes this. Leave it out in mode "
+        "Hybrid: there is one in each of the trainer's pods.",
         json_schema_extra=api_default(),
     )
     mode: Mode = Field(

@@ -19,7 +19,7 @@ _REFUSED = (
     ("accelerator", _PODS),
     ("resources", _PODS),
     ("sleep.spill", _MEMORY),
-    ("weights.volume", "the operator mounts nothing there; mount it in the trainer's pods"),
+    ("weights.volume", "the pods are the trainer's, so mount it there"),
     ("weights.stagingMemory", _MEMORY),
     ("weights.transport", _ENGINE),
     ("updateStrategy", _PODS),
@@ -53,7 +53,7 @@ HYBRID_RULES = (
     ),
     cel(
         "self.mode != 'Hybrid' || self.replicas == 1",
-        "'spec.replicas: a Hybrid pool has one replica in each of the trainer\\'s pods, not %d: leave it "
+        "'spec.replicas: a Hybrid pool has one replica in each pod of its trainer, not %d: leave it "
         "out, and scale the trainer'.format([self.replicas])",
         expression=True,
         path=".replicas",

@@ -144,7 +144,8 @@ class Transport(ApiModel):
         default=WEIGHTS_PORT,
         ge=1024,
         le=65535,
-        description="TCP port of every worker for pushed weights; a change replaces the pods.",
+        description="TCP port of every worker for pushed weights; a change replaces the pods. The "
+        "chart's NetworkPolicy lets trainers reach 8002 only.",
         json_schema_extra=rules(
             cel(
                 f"!(self in [{DATA_PORT}, {CONTROL_PORT}, {GANG_PORT}])",

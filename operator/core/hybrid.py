@@ -111,7 +111,8 @@ def _member(
         f"it runs under service account {each.account!r} and gets no calls: give the trainer's pods "
         f"{spec.service_account_name!r}, or set spec.serviceAccountName"
     )
-    return replace(pod, ip=None, trouble=why)  # without an address nobody calls it
+    # Without an address nobody calls it; nor does anybody wait for its first answer.
+    return replace(pod, ip=None, started=False, trouble=why)
 
 
 def unfit(head: Head, seen: Observed) -> str | None:

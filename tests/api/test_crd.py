@@ -53,8 +53,7 @@ def test_takes_a_hybrid_pool_and_does_not_scale_it(space: Namespace) -> None:
     assert parse_spec(stored).mode == "Hybrid"
     refusal = space.refusal("scale", "rr", "inside", "--replicas=3")
     assert (
-        "spec.replicas: a Hybrid pool has one replica in each of the trainer's pods, not 3"
-        in refusal
+        "spec.replicas: a Hybrid pool has one replica in each pod of its trainer, not 3" in refusal
     )
     assert "spec.suspend must be false in mode Hybrid" in space.refused_patch(
         "inside", {"suspend": True}

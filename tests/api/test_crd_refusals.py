@@ -81,7 +81,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "hybrid replicas": (
         {**HYBRID, "replicas": 2},
-        "spec.replicas: a Hybrid pool has one replica in each of the trainer's pods, not 2: leave it "
+        "spec.replicas: a Hybrid pool has one replica in each pod of its trainer, not 2: leave it "
         "out, and scale the trainer",
     ),
     "hybrid and no replicas": ({**HYBRID, "replicas": 0}, "not 0: leave it out"),

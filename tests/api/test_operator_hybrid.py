@@ -34,7 +34,7 @@ async def lab(crd: Cluster) -> AsyncIterator[PoolLab]:
 
 def start(lab: PoolLab, index: int) -> str:
     """Create a pod of the trainer's that runs and is Ready; returns its address."""
-    name, ip = f"t-{index}", f"127.78.0.{index + 1}"
+    name, ip = f"t-{index}", f"10.78.0.{index + 1}"
     spec = {
         "serviceAccountName": "rollout-worker",
         "containers": [{"name": "c", "image": "localhost/none"}],
@@ -124,7 +124,7 @@ async def test_slices_that_somebody_changes_are_mended(lab: PoolLab) -> None:
 
 async def test_who_goes_leaves_and_no_pod_was_ever_written(lab: PoolLab) -> None:
     lab.api.delete(lab.path("pods", "t-1"), gracePeriodSeconds=0)
-    await lab.until("it has left", lambda: ready(lab) == ["127.78.0.1"])
+    await lab.until("it has left", lambda: ready(lab) == ["10.78.0.1"])
     await lab.reaches("inside")
     assert lab.get("inside")["status"]["desiredReplicas"] == 1
     with pytest.raises(ApiError, match="404"):

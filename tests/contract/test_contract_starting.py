@@ -8,25 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from engine_kinds import ROOT, EngineKind
+from broken_models import DAMAGE, damage
+from engine_kinds import ROOT, EngineKind, kinds
 from tinymodels import TinyModels
 from waiting import until_sync
 from workers import Command
 
-DAMAGE = [
-    ("config.json", None, r"holds no config\.json: point to a model folder"),
-    ("config.json", "{", r"config\.json' cannot be read: .*; repair or remove it"),
-    (
-        "generation_config.json",
-        "{",
-        r"generation_config\.json' cannot be read: .*; repair or remove",
-    ),
-    ("generation_config.json", "[2]", r"generation_config\.json' holds no JSON object"),
-    ("generation_config.json", '{"eos_token_id": "</s>"}', r"is '</s>': it must be a token id or"),
+DAILY = [
+    pytest.param(kind, marks=[pytest.mark.soak] if kind.name == "sglang" else [])
+    for kind in kinds()
 ]
+"""SGLang's adapter reads the folder before it starts anything, which tests/unit/test_worker_sglang_parts.py shows."""
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", DAILY, indirect=True, ids=str)
 def test_a_broken_model_folder_is_told_and_tried_again(
     kind: EngineKind, tiny_models: TinyModels, tmp_path: Path
 ) -> None:
@@ -41,10 +37,7 @@ def test_a_broken_model_folder_is_told_and_tried_again(
         for name, text, said in DAMAGE:
             for part in ("config.json", "generation_config.json"):
                 shutil.copy(whole / part, folder / part)
-            if text is None:
-                (folder / name).unlink()
-            else:
-                (folder / name).write_text(text)
+            damage(folder, name, text)
 
             def told(said: str = said) -> bool:
                 return re.search(said, worker.state()["last_error"] or "") is not None

@@ -224,6 +224,16 @@ async def test_a_chain_goes_on_behind_a_hop_that_died(
     assert {name for name, each in done.report.replicas.items() if each.error} == {"w0:8000"}
 
 
+async def test_a_hop_that_only_the_trainer_reaches_gets_them_from_there(world: World) -> None:
+    world.receivers[0].cut_off = True
+    world.controls, world.receivers = world.controls[:2], world.receivers[:2]
+    async with world.pool() as pool:
+        done = await pool.publish_weights(1, tensors=tensors(), transport="tcp")
+    assert done.replicas == 2
+    assert [each.content for each in world.receivers] == [content(tensors())] * 2
+    assert [len(each.hellos) for each in world.receivers] == [1, 1]
+
+
 async def test_a_damaged_chunk_is_sent_once_more(world: World) -> None:
     asked = []
 

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -103,6 +104,7 @@ async def test_figures_of_a_pool_come_and_go(site: Site) -> None:
         restarts=4,
         weights={"committed": (2, 80)},
         conditions={"Ready": "False"},
+        degraded="NoLiveCopy",
     )
     site.telemetry.pool(KEY, figures)
     page = (await site.get("/metrics"))[1]
@@ -116,8 +118,11 @@ async def test_figures_of_a_pool_come_and_go(site: Site) -> None:
         f'rollout_pool_weights_epoch{{{at},which="committed"}} 2.0',
         f'rollout_pool_condition{{{at},status="False",type="Ready"}} 1.0',
         f'rollout_pool_condition{{{at},status="True",type="Ready"}} 0.0',
+        f'rollout_pool_degraded{{{at},reason="NoLiveCopy"}} 1.0',
     ):
         assert line in page
+    site.telemetry.pool(KEY, replace(figures, degraded=None))
+    assert "rollout_pool_degraded{" not in (await site.get("/metrics"))[1]
     site.telemetry.forget(KEY)
     assert "math" not in (await site.get("/metrics"))[1]
 

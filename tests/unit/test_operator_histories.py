@@ -405,9 +405,10 @@ class History:
         if self.random.random() < 0.5:
             self._push_when_all_listen()
         else:
-            self.raise_()  # the last version may be bound to bytes that nobody finds any more
-            while any(w.active > target_of(world.spec).identity for w in self._workers):
-                self.raise_()  # who is ahead is not rolled back
+            # The last version may be bound to bytes that nobody finds any more, who is ahead is not
+            # rolled back, and no trainer uses an identity that another one has pushed.
+            above = self._next()
+            world.set(weights=target(above.epoch, above.version))
         for _ in range(700):
             world.step()
             if _settled(world):

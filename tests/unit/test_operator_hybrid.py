@@ -23,6 +23,7 @@ from rollout_operator.core.hybrid import Candidate, members, parse_candidate
 from rollout_operator.core.plan import SetGate, Verb
 from rollout_operator.core.world import Pod
 from rollout_worker.schemas import WeightsId
+from simhybrid import STRANGER
 from world import World
 
 
@@ -328,6 +329,20 @@ def test_a_process_that_ended_does_not_hold_up_an_update() -> None:
     committed = world.status.weights.committed
     assert committed is not None
     assert committed.identity == WeightsId(epoch=1, version=1)
+
+
+def test_who_may_not_be_called_holds_up_nobody() -> None:
+    world = World(hybrid())
+    assert world.hybrid is not None
+    world.hybrid.wanted = ["t-0", STRANGER]
+    world.run()
+    world.set(weights=target(1, 1))
+    status = world.run()
+    assert status.weights.committed is not None
+    assert status.weights.committed.identity == WeightsId(epoch=1, version=1)
+    assert ready(world) == ["t-0"]
+    assert told(status, "Degraded")[0] == "PodTrouble"
+    assert world.step().requeue is None, "nobody waits for an answer that nobody asks for"
 
 
 def test_a_pod_that_goes_leaves_at_once_and_is_waited_for() -> None:

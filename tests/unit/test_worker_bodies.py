@@ -33,6 +33,8 @@ MAX_LENGTH = 2**17
 LIMITS = {"data": data_limits(MAX_LENGTH), "control": CONTROL_LIMITS}
 ATTEMPTS = 4
 """Who holds the loop does so each time; a loop that others did not let run is free at another time."""
+SEEDS = [*range(16), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(16, 400))]
+"""Four bodies of each size every day."""
 DOCUMENTS = {
     name: app.openapi()
     for name, app in (
@@ -75,7 +77,7 @@ def test_every_route_is_known() -> None:
     assert ("source", "checkpoint") in fields(DOCUMENTS["control"], "/v1/weights/stage")
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("port", ["data", "control"])
 async def test_a_bad_body_is_refused_and_holds_nothing(
     ports: dict[str, FastAPI], port: str, seed: int

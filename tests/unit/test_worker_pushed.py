@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from pushing import Version, push, pushed_worker, stage, trainer
+from pushing import Version, held, push, pushed_worker, quiet, stage, trainer
 from rollout_worker.schemas import OfferRequest, Peer, StagedWeights
 from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
 from rollout_worker.wire.problems import ProblemError
@@ -25,33 +23,6 @@ WAYS = ("unix", "tcp")
 async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
     async with pushed_worker(tmp_path / "a") as made:
         yield made
-
-
-def held() -> set[str]:
-    """What this process has open of pushed weights."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
-            continue
-        if "rollout-" in target or "socket" in target:
-            found.add(f"{name}:{target}")
-    return found
-
-
-async def quiet() -> None:
-    """Wait until no thread of a transfer is left."""
-    await until(
-        lambda: (
-            not [
-                t.name
-                for t in threading.enumerate()
-                if t.name.startswith("weights") and t.name != "weights-port"
-            ]
-        ),
-        what="the end of the transfer's threads",
-    )
 
 
 @pytest.mark.parametrize("kind", WAYS)

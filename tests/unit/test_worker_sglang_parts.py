@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from broken_models import DAMAGE, damage
 from rollout_worker.engine import (
     EngineCrashed,
     EngineError,
@@ -30,11 +32,13 @@ from rollout_worker.engines.sglang import settings
 from rollout_worker.engines.sglang.bridge import Bridge, frame
 from rollout_worker.engines.sglang.checks import check
 from rollout_worker.engines.sglang.desk import Desk
+from rollout_worker.engines.sglang.engine import SglangEngine
 from rollout_worker.engines.sglang.model import Model
 from rollout_worker.engines.sglang.process import Process
 from rollout_worker.engines.sglang.streams import Stream, child_tokens
 from rollout_worker.observe.processes import find
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
+from tiny_engine import write_weights
 from waiting import until
 
 MODEL = Model(None, Layout({}, {}, {}), frozenset({2}), 64, 100, "float32", 0)
@@ -56,6 +60,20 @@ def test_what_sglang_would_draw_at_another_temperature_is_refused(temperature: f
 @pytest.mark.parametrize("temperature", [0, 1e-6, 100])
 def test_what_sglang_draws_as_asked_passes(temperature: float) -> None:
     check(asked(temperature), MODEL)
+
+
+@pytest.mark.parametrize(("name", "text", "said"), DAMAGE)
+async def test_a_broken_model_folder_is_told_before_anything_starts(
+    tmp_path: Path, name: str, text: str | None, said: str
+) -> None:
+    write_weights(tmp_path, 1)
+    config = {"vocab_size": 8, "max_position_embeddings": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    damage(tmp_path, name, text)
+    nothing = ("--python", str(tmp_path / "nowhere"))
+    engine = SglangEngine(EngineOptions(model=tmp_path, args=nothing))
+    with pytest.raises(EngineError, match=said):
+        await engine.start(lambda _: None)
 
 
 @asynccontextmanager

@@ -114,8 +114,8 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
         return
     # Of a tensor with gaps this is a copy, on its own device.
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    for part in flat.split(CHUNK_BYTES):
-        array: Any = part.cpu().numpy()
+    for begin in range(0, flat.numel(), CHUNK_BYTES):
+        array: Any = flat[begin : begin + CHUNK_BYTES].cpu().numpy()
         yield memoryview(array).cast("B")
 
 

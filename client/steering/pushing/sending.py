@@ -47,6 +47,8 @@ class Sender:
         self._route, self._filling, self._board = route, filling, board
         self._connection: Connection | None = None
         self._stopped = threading.Event()
+        self._skipped: dict[str, str] = {}
+        """Hops of which the one before says that they failed, and why: each is tried from here."""
         names = ",".join(each.name for each in route.receivers)
         self._thread = threading.Thread(target=self._run, name=f"weights-to-{names}", daemon=True)
 
@@ -72,7 +74,7 @@ class Sender:
             first, why = rest[0], self._carry(rest)
             if not self._board.settled(first.name):
                 # It answers for the connection; the others say what they have already.
-                self._board.failed(first.name, why)
+                self._board.failed(first.name, self._skipped.get(first.name, why))
             rest = [each for each in rest if not self._board.settled(each.name)]
 
     def _carry(self, chain: Sequence[Receiver]) -> str:
@@ -120,7 +122,7 @@ class Sender:
         layout = self._filling.layout.to_json()
         connection.send(Kind.HELLO, {**hello, "layout": layout, "hops": hops})
         have = _ranges(connection.expect(Kind.READY), self._filling.layout.nbytes)
-        reader = _Reader(connection, chain, self._filling, self._board)
+        reader = _Reader(connection, chain, self._filling, self._board, self._skipped)
         reader.start()
         try:
             if self._route.kind == "shm":
@@ -180,13 +182,19 @@ class _Reader:
     """Hears what the other end says, in a thread, until there is nothing more to hear."""
 
     def __init__(
-        self, connection: Connection, chain: Sequence[Receiver], filling: Filling, board: Board
+        self,
+        connection: Connection,
+        chain: Sequence[Receiver],
+        filling: Filling,
+        board: Board,
+        skipped: dict[str, str],
     ) -> None:
         self.why: TransferError | None = None
         """What ended it too early; None: nothing did."""
         self._connection, self._filling, self._board = connection, filling, board
         self._names = {each.name for each in chain}
         self._first = chain[0].name
+        self._skipped, self._over = skipped, set[str]()
         self._twice: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="weights-hear", daemon=True)
 
@@ -208,7 +216,7 @@ class _Reader:
             while self._hear(self._connection.receive()):
                 pass
         except TransferError as error:
-            if any(not self._board.settled(name) for name in self._names):
+            if self._open:
                 self.why = error
         finally:
             self._connection.interrupt()
@@ -224,6 +232,9 @@ class _Reader:
                 self._board.progress(name, frame.integer("bytes_done"))
             case Kind.STAGED:
                 self._board.staged(name, frame.text("root_hash"))
+            case Kind.FAILED if name != self._first:
+                self._skipped[name] = frame.text("detail", "it gave no reason")
+                self._over.add(name)
             case Kind.FAILED:
                 self._board.failed(name, frame.text("detail", "it gave no reason"))
             case Kind.ERROR if frame.text("slug", "") == "bad-chunk":
@@ -234,9 +245,12 @@ class _Reader:
                 return False
             case _:
                 raise Malformed(f"{frame.kind.name} came, which only senders send")
-        if self._connection.unix:
-            return True
-        return any(not self._board.settled(name) for name in self._names)
+        return self._connection.unix or self._open
+
+    @property
+    def _open(self) -> bool:
+        """Whether there is anybody of whom this connection has not told the end."""
+        return any(not self._board.settled(name) for name in self._names - self._over)
 
     def _again(self, offset: int) -> None:
         """Send a chunk once more that arrived in another state; twice is no accident."""

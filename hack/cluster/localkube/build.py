@@ -193,6 +193,9 @@ def _environment() -> dict[str, str]:
         "GOPATH": str(cache() / "go"),
         "GOCACHE": str(cache() / "go-build"),
         "GOFLAGS": flags.strip(),
+        # Memory for time: compilers that look for garbage less often need a fifth less of it.
+        "GOGC": os.environ.get("GOGC", "400"),
+        "GOMEMLIMIT": os.environ.get("GOMEMLIMIT", "2GiB"),
         "GOTOOLCHAIN": "local",
         "GOWORK": "off",
         "CGO_ENABLED": "0",

@@ -211,7 +211,7 @@ def _begin(
     committed: until the trainer publishes again, the old weights are the pool's.
     """
     if resting and target.pushed and not is_served(target.identity, heads):
-        plan.withheld = True
+        plan.withheld = unseen(target, heads)
         return
     if resting and plan.update is not None and plan.update.identity == target.identity:
         # Given up for sleep or suspension: loaded on wake-up, and `Superseded` stays visible.

@@ -67,8 +67,9 @@ class LabParts(Parts):
         super().__init__(config, make, spawned)
 
     def control(self, key: Key, address: str) -> WorkerControl:
-        """See the base class."""
-        return super().control(key, f"{address.rpartition(':')[0]}:{self._port}")
+        """Call 127.x.y.z for any address: EndpointSlices take none of loopback."""
+        host = address.rpartition(":")[0].partition(".")[2]
+        return super().control(key, f"127.{host}:{self._port}")
 
 
 class LabOperator(Operator):

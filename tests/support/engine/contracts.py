@@ -54,6 +54,7 @@ class Served(Command):
             [
                 *("--engine", kind.name, "--shutdown-grace", "0", "--served-name", "tiny"),
                 *("--max-queue", str(QUEUE), "--restart-delays", "0"),
+                *("--weights-port", "0", "--weights-socket", str(self.temporary / "weights.sock")),
                 *(*pool, *kube, "--kube-token-file", str(token_file), *roots),
                 *(*kind.flags, *kind.narrow, *kind.impatient, *flags),
             ],

@@ -96,6 +96,11 @@ class Actor:
         """Of the process that runs now, or ended a moment ago."""
         return self._process.pid
 
+    def has_turn(self) -> bool:
+        """Whether it had its turn when it last noted anything."""
+        last = self.log.read_bytes()[-200:].rstrip().rpartition(b"\n")[2]
+        return b'"had"' in last
+
     def close(self) -> None:
         """End it for good."""
         self._ended.set()
@@ -202,20 +207,28 @@ class Node:
         """One accident, at any moment or while the victim has its turn; then both go on."""
         time.sleep(dice.uniform(0, 0.1))
         victim = dice.choice(["worker", "trainer", "trainer", "child"])
-        if dice.random() < 0.7:
-            self._until_had(self.trainer if victim == "trainer" else self.worker)
-        if dice.random() < 0.6:
+        kills = dice.random() < 0.6
+        if victim != "child" and dice.random() < 0.7:
+            self._catch(self.trainer if victim == "trainer" else self.worker)
+        if kills:
             self.kill(victim)
         else:
             self.stop(victim, dice.uniform(0.02, 0.3))
         self.await_turns(2)
 
-    def _until_had(self, actor: Actor) -> None:
-        """Return in the turn of an actor, or a moment later."""
+    def _catch(self, actor: Actor) -> None:
+        """SIGSTOP an actor in its turn."""
         end = time.monotonic() + PROGRESS_SECONDS
-        while not actor.log.read_bytes()[-100:].rstrip().rpartition(b"\n")[2].count(b'"had"'):
-            assert time.monotonic() < end, f"{actor.name} has no turn"
+        while time.monotonic() < end:
+            if actor.has_turn():
+                pid = actor.pid
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+                    if actor.has_turn():
+                        return
+                    os.kill(pid, signal.SIGCONT)
             time.sleep(0.0005)
+        raise AssertionError(f"{actor.name} has no turn")
 
     def figures(self) -> Figures:
         """Return what came of it so far."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,10 @@ from rollout_worker.transfer.frames import (
 from rollout_worker.transfer.layout import PushLayout
 from rollout_worker.wire.roothash import Hashed, root_hash_of
 from tiny_worker import TinyWorker, tiny_worker
+from waiting import until
 
+OWN: list[Slot] = []
+"""Memory of the trainers of this process."""
 TINY = {"number": ("U8", (1,)), "rest": ("U8", (1,))}
 
 
@@ -37,11 +42,23 @@ class Version:
     ) -> None:
         self.layout = PushLayout.plan((name, *spec) for name, spec in tensors.items())
         self.slot = Slot(self.layout.nbytes)
+        OWN.append(self.slot)
         self.digests: dict[str, str] = {}
         for placed in self.layout.tensors:
             view = self.slot.view(placed)
             view[:] = bytes([number if placed.name == "number" else 0]) * placed.nbytes
             self.digests[placed.name] = xxhash.xxh3_128_hexdigest(view)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]) -> Version:
+        """A version of these tensors: dtype, shape and bytes by name."""
+        made = cls(0, {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()})
+        for placed in made.layout.tensors:
+            view = made.slot.view(placed)
+            if view:
+                view[:] = tensors[placed.name][2]
+            made.digests[placed.name] = xxhash.xxh3_128_hexdigest(view)
+        return made
 
     @property
     def root_hash(self) -> str:
@@ -159,3 +176,32 @@ async def pushed_worker(home: Path, *flags: str) -> AsyncIterator[TinyWorker]:
             yield worker
         finally:
             await asyncio.to_thread(port.stop)
+
+
+def held() -> set[str]:
+    """What the worker of this process has open of pushed weights; the trainers' memory is closed first."""
+    found = set()
+    while OWN:
+        OWN.pop().close()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+        if "rollout-" in target or "socket" in target:
+            found.add(f"{name}:{target}")
+    return found
+
+
+async def quiet() -> None:
+    """Wait until no thread of a transfer is left."""
+    await until(
+        lambda: (
+            not [
+                t.name
+                for t in threading.enumerate()
+                if t.name.startswith("weights") and t.name != "weights-port"
+            ]
+        ),
+        what="the end of the transfer's threads",
+    )

@@ -34,6 +34,8 @@ class Receiver:
         self.content: dict[str, bytes] = {}
         self.root_hash: str | None = None
         self.error: str | None = None
+        self.cut_off = False
+        """Whether it reaches no other receiver."""
         self.release = threading.Event()
         """Set: it gives the memory back at once."""
         self.release.set()
@@ -138,7 +140,7 @@ class Receiver:
         if not hops:
             return None
         try:
-            made = dial(hops[0]["host"], hops[0]["port"], 5)
+            made = dial(hops[0]["host"], 1 if self.cut_off else hops[0]["port"], 5)
         except TransferError as error:
             back.send(Kind.FAILED, {"name": hops[0]["name"], "detail": str(error)})
             return None

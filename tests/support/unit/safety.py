@@ -221,6 +221,8 @@ def _only_our_hold(one: Pass, call: CallWorker) -> None:
         active, committed = state.weights.active, one.plan.status.weights.committed
         if (committed and committed.source.pushed) or one.seen.workers[call.uid].failures:
             return  # what it is to have can't be had now: it keeps what it has
+        if any(w.state is None and w.error is None for w in one.seen.workers.values()):
+            return  # one has yet to be asked, and until then nothing is decided about weights
         assert active is not None, "what it had is read though it is to have other weights"
         assert committed is None or active.identity >= committed.identity, "read to be replaced"
 
@@ -425,7 +427,8 @@ def _works(one: Pass, head: Pod) -> bool:
         return False
     worker = one.seen.workers.get(head.uid)
     state = worker.last if worker else None  # of who is silent nothing else is known
+    if state is not None and any(h.holder != state.caller for h in state.holds):
+        return True  # it is as others want it
     if one.spec.state is State.ACTIVE:
-        held = state is not None and any(h.holder != state.caller for h in state.holds)
-        return head.ready or held
+        return head.ready
     return state is not None and state.lifecycle == one.spec.state.value

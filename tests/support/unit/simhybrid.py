@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from world import World
 
 
+STRANGER = "t-10"
+"""A pod of this name has the right label and another service account."""
+
+
 class SimHybrid:
     """The trainer of one Hybrid pool; a part of `World`, whose pods are the trainer's."""
 
@@ -37,10 +41,13 @@ class SimHybrid:
     def members(self) -> list[Pod]:
         """The trainer's pods as a pass sees them."""
         world = self.world
-        account = world.spec.service_account_name
         gates = read_gates(self.slices.values(), "pool", "owner")
         shown = (p for p in world.pods.values() if p.uid not in world.unlabelled)
-        return list(members(world.spec, (Candidate(p, account) for p in shown), gates))
+        return list(members(world.spec, (Candidate(p, self.account(p)) for p in shown), gates))
+
+    def account(self, pod: Pod) -> str:
+        """The service account of a pod."""
+        return "other" if pod.name == STRANGER else self.world.spec.service_account_name
 
     def catch_up(self) -> bool:
         """What is due by now; whether the operator has its list of the pods."""
@@ -122,7 +129,7 @@ class SimHybrid:
             assert not there[uid].deleting
             assert not there[uid].finished
         by_name = [e["hostname"] for e in self.endpoints("pool-heads")]
-        assert by_name == [f"pool-{i}-0" for i in range(len(seen.pods))]
+        assert by_name == [f"pool-{p.replica}-0" for p in seen.pods if p.name != STRANGER]
 
     def endpoints(self, service: str = "pool") -> list[dict[str, Any]]:
         """Endpoints of a Service, in the order of its slices."""

@@ -24,7 +24,7 @@ from rollout_operator.core.world import Observed, Pod
 from rollout_operator.passes.witness import Witness
 from rollout_worker.schemas import WeightsId
 from safety import Pass, check
-from simhybrid import SimHybrid
+from simhybrid import STRANGER, SimHybrid
 from simpods import SimPods
 from simtrainers import SimTrainers
 
@@ -86,7 +86,7 @@ class World(SimPods):
         )
 
     def _is_polled(self, pod: Pod) -> bool:
-        seen = pod.uid not in self.unlabelled
+        seen = pod.uid not in self.unlabelled and (self.hybrid is None or pod.name != STRANGER)
         return seen and pod.rank == 0 and not pod.finished and pod.uid in self.workers
 
     def forget(self) -> None:

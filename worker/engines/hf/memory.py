@@ -10,7 +10,7 @@ import ctypes
 import gc
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class Memory:
         """Bytes of the weights that are in memory, those of pinned outputs included."""
         return sum(map(nbytes, self._all)) + sum(nbytes(tensor) for _, tensor in self._pinned)
 
-    def buffers(self, entries: Sequence[Entry], given: Given | None = None) -> Buffers | Handed:
+    def buffers(self, entries: Sequence[Entry], given: Given | None = None) -> Buffers:
         """Return buffers for another version of the weights, with these tensors; blocks.
 
         Tensors of this process and memory that is given serve as they are, where they can. Else all
@@ -114,7 +114,7 @@ class Memory:
         locked = self._beside is not None
         return in_main_memory(whole, self._staging, aside=locked) if size else None
 
-    def swap(self, staged: Buffers | Handed, *, pin: bool = False) -> None:
+    def swap(self, staged: Buffers, *, pin: bool = False) -> None:
         """Make these tensors the serving ones: pointers only, or a copy of what lies `aside`.
 
         With `pin` the former ones stay for `use` until `release_pinned`, in place of any kept
@@ -127,7 +127,8 @@ class Memory:
         watch.check()
         if pin:
             self._watch.check()
-        self._exchange(staged.tensors, pin=pin, aside=staged.aside)
+        views = {id(self._targets[name]) for name in watch.names}
+        self._exchange(staged.tensors, views, pin=pin, aside=staged.aside)
         former, self._watch = self._watch, watch
         watch.serving = True
         if pin:
@@ -137,7 +138,9 @@ class Memory:
             former.end()
         self.resident = True
 
-    def _exchange(self, tensors: Mapping[str, Tensor], *, pin: bool, aside: bool) -> None:
+    def _exchange(
+        self, tensors: Mapping[str, Tensor], views: Collection[int], *, pin: bool, aside: bool
+    ) -> None:
         pairs = [(self._targets[name], tensors[name]) for name in self._targets]
         for target, tensor in pairs:
             if target.dtype != tensor.dtype:
@@ -147,7 +150,7 @@ class Memory:
         self._pinned = [(target, target.data) for target, _ in pairs] if pin else []
         self._active = pairs if pin else []
         if aside and not pin:
-            self._copy(pairs)
+            self._copy(pairs, views)
         else:
             _point(pairs)
 
@@ -179,11 +182,14 @@ class Memory:
             moved[str(number)].copy_(tensor)
         return [(target, moved[str(number)]) for number, (target, _) in enumerate(pairs)]
 
-    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy new ones over the serving ones, or to where nothing of ours serves."""
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]], views: Collection[int]) -> None:
+        """Copy new ones over the serving ones, or to where nothing of ours serves.
+
+        `views`: ids of the targets whose new tensors serve as they are.
+        """
         borrowed = {id(self._targets[name]) for name in self._watch.names}
         for target, tensor in pairs:
-            if tensor.device == target.device:
+            if id(target) in views:
                 target.data = tensor
             elif self.resident and id(target) not in borrowed:
                 target.data.copy_(tensor)

@@ -29,7 +29,6 @@ from .buffers import Buffers
 from .core import Core
 from .memory import NOT_UPDATABLE, Memory, release_freed
 from .thread import StepThread
-from .views import Handed
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +145,8 @@ class Versions:
         return Resident(weights=there, kv_cache="kv_cache" not in self._away)
 
 
-def _sealed(sink: Sink) -> Buffers | Handed:
+def _sealed(sink: Sink) -> Buffers:
     """Return the sink as what it is; only verified weights may ever serve."""
-    if not isinstance(sink, Buffers | Handed) or not sink.sealed:
+    if not isinstance(sink, Buffers) or not sink.sealed:
         raise WeightsRejected("this sink is not a sealed one of this engine: fill it first")
     return sink

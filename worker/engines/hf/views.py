@@ -9,13 +9,12 @@ writes that torch doesn't count escape: those through `tensor.data`, or by other
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 from torch import Tensor
 
 from rollout_worker.engine import EngineError, Entry, Tensors, WeightsRejected
 
-from .buffers import nbytes
+from .buffers import Buffers, nbytes
 from .rooms import Room, Spec
 
 
@@ -68,7 +67,7 @@ class Watch:
         self._release()
 
 
-class Handed:
+class Handed(Buffers):
     """The `Sink` that tensors of this process become; the worker writes nothing to it.
 
     Args:
@@ -78,8 +77,6 @@ class Handed:
         take: Takes memory for tensors that can't serve as they are.
     """
 
-    memory: Literal["host"] = "host"
-    slot = ""
     took = True
 
     def __init__(
@@ -89,6 +86,7 @@ class Handed:
         targets: Mapping[str, Tensor],
         take: Callable[[Sequence[Spec]], Room],
     ) -> None:
+        super().__init__()
         self._source = {e.name: given.tensors[e.name] for e in entries if e.name in targets}
         self._read = Watch(_counted(self._source), given.release)
         views = {
@@ -98,19 +96,13 @@ class Handed:
         }
         self.watch = Watch(views, given.release)
         """The tensors that serve as they are, to look at as long as they do."""
-        self.tensors: dict[str, Tensor] = {name: each.detach() for name, each in views.items()}
+        self.tensors = {name: each.detach() for name, each in views.items()}
         missing: list[Spec] = [
             (name, tensor.shape, targets[name].dtype)
             for name, tensor in self._source.items()
             if name not in views
         ]
         self._room = take(missing) if missing else None
-        self.sealed = False
-
-    @property
-    def aside(self) -> bool:
-        """See `Room`."""
-        return self._room is not None and self._room.aside
 
     @property
     def nbytes(self) -> int:
@@ -131,12 +123,12 @@ class Handed:
             for name, home in self._room.tensors.items():
                 home.copy_(self._source[name])
                 self.tensors[name] = home
-        name = self._read.changed()
-        if name is not None:
+        changed = self._read.changed()
+        if changed is not None:
             raise WeightsRejected(
-                f"tensor {name!r} was changed while it was handed over: hand over once the trainer's"
-                " step is done",
-                tensor=name,
+                f"tensor {changed!r} was changed while it was handed over: hand over once the"
+                " trainer's step is done",
+                tensor=changed,
             )
         self._source = {}
         if not self.watch.names:
@@ -147,10 +139,8 @@ class Handed:
         """See `Sink.close`; who has taken `tensors` keeps them."""
         if not self.watch.serving:
             self._read.end()
-        self.tensors, self._source, self.sealed = {}, {}, False
-        room, self._room = self._room, None
-        if room is not None:
-            room.free()
+        self._source = {}
+        super().close()
 
 
 def _counted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

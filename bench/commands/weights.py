@@ -1,0 +1,139 @@
+"""A version of weights from a trainer's tensors to a worker: shared memory, TCP, files, and verl's way.
+
+One hf worker of the 0.5B shape in bfloat16 on the same machine. The ways take turns, round by round.
+Every one of ours hashes all bytes at both ends; plain copies and verl's transfer hash nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+from safetensors.torch import load_file
+
+from bench.baselines import verl_transfer
+from bench.baselines.verl_environment import environment
+from bench.options import Options
+from bench.reporting.figures import Figure, Goal, Result, figure
+from bench.rigs.models import TINY, half_billion
+from bench.rigs.pushing import copied, over_loopback, trainer
+from rollout_client import Published
+
+SHARE_OF_A_COPY = 0.6
+"""Of the rate of a plain copy, which hashes nothing."""
+SHARE_OF_TCP = 0.8
+STOP_SECONDS = 0.001
+"""The engine's stop at a commit that flips views, beyond the step under way: there is none here."""
+VERL_SECONDS = 600.0
+
+
+@dataclass(slots=True)
+class Took:
+    """The rounds of each way, in seconds."""
+
+    copy: list[float] = field(default_factory=list)
+    loopback: list[float] = field(default_factory=list)
+    files: list[float] = field(default_factory=list)
+    verl: list[float] = field(default_factory=list)
+    pushed: dict[str, list[Published]] = field(default_factory=lambda: {"shm": [], "tcp": []})
+
+    def staged(self, transport: str) -> list[float]:
+        """Return the seconds from the call until the worker has verified every byte."""
+        phases = ("plan", "copy", "transfer", "stage")
+        return [sum(_report(p)[phase] for phase in phases) for p in self.pushed[transport]]
+
+    def whole(self, transport: str) -> list[float]:
+        """Return the seconds from the call until the version serves."""
+        return [each.seconds for each in self.pushed[transport]]
+
+    def stopped(self) -> list[float]:
+        """Return how long the engine stood still at each commit of shared memory."""
+        return [each.pause_seconds or 0.0 for each in self.pushed["shm"]]
+
+
+def run(options: Options) -> Result:
+    """Measure all ways; the quick run has a tiny model, whose figures only show that it works."""
+    torch.set_num_threads(1)
+    rounds = options.count(10, 2)
+    models = [TINY.model(n) if options.quick else half_billion(n, "bfloat16") for n in (1, 2)]
+    file = models[1] / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    took = Took()
+    with tempfile.TemporaryDirectory() as name, trainer(models[0], tensors, Path(name)) as one:
+        copy = copied(tensors)
+        for transport in ("shm", "shm", "tcp"):  # both slots of memory, and all that is made once
+            one.push(transport)
+        for _ in range(rounds):
+            took.copy.append(copy())
+            took.pushed["shm"].append(one.push("shm"))
+            took.loopback.append(over_loopback(nbytes))
+            took.pushed["tcp"].append(one.push("tcp"))
+            took.files.append(one.save(Path(name) / "versions").seconds)
+        took.verl = _verl(file, Path(name) / "verl.sock", rounds)
+    notes = [
+        f"{len(tensors)} tensors, {nbytes / 1e9:.2f} GB; {rounds} rounds, the ways in turn, verl's after them.",
+        f"Plain copies: {nbytes / 1e9 / median(took.copy):.1f} GB/s in this process, "
+        f"{nbytes / 1e9 / median(took.loopback):.1f} GB/s over loopback, the receiver's copy with it.",
+        "verl's transfer ends in copies into parameters, with its engine stopped all the while; it checks nothing.",
+    ]
+    return Result("weights", "Weights from a trainer's memory", _figures(took), notes)
+
+
+def _figures(took: Took) -> list[Figure]:
+    copy, tcp = median(took.copy), median(took.loopback)
+    return [
+        figure(
+            "shared memory: until staged and verified",
+            took.staged("shm"),
+            baseline=took.copy,
+            against="copy_ in one process",
+            goal=Goal(copy / SHARE_OF_A_COPY),
+        ),
+        figure(
+            "… until it serves",
+            took.whole("shm"),
+            baseline=took.verl,
+            against="verl's shared memory",
+        ),
+        figure("… the engine's stop", took.stopped(), goal=Goal(STOP_SECONDS)),
+        figure(
+            "TCP: until staged and verified",
+            took.staged("tcp"),
+            baseline=took.loopback,
+            against="plain loopback",
+            goal=Goal(tcp / SHARE_OF_TCP),
+        ),
+        figure(
+            "… until it serves",
+            took.whole("tcp"),
+            baseline=took.verl,
+            against="verl's shared memory",
+        ),
+        figure(
+            "files: until it serves",
+            took.files,
+            baseline=took.whole("shm"),
+            against="shared memory",
+        ),
+    ]
+
+
+def _report(published: Published) -> Mapping[str, float]:
+    assert published.report is not None, "it was pushed"
+    return published.report.seconds
+
+
+def _verl(file: Path, socket: Path, rounds: int) -> list[float]:
+    """Return the seconds of verl's rounds; its first one is left out."""
+    script = Path(verl_transfer.__file__)
+    words = [environment(), script, file, f"ipc://{socket}", str(rounds + 1)]
+    answer = subprocess.run(words, stdout=subprocess.PIPE, timeout=VERL_SECONDS, check=True)
+    seconds: list[float] = json.loads(answer.stdout.splitlines()[-1])
+    return seconds[1:]

@@ -1,0 +1,91 @@
+"""A trainer and a worker of one machine: the tensors that one has, and the pool through which it publishes."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from engine_kinds import KINDS
+from rollout_client import DirectOptions, Published, RolloutPool
+
+from .worker import Observed
+
+CHUNK = 1 << 20
+
+
+class Trainer:
+    """Publishes the same tensors again and again, each time as a version of its own."""
+
+    def __init__(self, pool: RolloutPool, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._pool = pool
+        self._tensors = tensors
+        self._versions = itertools.count(1)
+
+    def push(self, transport: str) -> Published:
+        """Publish from memory."""
+        return self._pool.publish_weights(
+            next(self._versions), tensors=self._tensors, transport=transport
+        )
+
+    def save(self, folder: Path) -> Published:
+        """Publish by files."""
+        return self._pool.save_and_publish(self._tensors, next(self._versions), folder)
+
+
+@contextmanager
+def trainer(model: Path, tensors: Mapping[str, torch.Tensor], folder: Path) -> Iterator[Trainer]:
+    """Start an hf worker on a model, and a pool of it; files are exchanged in `folder`."""
+    flags = ["--weights-port", "0", "--weights-socket", str(folder / "weights.sock")]
+    flags += ["--dtype", "bfloat16", "--weights-roots", str(folder)]
+    with ExitStack() as stack:
+        worker = Observed(KINDS["hf"], model, folder / "worker.log", flags)
+        stack.callback(worker.finish)
+        data, control = (str(each.base_url).rstrip("/") for each in (worker.data, worker.control))
+        pool = RolloutPool.from_urls([data], control_urls=[control], direct=DirectOptions())
+        stack.enter_context(pool)
+        yield Trainer(pool, tensors)
+
+
+def copied(tensors: Mapping[str, torch.Tensor]) -> Callable[[], float]:
+    """Return what copies all tensors into others of this process, and says how long that took."""
+    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+    def copy() -> float:
+        began = time.monotonic()
+        for name, tensor in tensors.items():
+            targets[name].copy_(tensor)
+        return time.monotonic() - began
+
+    return copy
+
+
+def over_loopback(nbytes: int) -> float:
+    """Return the seconds that so many bytes take from one thread to another by plain TCP."""
+    source, target = bytearray(nbytes), bytearray(nbytes)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = threading.Thread(target=_send, args=(server.getsockname()[1], source))
+        sender.start()
+        connection, _ = server.accept()
+        with connection, memoryview(target) as view:
+            began, done = time.monotonic(), 0
+            while done < nbytes:
+                count = connection.recv_into(view[done : done + CHUNK])
+                if not count:
+                    raise ConnectionError(f"{done} of {nbytes} bytes came")
+                done += count
+            took = time.monotonic() - began
+        sender.join(60)
+    return took
+
+
+def _send(port: int, source: bytearray) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as connection, memoryview(source) as view:
+        for begin in range(0, len(source), CHUNK):
+            connection.sendall(view[begin : begin + CHUNK])

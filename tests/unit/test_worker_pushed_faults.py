@@ -1,0 +1,393 @@
+"""Every fault at every arrow of a push: the old weights serve, the slot says why, nothing is left behind.
+
+The table in docs/weights.md is this list, as `table` writes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pushing import Trainer, Version, held, push, pushed_worker, quiet, stage, trainer
+from rollout_worker.ports import weights as port
+from rollout_worker.schemas import DiscardRequest, Transfer
+from rollout_worker.sources import incoming
+from rollout_worker.transfer import frames
+from rollout_worker.transfer.arena import Slot
+from rollout_worker.transfer.frames import MAX_HEAD_BYTES, Kind, TransferError
+from tiny_worker import TinyWorker, refused
+from waiting import until
+
+PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
+STEPS = {
+    "shared memory": ("HELLO", "MEMORY", "FILLED", "END"),
+    "TCP": ("HELLO", "DATA", "END"),
+}
+KINDS = {"shared memory": "unix", "TCP": "tcp"}
+GONE = "the sender is gone"
+NOBODY = "no sender came"
+Act = Callable[[Trainer, Transfer, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that goes wrong in the place of a frame, and what the slot says then.
+
+    `at`: the arrows where it can happen. `says`: in the slot's error; empty: it is staged all the
+    same. `early`: what it says where the ticket was not used yet.
+    """
+
+    name: str
+    act: Act
+    says: str
+    at: tuple[str, ...] = ("HELLO", "MEMORY", "FILLED", "DATA", "END")
+    early: str = ""
+
+
+def frame(kind: int, head: bytes, length: int | None = None) -> bytes:
+    return struct.pack(">BI", kind, len(head) if length is None else length) + head
+
+
+def raw(end: Trainer, sent: bytes) -> None:
+    end.connection._sock.sendall(sent)
+
+
+def do(end: Trainer, transfer: Transfer, step: str) -> None:
+    """What a sound trainer does at an arrow."""
+    match step:
+        case "HELLO":
+            end.hello(transfer)
+            end.ready()
+        case "MEMORY":
+            end.memory()
+        case "FILLED":
+            end.filled()
+        case "DATA":
+            end.data(0)
+        case "END":
+            end.end()
+
+
+def cut(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.connection.close()
+
+
+def silence(end: Trainer, transfer: Transfer, step: str) -> None:
+    """Say nothing, not even that it is there."""
+
+
+def truncated(end: Trainer, transfer: Transfer, step: str) -> None:
+    whole = frame(Kind[step], json.dumps({"ticket": transfer.ticket}).encode())
+    raw(end, whole[: len(whole) // 2])
+    end.connection.close()
+
+
+def unknown(end: Trainer, transfer: Transfer, step: str) -> None:
+    raw(end, frame(99, b"{}"))
+
+
+def huge(end: Trainer, transfer: Transfer, step: str) -> None:
+    raw(end, frame(Kind[step], b"", MAX_HEAD_BYTES + 1))
+
+
+def nested(end: Trainer, transfer: Transfer, step: str) -> None:
+    raw(end, frame(Kind[step], b"[" * 100_000))
+
+
+def not_due(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.connection.send(Kind.READY, {"ticket": transfer.ticket})
+
+
+def wrong_ticket(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.hello(transfer.model_copy(update={"ticket": "0" * 32}))
+    assert end.answer().text("slug") == "bad-ticket"
+
+
+def other_model(end: Trainer, transfer: Transfer, step: str) -> None:
+    Trainer(end.connection, Version(7, {"other": ("U8", (1,))})).hello(transfer)
+
+
+def other_layout(end: Trainer, transfer: Transfer, step: str) -> None:
+    layout = end.version.layout.to_json()
+    layout["tensors"][1][3] = 0
+    end.hello(transfer, layout=layout)
+
+
+def other_protocol(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.hello(transfer, protocol=2)
+
+
+def bad_hops(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.hello(transfer, hops=[{"host": "a", "port": 0, "ticket": ""}])
+
+
+def no_memory(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.connection.send(Kind.MEMORY, {"size": 512})
+
+
+def short_memory(end: Trainer, transfer: Transfer, step: str) -> None:
+    small = Slot(1)
+    end.connection.send(Kind.MEMORY, {"size": 512}, handle=small.handle)
+    small.close()
+
+
+def shrinking(end: Trainer, transfer: Transfer, step: str) -> None:
+    handle = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(handle, 512)
+    end.connection.send(Kind.MEMORY, {"size": 512}, handle=handle)
+    os.close(handle)
+
+
+def filled_beyond(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.filled(end.version.layout.nbytes + 1)
+
+
+def changed(end: Trainer, transfer: Transfer, step: str) -> None:
+    """A bit of the trainer's memory is another one than what it hashed."""
+    with end.version.slot.bytes(0, 1) as first:
+        first[0] ^= 1
+    do(end, transfer, step)
+    end.end()
+
+
+def flipped_once(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.data(0, b"\0" * end.version.layout.nbytes)
+    assert end.answer().text("slug") == "bad-chunk"
+    end.data(0)
+    end.end()
+
+
+def flipped_twice(end: Trainer, transfer: Transfer, step: str) -> None:
+    for _ in range(2):
+        end.data(0, b"\0" * end.version.layout.nbytes)
+
+
+def flipped_and_hashed(end: Trainer, transfer: Transfer, step: str) -> None:
+    changed(end, transfer, step)
+
+
+def elsewhere(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.connection.send(Kind.DATA, {"offset": 256, "hash": ""}, b"12")
+
+
+def other_digest(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.end(digests={**end.version.digests, "rest": "0" * 32})
+
+
+def other_root(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.end(root_hash="xxh3_128:" + "0" * 32)
+
+
+def fewer_digests(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.end(digests={"rest": "0" * 32})
+
+
+FAULTS = (
+    Fault("the connection is cut", cut, GONE, early=NOBODY),
+    Fault("silence, as of a frozen trainer", silence, GONE, early=NOBODY),
+    Fault("a frame cut in half", truncated, GONE, early=NOBODY),
+    Fault("a frame of no kind", unknown, "no frame of kind", early=NOBODY),
+    Fault("a head that is too large", huge, "are the most", early=NOBODY),
+    Fault("a head that is nested too deeply", nested, "not JSON", early=NOBODY),
+    Fault("a frame that is not due", not_due, "READY came", early=NOBODY),
+    Fault("another's ticket", wrong_ticket, NOBODY, ("HELLO",)),
+    Fault("another model's tensors", other_model, "is missing", ("HELLO",)),
+    Fault("tensors that overlap", other_layout, "overlaps", ("HELLO",)),
+    Fault("another protocol", other_protocol, "HELLO.protocol", ("HELLO",)),
+    Fault("hops that are none", bad_hops, "HELLO.port", ("HELLO",)),
+    Fault("no descriptor", no_memory, "without a descriptor", ("MEMORY",)),
+    Fault("memory that is too small", short_memory, "not 512 as was said", ("MEMORY",)),
+    Fault("memory that may shrink", shrinking, "may shrink", ("MEMORY",)),
+    Fault("more than there is", filled_beyond, "FILLED.upto", ("FILLED",)),
+    Fault("memory changed after it was hashed", changed, "arrived with", ("FILLED",)),
+    Fault("a bit flipped on the way", flipped_once, "", ("DATA",)),
+    Fault("a bit flipped twice", flipped_twice, "damaged twice", ("DATA",)),
+    Fault("a bit flipped before it was sent", flipped_and_hashed, "arrived with", ("DATA",)),
+    Fault("a chunk in the wrong place", elsewhere, "a chunk begins at", ("DATA",)),
+    Fault("another hash of a tensor", other_digest, "arrived with", ("END",)),
+    Fault("another root hash", other_root, "its sender says", ("END",)),
+    Fault("hashes of other tensors", fewer_digests, "a hash for each tensor", ("END",)),
+)
+CASES = [
+    pytest.param(way, step, fault, id=f"{KINDS[way]}-{step}-{fault.act.__name__}")
+    for way, steps in STEPS.items()
+    for step, fault in itertools.product(steps, FAULTS)
+    if step in fault.at
+]
+
+
+@pytest.fixture
+async def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinyWorker]:
+    """A worker that waits for nobody for long."""
+    monkeypatch.setattr(incoming, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(incoming, "RESUME_SECONDS", 0.2)
+    monkeypatch.setattr(port, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(port, "GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(frames, "PING_SECONDS", 0.1)
+    async with pushed_worker(tmp_path / "a") as made:
+        yield made
+
+
+def fail(way: str, step: str, fault: Fault, transfer: Transfer) -> None:
+    """Play a sound trainer up to an arrow, and the fault there."""
+    with trainer(transfer, Version(7), KINDS[way]) as end:
+        for before in itertools.takewhile(lambda each: each != step, STEPS[way]):
+            do(end, transfer, before)
+        fault.act(end, transfer, step)
+        try:
+            while end.answer().kind is not Kind.RELEASED:
+                pass
+        except TransferError:
+            pass
+
+
+@pytest.mark.parametrize(("way", "step", "fault"), CASES)
+async def test_whatever_goes_wrong_the_old_weights_serve(
+    worker: TinyWorker, way: str, step: str, fault: Fault
+) -> None:
+    await push(worker, 1, Version(1), "tcp")
+    await worker.commit(1)
+    await quiet()
+    before = len(held())
+    begun = await stage(worker, 2)
+    slot = worker.updates.slot
+    assert slot is not None
+    assert begun.transfer is not None
+    failing = asyncio.create_task(asyncio.to_thread(fail, way, step, fault, begun.transfer))
+    await until(lambda: slot.view().phase != "Staging", what="the slot to end")
+    view = slot.view()
+    if fault.says:
+        says = (step == "HELLO" and fault.early) or fault.says
+        assert view.phase == "Failed"
+        assert says in str(view.error)
+        with refused("not-staged"):
+            await worker.commit(2)
+    else:
+        assert view.phase == "Staged", view.error
+    assert worker.engine.active.number == 1, "the old weights serve"
+    if not fault.says:
+        await worker.updates.discard("me", DiscardRequest(epoch=1, version=2))
+    await failing
+    await quiet()
+    assert len(held()) == before
+    again = await push(worker, 3, Version(3), KINDS[way])
+    assert again.error is None
+    await worker.commit(3)
+    assert worker.engine.active.number == 3
+
+
+async def test_a_ticket_that_is_in_use_is_no_second_trainers(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incoming, "TAKEOVER_SECONDS", 1.0)
+    monkeypatch.setattr(port, "LEASE_SECONDS", 10.0)
+    begun = await stage(worker, 1)
+    assert begun.transfer is not None
+    with trainer(begun.transfer, Version(7), "tcp") as first:
+        first.connection.keep_alive()
+        first.hello(begun.transfer)
+        await asyncio.to_thread(first.ready)
+        with trainer(begun.transfer, Version(8), "tcp") as second:
+            beating = asyncio.create_task(asyncio.to_thread(beat, first))
+            second.hello(begun.transfer)
+            answer = await asyncio.to_thread(second.answer)
+            assert (answer.kind, answer.text("slug")) == (Kind.ERROR, "bad-ticket")
+            await beating
+        first.data(0)
+        first.end()
+        assert (await asyncio.to_thread(first.answer)).kind is Kind.STAGED
+
+
+def beat(end: Trainer) -> None:
+    """Be there, for longer than a takeover takes."""
+    import time
+
+    until_ = time.monotonic() + 1.5
+    while time.monotonic() < until_:
+        end.connection.send(Kind.PING)
+        time.sleep(0.1)
+
+
+async def test_a_later_stage_supersedes_a_transfer_and_an_earlier_one_is_refused(
+    worker: TinyWorker,
+) -> None:
+    begun = await stage(worker, 2)
+    assert begun.transfer is not None
+    with trainer(begun.transfer, Version(7), "unix") as end:
+        end.connection.keep_alive()
+        end.hello(begun.transfer)
+        await asyncio.to_thread(end.ready)
+        with refused("version-regressed"):
+            await stage(worker, 1)
+        assert (await push(worker, 3, Version(3), "tcp")).phase == "Staged"
+        answer = await asyncio.to_thread(end.answer)
+        assert answer.kind is Kind.FAILED
+        assert "given up" in answer.text("detail")
+    await worker.commit(3)
+    assert worker.engine.active.number == 3
+
+
+async def test_an_engine_that_dies_in_a_transfer_ends_it(worker: TinyWorker) -> None:
+    begun = await stage(worker, 1)
+    assert begun.transfer is not None
+    with trainer(begun.transfer, Version(7), "unix") as end:
+        end.connection.keep_alive()
+        end.hello(begun.transfer)
+        await asyncio.to_thread(end.ready)
+        end.memory()
+        worker.engine.die()
+        answer = await asyncio.to_thread(end.answer)
+        assert answer.kind is Kind.FAILED
+    await until(lambda: len(worker.engines) == 2, what="another engine")
+    await quiet()
+
+
+async def test_no_room_is_told_to_the_trainer(tmp_path: Path) -> None:
+    async with pushed_worker(tmp_path, "--staging-memory", "100") as worker:
+        begun = await stage(worker, 1)
+        assert begun.transfer is not None
+        with trainer(begun.transfer, Version(7), "tcp") as end:
+            end.hello(begun.transfer)
+            answer = await asyncio.to_thread(end.answer)
+        assert answer.text("slug") == "no-room"
+        assert "stagingMemory" in answer.text("detail")
+        slot = worker.updates.slot
+        assert slot is not None
+        await until(lambda: slot.view().phase == "Failed", what="the slot to end")
+
+
+async def test_who_has_no_ticket_is_turned_away_at_once(worker: TinyWorker) -> None:
+    address = worker.updates.pushes.desk.address
+    assert address.port is not None
+    with socket.create_connection(("127.0.0.1", address.port)) as sock:
+        sock.settimeout(5)
+        told = await asyncio.to_thread(sock.recv, 4096)
+    assert b"bad-ticket" in told
+    await quiet()
+
+
+def table() -> str:
+    """The faults as docs/weights.md shows them."""
+    lines = ["| fault | in the place of | the slot |", "|---|---|---|"]
+    for fault in FAULTS:
+        arrows = [step for step in ("HELLO", "MEMORY", "FILLED", "DATA", "END") if step in fault.at]
+        outcome = (
+            f"`Failed`: “…{fault.says}…”" if fault.says else "`Staged`: the chunk is sent again"
+        )
+        if fault.early:
+            outcome += f"; before `HELLO`: “…{fault.early}…”"
+        lines.append(f"| {fault.name} | {', '.join(f'`{step}`' for step in arrows)} | {outcome} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_of_faults_is_in_the_docs() -> None:
+    assert table() in PAGE.read_text(), f"docs/weights.md must hold:\n{table()}"
