@@ -61,6 +61,10 @@ demo-train: demo-prepared ## let a policy learn on that cluster: examples/grpo (
 demo-colocated: demo-prepared ## let trainer and worker share fake devices by turns, before a judge (STEPS=8)
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.colocated
 
+.PHONY: demo-hybrid
+demo-hybrid: demo-prepared ## train a policy in the process that serves it, as the member of a pool (STEPS=12)
+	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.hybrid
+
 .PHONY: prepared
 prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed $(ENV_VERL)/.installed ## make everything that the tests need (quicker with -j)
 

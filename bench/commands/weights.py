@@ -1,4 +1,4 @@
-"""A version of weights from a trainer's tensors to a worker: shared memory, TCP, files, and verl's way.
+"""Weights from a trainer's memory to a worker's, against a plain copy, plain TCP, files and verl's own way.
 
 One hf worker of the 0.5B shape in bfloat16 on the same machine. The ways take turns, round by round.
 Every one of ours hashes all bytes at both ends; plain copies and verl's transfer hash nothing.

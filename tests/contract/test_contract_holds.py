@@ -15,7 +15,7 @@ from reference import Reference
 from waiting import until_sync
 from workers import PROMPT, slug
 
-TOKENS = 200
+TOKENS = 500
 """Enough to be met by what a test does once a few of them were made."""
 LONG = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
 

@@ -70,7 +70,7 @@ async def held_by(app: FastAPI, path: str, body: bytes) -> tuple[Answer, float]:
 
 
 def test_every_route_is_known() -> None:
-    assert len(ROUTES) == 13
+    assert len(ROUTES) == 14
     assert set(GOOD) <= {path for _, path in ROUTES}
     found = fields(DOCUMENTS["data"], "/v1/generate")
     assert {("token_ids",), ("sampling", "logit_bias")} <= set(found)

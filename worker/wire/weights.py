@@ -106,6 +106,12 @@ class StageSource(Body):
         default=None, exclude_if=_absent, description="What a sender or peers bring."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_name(cls, given: object) -> object:
+        """Take the source as a pool's spec names it, too: from Python either will do."""
+        return dict(cls.of(given)) if isinstance(given, WeightsSource) else given
+
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
         _check_one(self.path, self.checkpoint, self.pushed)
