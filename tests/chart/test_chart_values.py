@@ -10,7 +10,13 @@ import pytest
 import yaml
 
 from charts import CHART, NAMESPACE, Document, case, every, helm, one, rendered, template
-from rollout_operator.api.names import CONTROL_PORT, DATA_PORT, LABEL_NAME, WORKER_APP
+from rollout_operator.api.names import (
+    CONTROL_PORT,
+    DATA_PORT,
+    LABEL_NAME,
+    WEIGHTS_PORT,
+    WORKER_APP,
+)
 from rollout_operator.config import ConfigFile
 from rollout_worker.settings import FLAGS
 
@@ -139,7 +145,8 @@ def test_only_the_operator_reaches_control_ports() -> None:
         assert spec["policyTypes"] == ["Ingress"]
         data, control, gang = spec["ingress"]
         assert data == {"ports": [{"port": DATA_PORT, "protocol": "TCP"}]}
-        assert control["ports"] == [{"port": CONTROL_PORT, "protocol": "TCP"}]
+        ports = (CONTROL_PORT, WEIGHTS_PORT)
+        assert control["ports"] == [{"port": port, "protocol": "TCP"} for port in ports]
         (operator,) = control["from"]
         namespace = operator["namespaceSelector"]["matchLabels"]
         assert namespace == {"kubernetes.io/metadata.name": NAMESPACE}
