@@ -155,7 +155,15 @@ def test_a_pod_takes_pushed_weights_at_the_port_that_its_pool_names() -> None:
     assert {"name": "weights", "port": 9002, "targetPort": "weights", "protocol": "TCP"} in heads[
         "spec"
     ]["ports"]
-    assert "ROLLOUT_WEIGHTS_PORT" not in env(build(rank=1, **GPU)), "members take none"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_pod_of_a_gang_is_told_to_take_pushed_weights(rank: int) -> None:
+    """Its worker would refuse to start."""
+    pod = build(rank=rank, **GPU)
+    assert not {name for name in env(pod) if name.startswith("ROLLOUT_WEIGHTS_")} - {
+        "ROLLOUT_WEIGHTS_ROOTS"
+    }
 
 
 def test_two_namespaces_of_a_node_have_sockets_of_their_own_in_the_folder_of_the_turn() -> None:
@@ -320,7 +328,7 @@ def test_a_gang_knows_its_leader_and_shares_accelerators() -> None:
     assert "rollout-shm" not in {v["name"] for v in build()["spec"]["volumes"]}
 
 
-@pytest.mark.parametrize(("rank", "ports"), [(0, ["data", "control", "weights"]), (1, ["control"])])
+@pytest.mark.parametrize(("rank", "ports"), [(0, ["data", "control"]), (1, ["control"])])
 def test_a_member_is_probed_at_its_control_port(rank: int, ports: list[str]) -> None:
     """It has no data port, so no Service and no client takes it for one that answers requests."""
     [container] = build(rank=rank, **GPU)["spec"]["containers"]

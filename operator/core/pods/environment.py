@@ -33,7 +33,7 @@ def settings(
         "ROLLOUT_LOG_LEVEL": spec.worker.log_level,
         "HOME": "/tmp",
     }
-    if rank == 0:
+    if spec.parallelism.nodes == 1:  # a gang takes no pushed weights
         values["ROLLOUT_WEIGHTS_PORT"] = str(spec.weights.transport.port)
     if spec.model.max_length is not None:
         values["ROLLOUT_MAX_LENGTH"] = str(spec.model.max_length)
