@@ -123,8 +123,9 @@ def test_committing_a_member_fails(fleet: Fleet) -> None:
     fleet.go_on(1)
     fleet.wait_phase("Complete", new)
     assert fleet.committed() == new, "all that serve are new"
-    assert fleet.gate(1) == "False"
-    assert fleet.condition("Degraded") == ("True", "WeightsFailed")
+    fleet.eventually("it leaves the Service", lambda: fleet.gate(1) == "False", 10)
+    degraded = ("True", "WeightsFailed")
+    fleet.eventually("status says why", lambda: fleet.condition("Degraded") == degraded, 10)
     assert "w-1-0" in fleet.status()["message"]
     assert fleet.check(fleet.generate()) == new
     fleet.eventually("it is shut out", lambda: fleet.ask(1).status == 503)
@@ -273,4 +274,4 @@ def test_staging_then_suspend(fleet: Fleet) -> None:
     fleet.wait_phase("Superseded", new)
     assert fleet.committed() == new, "what they load when they come back"
     fleet.eventually("no pods run", lambda: not fleet.pods(), 40)
-    assert fleet.condition("Suspended")[0] == "True"
+    fleet.eventually("status says so", lambda: fleet.condition("Suspended")[0] == "True", 10)
