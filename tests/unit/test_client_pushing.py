@@ -20,6 +20,9 @@ from rollout_client import (
     RolloutPool,
 )
 from rollout_client.steering import barrier
+from rollout_client.steering.pushing.copying import Copier
+from rollout_client.steering.pushing.filling import Filling
+from rollout_worker.transfer.arena import Arena
 from rollout_worker.transfer.frames import Connection, Frame, Kind
 from rollout_worker.transfer.layout import LayoutError
 from scripted_control import ScriptedControl, scripted_controls
@@ -146,6 +149,17 @@ def test_a_program_without_a_loop_fills_in_its_own_thread(tmp_path: Path) -> Non
             world.receivers[0].close()
 
     asyncio.run(both())
+
+
+def test_what_was_given_up_before_it_was_planned_hashes_nothing() -> None:
+    """Whoever gives up is in another thread than who plans."""
+    arena = Arena()
+    filling = Filling(arena, None, Copier())
+    filling.fail()
+    filling.plan((("a", "F32", (4,)),))
+    assert "weights-hash" not in {thread.name for thread in threading.enumerate()}
+    filling.close()
+    arena.close()
 
 
 async def test_a_stream_may_be_asynchronous_and_change_nothing_of_its_layout(world: World) -> None:

@@ -257,11 +257,12 @@ class _Hashing:
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
         self._jobs: queue.SimpleQueue[tuple[Placed, int, int] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
     def start(self, slot: Slot) -> None:
-        """Begin."""
+        """Begin, unless somebody else's thread has stopped it already."""
         import xxhash  # what is missing is told before anything is sent
 
         def run() -> None:
@@ -273,8 +274,10 @@ class _Hashing:
                     self.digests[placed.name] = running.hexdigest()
                     running.reset()
 
-        self._thread = threading.Thread(target=run, name="weights-hash", daemon=True)
-        self._thread.start()
+        with self._lock:
+            if not self._stopped:
+                self._thread = threading.Thread(target=run, name="weights-hash", daemon=True)
+                self._thread.start()
 
     def add(self, placed: Placed, begin: int, end: int) -> None:
         """Hash these bytes of a tensor next; those of one tensor come in order and without a break."""
@@ -287,8 +290,9 @@ class _Hashing:
 
     def stop(self, *, at_once: bool = True) -> None:
         """End the thread."""
-        self._stopped |= at_once
-        thread, self._thread = self._thread, None
+        with self._lock:
+            self._stopped |= at_once
+            thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
             thread.join()
