@@ -20,7 +20,7 @@ from rollout_worker.schemas import (
     AbortRequest,
     AbortResponse,
     CommitRequest,
-    CommitResponse,
+    Committed,
     DiscardRequest,
     DiscardResponse,
     OfferRequest,
@@ -80,7 +80,19 @@ class ControlError(Exception):
 
 
 class ControlUnreachable(Exception):
-    """There was no answer in time; the message says from where, and why."""
+    """There was no answer in time; the message says from where, and why.
+
+    Attributes:
+        slow: Time ran out: the worker may be there, and merely busy. Else nobody listens.
+    """
+
+    def __init__(self, message: str, *, slow: bool = False) -> None:
+        super().__init__(message)
+        self.slow = slow
+
+    def __reduce__(self) -> tuple[type[ControlUnreachable], tuple[str], dict[str, bool]]:
+        """Pickle what it is made of."""
+        return type(self), (str(self),), {"slow": self.slow}
 
 
 class WorkerControl:
@@ -97,7 +109,7 @@ class WorkerControl:
     def __init__(self, base_url: str, token: Token, client: httpx.AsyncClient | Send) -> None:
         self._base_url = base_url.rstrip("/")
         self._token = token
-        self._request = _over(client) if isinstance(client, httpx.AsyncClient) else client
+        self._request = over(client) if isinstance(client, httpx.AsyncClient) else client
 
     async def state(self, *, timeout: float = STATE_SECONDS) -> WorkerState:
         """Return the worker's state."""
@@ -144,12 +156,10 @@ class WorkerControl:
         """Start staging and return at once; progress is in `weights` and `state`."""
         return await self._ask("POST", "/v1/weights/stage", request, StagedWeights, timeout)
 
-    async def commit(
-        self, request: CommitRequest, *, timeout: float | None = None
-    ) -> CommitResponse:
+    async def commit(self, request: CommitRequest, *, timeout: float | None = None) -> Committed:
         """Flip to the staged weights."""
         limit = timeout or request.deadline_seconds + SLACK_SECONDS
-        return await self._ask("POST", "/v1/weights/commit", request, CommitResponse, limit)
+        return await self._ask("POST", "/v1/weights/commit", request, Committed, limit)
 
     async def discard(
         self, request: DiscardRequest, *, timeout: float = QUICK_SECONDS
@@ -200,22 +210,36 @@ class WorkerControl:
             status, answer = await self._request(method, url, headers, content, timeout)
         except OSError as error:
             reason = str(error) or type(error).__name__
-            raise ControlUnreachable(f"{method} {url}: {reason}") from error
+            slow = isinstance(error, TimeoutError)
+            raise ControlUnreachable(f"{method} {url}: {reason}", slow=slow) from error
         if status >= 300:
             raise _refusal(status, answer)
         return status, answer
 
 
-def _over(client: httpx.AsyncClient) -> Send:
-    """Return the `Send` of an httpx client."""
+def over(client: httpx.AsyncClient, tls_name: str | None = None) -> Send:
+    """Return the `Send` of an httpx client.
+
+    Args:
+        client: Shared connections.
+        tls_name: What certificates must be for; None: the host of the URL.
+    """
+    extensions = None if tls_name is None else {"sni_hostname": tls_name}
 
     async def send(
         method: str, url: str, headers: Mapping[str, str], content: bytes | None, seconds: float
     ) -> tuple[int, bytes]:
         try:
             answer = await client.request(
-                method, url, content=content, headers=dict(headers), timeout=seconds
+                method,
+                url,
+                content=content,
+                headers=dict(headers),
+                timeout=seconds,
+                extensions=extensions,
             )
+        except httpx.TimeoutException as error:
+            raise TimeoutError(str(error) or type(error).__name__) from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise ConnectionError(str(error) or type(error).__name__) from error
         return answer.status_code, answer.content

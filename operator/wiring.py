@@ -104,8 +104,11 @@ class Parts:
         self.connections = Connections(self._config.control_ca_file)
         self.poller = Poller(self._ask, self.feed.part_changed)
         self.calls = Calls(
-            self.queue.add, after=self.poller.refresh, may_start=self.leadership.may_write
+            self.queue.add,
+            after=lambda lane, answer: self.workers.ended(lane, answer),
+            may_start=self.leadership.may_write,
         )
+        self.workers = Workers(self.poller, self.calls, self.control)
 
     def _context(self) -> Context:
         return Context(
@@ -114,7 +117,7 @@ class Parts:
             neighbours=self.neighbours,
             expectations=self.expectations,
             kube=self.kube,
-            workers=Workers(self.poller, self.calls, self.control),
+            workers=self.workers,
             recorder=self.recorder,
             telemetry=self.telemetry,
             clock=time.time,

@@ -199,13 +199,15 @@ class Mapped:
     """Host memory that holds a version's tensors in the checkpoint's dtypes, readable by path as long as `release` was not called.
 
     `handle`: descriptor in this process. `starts`: by name, where its bytes begin. `release`:
-    idempotent; the sink that took it calls it once nothing reads there any more.
+    idempotent; the sink that took it calls it once nothing reads there any more. `view`: all of it, as
+    this process has it mapped; nobody writes there.
     """
 
     handle: int
     size: int
     starts: Mapping[str, int]
     release: Callable[[], None]
+    view: memoryview
 
 
 @dataclass(frozen=True, slots=True)

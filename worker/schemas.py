@@ -38,6 +38,7 @@ from .wire.base import (
 from .wire.control import (
     AbortRequest,
     AbortResponse,
+    Committed,
     Hold,
     PauseRequest,
     ReleaseRequest,
@@ -68,6 +69,7 @@ from .wire.generate import (
 )
 from .wire.weights import (
     ActiveWeights,
+    Base,
     Checkpoint,
     CommitRequest,
     CommitResponse,
@@ -114,11 +116,13 @@ __all__ = [
     "AbortRequest",
     "AbortResponse",
     "ActiveWeights",
+    "Base",
     "Bool",
     "Capabilities",
     "Checkpoint",
     "CommitRequest",
     "CommitResponse",
+    "Committed",
     "Difference",
     "DiscardRequest",
     "DiscardResponse",

@@ -52,9 +52,8 @@ def engine_factory(
     return lambda: create(settings.engine, _options(settings, gang, staging, guest=guest))
 
 
-def member_factory(settings: Settings, gang: Gang) -> Callable[[], Member]:
+def member_factory(settings: Settings, gang: Gang, staging: Staging) -> Callable[[], Member]:
     """The same for the part of the engine that runs on a node beside the head's."""
-    staging = Staging(settings.staging_memory)
     return lambda: create_member(settings.engine, _options(settings, gang, staging))
 
 
@@ -93,7 +92,7 @@ class Worker:
         self._memory = Shared(resident_bytes, "memory")
         self.flights = Flights(self.runtime)
         staging = Staging(settings.staging_memory)
-        self.updates = Updates(self.runtime, staging.claim)
+        self.updates = Updates(self.runtime, staging)
         self.commits = Commits(self.runtime, self.updates, self.flights)
         self.governor = Governor(self.runtime, self.updates, self.flights)
         self.verbs = Verbs(self.runtime, self.flights, self.governor)

@@ -33,6 +33,7 @@ MAX_SOCKET_PATH = 107
 """Bytes that a Unix socket's path may have."""
 
 AuthMode = Literal["none", "token", "kubernetes"]
+WeightsTls = Literal["off", "required"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -61,6 +62,8 @@ class Settings:
     control_port: int
     weights_port: int | None
     weights_socket: Path | None
+    weights_tls: WeightsTls
+    weights_egress: int | None
     auth: AuthMode
     auth_token_file: Path | None
     control_tls_cert_file: Path | None
@@ -245,6 +248,10 @@ FLAGS: tuple[Flag, ...] = (
          "port that takes pushed weights, 8002 in the operator's pods; default: none"),
     Flag("weights-socket", Path, None,
          "Unix socket that takes pushed weights as shared memory; its folder must exist", metavar="PATH"),
+    Flag("weights-tls", str, "off", "required: --weights-port takes TLS alone, with the control port's certificate,"
+         " and other workers are reached over TLS alone", get_args(WeightsTls)),
+    Flag("weights-egress", bytes_of, None, "most bytes a second of weights that go out to other workers, such as"
+         " 500M; default: no limit", metavar="SIZE"),
     Flag("auth", str, "token", "how callers of the control port authenticate",
          ("none", "token", "kubernetes")),
     Flag("auth-token-file", Path, None, "file with the bearer token for --auth token"),
@@ -439,10 +446,20 @@ def _check_turn(settings: Settings) -> None:
 
 def _check_weights(settings: Settings) -> None:
     path = settings.weights_socket
-    if settings.nodes > 1 and (path is not None or settings.weights_port is not None):
+    if settings.rank > 0 and (path is not None or settings.weights_port is not None):
         raise BadSettings(
-            "--weights-port and --weights-socket with --nodes above 1: a replica of several nodes takes"
-            " no pushed weights; leave them out"
+            "--weights-port and --weights-socket with --rank above 0: only the head takes pushed"
+            " weights, and the other ranks fetch them there; leave them out"
+        )
+    if settings.nodes > 1 and path is not None and settings.weights_port is None:
+        raise BadSettings(
+            "--weights-socket with --nodes above 1 needs --weights-port, where the other ranks fetch"
+            " what came"
+        )
+    if settings.weights_tls == "required" and settings.control_tls_cert_file is None:
+        raise BadSettings(
+            "--weights-tls required needs --control-tls-cert-file and --control-tls-key-file: it shows the"
+            " same certificate (in a pool, from the Secret of the chart's workers.controlTLS.secretName)"
         )
     if path is None:
         return

@@ -1,13 +1,17 @@
-"""Work in threads: some gives up when whoever waits for it does, some may hang for ever."""
+"""Work in threads: some gives up when whoever waits for it does, some may hang for ever, some is put off."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -77,6 +81,63 @@ class Shared(Generic[T]):
             self._call.add_done_callback(_heard)
         async with asyncio.timeout(seconds):
             return await asyncio.shield(self._call)
+
+
+class Freeing:
+    """Frees memory in a thread, and none while an engine stands still; may be used by several threads.
+
+    Gigabytes take a tenth of a second to go, and meanwhile everybody waits who maps memory, as each
+    thread does that starts.
+    """
+
+    def __init__(self) -> None:
+        self._state = threading.Condition()
+        self._todo: deque[Callable[[], object]] = deque()
+        self._held = 0
+        self._busy = False
+
+    def add(self, free: Callable[[], object]) -> None:
+        """Call this in a thread, soon."""
+        with self._state:
+            self._todo.append(free)
+            self._begin()
+
+    @contextlib.contextmanager
+    def later(self) -> Iterator[None]:
+        """Begin to free nothing inside the block."""
+        with self._state:
+            self._held += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._held -= 1
+                self._begin()
+
+    def settle(self, seconds: float) -> None:
+        """Wait until everything is free; at most so long."""
+        with self._state:
+            self._state.wait_for(lambda: not self._todo and not self._busy, seconds)
+
+    def _begin(self) -> None:
+        if self._todo and not self._held and not self._busy:
+            self._busy = True
+            threading.Thread(target=self._run, name="weights-free", daemon=True).start()
+
+    def _run(self) -> None:
+        while (free := self._next()) is not None:
+            try:
+                free()
+            except Exception:  # the next one is to be freed all the same
+                logger.exception("memory of weights could not be freed")
+
+    def _next(self) -> Callable[[], object] | None:
+        with self._state:
+            if self._todo and not self._held:
+                return self._todo.popleft()
+            self._busy = False
+            self._state.notify_all()
+            return None
 
 
 def _heard(call: asyncio.Future[T]) -> None:

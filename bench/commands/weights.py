@@ -1,7 +1,8 @@
 """Weights from a trainer's memory to a worker's, against a plain copy, plain TCP, files and verl's own way.
 
-One hf worker of the 0.5B shape in bfloat16 on the same machine. The ways take turns, round by round.
-Every one of ours hashes all bytes at both ends; plain copies and verl's transfer hash nothing.
+One hf worker of the 0.5B shape in bfloat16 on the same machine. Each way takes turns with what it is
+compared with: a trainer publishes in the same way each time, and memory is used again from one version
+to the next. Every one of ours hashes all bytes at both ends; plain copies and verl's transfer hash nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,7 @@ from bench.baselines.verl_environment import environment
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure
 from bench.rigs.models import TINY, half_billion
-from bench.rigs.pushing import copied, over_loopback, trainer
+from bench.rigs.pushing import Trainer, copied, loaded, newest, over_loopback, trainer
 from rollout_client import Published
 from rollout_client.steering.pushing.routes import Transport
 
@@ -32,8 +33,10 @@ SHARE_OF_TCP = 0.8
 STOP_SECONDS = 0.001
 """The engine's stop at a commit that flips views, beyond the step under way: there is none here."""
 VERL_SECONDS = 600.0
-WARM_UP: tuple[Transport, ...] = ("shm", "shm", "tcp")
-"""Both slots of memory, and all that is made once."""
+SHARE_OF_LOADING = 0.5
+"""Of the rate at which files are loaded and copied, which hashes nothing and takes no memory."""
+WARM_UP = 3
+"""Versions until both slots of memory are used again, and all that is made once is there."""
 
 
 @dataclass(slots=True)
@@ -42,6 +45,8 @@ class Took:
 
     copy: list[float] = field(default_factory=list)
     loopback: list[float] = field(default_factory=list)
+    loading: list[float] = field(default_factory=list)
+    files_staged: list[float] = field(default_factory=list)
     files: list[float] = field(default_factory=list)
     verl: list[float] = field(default_factory=list)
     pushed: dict[str, list[Published]] = field(default_factory=lambda: {"shm": [], "tcp": []})
@@ -70,18 +75,16 @@ def run(options: Options) -> Result:
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     took = Took()
     with tempfile.TemporaryDirectory() as name, trainer(models[0], tensors, Path(name)) as one:
-        copy = copied(tensors)
-        for transport in WARM_UP:
-            one.push(transport)
+        _push(one, "shm", took, rounds, took.copy, copied(tensors))
+        _push(one, "tcp", took, rounds, took.loopback, lambda: over_loopback(nbytes))
+        load, versions = loaded(tensors), Path(name) / "versions"
         for _ in range(rounds):
-            took.copy.append(copy())
-            took.pushed["shm"].append(one.push("shm"))
-            took.loopback.append(over_loopback(nbytes))
-            took.pushed["tcp"].append(one.push("tcp"))
-            took.files.append(one.save(Path(name) / "versions").seconds)
+            took.files.append(one.save(versions).seconds)
+            took.loading.append(load(newest(versions)))
+            took.files_staged.append(one.stage(newest(versions)))
         took.verl = _verl(file, Path(name) / "verl.sock", rounds)
     notes = [
-        f"{len(tensors)} tensors, {nbytes / 1e9:.2f} GB; {rounds} rounds, the ways in turn, verl's after them.",
+        f"{len(tensors)} tensors, {nbytes / 1e9:.2f} GB; {rounds} rounds of each way, in turn with what it is against.",
         f"Plain copies: {nbytes / 1e9 / median(took.copy):.1f} GB/s in this process, "
         f"{nbytes / 1e9 / median(took.loopback):.1f} GB/s over loopback, the receiver's copy with it.",
         "verl's transfer ends in copies into parameters, with its engine stopped all the while; it checks nothing.",
@@ -89,41 +92,66 @@ def run(options: Options) -> Result:
     return Result("weights", "Weights from a trainer's memory", _figures(took), notes)
 
 
+def _push(
+    one: Trainer,
+    transport: Transport,
+    took: Took,
+    rounds: int,
+    against: list[float],
+    plain: Callable[[], float],
+) -> None:
+    """Publish in one way, in turn with what it is compared with."""
+    for _ in range(WARM_UP):
+        one.push(transport)
+    for _ in range(rounds):
+        against.append(plain())
+        took.pushed[transport].append(one.push(transport))
+
+
 def _figures(took: Took) -> list[Figure]:
-    copy, tcp = median(took.copy), median(took.loopback)
+    return [*_pushed(took), *_of_files(took)]
+
+
+def _pushed(took: Took) -> list[Figure]:
+    copy, loopback = took.copy, took.loopback
+    shared = _way(took, "shm", "shared memory", copy, "copy_ in one process", SHARE_OF_A_COPY)
+    stop = figure("… the engine's stop", took.stopped(), goal=Goal(STOP_SECONDS))
+    return [*shared, stop, *_way(took, "tcp", "TCP", loopback, "plain loopback", SHARE_OF_TCP)]
+
+
+def _way(
+    took: Took, way: str, name: str, baseline: list[float], against: str, share: float
+) -> list[Figure]:
+    """One transport: until staged against its own limit, until it serves against verl's."""
     return [
         figure(
-            "shared memory: until staged and verified",
-            took.staged("shm"),
-            baseline=took.copy,
-            against="copy_ in one process",
-            goal=Goal(copy / SHARE_OF_A_COPY),
+            f"{name}: until staged and verified",
+            took.staged(way),
+            baseline=baseline,
+            against=against,
+            goal=Goal(median(baseline) / share),
         ),
         figure(
             "… until it serves",
-            took.whole("shm"),
+            took.whole(way),
             baseline=took.verl,
             against="verl's shared memory",
         ),
-        figure("… the engine's stop", took.stopped(), goal=Goal(STOP_SECONDS)),
+    ]
+
+
+def _of_files(took: Took) -> list[Figure]:
+    goal = Goal(median(took.loading) / SHARE_OF_LOADING)
+    return [
         figure(
-            "TCP: until staged and verified",
-            took.staged("tcp"),
-            baseline=took.loopback,
-            against="plain loopback",
-            goal=Goal(tcp / SHARE_OF_TCP),
+            "files: until staged and verified, from the page cache",
+            took.files_staged,
+            baseline=took.loading,
+            against="load and copy",
+            goal=goal,
         ),
         figure(
-            "… until it serves",
-            took.whole("tcp"),
-            baseline=took.verl,
-            against="verl's shared memory",
-        ),
-        figure(
-            "files: until it serves",
-            took.files,
-            baseline=took.whole("shm"),
-            against="shared memory",
+            "… until it serves", took.files, baseline=took.whole("shm"), against="shared memory"
         ),
     ]
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from engine_kinds import KINDS
 from rollout_client import DirectOptions, Published, RolloutPool
@@ -24,20 +25,26 @@ CHUNK = 1 << 20
 class Trainer:
     """Publishes the same tensors again and again, each time as a version of its own."""
 
-    def __init__(self, pool: RolloutPool, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._pool = pool
+    def __init__(
+        self, pool: RolloutPool, worker: Observed, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._pool, self._worker = pool, worker
         self._tensors = tensors
         self._versions = itertools.count(1)
 
     def push(self, transport: Transport) -> Published:
-        """Publish from memory."""
+        """Publish from memory: all bytes, which of the same tensors would else be no change at all."""
         return self._pool.publish_weights(
-            next(self._versions), tensors=self._tensors, transport=transport
+            next(self._versions), tensors=self._tensors, transport=transport, base=None
         )
 
     def save(self, folder: Path) -> Published:
         """Publish by files."""
         return self._pool.save_and_publish(self._tensors, next(self._versions), folder)
+
+    def stage(self, folder: Path) -> float:
+        """Have files staged and return the seconds that took."""
+        return self._worker.stage_seconds(next(self._versions), folder)
 
 
 @contextmanager
@@ -51,7 +58,7 @@ def trainer(model: Path, tensors: Mapping[str, torch.Tensor], folder: Path) -> I
         data, control = (str(each.base_url).rstrip("/") for each in (worker.data, worker.control))
         pool = RolloutPool.from_urls([data], control_urls=[control], direct=DirectOptions())
         stack.enter_context(pool)
-        yield Trainer(pool, tensors)
+        yield Trainer(pool, worker, tensors)
 
 
 def copied(tensors: Mapping[str, torch.Tensor]) -> Callable[[], float]:
@@ -65,6 +72,25 @@ def copied(tensors: Mapping[str, torch.Tensor]) -> Callable[[], float]:
         return time.monotonic() - began
 
     return copy
+
+
+def loaded(tensors: Mapping[str, torch.Tensor]) -> Callable[[Path], float]:
+    """Return what loads a folder's files and copies them into tensors of this process, hashing nothing."""
+    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+    def load(folder: Path) -> float:
+        began = time.monotonic()
+        for file in folder.glob("*.safetensors"):
+            for name, tensor in load_file(file).items():
+                targets[name].copy_(tensor)
+        return time.monotonic() - began
+
+    return load
+
+
+def newest(folder: Path) -> Path:
+    """Return the version that was written last."""
+    return max(folder.iterdir(), key=lambda each: each.stat().st_mtime)
 
 
 def over_loopback(nbytes: int) -> float:

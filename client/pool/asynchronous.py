@@ -41,6 +41,7 @@ from rollout_client.steering.protocol import Steering
 from rollout_client.turn.devices import devices_by
 from rollout_client.turn.verbs import TurnVerbs
 from rollout_worker.schemas import WeightsId
+from rollout_worker.transfer.tls import TLS_NAME
 
 from .background import Background
 from .options import PoolOptions
@@ -185,7 +186,8 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
             control_token: For pushing weights alone: bearer token of the control ports, issued for
                 the audience `rollout.dev/NAMESPACE/NAME`, or a function that returns it; default: what is
                 mounted at `/var/run/secrets/rollout.dev/token`.
-            control_ca: File with the CA of control ports over TLS; default: they speak plain HTTP.
+            control_ca: File with the CA of control ports over TLS, and of the ports for weights;
+                default: they speak plain HTTP.
             **options: See `PoolOptions`.
 
         Raises:
@@ -197,7 +199,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         discovery = EndpointDiscovery(kube, name, namespace, control_tls=tls)
         pool = cls(discovery, name=f"{namespace}/{name}", **options)
         token = control_token or mounted_token(f"rollout.dev/{namespace}/{name}")
-        heads = ControlPorts(lambda: pool.members, token, control_ca)
+        heads = ControlPorts(lambda: pool.members, token, control_ca, TLS_NAME)
         pool._steering = ClusterSteering(kube, name, namespace, heads)
         # The trainer's pod is in the pool's namespace: claims are shared within one alone.
         pool._find_devices = partial(devices_by, kube, namespace)
@@ -246,6 +248,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         for lease in list(self._router.leases):
             lease.cut_off("the pool was closed")
         await self._background.stop()
+        self._together.close()
         self._pusher.close()
         if self._steering is not None:
             await self._steering.close()

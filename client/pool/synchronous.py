@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePath
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
@@ -26,10 +27,13 @@ from rollout_client.steering.protocol import (
     ACQUIRE_SECONDS,
     PUBLISH_SECONDS,
     STATE_SECONDS,
+    HandedOver,
     OnProgress,
     Published,
 )
 from rollout_client.steering.pushing.options import PushOptions, PushPlan
+from rollout_client.steering.pushing.push import Push
+from rollout_client.steering.pushing.together import Work
 from rollout_client.steering.spool import SHARD_BYTES, drain_here, spool_here
 from rollout_client.steering.versions import KEEP, Versions
 from rollout_client.turn import HeldTurn, TurnOptions
@@ -250,8 +254,30 @@ class RolloutPool:
                 pool.publish_weights(version, path, seconds=seconds, progress=progress, **options)
             )
         plan = PushPlan.of(path, options)
+
+        def push(begin: Callable[[], Push]) -> Published:
+            return self._push(begin, version, tensors, plan, seconds, progress)
+
+        if plan.ranks is None:
+            return push(
+                partial(pool._pusher.begin, tensors, plan.transport, plan.rate, delta=plan.delta)
+            )
+        work = Work(plan.ranks, version, tensors, seconds, plan.transport, plan.rate)
+        return pool._together.publish_here(work, push)
+
+    def _push(
+        self,
+        begin: Callable[[], Push],
+        version: int,
+        tensors: Tensors,
+        plan: PushPlan,
+        seconds: float,
+        progress: OnProgress,
+    ) -> Published:
+        """Publish what this process has, or rank 0 with the others; in the caller's thread."""
+        pool = self.asynchronous
         try:
-            push = pool._pusher.begin(tensors, plan.transport)
+            push = begin()
         except BaseException:
             drain_here(tensors)
             raise
@@ -263,6 +289,19 @@ class RolloutPool:
             return sending.result()
         finally:
             push.close()
+
+    def publish_handed_over(
+        self,
+        handed: HandedOver,
+        *,
+        seconds: float = PUBLISH_SECONDS,
+        progress: OnProgress = lambda progress: None,
+    ) -> Published:
+        """Let all replicas serve what `Worker.hand_over` staged in them, and return once they do."""
+        pool = self.asynchronous
+        return self._thread.call(
+            pool.publish_handed_over(handed, seconds=seconds, progress=progress)
+        )
 
     def save_and_publish(
         self,

@@ -1,4 +1,4 @@
-"""A version on its way to replicas without an operator: all stage it before any commits it."""
+"""A version on its way to replicas without an operator: all stage it before any commits it; whole, as they share one view."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 1.0
-"""How often replicas are asked that say by themselves how far they are."""
+"""How often replicas are asked whose connection for pushed bytes has fallen silent."""
 
 DEAD_SECONDS = 5.0
 """A replica that does not answer for so long while it stages leaves the barrier."""
@@ -112,6 +112,8 @@ class Barrier:
         """By name of who is still staging: when it answered last."""
         self._all = list(self._heard_at)
         self._pushed_to: frozenset[str] = frozenset()
+        self._based: frozenset[str] = frozenset()
+        """Who takes what differs from what it serves."""
 
     async def stage(self, until: float, tell: OnProgress) -> None:
         """Return when all live replicas have staged; if that fails, none keeps what it staged.
@@ -149,7 +151,7 @@ class Barrier:
             source=StageSource.of(self.version.source) if push is None else push.source,
             deadline_seconds=seconds,
         )
-        answers = await self._ports.ask(self._all, lambda control: control.stage(request))
+        answers = await self._begin(request, None if push is None else push.based)
         for name, answer in answers.items():
             if isinstance(answer, ControlError):
                 self._give_up(name, refused(name, identity, answer))
@@ -173,6 +175,19 @@ class Barrier:
                 )
             await push.durable()
 
+    async def _begin(
+        self, request: StageRequest, based: StageSource | None
+    ) -> dict[str, StagedWeights | ControlError | ControlUnreachable]:
+        """Ask all to stage: with a base, if there is one; who does not serve that gets all bytes."""
+        if based is None:
+            return await self._ports.ask(self._all, lambda control: control.stage(request))
+        first = request.model_copy(update={"source": based})
+        answers = await self._ports.ask(self._all, lambda control: control.stage(first))
+        whole = [name for name, answer in answers.items() if _takes_no_delta(answer)]
+        self._based = frozenset(answers) - frozenset(whole)
+        again = await self._ports.ask(whole, lambda control: control.stage(request))
+        return {**answers, **again}
+
     def _carry(
         self,
         push: Push,
@@ -187,14 +202,14 @@ class Barrier:
             elif (host := self._ports.host(name)) is None:
                 self._leave(name, "it is not a member any more")
             elif isinstance(answer, StagedWeights) and answer.transfer is not None:
-                receivers.append(Receiver(name, host, answer.transfer))
+                receivers.append(Receiver(name, host, answer.transfer, name in self._based))
         loop = asyncio.get_running_loop()
 
         def news() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is gone, and with it who waits
                 loop.call_soon_threadsafe(self._news.set)
 
-        push.start(receivers, news)
+        push.start(receivers, news, self._ports.trust)
         self._pushed_to = frozenset(each.name for each in receivers)
 
     def _progress(self) -> PublishProgress:
@@ -211,10 +226,7 @@ class Barrier:
         now = time.monotonic()
         names = [name for name in list(self._heard_at) if not self._told(name)]
         if self._push is not None:
-            broken = [name for name in names if self._broken(name)]
-            if not broken and now - self._looked_at < LOOK_SECONDS:
-                return
-            self._looked_at = now
+            names = self._unheard(self._push, names, now)
         answers = await self._ports.ask(names, lambda control: control.state())
         for name, answer in answers.items():
             if isinstance(answer, ControlError):
@@ -225,6 +237,21 @@ class Barrier:
             else:
                 self._heard_at[name] = now
                 self._judge(name, answer)
+
+    def _unheard(self, push: Push, names: Iterable[str], now: float) -> list[str]:
+        """Return who must be asked: the way there is broken, or nothing has been heard for a while."""
+        broken, silent = [], []
+        for name in names:
+            if self._broken(name):
+                broken.append(name)
+            elif name in self._pushed_to and push.stands(name):
+                self._heard_at[name] = now
+            else:
+                silent.append(name)
+        if not silent or now - self._looked_at < LOOK_SECONDS:
+            return broken
+        self._looked_at = now
+        return broken + silent
 
     def _told(self, name: str) -> bool:
         """Whether the connection that brought the bytes said that the replica has staged them."""
@@ -274,6 +301,11 @@ class Barrier:
             self._push.stop()
         request = DiscardRequest(**self.version.identity.model_dump())
         await self._ports.ask(self._all, lambda control: control.discard(request))
+
+
+def _takes_no_delta(answer: StagedWeights | ControlError | ControlUnreachable) -> bool:
+    """Whether a worker refused a base: it serves other weights, or knows of no bases."""
+    return isinstance(answer, ControlError) and answer.slug in ("wrong-base", "invalid-request")
 
 
 def refused(name: str, identity: WeightsId, error: ControlError) -> PublishFailed | EpochLost:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
-from rollout_client.control import ControlError, ControlUnreachable, WorkerControl
+from rollout_client.control import ControlError, ControlUnreachable, WorkerControl, over
 from rollout_client.discovery.members import Member
 from rollout_client.errors import SteeringFailed
 from rollout_client.routing.connections import authorities
 from rollout_worker.schemas import WorkerState
+from rollout_worker.transfer.tls import Trust
 
 BUSY_SECONDS = 20.0
 """How long an overloaded control port, or a proxy before it, is asked again."""
@@ -52,6 +53,7 @@ class ControlPorts:
         members: Returns who is there now.
         token: Bearer token, or a function that returns it.
         ca: File with the certificates that those of https ports are checked against.
+        tls_name: What they must be for; None: the host of each URL.
     """
 
     def __init__(
@@ -59,14 +61,19 @@ class ControlPorts:
         members: Callable[[], Sequence[Member]],
         token: Token,
         ca: str | Path | None = None,
+        tls_name: str | None = None,
     ) -> None:
         self._members = members
         self._bearer = token
+        context = authorities(environment=False) if ca is None else _checked_against(ca)
+        self.trust = Trust(context, "give the file with its CA as control_ca")
+        """Whom the ports for weights are checked against; always for the name of all workers."""
         self._http = httpx.AsyncClient(
-            verify=authorities(environment=False) if ca is None else _checked_against(ca),
+            verify=context,
             limits=httpx.Limits(max_connections=None),
             trust_env=False,
         )
+        self._send = over(self._http, tls_name)
 
     @property
     def closed(self) -> bool:
@@ -90,13 +97,20 @@ class ControlPorts:
         urls = {member.name: member.control_url for member in self._members()}
         return urlsplit(urls.get(name) or "").hostname
 
-    async def states(self) -> dict[str, WorkerState]:
+    async def states(self, patience: float = 0.0) -> dict[str, WorkerState]:
         """Return the states of the members that answer, by name.
+
+        Args:
+            patience: Seconds for which those are asked again that are there, it seems, but too slow.
 
         Raises:
             SteeringFailed: None answers, or one refuses to.
         """
+        until = time.monotonic() + patience
         answers = await self.ask(self.names(), lambda control: control.state())
+        while (slow := _slow(answers)) and time.monotonic() < until:
+            await asyncio.sleep(AGAIN_SECONDS)
+            answers |= await self.ask(slow, lambda control: control.state())
         for name, answer in answers.items():
             if isinstance(answer, ControlError):
                 raise SteeringFailed(answer.detail, replica=name) from answer
@@ -137,7 +151,7 @@ class ControlPorts:
             if member.control_url is None:
                 why = "its control port is not known: give control_urls to from_urls"
                 raise SteeringFailed(why, replica=member.name)
-            found[member.name] = WorkerControl(member.control_url, self._token, self._http)
+            found[member.name] = WorkerControl(member.control_url, self._token, self._send)
         return found
 
     async def _token(self) -> str | None:
@@ -147,6 +161,11 @@ class ControlPorts:
             # A file that is renewed this moment: in passing, like a worker that does not answer.
             why = f"the token of the control ports can't be read: {error}"
             raise ControlUnreachable(why) from error
+
+
+def _slow(answers: Mapping[str, object]) -> list[str]:
+    """Return who has not answered in time, and may be merely busy."""
+    return [n for n, a in answers.items() if isinstance(a, ControlUnreachable) and a.slow]
 
 
 def _is_busy(error: ControlError) -> bool:

@@ -112,6 +112,10 @@ class DirectSteering:
                 replica answered to the commit in time: each gets the weights once it answers.
             EpochLost: A newer trainer owns a worker.
         """
+        if push is None and source.pushed is not None:
+            raise PublishFailed(
+                "without an operator there is nothing to publish: hand_over commits by itself"
+            )
         began = time.monotonic()
         until = began + seconds
         await self._keeper.stop()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 from rollout_client.errors import PublishFailed
 
 from .barrier import Barrier, Version
 from .control_ports import ControlPorts
 from .protocol import OnProgress
 from .pushing.push import Push
+
+SLOW_SECONDS = 30.0
+"""How long a head that gives no answer in time is asked again. Were one that serves left out, the
+update would wait for its bytes in vain; one that is stuck leaves the Service after half of that."""
 
 
 async def stage_on_heads(
@@ -29,7 +35,8 @@ async def stage_on_heads(
     """
     if heads is None:
         raise PublishFailed("this pool knows no control ports: make it with from_cluster")
-    states = await heads.states()
+    patience = min(SLOW_SECONDS, until - time.monotonic())
+    states = await heads.states(patience)
     loaded = [name for name, state in states.items() if state.resident.weights]
     waiting = [name for name in loaded if not states[name].serving]
     barrier = Barrier(heads, version, loaded, push=push, spared=waiting)

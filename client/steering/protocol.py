@@ -54,11 +54,13 @@ class PushedTo:
         transport: `shm` or `tcp`.
         seconds: From its ticket to the moment when it had staged them.
         error: Why it has not; None: it has.
+        delta: Whether what differs from the version before came, in part at least, and not all bytes.
     """
 
     transport: str
     seconds: float
     error: str | None = None
+    delta: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,18 @@ class PublishReport:
             wait), `copy` (all tensors are in shared memory, hashed), `transfer` (every replica has
             every byte), `stage` (every replica has verified them), `commit`.
         replicas: By name.
+        bytes_sent: What this process sent over TCP, to the first replica of each chain.
     """
 
     bytes: int
     seconds: Mapping[str, float]
     replicas: Mapping[str, PushedTo]
+    bytes_sent: int = 0
+
+    @property
+    def deltas(self) -> int:
+        """How many replicas got what differs from the version before."""
+        return sum(each.delta for each in self.replicas.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +108,33 @@ class Published:
     pause_seconds: float | None
     message: str
     report: PublishReport | None = None
+
+
+class HandedOver(Protocol):
+    """What `rollout_worker.embedded.Worker.hand_over` returns: weights that the worker of this process has staged."""
+
+    @property
+    def epoch(self) -> int:
+        """The trainer's, under which they were handed over."""
+
+    @property
+    def version(self) -> int:
+        """Theirs."""
+
+
+def identity_handed_over(handed: HandedOver, epoch: int | None) -> WeightsId:
+    """Return the identity to move the target to.
+
+    Raises:
+        ValueError: They were not handed over under the epoch that this trainer holds.
+    """
+    if handed.epoch != epoch:
+        holds = "has none" if epoch is None else f"holds epoch {epoch}"
+        raise ValueError(
+            f"version {handed.version} was handed over under epoch {handed.epoch}, and this trainer {holds}: call "
+            "pool.acquire() once, and give each hand_over epoch=pool.epoch"
+        )
+    return WeightsId(epoch=handed.epoch, version=handed.version)
 
 
 class Steering(Protocol):

@@ -190,10 +190,14 @@ class _Writer:
         self._total += size
 
     def _write(self) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         file = self._folder / f"{len(self._shards)}.safetensors"
-        save_file(self._shard, file, metadata={"format": "pt"})
+        try:
+            save_file(self._shard, file, metadata={"format": "pt"})
+        except SafetensorError as error:  # its way to say that the disk is full
+            raise OSError(f"version {self._final} can't be written: {error}") from error
         for name, fields in _header(file).items():
             shape, digest = tuple(fields["shape"]), _digest(self._shard[name])
             self._hashed[name] = Hashed(fields["dtype"], shape, digest)

@@ -1,12 +1,13 @@
-"""The verbs that a pool is steered with: epochs, weights, sleep. `AsyncRolloutPool` has them all."""
+"""The verbs that a pool is steered with: epochs, weights, sleep; whole, as `AsyncRolloutPool` has them all."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import PurePath
 from types import EllipsisType
 from typing import TYPE_CHECKING, Self, Unpack
@@ -19,14 +20,18 @@ from .protocol import (
     ACQUIRE_SECONDS,
     PUBLISH_SECONDS,
     STATE_SECONDS,
+    HandedOver,
     OnProgress,
     PoolState,
     Published,
     Steering,
+    identity_handed_over,
     source_of,
 )
 from .pushing.options import PushOptions, PushPlan, check_path
-from .pushing.push import Push, Pusher
+from .pushing.push import Push
+from .pushing.pusher import Pusher
+from .pushing.together import Together, Work
 from .spool import SHARD_BYTES, drain, spool
 from .versions import KEEP, Versions
 
@@ -57,6 +62,7 @@ class SteeringVerbs:
         self._steering_hook = hook
         self._max_staleness = max_staleness
         self._pusher = Pusher()
+        self._together = Together(self._pusher)
 
     async def _steer(self) -> Steering:
         if self._steering is None:
@@ -107,14 +113,36 @@ class SteeringVerbs:
             Superseded: Newer weights took their place.
             EpochLost: Another trainer has the pool now.
             ValueError: A tensor can't be published; names it. Or there is no memory for them.
+            OSError: The folder of `spool` can't be written; nothing was committed.
         """
         if tensors is None:
             check_path(path, options)
             assert not isinstance(path, EllipsisType)
             return await self._publish(version, source_of(path), seconds, progress)
         plan = PushPlan.of(path, options)
+
+        async def push(begin: Callable[[], Push]) -> Published:
+            return await self._push(begin, version, tensors, plan, seconds, progress)
+
+        if plan.ranks is None:
+            return await push(
+                partial(self._pusher.begin, tensors, plan.transport, plan.rate, delta=plan.delta)
+            )
+        work = Work(plan.ranks, version, tensors, seconds, plan.transport, plan.rate)
+        return await self._together.publish(work, push)
+
+    async def _push(
+        self,
+        begin: Callable[[], Push],
+        version: int,
+        tensors: Tensors,
+        plan: PushPlan,
+        seconds: float,
+        progress: OnProgress,
+    ) -> Published:
+        """Publish what this process has, or rank 0 with the others."""
         try:
-            push = self._pusher.begin(tensors, plan.transport)
+            push = begin()
         except BaseException:
             await drain(tensors)
             raise
@@ -130,6 +158,21 @@ class SteeringVerbs:
             return await sending
         finally:
             push.close()
+
+    async def publish_handed_over(
+        self,
+        handed: HandedOver,
+        *,
+        seconds: float = PUBLISH_SECONDS,
+        progress: OnProgress = lambda progress: None,
+    ) -> Published:
+        """Let all replicas serve what `Worker.hand_over` staged in them, and return once they do.
+
+        Of several ranks each hands over to its own worker, and one of them calls this with what it got; who was
+        handed nothing fetches it from the others. Raises what `publish_weights` raises.
+        """
+        version = identity_handed_over(handed, self.epoch).version
+        return await self._publish(version, WeightsSource(pushed=Pushed()), seconds, progress)
 
     async def _send(
         self,

@@ -6,10 +6,13 @@ would hold them together with its parent.
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +20,7 @@ from pathlib import Path
 
 from rollout_client.errors import TurnFailed
 from rollout_worker.turn import Turn, TurnError, TurnTimeout
+from rollout_worker.turn.memory import BACK_SECONDS, settled
 
 from .plan import ENV_DIRECTORY
 
@@ -100,20 +104,30 @@ class Locks:
         _around.set((*around, self))
 
     async def take(self, seconds: float | None) -> None:
-        """Wait until all are had; whoever is cancelled holds nothing.
+        """Wait until all are had, and the memory of a holder that died is back.
+
+        Whoever is cancelled gives back what it has (`give`).
 
         Raises:
             TurnFailed: Not within these seconds, or the directory can't be used.
         """
         if (turn := self._borrow()) is not None:
+            began = time.monotonic()
             with _as_failed():
                 await turn.take_async(seconds, _tell)
+            if turn.left_by:
+                await _room(turn.left_by, began, seconds)
 
     def take_here(self, seconds: float | None) -> None:
         """As `take`, in a program without an event loop."""
         if (turn := self._borrow()) is not None:
+            began = time.monotonic()
             with _as_failed():
                 turn.take(seconds, _tell)
+            if turn.left_by:
+                # In a thread of its own: this one may have a running loop.
+                with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                    thread.submit(asyncio.run, _room(turn.left_by, began, seconds)).result()
 
     def give(self) -> None:
         """Give back what is held, for all processes that share it."""
@@ -134,7 +148,7 @@ class Locks:
         return self._turn
 
     def filenos(self) -> list[int]:
-        """Return the open lock files, for processes that shall hold the turn, too."""
+        """Return what processes inherit that shall hold the turn, too."""
         return [] if self._turn is None else self._turn.fileno_list()
 
     def environment(self) -> dict[str, str]:
@@ -156,3 +170,14 @@ def _as_failed() -> Iterator[None]:
 def _tell(waiting_for: Mapping[str, str]) -> None:
     for device, holder in waiting_for.items():
         logger.info("waiting for %s, which %s has", device, holder)
+
+
+async def _room(left_by: Mapping[str, str], began: float, seconds: float | None) -> None:
+    """Let the driver take back what a holder that died had; nobody waits for one that gave its turn back."""
+    left = BACK_SECONDS if seconds is None else began + seconds - time.monotonic()
+    if not await settled(min(BACK_SECONDS, max(0.0, left))):
+        for device, holder in left_by.items():
+            logger.warning(
+                "%s still gives back the memory of %s, which has ended: there may be too little of it",
+                device, holder,
+            )  # fmt: skip

@@ -33,8 +33,8 @@ class HeldTurn:
 
     Attributes:
         devices: Names of the devices that are locked for it; none without locks.
-        filenos: Their open lock files. A process that inherits them (`pass_fds`) and outlives this
-            one keeps the turn until it has ended.
+        filenos: Their open lock files, and what lets the locks fall last when a process dies. One that
+            inherits them all (`pass_fds`) and outlives this one keeps the turn until it has ended.
     """
 
     devices: tuple[str, ...]

@@ -20,7 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 
 import grpo
 import train
-from grpo import Policy, Publisher
+from grpo import Policy
+from publishing import Publisher
 from rollout_client import RolloutPool
 
 
@@ -47,7 +48,8 @@ def main() -> None:
     policy = Policy(args.model, args.digits)
     with RolloutPool.from_cluster(args.pool, args.namespace) as pool:
         pool.wait_serving(seconds=grpo.DEADLINE)
-        publisher = Publisher(pool, policy, args.weights, args.mount)
+        # By files: memory that sleeps takes no pushed tensors.
+        publisher = Publisher(pool, policy, args.weights, args.mount, ways=("files",))
         for step in range(1, args.steps + 1):
             began = time.monotonic()
             samples = train.sample(pool, args.digits, args.seed + step)

@@ -24,20 +24,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from statistics import median
-from typing import Literal
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rollout_client import RolloutPool
+from publishing import Publisher, Update, table
 
-GROUP, TEMPERATURE, KEPT_VERSIONS, KEPT_FOLDERS, DEADLINE = 8, 0.8, 4, 3, 300.0
+GROUP, TEMPERATURE, KEPT_VERSIONS, DEADLINE = 8, 0.8, 4, 300.0
 CLIP_LOW, CLIP_HIGH, TRUNCATE, TOLERANCE = 0.2, 0.28, 2.0, 1e-3
 Identity = tuple[int, int]
-Way = Literal["files", "auto", "shm", "tcp"]
 
 
 @dataclass(frozen=True)
@@ -155,54 +152,6 @@ class Policy:
         self.optimizer.step()
 
 
-class Publisher:
-    """Publishes one version after another to the pool, in an epoch of its own.
-
-    Args:
-        pool: the pool that this becomes the trainer of.
-        policy: remembers each version *before* it is published and anyone can sample from it.
-        weights: folder for the versions.
-        mount: the same folder, as the workers see it.
-        ways: how versions are published, in turn: `files`, or a transport of `publish_weights`.
-    """
-
-    def __init__(
-        self,
-        pool: RolloutPool,
-        policy: Policy,
-        weights: Path,
-        mount: Path,
-        ways: Sequence[Way] = ("files",),
-    ) -> None:
-        self.pool, self.policy = pool, policy
-        self.epoch, self.version = pool.acquire(), 0
-        self.committed: Identity = (0, 0)
-        self.folder, self.mount = weights, mount
-        self.ways = tuple(ways)
-        self.took: tuple[str, float] = ("", 0.0)
-
-    @property
-    def identity(self) -> Identity:
-        """The newest version that may have been sampled from."""
-        return (self.epoch, self.version) if self.version else (0, 0)
-
-    def publish(self) -> None:
-        """Publish the current policy; return once it is committed."""
-        self.version += 1
-        self.policy.remember(self.identity)
-        way, began = self.ways[self.version % len(self.ways)], time.monotonic()
-        model, version = self.policy.model, self.version
-        if way == "files":
-            # A few more than serve: for workers that restart meanwhile.
-            self.pool.save_and_publish(
-                model, version, self.folder, mounted_at=self.mount, keep=KEPT_FOLDERS
-            )
-        else:
-            self.pool.publish_weights(version, tensors=model, transport=way)
-        self.took = way, time.monotonic() - began
-        self.committed = self.identity
-
-
 def advantages(rewards: Tensor) -> Tensor:
     """Return [B]: rewards, centered and scaled within each group."""
     groups = rewards.view(-1, GROUP)
@@ -253,8 +202,8 @@ def train(publisher: Publisher, draw: Callable[[int], Samples], steps: int, seed
                 logprob_difference=matching,
                 raw_difference=raw,
                 importance=round(importance, 4),
-                transport=publisher.took[0],
-                publish_seconds=round(publisher.took[1], 3),
+                transport=publisher.updates[-1].way,
+                publish_seconds=round(publisher.updates[-1].seconds, 3),
                 seconds=round(time.monotonic() - began, 2),
             )
             rows.append(row)
@@ -276,51 +225,26 @@ def _tell(row: Row) -> None:
     )
 
 
-def write(rows: list[Row], folder: Path, title: str, chance: float) -> None:
-    """Write `table.csv` and the learning curve `reward.png`."""
+def write(
+    rows: list[Row], updates: Sequence[Update], folder: Path, title: str, chance: float
+) -> None:
+    """Write `table.csv`, the learning curve `reward.png` and what publishing took: `publishing.txt`."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "table.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, [field.name for field in fields(Row)])
-        table.writeheader()
-        table.writerows(asdict(row) for row in rows)
+        written = csv.DictWriter(file, [field.name for field in fields(Row)])
+        written.writeheader()
+        written.writerows(asdict(row) for row in rows)
     print(
         f"reward {rows[0].reward:.3f} -> {rows[-1].reward:.3f} in {len(rows)} steps; see {folder}"
     )
-    for way in sorted({row.transport for row in rows}):
-        took = [row.publish_seconds for row in rows if row.transport == way]
-        print(
-            f"{len(took)} versions published by {way}: median {median(took):.3f} s, "
-            f"longest {max(took):.3f} s"
-        )
+    (folder / "publishing.txt").write_text((told := table(updates)) + "\n")
+    print(told)
     axes = (figure := Figure(figsize=(6, 3.5), layout="constrained")).subplots()
     axes.plot([row.step for row in rows], [row.reward for row in rows], marker=".")
     axes.axhline(chance, linestyle=":", color="grey", label="chance")
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title=title)
     axes.legend(loc="lower right")
     figure.savefig(folder / "reward.png", dpi=120)
-
-
-def with_transport(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add what says how weights get to the workers."""
-    ways = ("files", "auto", "shm", "tcp")
-    parser.add_argument(
-        "--transport",
-        choices=ways,
-        default="files",
-        help="how weights are published: as files of the shared volume, or straight into the workers'"
-        " memory, over shared memory or TCP",
-    )
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="publish every second version as files all the same, to see both times side by side",
-    )
-    return parser
-
-
-def ways_of(args: argparse.Namespace) -> tuple[Way, ...]:
-    """Return how versions are to be published, in turn."""
-    return (args.transport, "files") if args.compare else (args.transport,)
 
 
 def arguments(text: str, steps: int) -> argparse.ArgumentParser:

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 import grpo
-from grpo import GROUP, TEMPERATURE, Policy, Publisher, Samples
+from grpo import GROUP, TEMPERATURE, Policy, Samples
+from publishing import Publisher, ways_of, with_transport
 from rollout_client import GenerateResult, RolloutPool
 
 TEN, PROMPTS, LENGTH = 10, 32, 12
@@ -66,7 +67,7 @@ def _by_token(result: GenerateResult) -> Iterator[tuple[int, int, bool]]:
 
 def main() -> None:
     """Command line."""
-    parser = grpo.with_transport(grpo.arguments(__doc__ or "", steps=40))
+    parser = with_transport(grpo.arguments(__doc__ or "", steps=40))
     parser.add_argument("--digits", type=int, nargs=TEN, default=range(20, 30), metavar="ID")
     args = parser.parse_args()
     disable_progress_bar()
@@ -74,10 +75,10 @@ def main() -> None:
     with RolloutPool.from_cluster(args.pool, args.namespace) as pool:
         pool.wait_serving(seconds=grpo.DEADLINE)
         policy = Policy(args.model, args.digits)
-        publisher = Publisher(pool, policy, args.weights, args.mount, grpo.ways_of(args))
+        publisher = Publisher(pool, policy, args.weights, args.mount, ways_of(args))
         draw = partial(sample, pool, args.digits)
         rows = grpo.train(publisher, draw, args.steps, args.seed)
-    grpo.write(rows, args.out, "GRPO: counting on", chance=1 / TEN)
+    grpo.write(rows, publisher.updates, args.out, "GRPO: counting on", chance=1 / TEN)
 
 
 if __name__ == "__main__":

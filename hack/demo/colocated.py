@@ -28,7 +28,7 @@ NAMESPACE = "colocated"
 POOL, JOB, CLAIM = "shared", "colocated", "colocated-gpus"
 DEVICES, STEPS = 2, 8
 EXAMPLES = REPOSITORY / "examples"
-SCRIPTS = ("colocated/turns.py", "grpo/grpo.py", "grpo/train.py")
+SCRIPTS = ("colocated/turns.py", "grpo/grpo.py", "grpo/publishing.py", "grpo/train.py")
 
 
 def main() -> int:

@@ -66,10 +66,16 @@ class Judge:
 
     def __init__(self, state: Path) -> None:
         self._state = state
-        self._lines: list[dict[str, Any]] = []
         self._file = state / "judge.jsonl"
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lines: list[dict[str, Any]] = []
+        self._read_bytes = 0
+        self._verdicts: dict[float, _Verdict] = {}
 
     def __enter__(self) -> Self:
+        self._forget()
         with self._file.open("w") as out:
             command = [sys.executable, "-I", str(PROGRAM), str(self._state)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out)
@@ -94,10 +100,7 @@ class Judge:
 
     def having(self, idle_mib: float) -> dict[str, set[str]]:
         """Return the pods that have memory of each device now."""
-        verdict = _Verdict(idle_mib)
-        for line in self._read():
-            verdict.see(line)
-        return verdict.now()
+        return self._verdict(idle_mib).now()
 
     def report(self, idle_mib: float) -> Report:
         """Return what it saw since it began, up to now.
@@ -105,26 +108,33 @@ class Judge:
         Args:
             idle_mib: a worker's memory asleep.
         """
-        lines = self._read()
-        verdict = _Verdict(idle_mib)
-        for line in lines:
-            verdict.see(line)
-        ends = [line for line in lines if "looks" in line]
-        last: dict[str, Any] = ends[-1] if ends else {"looks": 0, "gap": 0.0, "t": 0.0}
-        began = lines[0]["t"] if lines else 0.0
+        verdict = self._verdict(idle_mib)
+        last = verdict.last_end
         return Report(
-            seconds=last["t"] - began,
+            seconds=last["t"] - verdict.began,
             looks=last["looks"],
             longest_gap=last["gap"],
-            overlap=verdict.overlap,
-            turns=verdict.turns,
+            overlap=dict(verdict.overlap),
+            turns=dict(verdict.turns),
             pods=frozenset(verdict.pods),
         )
 
+    def _verdict(self, idle_mib: float) -> _Verdict:
+        """Add what has been written since it was asked for last."""
+        lines = self._read()
+        verdict = self._verdicts.setdefault(idle_mib, _Verdict(idle_mib))
+        for line in lines[verdict.seen :]:
+            verdict.see(line)
+        return verdict
+
     def _read(self) -> list[dict[str, Any]]:
-        return [
-            json.loads(line) for line in self._file.read_text().splitlines() if line[-1:] == "}"
-        ]
+        """Return all lines; only the new ones are read, and one that is being written waits for its end."""
+        with self._file.open("rb") as file:
+            file.seek(self._read_bytes)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._lines += [json.loads(line) for line in whole.splitlines()]
+        self._read_bytes += len(whole) + len(newline)
+        return self._lines
 
 
 @dataclass
@@ -135,6 +145,11 @@ class _Verdict:
     overlap: dict[str, float] = field(default_factory=dict)
     turns: dict[str, int] = field(default_factory=dict)
     pods: set[str] = field(default_factory=set)
+    seen: int = 0
+    """So many lines."""
+    began: float = 0.0
+    last_end: Mapping[str, Any] = field(default_factory=lambda: {"looks": 0, "gap": 0.0, "t": 0.0})
+    """The last line that told how often the judge had looked."""
     _marks: set[tuple[str, str]] = field(default_factory=set)
     _memory: dict[tuple[str, str], float] = field(default_factory=dict)
     _last: dict[str, str] = field(default_factory=dict)
@@ -142,6 +157,11 @@ class _Verdict:
 
     def see(self, line: Mapping[str, Any]) -> None:
         """Take one line in; they come in the order of time."""
+        if not self.seen:
+            self.began = line["t"]
+        self.seen += 1
+        if "looks" in line:
+            self.last_end = line
         for device, pods in self.now().items():
             self.overlap.setdefault(device, 0.0)
             self.overlap[device] += line["t"] - self._since if len(pods) > 1 else 0.0

@@ -188,7 +188,8 @@ def _scope() -> dict[str, Schema]:
             controlTLS=group(
                 secretName=text(
                     "Secret (tls.crt, tls.key) in each namespace with workers; with it their control "
-                    f"ports speak TLS only. Its certificate is for the name {CONTROL_TLS_NAME}.",
+                    "ports speak TLS only, and those for weights where a pool requires it. Its "
+                    f"certificate is for the name {CONTROL_TLS_NAME}.",
                     pattern=OPTIONAL_NAME,
                 ),
                 caSecretName=text(

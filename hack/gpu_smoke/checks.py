@@ -112,6 +112,19 @@ def many_commits(scene: Scene) -> str:
     return f"{COMMITS} commits, outputs right, memory {grown:+.0f} MiB since the fifth"
 
 
+def held_ahead(scene: Scene) -> str:
+    """Before a commit each rank holds what is staged, on a GPU page-locked; the pause is one copy."""
+    if scene.kind.in_process:
+        raise NotHere("hf serves from what is staged")
+    scene.stage()
+    size, ranks, known, locked = scene.held()
+    if ranks < known or (scene.plan.device == "cuda" and locked < ranks):
+        raise Wrong(f"{ranks} of {known} ranks hold the staged weights, {locked} page-locked")
+    pause = scene.commit(in_flight="Abort")["pause_seconds"]
+    outputs(scene)
+    return f"{locked} of {ranks} ranks page-locked, {size / pause / 2**30:.1f} GiB/s in the pause"
+
+
 def sleeps(scene: Scene) -> str:
     """Both levels give memory back; a staged wake commits before the KV cache is there."""
     awake, told = scene.memory(), []
@@ -188,6 +201,7 @@ CHECKS: dict[str, Check] = {
     "outputs": outputs,
     "limits": limits,
     "commits under load": commits_under_load,
+    "held ahead": held_ahead,
     "20 commits": many_commits,
     "sleep": sleeps,
     "abort asleep": abort_asleep,

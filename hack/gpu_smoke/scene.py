@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +27,10 @@ Device = Literal["cuda", "cpu"]
 START_SECONDS = 900.0
 CALL_SECONDS = 300.0
 SIZES = ("tiny", "0.5b")
+HELD = re.compile(
+    r"staged weights of (\d+) bytes are held by (\d+) of (\d+) ranks, page-locked by (\d+)"
+)
+"""What the worker says once its engine's ranks hold a version."""
 
 
 class Wrong(Exception):
@@ -174,6 +179,17 @@ class Scene:
             return bool(slot["phase"] == "Staged")
 
         until_sync(over, CALL_SECONDS, what="the stage")
+
+    def held(self) -> tuple[int, ...]:
+        """Return bytes, ranks that hold what was staged last, ranks there are, ranks that locked it.
+
+        Raises:
+            Wrong: the log does not say so.
+        """
+        found = HELD.findall((self.folder / "worker.log").read_text())
+        if not found:
+            raise Wrong("no rank was told of what was staged: see worker.log")
+        return tuple(map(int, found[-1]))
 
     def commit(self, **fields: Any) -> dict[str, Any]:
         """Commit what is staged."""

@@ -5,7 +5,7 @@
     make test PYTEST_ARGS=tests/api                of one lane, those
 
 What failed is tried once more if no tests were chosen and at most two failed; see `retrying`.
-Each lane's own output is in the cache's logs/tests-<lane>.log.
+Each lane's own output is in the cache's logs/tests-<lane>.log, every test's time in logs/tests-seconds.tsv.
 """
 
 from __future__ import annotations
@@ -114,5 +114,6 @@ def main() -> int:
     finally:
         remove_clusters(tests.env)
     print("\n".join(summary.lines()), flush=True)
+    (tests.logs / "tests-seconds.tsv").write_text(summary.table)
     (tests.logs / "tests-totals.txt").write_text(f"{summary.totals}\n")
     return 0 if summary.succeeded else 1

@@ -21,15 +21,15 @@ BUDGETS = {
 """Seconds of each tier while all lanes run; the last lane runs its tiers in this order."""
 
 LANES: dict[str, tuple[str, ...]] = {
-    "cluster": ("scale", "cluster"),
-    "contract": ("contract", "chart", "api"),
+    "cluster": ("scale/", "cluster/"),
+    "contract": ("contract/", "chart/", "api/", "unit/test_operator"),
     "rest": (),
 }
-"""The lanes and their tiers, in the order in which they run; the last lane has all other tiers.
+"""The lanes and what runs in them, in this order: all files below `tests/` that begin so.
 
-They are about equally long. The first has what makes networks on this machine, its real nodes last: what failed on
-them is tried again there, so they outlive their tests. Engines start first in the second, then in the
-third: what the other one has meanwhile mostly waits, for deadlines and API servers.
+The last lane has what no other one has. They are about equally long. The first has what makes networks on this
+machine, its real nodes last: what failed on them is tried again there, so they outlive their tests. Engines start
+first in the second, then in the third: what the other one has meanwhile mostly waits, for deadlines and API servers.
 """
 
 
@@ -51,18 +51,50 @@ def lanes(words: Sequence[str]) -> list[Lane]:
     Raises:
         NoTestsError: a lane has no tests at all.
     """
-    chosen = [word for word in words if is_path(word)]
+    everything = _files(TESTS)
+    chosen = [
+        path
+        for word in words
+        if is_path(word)
+        for path in (_files(Path(word)) if Path(word).is_dir() else [word])
+    ]
     found = []
-    named = {tier for tiers in LANES.values() for tier in tiers}
-    others = tuple(tier for tier in _tiers() if tier not in named)
-    for name, tiers in ((name, LANES[name] or others) for name in LANES):
-        folders = tuple(str(TESTS / tier) for tier in tiers if (TESTS / tier).is_dir())
-        if not folders:
-            raise NoTestsError(f"lane {name!r} has no tests: none of {list(tiers)} is in {TESTS}/")
-        paths = tuple(path for path in chosen if tier_of(path) in tiers) if chosen else folders
+    for name, entries in LANES.items():
+        if name not in map(_lane_of, everything):
+            raise NoTestsError(f"lane {name!r} has no tests: none of {list(entries)} in {TESTS}/")
+        paths = tuple(path for path in chosen or everything if _lane_of(path) == name)
         if paths:
             found.append(Lane(name, paths))
     return found
+
+
+def _files(folder: Path) -> list[str]:
+    """Return the files with tests in a folder, those of one tier together, in the order in which they run."""
+    order = [entry for entries in LANES.values() for entry in entries]
+    tiers = list(BUDGETS)
+
+    def rank(path: str) -> tuple[int, int, str]:
+        tier = tier_of(path)
+        return (
+            order.index(_entry(path) or order[-1]),
+            tiers.index(tier) if tier in tiers else len(tiers),
+            path,
+        )
+
+    return sorted(map(str, folder.rglob("test_*.py")), key=rank)
+
+
+def _entry(path: str) -> str | None:
+    """Return what of `LANES` a path begins with; None: nothing."""
+    inner = str(Path(path).relative_to(TESTS))
+    entries = (entry for entries in LANES.values() for entry in entries)
+    return next((entry for entry in entries if inner.startswith(entry)), None)
+
+
+def _lane_of(path: str) -> str:
+    """Return the lane in which a file or a test below `tests/` runs."""
+    entry = _entry(path)
+    return next((name for name, entries in LANES.items() if entry in entries), list(LANES)[-1])
 
 
 def is_path(word: str) -> bool:
@@ -73,9 +105,3 @@ def is_path(word: str) -> bool:
 def tier_of(test: str) -> str:
     """Return the tier of a path or node id below `tests/`."""
     return Path(test.partition("::")[0]).relative_to(TESTS).parts[0]
-
-
-def _tiers() -> list[str]:
-    """Every folder with tests: a new one runs without being named here."""
-    there = sorted(folder.name for folder in TESTS.glob("*/") if any(folder.rglob("test_*.py")))
-    return [tier for tier in BUDGETS if tier in there] + [t for t in there if t not in BUDGETS]

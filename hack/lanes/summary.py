@@ -70,6 +70,9 @@ class Summary:
         """Yield what is printed."""
         yield from self._slowest()
         yield from self._tiers()
+        for name, lane in self.lanes.items():
+            seconds = sum(result.seconds for result in lane.results)
+            yield f"lane {name:<10} {seconds:6.0f}"
         for result in self.flaky:
             yield _title("FLAKY")
             yield f"{result.test}: failed, then passed when run again. The failure:"
@@ -83,6 +86,11 @@ class Summary:
         hours, minutes = divmod(int(self.seconds) // 60, 60)
         clock = f"{hours}:{minutes:02}:{int(self.seconds) % 60:02}"
         yield f"{self.totals} in {self.seconds:.2f}s ({clock})"
+
+    @property
+    def table(self) -> str:
+        """Every test with its seconds, a line each."""
+        return "".join(f"{r.seconds:.2f}\t{r.outcome}\t{r.test}\n" for r in self.results)
 
     def _slowest(self) -> Iterator[str]:
         yield _title(f"the {SLOWEST} slowest tests")

@@ -119,15 +119,6 @@ class RolloutReplicaSpec(ApiModel):
             path=".parallelism",
         ),
         cel(
-            "self.parallelism.nodes == 1 || !has(self.weights) || !has(self.weights.target) || "
-            "!has(self.weights.target.source.pushed)",
-            "'spec.weights.target.source.pushed: replicas of several pods take no pushed weights, and "
-            "parallelism.nodes is %d: publish files, as source.path'"
-            ".format([self.parallelism.nodes])",
-            expression=True,
-            path=".weights.target.source",
-        ),
-        cel(
             "self.engine.type == 'hf' || !has(self.weights) || !has(self.weights.inFlight) || "
             "!has(self.weights.inFlight.policy) || self.weights.inFlight.policy != 'Pin'",
             "'spec.weights.inFlight.policy: engine %s cannot run two versions at once (Pin): use "

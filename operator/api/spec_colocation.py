@@ -148,7 +148,8 @@ COLOCATED_RULES = (
     ),
     cel(
         "self.mode != 'Colocated' || self.parallelism.nodes == 1",
-        "'spec.parallelism.nodes: a Colocated pool has one pod per replica so far, not %d: set nodes to 1'"
+        "'spec.parallelism.nodes: pods of %d nodes can not take the turn for their devices together yet: set "
+        "nodes to 1 and let tensor fit the devices of one trainer pod, or use mode Standalone'"
         ".format([self.parallelism.nodes])",
         expression=True,
         path=".parallelism",

@@ -154,6 +154,12 @@ class Transport(ApiModel):
             )
         ),
     )
+    tls: Literal["Off", "Required"] = Field(
+        default="Off",
+        description="Required: that port takes TLS alone, with the certificate of the control ports, "
+        "which the chart's workers.controlTLS brings, and trainers and workers check it; a change "
+        "replaces the pods.",
+    )
 
 
 class Weights(ApiModel):
@@ -201,7 +207,12 @@ class Weights(ApiModel):
                 "type(self) == int ? self > 0 : quantity(self).isGreaterThan(quantity('0'))",
                 "spec.weights.stagingMemory must be more than 0: give it room for a version, or "
                 "leave it out",
-            )
+            ),
+            cel(
+                "type(self) == int || quantity(self).isLessThan(quantity('1E'))",
+                "spec.weights.stagingMemory must be less than 1E (10^18 bytes): give the size of a "
+                "version or two",
+            ),
         ),
     )
 

@@ -34,6 +34,8 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
 
     Status goes first: it holds the decisions that everything else relies on.
     """
+    # Looks change nothing, and their answers come while status is written.
+    poll(ctx, look.key, look.seen, plan.status, memory)
     try:
         later = await write_status(ctx, look.key, look.pool, plan.status, memory)
     except NotFound:
@@ -41,7 +43,6 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
     memory.barrier = plan.barrier
     post_events(ctx, look, plan, memory)
     count_update(ctx, look, plan)
-    poll(ctx, look.key, look.seen, plan.status, memory)
     if not look.seen.paused:
         writer = await _write_children(ctx, look, plan, memory)
         found = writer.obstacles
@@ -125,15 +126,12 @@ async def _write_children(ctx: Context, look: Look, plan: Plan, memory: Memory) 
         if deletion.forced:
             memory.witness.forced(deletion.uid, ctx.monotonic())
     await writer.all(writer.delete(p) for p in plan.delete)
-    if builder.image:
+    if builder.lacking is None:
         bodies = [builder.build(c.replica, c.rank, c.restarts, c.place) for c in plan.create]
         await writer.all(writer.create("pods", body) for body in bodies)
     elif plan.create:
-        engine = spec.engine.type.value
-        writer.obstacles.rejections["image"] = (
-            f"engine {engine} has no image: set spec.engine.image, or engines.{engine}.image "
-            "in the operator's chart"
-        )
+        what, why = builder.lacking
+        writer.obstacles.rejections[what] = why
     await writer.all(writer.gate(g) for g in plan.gates if g.serving)
     return writer
 

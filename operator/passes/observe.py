@@ -8,11 +8,12 @@ from rollout_operator.api import names
 from rollout_operator.api.names import Condition
 from rollout_operator.api.objects import Key, Obj
 from rollout_operator.api.spec import Mode, RolloutReplicaSpec
-from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.api.status import LastUpdate, RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.endpoints import read_gates
 from rollout_operator.core.hybrid import Candidate, members
+from rollout_operator.core.plan import Verb
 from rollout_operator.core.trainers import Beside, DeviceClaim, Trainer
-from rollout_operator.core.world import Observed, Pod
+from rollout_operator.core.world import Observed, Pod, Worker
 
 from .context import Context
 from .memory import Memory
@@ -116,12 +117,26 @@ def poll(
     moving = any(c is not None and c.status == "True" for c in conditions)
     updating = phase_of(status) in (UpdatePhase.STAGING, UpdatePhase.COMMITTING)
     heads = [p for p in seen.pods if p.rank == 0]
+    update = status.weights.last_update if updating else None
     # A head that serves has nothing new to say while its pool waits for the others.
-    fast = {p.uid for p in heads if moving and (updating or not p.gate)}
+    fast = {
+        p.uid
+        for p in heads
+        if moving and (not p.gate or _has_news(seen.workers.get(p.uid), update))
+    }
     polled = ctx.workers.watch(key, heads, fast)
     for uid in memory.polled - polled:
         ctx.workers.forget(uid)
     memory.polled = polled
+
+
+def _has_news(worker: Worker | None, update: LastUpdate | None) -> bool:
+    """Whether a look may show how far an update is: not of who has come to it, or is told to commit."""
+    if update is None or worker is None or worker.state is None:
+        return update is not None
+    slot, wanted = worker.state.weights.staged, update.identity.as_tuple()
+    staged = slot is not None and slot.phase == "Staged" and (slot.epoch, slot.version) == wanted
+    return not (staged or worker.active == update.identity or Verb.COMMIT in worker.running)
 
 
 def phase_of(status: RolloutReplicaStatus) -> UpdatePhase | None:

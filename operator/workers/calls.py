@@ -51,8 +51,9 @@ class Calls:
 
     Args:
         wake: Called with the key after each end.
-        after: Awaited with the lane before that, to look at the worker again (bounded by the
-            callee); the lane stays taken meanwhile, so that the next pass sees what the call did.
+        after: Awaited before that with the lane and what the call returned (None: it failed), to
+            look at the worker again (bounded by the callee); the lane stays taken meanwhile, so that
+            the next pass sees what the call did.
         clock: Monotonic seconds.
         may_start: Asked before each start; False refuses it (fenced).
     """
@@ -61,7 +62,7 @@ class Calls:
         self,
         wake: Callable[[Key], None],
         *,
-        after: Callable[[str], Awaitable[None]] | None = None,
+        after: Callable[[str, object], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.monotonic,
         may_start: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -87,7 +88,7 @@ class Calls:
             key: The pool to wake at the end.
             lane: The pod's uid, or the uid and the kind of call.
             name: What is called; failures are kept by it.
-            make: Makes the awaitable; its result is dropped.
+            make: Makes the awaitable; its result is for `after` alone.
             deadline: Seconds after which the call is cancelled and has failed.
             about: Failures are counted as long as this stays the same.
 
@@ -141,9 +142,10 @@ class Calls:
         deadline: float,
         about: Hashable,
     ) -> None:
+        answer: object = None
         try:
             async with asyncio.timeout(deadline):
-                await make()
+                answer = await make()
         except TimeoutError:
             self._fail(key, lane, name, f"no answer within {deadline:g} s", about)
         except ControlError as error:
@@ -156,7 +158,7 @@ class Calls:
         else:
             self._failures.get(lane, {}).pop(name, None)
         if self._after is not None:
-            await self._after(lane)
+            await self._after(lane, answer)
 
     def _end(self, key: Key, lane: str) -> None:
         self._running.pop(lane, None)

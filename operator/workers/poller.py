@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -35,6 +36,8 @@ STARTING_SECONDS = 1.0
 STALE_SECONDS = 15.0
 POLL_SECONDS = 3.0
 JITTER = 0.1
+EARLY_SECONDS = 0.02
+"""A poll that is due so soon may as well be now."""
 
 Ask = Callable[[Key, str], Awaitable[WorkerState]]
 """Asks the control port at an address (host:port) of a pool's pod."""
@@ -76,6 +79,8 @@ class _Head:
     """Version and phase of its staging slot, and since when they were seen."""
     slot_since: float = 0.0
     waiters: list[asyncio.Event] = field(default_factory=list)
+    due_at: float = 0.0
+    """When it is to be asked next; 0: at once."""
 
 
 class Poller:
@@ -111,23 +116,38 @@ class Poller:
         """Poll this head from now on; a call with other arguments changes them."""
         head = self._heads.get(pod_uid)
         hurried = fast and pod_uid not in self._fast
+        eased = not fast and pod_uid in self._fast
         (self._fast.add if fast else self._fast.discard)(pod_uid)
         if head is None or (head.key, head.address) != (key, address):
             self._heads[pod_uid] = _Head(key, address, self._clock())
             self._queue.forget(pod_uid)
             self._queue.add(pod_uid)
         elif hurried:
-            self._queue.add(pod_uid)
+            self._at_once(pod_uid, head)
+        elif eased and not head.waiters:
+            # The next fast poll is due in half a second, and nobody wants it any more.
+            head.due_at = self._clock() + self._interval(pod_uid, head)
 
     def unwatch(self, pod_uid: str) -> None:
         """Forget this head."""
         self._heads.pop(pod_uid, None)
         self._fast.discard(pod_uid)
 
+    def take(self, pod_uid: str, state: WorkerState) -> None:
+        """Note a state that a call of ours was answered: as good as a poll, and later than one under way."""
+        head = self._heads.get(pod_uid)
+        if head is not None:
+            self._note(head, state, None)
+
     def poke(self, pod_uid: str) -> None:
         """Poll this head now."""
-        if pod_uid in self._heads:
-            self._queue.add(pod_uid)
+        head = self._heads.get(pod_uid)
+        if head is not None:
+            self._at_once(pod_uid, head)
+
+    def _at_once(self, pod_uid: str, head: _Head) -> None:
+        head.due_at = 0.0
+        self._queue.add(pod_uid)
 
     async def refresh(self, pod_uid: str) -> None:
         """Poll this head now and return when its answer is there (or it failed to come)."""
@@ -161,7 +181,13 @@ class Poller:
             except QueueClosed:
                 return
             try:
-                await self._poll(uid)
+                head = self._heads.get(uid)
+                early = 0.0 if head is None else head.due_at - self._clock()
+                if early > EARLY_SECONDS:
+                    # It was put off: in the queue the first due time stands.
+                    self._queue.add(uid, early)
+                else:
+                    await self._poll(uid)
             finally:
                 self._queue.done(uid)
 
@@ -169,8 +195,9 @@ class Poller:
         head = self._heads.get(uid)
         if head is None:
             return
-        state, error = None, None
+        state, error, asked_at = None, None, self._clock()
         waiters, head.waiters = head.waiters, []
+        head.due_at = math.inf
         try:
             async with asyncio.timeout(POLL_SECONDS + 1):
                 state = await self._ask(head.key, head.address)
@@ -183,10 +210,14 @@ class Poller:
             error = f"{type(failure).__name__}: {failure}"
         if self._heads.get(uid) is not head:
             return  # no longer watched, or at another address
-        changed = self._note(head, state, error)
+        overtaken = head.answered_at is not None and head.answered_at > asked_at
+        changed = not overtaken and self._note(head, state, error)
         for waiter in waiters:
             waiter.set()
-        self._queue.add(uid, self._interval(uid, head))
+        interval = self._interval(uid, head)
+        if head.due_at == math.inf:  # else somebody has asked for the next one meanwhile
+            head.due_at = self._clock() + interval
+        self._queue.add(uid, interval)
         if changed:
             self._wake(head.key)
 

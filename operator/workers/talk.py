@@ -13,6 +13,7 @@ from rollout_operator.core.plan import CallWorker, Verb
 from rollout_operator.core.world import CallError, Pod, Worker
 from rollout_operator.kube.errors import KubeError
 from rollout_worker.schemas import (
+    Committed,
     OfferRequest,
     Peer,
     PushedBytes,
@@ -20,6 +21,7 @@ from rollout_worker.schemas import (
     StageRequest,
     StageSource,
     WeightsId,
+    WorkerState,
 )
 
 from .calls import Calls
@@ -94,16 +96,25 @@ class Workers:
         """Start a planned call; its end wakes the pool."""
         worker = self.control(key, address_of(pod))
 
-        async def make() -> None:
+        async def make() -> object:
             planned = await self._with_peers(key, call) if call.peers else call
-            await _send(worker, planned)
+            answer = await _send(worker, planned)
             if call.verb is Verb.STAGE:
                 # Other calls refresh the view of their worker by themselves: their lane is the pod.
                 await self.poller.refresh(call.uid)
+            return answer
 
         return self.calls.start(
             key, lane_of(call.uid, call.verb), call.verb, make, call.deadline_seconds, call.about
         )
+
+    async def ended(self, lane: str, answer: object) -> None:
+        """Learn what a call did: from the state in its answer, else by a look at the worker."""
+        state = answer.state if isinstance(answer, Committed) else answer
+        if isinstance(state, WorkerState):
+            self.poller.take(lane, state)
+        else:
+            await self.poller.refresh(lane)
 
     async def _with_peers(self, key: Key, call: CallWorker) -> CallWorker:
         """Return the stage with peers to fetch from: each is asked for a ticket, good for one fetch."""
@@ -150,24 +161,24 @@ def _control_port(ip: str | None) -> str:
     return f"{host}:{names.CONTROL_PORT}"
 
 
-async def _send(worker: WorkerControl, call: CallWorker) -> None:
+async def _send(worker: WorkerControl, call: CallWorker) -> object:
     try:
-        await _call(worker, call)
+        return await _call(worker, call)
     except ControlError as error:
         # Our hold is released; the worker's state says who else still holds it.
         if error.slug != "held" or call.verb not in (Verb.RESUME, Verb.WAKE):
             raise
+        return None
 
 
-async def _call(worker: WorkerControl, call: CallWorker) -> None:
+async def _call(worker: WorkerControl, call: CallWorker) -> object:
     if isinstance(call.body, StageRequest):
         await _stage(worker, call.body)
-        return
+        return None
     send: Callable[..., Awaitable[object]] = getattr(worker, call.verb.value)
     if call.verb in (Verb.REQUIRE, Verb.DISCARD, Verb.RESUME):
-        await send(call.body)
-    else:
-        await send(call.body, timeout=call.deadline_seconds)
+        return await send(call.body)
+    return await send(call.body, timeout=call.deadline_seconds)
 
 
 async def _stage(worker: WorkerControl, request: StageRequest) -> None:

@@ -130,6 +130,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         )
         for size in (0, "0Gi", "0.0")
     },
+    "staging memory beyond measure": (
+        {"weights": {"stagingMemory": "1e100"}},
+        "spec.weights.stagingMemory must be less than 1E (10^18 bytes)",
+    ),
     "staging memory without a size": (
         {"weights": {"stagingMemory": "much"}},
         "spec.weights.stagingMemory in body should match",
@@ -334,16 +338,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         },
         'unknown field "spec.weights.target.source.pushed.layoutId"',
     ),
-    "pushed to replicas of two pods": (
-        {
-            "engine": {"type": "vllm"},
-            "accelerator": GPU,
-            "parallelism": {"tensor": 2, "nodes": 2},
-            "weights": {"target": {"epoch": 1, "version": 1, "source": {"pushed": {}}}},
-        },
-        "spec.weights.target.source.pushed: replicas of several pods take no pushed weights, and "
-        "parallelism.nodes is 2: publish files, as source.path",
-    ),
     "(0, 0) pushed": (
         {"weights": {"target": {"epoch": 0, "version": 0, "source": {"pushed": {}}}}},
         "(0, 0) is the model's own checkpoint: set source to {checkpoint: {}}, or raise version",
@@ -466,7 +460,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "colocated gangs": (
         {**COLOCATED, "engine": {"type": "vllm"}, "parallelism": {"tensor": 4, "nodes": 2}},
-        "spec.parallelism.nodes: a Colocated pool has one pod per replica so far, not 2: set nodes to 1",
+        "spec.parallelism.nodes: pods of 2 nodes can not take the turn for their devices together yet: set "
+        "nodes to 1 and let tensor fit the devices of one trainer pod, or use mode Standalone",
     ),
     "no slots": (colocated(slots=0), "spec.colocation.slots in body should be greater than or"),
     "every pod a trainer": (

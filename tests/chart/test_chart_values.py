@@ -196,7 +196,7 @@ def test_control_ports_speak_tls_with_both_secrets_only() -> None:
     for engine in defaults.values():
         mounts = {m["name"]: m["mountPath"] for m in engine.pod_template["volumeMounts"]}
         files = {e["name"]: e["value"] for e in engine.env if "TLS" in e["name"]}
-        assert set(files) == {flag.env for flag in FLAGS if "tls" in flag.name}
+        assert set(files) == {flag.env for flag in FLAGS if "control-tls" in flag.name}
         assert all(file.startswith(mounts["control-tls"]) for file in files.values())
     spec = pod(documents)["spec"]
     [container] = spec["containers"]

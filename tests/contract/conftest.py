@@ -11,15 +11,33 @@ from collections.abc import Iterator
 import pytest
 
 from contracts import Fleet, Served
-from engine_kinds import EngineKind, kinds, left_out
+from engine_kinds import EMBEDDED, EngineKind, kinds, left_out
 from reference import Reference
 from reviews import reviews
 from tinymodels import TinyModels
 from tinymodels import tiny_models as tiny_models
 from waiting import until_sync
 
+EMBEDDED_DAILY = (
+    "test_contract_holds",
+    "test_contract_info",
+    "test_contract_pushed",
+    "test_contract_zz_ends",
+)
+"""What tells an embedded worker from others, if anything does: memory, threads and the end, with hf. The rest is for
+`make soak`."""
 
-@pytest.fixture(scope="session", params=kinds(), ids=str)
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        given = getattr(getattr(item, "callspec", None), "params", {})
+        kind = given.get("kind")
+        if kind in EMBEDDED and not (kind.engine == "hf" and item.path.stem in EMBEDDED_DAILY):
+            item.add_marker(pytest.mark.soak)
+
+
+@pytest.fixture(scope="session", params=[*kinds(), *EMBEDDED], ids=str)
 def kind(request: pytest.FixtureRequest) -> EngineKind:
     kind: EngineKind = request.param
     reason = left_out(kind)

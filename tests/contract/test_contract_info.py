@@ -45,7 +45,7 @@ def proofs(first: int) -> dict[str, Any]:
 
 def test_the_page_is_complete(worker: Served) -> None:
     info = WorkerInfo.model_validate_json(worker.data.get("/v1/info").content)
-    assert (info.api, info.engine, info.model) == ("v1", worker.kind.name, "tiny")
+    assert (info.api, info.engine, info.model) == ("v1", worker.kind.engine, "tiny")
     assert info.engine_version[0].isdigit()
     assert info.max_length == 2048
     assert info.eos_token_ids == tuple(sorted(EOS)), "those of generation_config.json"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from reference import Reference
 from rollout_worker.schemas import StagedWeights
 from rollout_worker.sources.files import open_source
 from rollout_worker.transfer.frames import Kind
+from waiting import until_sync
 from workers import PROMPT
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -30,6 +33,21 @@ def version_of(folder: Path) -> Version:
     return Version.of(found)
 
 
+def mapping(worker: Served) -> list[int]:
+    """The engine's processes that have a version's memory mapped."""
+    found = []
+    for process in worker.children():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if "/memfd:rollout-" in Path(f"/proc/{process.pid}/maps").read_text():
+                found.append(process.pid)
+    return found
+
+
+def held_apart(worker: Served) -> bool:
+    """Whether processes other than the worker's map what is staged: hf has none."""
+    return not worker.kind.in_process
+
+
 @pytest.mark.parametrize("way", ["unix", "tcp"])
 def test_pushed_weights_serve_as_files_do(
     worker: Served, reference: dict[int, Reference], way: str
@@ -37,7 +55,12 @@ def test_pushed_weights_serve_as_files_do(
     given = version_of(worker.models.weights(2))
     epoch, version = worker.next_version()
     answer = worker.post(
-        "weights/stage", epoch=epoch, version=version, source={"pushed": {}}, deadline_seconds=120
+        "weights/stage",
+        epoch=epoch,
+        version=version,
+        source={"pushed": {}},
+        labels={"seed": "2"},
+        deadline_seconds=120,
     )
     assert answer.status_code == 202, answer.text
     transfer = StagedWeights.model_validate(answer.json()).transfer
@@ -47,13 +70,80 @@ def test_pushed_weights_serve_as_files_do(
         end.whole(transfer)
         told = end.answer()
         assert told.kind is Kind.STAGED, told.head
+    assert bool(mapping(worker)) == held_apart(worker), "the commit's pause maps it"
     given.slot.close()
     done = worker.commit(epoch, version, in_flight="Abort")
     assert done["active"]["root_hash"] == given.root_hash
     [output] = worker.outputs(GREEDY)
     assert output["token_ids"] == reference[2].greedy(PROMPT, 8)
     assert worker.state()["weights"]["kept"]["root_hash"] == given.root_hash
+    until_sync(lambda: not mapping(worker), what="the engine to let go of what it has read")
     worker.load(1)
     assert worker.state()["weights"]["kept"] is None
     [output] = worker.outputs(GREEDY)
     assert output["token_ids"] == reference[1].greedy(PROMPT, 8)
+
+
+def test_what_is_staged_is_held_until_it_is_given_up(worker: Served) -> None:
+    """Files, too: mapped by the engine's processes before the commit, and not after the slot is gone."""
+    epoch, version = worker.stage_next(2)
+    assert bool(mapping(worker)) == held_apart(worker)
+    answer = worker.post("weights/discard", epoch=epoch, version=version)
+    assert answer.status_code == 200, answer.text
+    until_sync(lambda: not mapping(worker), what="the engine to let go of what was given up")
+
+
+def test_what_differs_serves_as_the_whole_does(
+    worker: Served, reference: dict[int, Reference]
+) -> None:
+    base, given = (version_of(worker.models.weights(n)) for n in (1, 2))
+    pushed = brought(worker, 1, base, {})
+    for new, old in ((given, base), (base, given), (given, base)):
+        seed = 2 if new is given else 1
+        # Memory of before is used again, first as a copy of the base, then by both deltas.
+        named = {**pushed, "root_hash": old.root_hash}
+        pushed = brought(worker, seed, new, {"base": named}, old)
+        [output] = worker.outputs(GREEDY)
+        assert output["token_ids"] == reference[seed].greedy(PROMPT, 8)
+    for each in (base, given):
+        each.slot.close()
+    refused = worker.post(
+        "weights/stage",
+        **dict(zip(("epoch", "version"), worker.next_version(), strict=True)),
+        source={"pushed": {"base": {**pushed, "root_hash": "xxh3_128:" + "0" * 32}}},
+    )
+    assert refused.status_code == 409
+    assert refused.json()["type"].endswith(":wrong-base")
+
+
+def brought(
+    worker: Served, seed: int, given: Version, pushed: dict[str, Any], base: Version | None = None
+) -> dict[str, int]:
+    """Bring the weights of a seed over TCP, as what differs if there is a base, and commit them; returns
+    their identity."""
+    epoch, version = worker.next_version()
+    answer = worker.post(
+        "weights/stage",
+        epoch=epoch,
+        version=version,
+        source={"pushed": pushed},
+        labels={"seed": str(seed)},
+        deadline_seconds=120,
+    )
+    assert answer.status_code == 202, answer.text
+    transfer = StagedWeights.model_validate(answer.json()).transfer
+    assert transfer is not None
+    with trainer(transfer, given, "tcp") as end:
+        end.connection.keep_alive()
+        if base is None:
+            end.whole(transfer)
+        else:
+            end.hello(transfer, base=pushed["base"])
+            assert end.ready() == []
+            end.deltas(base)
+            end.end()
+        told = end.answer()
+        assert told.kind is Kind.STAGED, told.head
+    done = worker.commit(epoch, version, in_flight="Abort")
+    assert done["active"]["root_hash"] == given.root_hash
+    return {"epoch": epoch, "version": version}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from contracts import Served, sound
-from engine_kinds import kinds
+from engine_kinds import EMBEDDED, kinds
 from processes import traces
 from waiting import until_sync
 
@@ -33,7 +33,7 @@ def test_a_killed_worker_leaves_no_process(mortal: Served) -> None:
 
 # Of hf, tests/engine/test_worker_command.py ends some. The drain is the worker's own, and what SGLang
 # leaves when it is stopped, test_sglang_engine's.
-@pytest.mark.parametrize("kind", daily("vllm"), indirect=True, ids=str)
+@pytest.mark.parametrize("kind", [*daily("vllm"), *EMBEDDED], indirect=True, ids=str)
 def test_sigterm_drains_and_exits_0(mortal: Served) -> None:
     family = mortal.children()
     left = traces(family)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from rollout_client import AsyncRolloutPool, DirectOptions
 from tinymodels import TinyModels
+from waiting import until
 from workers import PROMPT, InProcess, in_process
 
 TOKEN = "secret-of-the-tests"
@@ -80,3 +81,55 @@ async def test_pushed_weights_make_the_tokens_that_the_same_files_make(
         assert weights["active"]["root_hash"] == root_hash
         assert weights["kept"]["root_hash"] == root_hash
     assert published.report is not None
+
+
+async def test_the_next_version_goes_as_what_differs_from_the_one_that_serves(
+    pool: AsyncRolloutPool, workers: list[InProcess], tiny_models: TinyModels
+) -> None:
+    tensors = load_file(Path(tiny_models.weights(2)) / "model.safetensors")
+    first = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport="tcp")
+    assert first.report is not None
+    assert first.report.deltas == 0
+    assert first.report.bytes_sent == first.report.bytes
+    before = [tokens(each) for each in workers]
+    for step in range(3):
+        for tensor in tensors.values():
+            tensor.view(-1)[step :: 500 + step] *= -1
+        published = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport="tcp")
+        report = published.report
+        assert report is not None
+        assert (report.deltas, report.bytes) == (2, first.report.bytes)
+        assert 0 < report.bytes_sent < report.bytes / 10
+        made = [tokens(each) for each in workers]
+        whole = await pool.publish_weights(
+            next(VERSIONS), tensors=tensors, transport="tcp", base=None
+        )
+        assert whole.report is not None
+        assert (whole.report.deltas, whole.root_hash) == (0, published.root_hash)
+        assert [tokens(each) for each in workers] == made, "as the whole bytes make them"
+        # Of a publish with base=None nothing is kept: the next one is whole, and a base again.
+        again = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport="tcp")
+        assert again.report is not None
+        assert again.report.deltas == 0
+    assert made != before
+
+
+async def test_a_replica_that_serves_something_else_gets_all_bytes(
+    pool: AsyncRolloutPool, workers: list[InProcess], tiny_models: TinyModels
+) -> None:
+    tensors = load_file(Path(tiny_models.weights(2)) / "model.safetensors")
+    await pool.publish_weights(next(VERSIONS), tensors=tensors, transport="tcp")
+    other = next(VERSIONS)
+    epoch = workers[0].state()["weights"]["active"]["epoch"]
+    body = {"epoch": epoch, "version": other}
+    source = {"path": str(tiny_models.weights(3))}
+    workers[0].control.post("/v1/weights/stage", json={**body, "source": source})
+    await until(
+        lambda: workers[0].state()["weights"]["staged"]["phase"] == "Staged", what="other weights"
+    )
+    answer = workers[0].control.post("/v1/weights/commit", json={**body, "in_flight": "Abort"})
+    assert answer.status_code == 200, answer.text
+    published = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport="tcp")
+    assert published.report is not None
+    assert published.report.deltas == 1
+    assert len({str(tokens(each)) for each in workers}) == 1

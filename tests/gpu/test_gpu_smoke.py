@@ -18,7 +18,7 @@ import torch
 from engine_kinds import KINDS
 from gpu_smoke.__main__ import Row, main, run, table
 from gpu_smoke.checks import CHECKS, _without_cache
-from gpu_smoke.scene import Plan, Wrong, gpu_mib
+from gpu_smoke.scene import Plan, Scene, Wrong, gpu_mib
 from rollout_worker.engine import ENGINES
 
 QUICK = ["start", "outputs", "limits", "abort asleep"]
@@ -126,6 +126,29 @@ def test_a_cache_that_wakes_with_the_weights_is_found(
 ) -> None:
     scene: Any = SimpleNamespace(plan=SimpleNamespace(device="cuda"), kind=KINDS[engine])
     assert _without_cache(scene, 2e3, half, 1e5) is right
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "locked", "right"),
+    [("cuda", 2, 2, True), ("cuda", 2, 1, False), ("cpu", 2, 0, True), ("cpu", 1, 0, False)],
+)
+def test_staged_weights_that_no_rank_holds_are_found(
+    tmp_path: Path, device: str, ranks: int, locked: int, *, right: bool
+) -> None:
+    told = f"staged weights of 1073741824 bytes are held by {ranks} of 2 ranks, page-locked by"
+    (tmp_path / "worker.log").write_text(f'"{told} 7"\n"{told} {locked}"\n')
+    scene = scene_of(-0.6)
+    scene.folder, scene.stage = tmp_path, lambda: None
+    scene.held = lambda: Scene.held(scene)
+    scene.plan, scene.kind = SimpleNamespace(device=device), SimpleNamespace(in_process=False)
+    scene.commit = lambda **_: {"pause_seconds": 0.5}
+    if right:
+        assert CHECKS["held ahead"](scene) == (
+            f"{locked} of {ranks} ranks page-locked, 2.0 GiB/s in the pause"
+        )
+    else:
+        with pytest.raises(Wrong, match=f"{ranks} of 2 ranks hold .*, {locked} page-locked"):
+            CHECKS["held ahead"](scene)
 
 
 def test_a_failure_is_told_in_the_table() -> None:

@@ -130,7 +130,7 @@ FULL: Document = {
         "inFlight": {"policy": "Keep", "deadlineSeconds": 5, "onDeadline": "Keep"},
         "deadlineSeconds": 60,
         "stagingMemory": "80Gi",
-        "transport": {"port": 9002},
+        "transport": {"port": 9002, "tls": "Required"},
     },
     "updateStrategy": {"maxUnavailable": 2},
     "restartPolicy": {"baseDelaySeconds": 1, "maxDelaySeconds": 60, "maxRestarts": 5},

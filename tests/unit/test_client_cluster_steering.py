@@ -15,11 +15,14 @@ from aiohttp import web
 from loopback import Loopback, kubeconfig, loopback
 from receiver import Receiver
 from rollout_client import ClusterError, EpochLost, PublishFailed, SteeringFailed, WeightsId
+from rollout_client.hooks import Hook
 from rollout_client.kube.access import access
 from rollout_client.kube.client import Kube
 from rollout_client.steering.cluster import ClusterSteering
 from rollout_client.steering.control_ports import ControlPorts, mounted_token
-from rollout_client.steering.pushing.push import Pusher
+from rollout_client.steering.pushing.pusher import Pusher
+from rollout_client.steering.verbs import SteeringVerbs
+from rollout_worker.embedded.handing import HandedOver
 from rollout_worker.schemas import Pushed, WeightsSource
 from scripted_control import scripted_controls
 
@@ -197,6 +200,37 @@ async def test_an_api_server_that_stays_away_is_named_at_the_deadline(
     assert json.dumps(api.pool["spec"]) == "{}", "it was Active already: nothing was written"
 
 
+@pytest.mark.parametrize("slow", [(1,), (0, 1)], ids=["one", "all"])
+async def test_a_head_that_is_slow_to_answer_is_not_left_out(
+    api: FlakyApi, tmp_path: Path, slow: tuple[int, ...]
+) -> None:
+    # It serves: the operator would wait for its bytes, and nobody would bring them.
+    async with scripted_controls(2) as controls:
+        receivers = [Receiver(each.member.name) for each in controls]
+        for control, receiver in zip(controls, receivers, strict=True):
+            control.transfer, control.phase = receiver.transfer, "Staging"
+        for index in slow:
+            controls[index].slow["state"] = 1
+        kube = Kube(access(kubeconfig(tmp_path, api.server.url)))
+        heads = ControlPorts(lambda: [each.member for each in controls], None)
+        steering = ClusterSteering(kube, "math", "train", heads)
+        pusher = Pusher()
+        push = pusher.begin({"a": torch.arange(7.0)})
+        pushed = WeightsSource(pushed=Pushed())
+        api.commits(1, 1)
+        sending = asyncio.ensure_future(
+            steering.publish(WeightsId(epoch=1, version=1), pushed, 20, lambda _: None, push)
+        )
+        await push.fill()
+        await sending
+        assert [bool(each.content) for each in receivers] == [True, True]
+        push.close()
+        await steering.close()
+        pusher.close()
+        for each in receivers:
+            each.close()
+
+
 async def test_pushed_weights_are_on_every_head_before_the_target_moves(
     api: FlakyApi, tmp_path: Path
 ) -> None:
@@ -228,6 +262,24 @@ async def test_pushed_weights_are_on_every_head_before_the_target_moves(
         pusher.close()
         for each in receivers:
             each.close()
+
+
+async def test_weights_that_were_handed_over_need_the_pointer_alone(
+    api: FlakyApi, steering: ClusterSteering
+) -> None:
+    pool = SteeringVerbs(steering, Hook())
+    early = HandedOver(epoch=0, version=1, root_hash="h", committed=False)
+    with pytest.raises(ValueError, match=r"under epoch 0, and this trainer has none: .*acquire"):
+        await pool.publish_handed_over(early)
+    assert await pool.acquire() == 1
+    with pytest.raises(ValueError, match=r"under epoch 0, .* holds epoch 1: .* epoch=pool\.epoch"):
+        await pool.publish_handed_over(early)
+    assert "weights" not in api.pool["spec"]
+    api.commits(1, 1)
+    done = await pool.publish_handed_over(HandedOver(1, 1, "h", committed=False))
+    assert (done.identity, done.root_hash) == (WeightsId(epoch=1, version=1), "h")
+    target = api.pool["spec"]["weights"]["target"]
+    assert {kind: v for kind, v in target["source"].items() if v is not None} == {"pushed": {}}
 
 
 @pytest.mark.parametrize("serving", [True, False])

@@ -59,6 +59,12 @@ async def steered(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Steered]:
         await made.direct.close()
 
 
+async def test_what_was_handed_over_serves_already_without_an_operator(steered: Steered) -> None:
+    with pytest.raises(PublishFailed, match="hand_over commits by itself"):
+        await steered.direct.publish(NEW, WeightsSource(pushed=Pushed()), 5, steered.told.append)
+    assert [each.verbs for each in steered.controls] == [[], []]
+
+
 # Epochs.
 
 

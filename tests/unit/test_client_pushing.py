@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pushing import no_file_above
 from receiver import Receiver
 from rollout_client import (
     AsyncRolloutPool,
@@ -23,8 +24,10 @@ from rollout_client.steering import barrier
 from rollout_client.steering.pushing.copying import Copier
 from rollout_client.steering.pushing.filling import Filling
 from rollout_worker.transfer.arena import Arena
-from rollout_worker.transfer.frames import Connection, Frame, Kind
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.frames import Frame, Kind
 from rollout_worker.transfer.layout import LayoutError
+from rollout_worker.transfer.pace import BURST_SECONDS
 from scripted_control import ScriptedControl, scripted_controls
 
 MEBI = 1 << 20
@@ -274,6 +277,34 @@ async def test_a_folder_is_written_before_anything_is_committed(
         assert names == ["epoch-1-version-2", "epoch-1-version-3"]
         found = load_file(next((spool / names[1]).glob("*.safetensors")))
         assert content(found) == content(tensors(3))
+
+
+async def test_a_folder_on_a_full_disk_fails_the_publish_and_leaves_no_half_version(
+    world: World, tmp_path: Path
+) -> None:
+    spool = tmp_path / "versions"
+    async with world.pool() as pool:
+        for version in (1, 2):  # both slots of memory are there
+            await pool.publish_weights(version, tensors=tensors(version), transport="tcp")
+        with (
+            no_file_above(MEBI),
+            pytest.raises(OSError, match=r"epoch-1-version-3 can't be written: .*File too large"),
+        ):
+            await pool.publish_weights(3, tensors=tensors(3), transport="tcp", spool=spool)
+        assert not list(spool.iterdir())
+        assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
+        await pool.publish_weights(4, tensors=tensors(4), transport="tcp", spool=spool)
+        assert [path.name for path in spool.iterdir()] == ["epoch-1-version-4"]
+
+
+async def test_a_publish_sends_no_faster_than_it_is_told(world: World) -> None:
+    world.controls, world.receivers = world.controls[2:], world.receivers[2:]
+    rate = 6 * MEBI
+    async with world.pool() as pool:
+        done = await pool.publish_weights(1, tensors=tensors(), transport="tcp", rate=rate)
+    assert done.report is not None
+    assert done.report.seconds["transfer"] > (3 * MEBI - (1 << 20)) / rate - BURST_SECONDS
+    assert world.receivers[0].content == content(tensors())
 
 
 async def test_a_publish_that_is_cancelled_leaves_nothing(world: World) -> None:

@@ -603,6 +603,33 @@ async def test_the_locks_alone(directory: Path) -> None:
     assert set(holders(directory).values()) == {None}
 
 
+async def test_the_memory_of_a_holder_that_died_is_waited_for(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody looks after a turn that was given back: it would cost each turn two looks."""
+    looks = tmp_path / "looks"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f"#!/bin/sh\necho >>{looks}\nn=$(wc -l <{looks})\n[ $n -gt 3 ] && n=3\necho 0, GPU-a, $((n * 1000)), 8000\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with local_turn(seconds=30):
+        pass
+    assert not looks.exists()
+    for way in ("with", "async with"):
+        looks.unlink(missing_ok=True)
+        with puppet(directory, "math-0-0", *GPUS) as worker:
+            worker.ask("take")
+            worker.kill()
+        if way == "with":
+            with local_turn(seconds=30):
+                assert looks.read_text() == "\n" * 4
+        else:
+            async with local_turn(seconds=30):
+                assert looks.read_text() == "\n" * 4
+
+
 async def test_an_api_server_that_is_away_costs_nothing_but_waiting(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,24 @@ def test_a_line_that_is_being_written_waits_for_its_end(tmp_path: Path) -> None:
     with (tmp_path / "judge.jsonl").open("a") as file:
         file.write('{"t": 3.0, "mar')
     assert judge.report(IDLE).overlap == {GPU: 1.0}
+    with (tmp_path / "judge.jsonl").open("a") as file:
+        file.write('ks": []}\n')
+    assert judge.report(IDLE).overlap == {GPU: 2.0}
+
+
+def test_it_reads_each_line_once(tmp_path: Path) -> None:
+    """It is asked fifty times a second while a log grows that has a line for each change."""
+    judge = judge_of(tmp_path, marks(1, "one", "two"), end(2))
+    before = judge.report(IDLE), judge.having(IDLE), judge.asleep_mib()
+    size = (tmp_path / "judge.jsonl").stat().st_size
+    # What was read is not looked at again, so it may as well be unreadable.
+    (tmp_path / "judge.jsonl").write_bytes(b"x" * size)
+    assert (judge.report(IDLE), judge.having(IDLE), judge.asleep_mib()) == before
+    with (tmp_path / "judge.jsonl").open("a") as file:
+        file.write(json.dumps(marks(4)) + "\n" + json.dumps(end(5)) + "\n")
+    assert judge.report(IDLE).overlap == {GPU: 3.0}
+    # Another level of idle memory judges all lines anew.
+    assert judge.report(IDLE + 1) == judge.report(IDLE)
 
 
 def test_it_sees_who_locks_a_device_among_hundreds_of_locks(tmp_path: Path) -> None:

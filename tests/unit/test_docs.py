@@ -32,7 +32,17 @@ from rollout_worker import schemas
 from rollout_worker.conversation.record import Counter
 from rollout_worker.core.states import MOVES
 from rollout_worker.engine import Entry, Sink, TensorSpec
-from rollout_worker.engines import checkpoint, fitting, folder, mapped, mappings, room, stopping
+from rollout_worker.engines import (
+    checkpoint,
+    fitting,
+    folder,
+    held,
+    mapped,
+    mappings,
+    ranks,
+    room,
+    stopping,
+)
 from rollout_worker.lifecycle import governor, supervisor
 from rollout_worker.observe.telemetry import Telemetry as WorkerTelemetry
 from rollout_worker.ports.auth import Anyone
@@ -330,7 +340,7 @@ async def test_the_code_about_sinks_can_be_filled(tmp_path: Path) -> None:
 
 
 def test_what_engines_share_is_described_as_it_is() -> None:
-    modules = (checkpoint, fitting, folder, mapped, mappings, room, stopping)
+    modules = (checkpoint, fitting, folder, held, mapped, mappings, ranks, room, stopping)
     known = {module.__name__.rpartition(".")[2]: module for module in modules}
     seen = set()
     table = section(page("docs/engines.md"), "Parts that every engine shares")

@@ -263,9 +263,19 @@ def test_long(house): time.sleep(60)
     assert (tmp_path / "tests/cluster/cleaned").exists()
 
 
-def test_every_tier_has_a_budget_and_is_in_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tier_has_a_budget_and_every_file_is_in_one_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(ROOT)
-    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
-    assert folders == lane.BUDGETS.keys()
+    files = [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")]
+    assert {lane.tier_of(file) for file in files} == lane.BUDGETS.keys()
     paths = [path for each in lane.lanes([]) for path in each.paths]
-    assert sorted(paths) == sorted(f"tests/{folder}" for folder in folders)
+    assert sorted(paths) == sorted(files)
+
+
+def test_a_folder_that_lanes_share_is_chosen_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    chosen = lane.lanes(["tests/unit"])
+    assert [each.name for each in chosen] == ["contract", "rest"]
+    assert all(path.startswith("tests/unit/test_operator") for path in chosen[0].paths)
+    assert not any(path.startswith("tests/unit/test_operator") for path in chosen[1].paths)

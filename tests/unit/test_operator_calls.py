@@ -46,13 +46,15 @@ class Bench:
         self.clock = Clock()
         self.woken: list[Key] = []
         self.looked: list[str] = []
+        self.answers: list[object] = []
         self.calls = Calls(
             self.woken.append, after=self._look, clock=self.clock, may_start=lambda: may_start
         )
 
-    async def _look(self, slot: str) -> None:
+    async def _look(self, slot: str, answer: object) -> None:
         assert self.calls.running(slot), "the slot must stay taken until the look is over"
         self.looked.append(slot)
+        self.answers.append(answer)
 
     async def end(self, slot: str = "u1") -> None:
         await until(lambda: self.calls.running(slot) is None, 3, what="the end of the call")

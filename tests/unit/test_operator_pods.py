@@ -13,6 +13,7 @@ import yaml
 from poolspecs import colocated_spec, spec_of
 from rollout_operator.api.names import CONTROL_TLS_CERT
 from rollout_operator.api.revision import is_current, revision
+from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.config import EngineDefaults
 from rollout_operator.core.placement import Place
 from rollout_operator.core.podreader import parse_pod
@@ -157,13 +158,37 @@ def test_a_pod_takes_pushed_weights_at_the_port_that_its_pool_names() -> None:
     ]["ports"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_no_pod_of_a_gang_is_told_to_take_pushed_weights(rank: int) -> None:
-    """Its worker would refuse to start."""
-    pod = build(rank=rank, **GPU)
-    assert not {name for name in env(pod) if name.startswith("ROLLOUT_WEIGHTS_")} - {
-        "ROLLOUT_WEIGHTS_ROOTS"
-    }
+def test_a_pod_takes_weights_over_tls_alone_where_its_pool_requires_that() -> None:
+    assert "ROLLOUT_WEIGHTS_TLS" not in env(build(weights={"transport": {"tls": "Off"}}))
+    pod = build(weights={"transport": {"tls": "Required"}})
+    assert env(pod)["ROLLOUT_WEIGHTS_TLS"] == "required"
+    fetches = build(rank=1, weights={"transport": {"tls": "Required"}}, **GPU)
+    assert env(fetches)["ROLLOUT_WEIGHTS_TLS"] == "required"
+    assert "ROLLOUT_WEIGHTS_TLS" in {flag.env for flag in FLAGS}
+
+
+def test_pods_that_must_speak_tls_are_not_made_without_a_certificate() -> None:
+    required = spec_of(weights={"transport": {"tls": "Required"}})
+    theirs = {"name": CONTROL_TLS_CERT, "value": "/rollout/control-tls/tls.crt"}
+    own = {"type": "hf", "env": [theirs]}
+
+    def lacking(spec: RolloutReplicaSpec, env: list[dict[str, str]] | None = None) -> Any:
+        base = EngineDefaults.model_validate({"image": "worker:1", "env": env or []})
+        return PodBuilder("pool", "ns", "uid", "", spec, base).lacking
+
+    what, why = lacking(required)
+    assert (what, "workers.controlTLS" in why) == ("certificate", True)
+    assert lacking(required, [theirs]) is None
+    assert lacking(spec_of(engine=own, weights={"transport": {"tls": "Required"}})) is None
+    assert lacking(spec_of()) is None
+
+
+@pytest.mark.parametrize(("rank", "port"), [(0, "8002"), (1, None)])
+def test_only_the_head_of_a_gang_is_told_to_take_pushed_weights(
+    rank: int, port: str | None
+) -> None:
+    """A member's worker would refuse to start: it fetches them from the head."""
+    assert env(build(rank=rank, **GPU)).get("ROLLOUT_WEIGHTS_PORT") == port
 
 
 def test_two_namespaces_of_a_node_have_sockets_of_their_own_in_the_folder_of_the_turn() -> None:
@@ -293,7 +318,7 @@ def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
         {"sleep": {"level": 2}},
         {"weights": {"strategy": "Eager"}},
         {"weights": {"transport": {}}},
-        {"weights": {"transport": {"port": 8002}}},
+        {"weights": {"transport": {"port": 8002, "tls": "Off"}}},
         {"updateStrategy": {"maxUnavailable": 3}},
         {"restartPolicy": {"maxRestarts": 3}},
     ]
@@ -307,6 +332,7 @@ def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
         {"weights": {"volume": {"claim": {"name": "w"}}}},
         {"weights": {"stagingMemory": "80Gi"}},
         {"weights": {"transport": {"port": 9002}}},
+        {"weights": {"transport": {"tls": "Required"}}},
     ]
     assert all(is_current(revision(spec_of()), spec_of(**change)) for change in same)
     assert not any(is_current(revision(spec_of()), spec_of(**change)) for change in other)
@@ -328,7 +354,7 @@ def test_a_gang_knows_its_leader_and_shares_accelerators() -> None:
     assert "rollout-shm" not in {v["name"] for v in build()["spec"]["volumes"]}
 
 
-@pytest.mark.parametrize(("rank", "ports"), [(0, ["data", "control"]), (1, ["control"])])
+@pytest.mark.parametrize(("rank", "ports"), [(0, ["data", "control", "weights"]), (1, ["control"])])
 def test_a_member_is_probed_at_its_control_port(rank: int, ports: list[str]) -> None:
     """It has no data port, so no Service and no client takes it for one that answers requests."""
     [container] = build(rank=rank, **GPU)["spec"]["containers"]

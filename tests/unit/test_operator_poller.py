@@ -206,6 +206,30 @@ async def test_refresh_does_not_take_an_answer_that_was_asked_for_before(bench: 
     assert seen.state.boot_id == "new"
 
 
+async def test_a_calls_answer_outlasts_a_poll_that_asked_before(bench: Bench) -> None:
+    bench.worker.delay("GET", "/v1/state", state(boot_id="old"), 0.3)
+    bench.watch(fast=True)
+    await until(lambda: len(bench.worker.requests) == 1)
+    bench.poller.take("u1", WorkerState.model_validate(state(boot_id="new")))
+    await until(lambda: len(bench.worker.requests) == 2, what="the poll after that one")
+    seen = bench.poller.last("u1")
+    assert seen is not None
+    assert seen.state is not None
+    assert seen.state.boot_id == "new"
+    bench.poller.take("unknown", WorkerState.model_validate(state()))
+
+
+async def test_fast_heads_that_turn_slow_are_not_asked_once_more(bench: Bench) -> None:
+    bench.worker.answer("GET", "/v1/state", state())
+    bench.watch(fast=True)
+    await bench.polled()
+    bench.watch(fast=False)
+    await asyncio.sleep(0.7)
+    assert len(bench.worker.requests) == 1, "five seconds have not passed"
+    async with asyncio.timeout(2):
+        await bench.poller.refresh("u1")
+
+
 async def test_slow_heads_are_asked_at_once_when_they_turn_fast(bench: Bench) -> None:
     bench.worker.answer("GET", "/v1/state", state())
     bench.watch(fast=False)

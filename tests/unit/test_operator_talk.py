@@ -18,8 +18,11 @@ from rollout_operator.workers.calls import Calls
 from rollout_operator.workers.poller import STALE_SECONDS, Poller
 from rollout_operator.workers.talk import GIVEN_UP_SECONDS, Workers, address_of
 from rollout_worker.schemas import (
+    ActiveWeights,
     CommitRequest,
+    Committed,
     OfferResponse,
+    PauseRequest,
     Pushed,
     PushedBytes,
     ReleaseRequest,
@@ -94,6 +97,12 @@ class Talk:
         state = self._next()
         if body is not None:
             self.bodies.append(json.loads(body))
+        if verb == "weights/commit":
+            done = Committed(
+                active=ActiveWeights(epoch=1, version=1), previous=None, commit_seq=1,
+                pause_seconds=0, finished=0, aborted=0, kept=0, state=state,
+            )  # fmt: skip
+            return 200, done.model_dump_json().encode()
         if verb == "weights/stage":
             assert state.weights.staged is not None
             return 200, state.weights.staged.model_dump_json().encode()
@@ -134,6 +143,22 @@ def staging(phase: str, version: int = 1, error: str | None = None) -> WorkerSta
     )
     weights = ANSWER.weights.model_copy(update={"staged": staged})
     return ANSWER.model_copy(update={"weights": weights})
+
+
+async def test_an_answer_that_brings_the_state_saves_the_look_after_it(lab: Talk) -> None:
+    lab.calls = Calls(lambda key: None, after=lambda lane, a: lab.workers.ended(lane, a))
+    lab.workers = Workers(lab.poller, lab.calls, lab._control)
+    lab.workers.watch(KEY, [pod()], set())
+    for verb, body, path in (
+        (Verb.PAUSE, PauseRequest(), "pause"),
+        (Verb.COMMIT, COMMIT, "weights/commit"),
+    ):
+        lab.asked.clear()
+        lab.states = [ANSWER.model_copy(update={"boot_id": path})]
+        known = await lab.call(verb, body)
+        assert lab.asked == [("10.0.0.1:8001", path)]
+        assert known.state is not None
+        assert known.state.boot_id == path
 
 
 # What is believed.

@@ -257,6 +257,17 @@ def test_a_newer_target_waits_unless_the_first_has_failed() -> None:
     assert plan.barrier == frozenset({"b0", "b1", "b2"}), "formed anew"
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_what_waited_for_an_update_begins_right_after_it(version: int) -> None:
+    pool = Pool(weights={"deadlineSeconds": 60, **target(1, version)})
+    pool.under_way(UpdatePhase.COMMITTING, root_hash=root_hash(NEW))
+    for sim in pool.sims:
+        sim.jump(NEW)
+    assert phase_of(pool.plan()) == ((1, 2), "Complete")
+    soon = pool.wait.seconds is not None and pool.wait.seconds < 1
+    assert soon == (version == 3), "no worker has any news that would wake its pool"
+
+
 def test_the_same_target_is_not_given_up_for_its_failures() -> None:
     pool = Pool()
     pool.under_way(UpdatePhase.FAILED, attempts=4)

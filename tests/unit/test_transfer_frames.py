@@ -12,10 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout_worker.transfer import frames
+from rollout_worker.transfer import connection
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.dialing import dial, dial_unix
 from rollout_worker.transfer.frames import (
     MAX_HEAD_BYTES,
-    Connection,
+    MAX_PAYLOAD_BYTES,
     Ended,
     Kind,
     Malformed,
@@ -50,7 +52,7 @@ def raw(kind: int, head: bytes, length: int | None = None) -> bytes:
 
 def test_head_and_payload_arrive_as_they_were_sent(pair: tuple[Connection, Connection]) -> None:
     ours, theirs = pair
-    payload = os.urandom(frames.MAX_PAYLOAD_BYTES)
+    payload = os.urandom(MAX_PAYLOAD_BYTES)
     sending = threading.Thread(
         target=lambda: ours.send(Kind.DATA, {"offset": 7, "hash": "ü"}, payload)
     )
@@ -159,7 +161,7 @@ def test_silence_ends_a_connection_in_time(pair: tuple[Connection, Connection]) 
 def test_who_takes_nothing_is_dead(pair: tuple[Connection, Connection]) -> None:
     ours, _ = pair
     ours.patience(SHORT)
-    payload = bytes(frames.MAX_PAYLOAD_BYTES)
+    payload = bytes(MAX_PAYLOAD_BYTES)
 
     def flood() -> None:
         for _ in range(64):
@@ -172,7 +174,7 @@ def test_who_takes_nothing_is_dead(pair: tuple[Connection, Connection]) -> None:
 def test_pings_keep_a_connection_and_are_not_seen(
     pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frames, "PING_SECONDS", SHORT / 8)
+    monkeypatch.setattr(connection, "PING_SECONDS", SHORT / 8)
     ours, theirs = pair
     theirs.patience(SHORT)
     ours.keep_alive()
@@ -217,6 +219,6 @@ def test_nobody_listening_is_told_with_the_address(tmp_path: object) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(Ended, match=f"127.0.0.1:{port}"):
-        frames.dial("127.0.0.1", port, 5)
+        dial("127.0.0.1", port, 5)
     with pytest.raises(Ended, match="nowhere"):
-        frames.dial_unix(f"{tmp_path}/nowhere", 5)
+        dial_unix(f"{tmp_path}/nowhere", 5)

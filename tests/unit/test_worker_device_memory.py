@@ -11,9 +11,9 @@ import pytest
 
 from rollout_worker.core.device_turn import DeviceTurn
 from rollout_worker.engine import EngineError
-from rollout_worker.observe.device_memory import MIB, Free, free_memory, grows, missing, parsed
 from rollout_worker.observe.telemetry import Telemetry
 from rollout_worker.schemas import Progress
+from rollout_worker.turn.memory import MIB, Free, free_memory, grows, missing, parsed
 from tiny_worker import settings
 
 TOLD = """\

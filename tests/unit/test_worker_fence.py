@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.core.fence import Fence
-from rollout_worker.schemas import RequireRequest
+from rollout_worker.schemas import RequireRequest, WeightsId
 from rollout_worker.wire.problems import ProblemError
 
 REQUESTS = st.builds(
@@ -56,6 +56,17 @@ def test_a_floor_that_would_go_down_says_which_way(epoch: int, version: int, slu
         fence.raise_to("me", RequireRequest(epoch=epoch, min_version=version))
     assert refused.value.slug == slug
     assert refused.value.problem.model_dump()["required"] == {"epoch": 2, "version": 7}
+
+
+def test_a_floor_that_stands_goes_along_with_what_is_committed() -> None:
+    fence, first, second = Fence(), WeightsId(epoch=1, version=1), WeightsId(epoch=1, version=2)
+    fence.follow(second)
+    assert fence.floor is None, "nobody asked for one: a fence that is down stays down"
+    fence.raise_to("me", RequireRequest(epoch=1, min_version=1))
+    fence.follow(second)
+    assert fence.floor == second
+    fence.follow(first)
+    assert fence.floor == second
 
 
 def test_a_fenced_epoch_is_told_with_the_facts() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +15,10 @@ import torch
 from torch import nn
 
 from rollout_worker.engine import Entry, Mapped, TensorSpec
+from rollout_worker.engines.held import tensors_of
 from rollout_worker.engines.hf.lent import Lent
 from rollout_worker.engines.hf.memory import Memory
 from rollout_worker.engines.mapped import LentSink, MappedSink, open_mapped
-from rollout_worker.engines.mappings import tensors_of, tensors_told
 from rollout_worker.engines.room import Staging
 from rollout_worker.transfer.arena import Slot
 from rollout_worker.transfer.layout import PushLayout
@@ -26,20 +28,21 @@ ENTRIES = [Entry(name, TensorSpec("F32", shape)) for name, shape in SHAPES.items
 
 
 class Lender:
-    """Shared memory with `fill` in every tensor, and how often it was given back."""
+    """Shared memory with `fill` in every tensor, and by which threads it was given back."""
 
     def __init__(self, fill: float, dtype: str = "F32") -> None:
         layout = PushLayout.plan((name, dtype, shape) for name, shape in SHAPES.items())
         self.slot = Slot(layout.nbytes)
-        self.returns: list[int] = []
+        self.returns: list[threading.Thread] = []
         for placed in layout.tensors:
             values = torch.full(placed.shape, fill).numpy().tobytes()
             self.slot.view(placed)[:] = values[: placed.nbytes]
         starts = {placed.name: placed.start for placed in layout.tensors}
-        self.given = Mapped(self.slot.handle, self.slot.size, starts, self._release)
+        view = self.slot.bytes(0, self.slot.size)
+        self.given = Mapped(self.slot.handle, self.slot.size, starts, self._release, view)
 
     def _release(self) -> None:
-        self.returns.append(1)
+        self.returns.append(threading.current_thread())
 
     @property
     def released(self) -> int:
@@ -51,6 +54,7 @@ class Lender:
 def lender() -> Iterator[Lender]:
     made = Lender(7.0)
     yield made
+    made.given.view.release()
     made.slot.close()
 
 
@@ -80,7 +84,8 @@ def ones(held: Memory) -> Any:
 
 def test_hf_serves_from_the_memory_that_is_given_and_takes_none(lender: Lender) -> None:
     model = model_of()
-    held = memory(model, Staging(1))  # of which nothing could be taken
+    staging = Staging(1)  # of which nothing could be taken
+    held = memory(model, staging)
     sink = held.buffers(ENTRIES, lender.given)
     assert isinstance(sink, Lent)
     assert sink.took
@@ -94,12 +99,14 @@ def test_hf_serves_from_the_memory_that_is_given_and_takes_none(lender: Lender) 
     assert model.get_parameter("weight").sum() == 7 * 12
     held.swap(ones(memory(model, Staging())))
     del sink
-    gc.collect()
+    staging.settle()
     assert len(lender.returns) == 1
+    assert lender.returns != [threading.current_thread()], "a step would have waited for it"
 
 
 def test_hf_keeps_given_memory_until_pinned_outputs_have_ended(lender: Lender) -> None:
-    held = memory(model_of(), Staging())
+    staging = Staging()
+    held = memory(model_of(), staging)
     sink = held.buffers(ENTRIES, lender.given)
     sink.seal()
     held.swap(sink)
@@ -110,8 +117,9 @@ def test_hf_keeps_given_memory_until_pinned_outputs_have_ended(lender: Lender) -
     held.use(pinned=True)
     held.use(pinned=False)
     held.release_pinned()
-    gc.collect()
+    staging.settle()
     assert len(lender.returns) == 1
+    assert lender.returns != [threading.current_thread()], "a step would have waited for it"
 
 
 def test_hf_gives_memory_back_that_is_never_committed(lender: Lender) -> None:
@@ -132,6 +140,10 @@ def test_hf_of_another_dtype_leaves_given_memory_alone(lender: Lender) -> None:
     assert not lender.released
 
 
+def text_of(path: str) -> str:
+    return Path(path).read_text()
+
+
 async def test_a_lent_sink_tells_other_processes_where_tensors_are(lender: Lender) -> None:
     before = set(os.listdir("/proc/self/fd"))
     sink = await open_mapped(ENTRIES, given=lender.given, header=True, skip=["bias"])
@@ -140,7 +152,7 @@ async def test_a_lent_sink_tells_other_processes_where_tensors_are(lender: Lende
     assert sink.nbytes == 0
     assert all(sink.allocate(entry) is None for entry in ENTRIES)
     sink.seal()
-    for found in (dict(tensors_of(sink.ticket())), dict(tensors_told(sink.told()))):
+    for found in (dict(tensors_of(sink.ticket())), dict(tensors_of(text_of(sink.told())))):
         assert set(found) == {"empty", "weight"}
         assert found["weight"].tolist() == [[7.0] * 3] * 4
         assert found["empty"].shape == (0, 2)

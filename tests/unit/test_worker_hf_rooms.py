@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +14,6 @@ from rollout_worker.engines.hf.buffers import Buffers
 from rollout_worker.engines.hf.loading import Loaded
 from rollout_worker.engines.hf.memory import Memory
 from rollout_worker.engines.hf.rooms import Beside, Spec
-from rollout_worker.engines.locked import lock
 from rollout_worker.engines.room import Staging
 
 SHAPES = {"weight": (4, 3), "bias": (4,)}
@@ -186,68 +183,3 @@ def test_what_lies_aside_may_be_pinned_where_there_is_room_by_then() -> None:
     assert is_all(model, 7.0)
     memory.use(pinned=True)
     assert not is_all(model, 7.0)
-
-
-class Driver:
-    """CUDA's, as far as locking pages goes; it says how many bytes are locked.
-
-    Its contexts are those of threads, as CUDA's are: who has none can't unlock.
-    """
-
-    def __init__(self, error: int = 0) -> None:
-        self.error = error
-        self.locked: dict[int, int] = {}
-        self.contexts: dict[int, list[int]] = {threading.get_ident(): [77]}
-
-    @property
-    def _mine(self) -> list[int]:
-        return self.contexts.setdefault(threading.get_ident(), [])
-
-    def cuCtxGetCurrent(self, found: Any) -> int:
-        found._obj.value = self._mine[-1] if self._mine else 0
-        return 0
-
-    def cuCtxPushCurrent_v2(self, context: ctypes.c_void_p) -> int:
-        self._mine.append(context.value or 0)
-        return 0
-
-    def cuCtxPopCurrent_v2(self, found: Any) -> int:
-        found._obj.value = self._mine.pop()
-        return 0
-
-    def cuMemHostRegister_v2(
-        self, address: ctypes.c_void_p, nbytes: ctypes.c_size_t, flags: ctypes.c_uint
-    ) -> int:
-        if not self.error:
-            self.locked[address.value or 0] = nbytes.value
-        return self.error
-
-    def cuMemHostUnregister(self, address: ctypes.c_void_p) -> int:
-        if not self._mine:
-            return 201  # CUDA_ERROR_INVALID_CONTEXT
-        del self.locked[address.value or 0]
-        return 0
-
-
-def test_pages_are_locked_until_they_go() -> None:
-    driver = Driver()
-    unlock = lock(4096, 8192, driver)
-    assert driver.locked == {4096: 8192}
-    unlock()
-    assert driver.locked == {}
-
-
-def test_pages_are_unlocked_by_a_thread_without_a_context() -> None:
-    driver = Driver()
-    unlock = lock(4096, 8192, driver)
-    thread = threading.Thread(target=unlock)
-    thread.start()
-    thread.join()
-    assert driver.locked == {}
-    assert list(driver.contexts.values()) == [[77], []]
-
-
-def test_memory_that_cannot_be_locked_serves_unlocked(caplog: pytest.LogCaptureFixture) -> None:
-    driver = Driver(error=2)
-    lock(4096, 8192, driver)()
-    assert "can't lock 8192 bytes" in caplog.text

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pushing import Version, held, push, pushed_worker, quiet, stage, trainer
-from rollout_worker.schemas import OfferRequest, Peer, StagedWeights
+from rollout_worker.schemas import Lifecycle, OfferRequest, Peer, StagedWeights
 from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
 from rollout_worker.wire.problems import ProblemError
 from tiny_engine import LAYOUT
@@ -58,17 +60,18 @@ async def test_the_same_bytes_have_the_same_root_hash_by_files_and_pushed(
 async def test_nothing_is_left_of_pushed_weights_that_are_gone(
     worker: TinyWorker, kind: str
 ) -> None:
-    await push(worker, 1, Version(1), kind)
-    await worker.commit(1)
+    for version in (1, 2):  # the memory of the version before stays, for the next one
+        await push(worker, version, Version(version), kind)
+        await worker.commit(version)
     await quiet()
     before = held()
-    for version in (2, 3, 4):
+    for version in (3, 4, 5):
         await push(worker, version, given := Version(version), kind)
         await worker.commit(version)
         given.slot.close()
     await quiet()
     assert len(held()) == len(before)
-    await worker.update(5, 5)
+    await worker.update(6, 5)
     assert worker.updates.view().kept is None
     await quiet()
     assert len(held()) < len(before)
@@ -88,6 +91,27 @@ async def test_the_trainer_gets_its_memory_back_when_a_later_version_serves(
         assert not held_back(end), "it is kept for joiners"
         await worker.commit(2)
         assert (await asyncio.to_thread(end.answer)).kind is Kind.RELEASED
+
+
+async def test_no_commit_waits_until_what_was_kept_is_freed(worker: TinyWorker) -> None:
+    await push(worker, 1, Version(1), "tcp")
+    await worker.commit(1)
+    kept, freed = worker.updates.pushes.kept, list[threading.Thread]()
+    committing = list[object]()
+    assert kept is not None
+
+    def release() -> None:
+        freed.append(threading.current_thread())
+        committing.append(worker.runtime.holds.committing)
+        kept.release()
+
+    worker.updates.pushes.kept = replace(kept, release=release)
+    await push(worker, 2, Version(2), "tcp")
+    await worker.commit(2)
+    await quiet()
+    assert len(freed) == 1
+    assert freed != [threading.current_thread()], "the engine would have stood still"
+    assert committing == [None], "whoever maps memory would have stood still"
 
 
 def held_back(end: object) -> bool:
@@ -260,6 +284,24 @@ async def test_weights_that_sleep_dropped_come_back_from_the_kept_copy(
     await worker.commit(1)
     await worker.sleep(level=2)
     await worker.wake()
+    assert worker.engine.active.number == 7
+
+
+async def test_weights_that_sleep_dropped_are_staged_again_where_no_copy_was_kept(
+    worker: TinyWorker,
+) -> None:
+    await push(worker, 1, Version(7), "tcp")
+    await worker.commit(1)
+    await worker.sleep(level=2)
+    worker.updates.pushes.drop()
+    with refused("weights-rejected"):
+        await worker.wake()
+    assert "NoLiveCopy" in str(worker.runtime.last_error)
+    assert worker.updates.view().active is None
+    assert worker.worker.readiness() is not None
+    await push(worker, 1, Version(7), "tcp")
+    await worker.commit(1)
+    await worker.reaches(Lifecycle.ACTIVE)
     assert worker.engine.active.number == 7
 
 

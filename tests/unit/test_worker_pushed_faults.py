@@ -14,14 +14,15 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pushing import Trainer, Version, held, push, pushed_worker, quiet, stage, trainer
+from pushing import Trainer, Version, base_of, held, push, pushed_worker, quiet, stage, trainer
 from rollout_worker.ports import weights as port
 from rollout_worker.schemas import DiscardRequest, Transfer
 from rollout_worker.sources import incoming
-from rollout_worker.transfer import frames
+from rollout_worker.transfer import connection
 from rollout_worker.transfer.arena import Slot
 from rollout_worker.transfer.frames import MAX_HEAD_BYTES, Kind, TransferError
 from tiny_worker import TinyWorker, refused
@@ -31,8 +32,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
 STEPS = {
     "shared memory": ("HELLO", "MEMORY", "FILLED", "END"),
     "TCP": ("HELLO", "DATA", "END"),
+    "TCP with a base": ("HELLO", "DELTA", "END"),
 }
-KINDS = {"shared memory": "unix", "TCP": "tcp"}
+ARROWS = ("HELLO", "MEMORY", "FILLED", "DATA", "DELTA", "END")
+KINDS = {"shared memory": "unix", "TCP": "tcp", "TCP with a base": "tcp"}
+DELTA = ("TCP with a base",)
+AGAIN = "the chunk is sent again"
 GONE = "the sender is gone"
 NOBODY = "no sender came"
 Act = Callable[[Trainer, Transfer, str], None]
@@ -43,14 +48,17 @@ class Fault:
     """Something that goes wrong in the place of a frame, and what the slot says then.
 
     `at`: the arrows where it can happen. `says`: in the slot's error; empty: it is staged all the
-    same. `early`: what it says where the ticket was not used yet.
+    same, for the reason in `fine`. `early`: what it says where the ticket was not used yet. `ways`:
+    those on which it can happen.
     """
 
     name: str
     act: Act
     says: str
-    at: tuple[str, ...] = ("HELLO", "MEMORY", "FILLED", "DATA", "END")
+    at: tuple[str, ...] = ARROWS
     early: str = ""
+    fine: str = AGAIN
+    ways: tuple[str, ...] = tuple(STEPS)
 
 
 def frame(kind: int, head: bytes, length: int | None = None) -> bytes:
@@ -73,8 +81,16 @@ def do(end: Trainer, transfer: Transfer, step: str) -> None:
             end.filled()
         case "DATA":
             end.data(0)
+        case "DELTA":
+            differs(end)
         case "END":
             end.end()
+
+
+def differs(end: Trainer, **fields: Any) -> None:
+    """Send what differs from the base."""
+    assert end.base is not None
+    end.delta(end.base, **fields)
 
 
 def cut(end: Trainer, transfer: Transfer, step: str) -> None:
@@ -179,6 +195,68 @@ def elsewhere(end: Trainer, transfer: Transfer, step: str) -> None:
     end.connection.send(Kind.DATA, {"offset": 256, "hash": ""}, b"12")
 
 
+def other_base(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.base = Version(9)
+    end.hello(transfer)
+    assert end.answer().text("slug") == "wrong-base"
+
+
+def no_base(end: Trainer, transfer: Transfer, step: str) -> None:
+    base, end.base = end.base, None
+    do(end, transfer, step)
+    end.base = base
+    differs(end)
+
+
+def delta_elsewhere(end: Trainer, transfer: Transfer, step: str) -> None:
+    differs(end, offset=256, bytes=256)
+
+
+def delta_beyond(end: Trainer, transfer: Transfer, step: str) -> None:
+    differs(end, bytes=end.version.layout.nbytes + 1)
+
+
+def delta_outside(end: Trainer, transfer: Transfer, step: str) -> None:
+    word = end.version.layout.nbytes // 2
+    differs(end, content=struct.pack("<IIIHH", 1, 0, 1, word, 7))
+
+
+def delta_lies(end: Trainer, transfer: Transfer, step: str) -> None:
+    differs(end, content=struct.pack("<IIIHH", 1, 0, 2, 1, 7))
+
+
+def delta_disorder(end: Trainer, transfer: Transfer, step: str) -> None:
+    differs(end, content=struct.pack("<IIIHHHH", 1, 0, 2, 4, 3, 7, 7))
+
+
+def delta_short(end: Trainer, transfer: Transfer, step: str) -> None:
+    differs(end, content=b"\1\0")
+
+
+def delta_of_another(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.base = Version(7)  # what is sent has no difference from it
+    differs(end)
+    end.end()
+
+
+def delta_flipped_once(end: Trainer, transfer: Transfer, step: str) -> None:
+    differs(end, payload=b"\0" * 4)
+    assert end.answer().text("slug") == "bad-chunk"
+    differs(end)
+    end.end()
+
+
+def delta_flipped_twice(end: Trainer, transfer: Transfer, step: str) -> None:
+    for _ in range(2):
+        differs(end, payload=b"\0" * 4)
+
+
+def delta_twice(end: Trainer, transfer: Transfer, step: str) -> None:
+    for _ in range(2):
+        differs(end)
+    end.end()
+
+
 def other_digest(end: Trainer, transfer: Transfer, step: str) -> None:
     end.end(digests={**end.version.digests, "rest": "0" * 32})
 
@@ -213,15 +291,31 @@ FAULTS = (
     Fault("a bit flipped twice", flipped_twice, "damaged twice", ("DATA",)),
     Fault("a bit flipped before it was sent", flipped_and_hashed, "arrived with", ("DATA",)),
     Fault("a chunk in the wrong place", elsewhere, "a chunk begins at", ("DATA",)),
+    Fault(
+        "another base than the stage's", other_base, "the stage's base is", ("HELLO",), ways=DELTA
+    ),
+    Fault("deltas of no base", no_base, "DELTA came", ("HELLO",), ways=DELTA),
+    Fault("a delta in the wrong place", delta_elsewhere, "no whole chunks", ("DELTA",)),
+    Fault("a delta of more than there is", delta_beyond, "DELTA.bytes", ("DELTA",)),
+    Fault("a delta that writes outside", delta_outside, "lies outside", ("DELTA",)),
+    Fault("a delta that lies about its words", delta_lies, "as its blocks say", ("DELTA",)),
+    Fault("a delta in disorder", delta_disorder, "not in order", ("DELTA",)),
+    Fault("a delta without a head", delta_short, "has no head", ("DELTA",)),
+    Fault("a delta of another base", delta_of_another, "arrived with", ("DELTA",)),
+    Fault("a bit of a delta flipped on the way", delta_flipped_once, "", ("DELTA",)),
+    Fault("a bit of a delta flipped twice", delta_flipped_twice, "damaged twice", ("DELTA",)),
+    Fault(
+        "a delta that comes twice", delta_twice, "", ("DELTA",), fine="the second is read and left"
+    ),
     Fault("another hash of a tensor", other_digest, "arrived with", ("END",)),
     Fault("another root hash", other_root, "its sender says", ("END",)),
     Fault("hashes of other tensors", fewer_digests, "a hash for each tensor", ("END",)),
 )
 CASES = [
-    pytest.param(way, step, fault, id=f"{KINDS[way]}-{step}-{fault.act.__name__}")
+    pytest.param(way, step, fault, id=f"{way.split()[-1]}-{step}-{fault.act.__name__}")
     for way, steps in STEPS.items()
     for step, fault in itertools.product(steps, FAULTS)
-    if step in fault.at
+    if step in fault.at and way in fault.ways
 ]
 
 
@@ -232,7 +326,7 @@ async def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     monkeypatch.setattr(incoming, "RESUME_SECONDS", 0.2)
     monkeypatch.setattr(port, "LEASE_SECONDS", 0.5)
     monkeypatch.setattr(port, "GREETING_SECONDS", 0.5)
-    monkeypatch.setattr(frames, "PING_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "PING_SECONDS", 0.1)
     async with pushed_worker(tmp_path / "a") as made:
         yield made
 
@@ -240,6 +334,7 @@ async def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 def fail(way: str, step: str, fault: Fault, transfer: Transfer) -> None:
     """Play a sound trainer up to an arrow, and the fault there."""
     with trainer(transfer, Version(7), KINDS[way]) as end:
+        end.base = Version(1) if way in DELTA else None
         for before in itertools.takewhile(lambda each: each != step, STEPS[way]):
             do(end, transfer, before)
         fault.act(end, transfer, step)
@@ -258,7 +353,8 @@ async def test_whatever_goes_wrong_the_old_weights_serve(
     await worker.commit(1)
     await quiet()
     before = len(held())
-    begun = await stage(worker, 2)
+    pushed = {"base": base_of(1, Version(1))} if way in DELTA else {}
+    begun = await stage(worker, 2, source={"pushed": pushed})
     slot = worker.updates.slot
     assert slot is not None
     assert begun.transfer is not None
@@ -278,6 +374,7 @@ async def test_whatever_goes_wrong_the_old_weights_serve(
         await worker.updates.discard("me", DiscardRequest(epoch=1, version=2))
     await failing
     await quiet()
+    worker.updates.pushes.spare.drop()
     assert len(held()) == before
     again = await push(worker, 3, Version(3), KINDS[way])
     assert again.error is None
@@ -336,6 +433,28 @@ async def test_a_later_stage_supersedes_a_transfer_and_an_earlier_one_is_refused
     assert worker.engine.active.number == 3
 
 
+async def test_a_base_that_serves_no_more_ends_the_delta_and_is_refused_from_then_on(
+    worker: TinyWorker,
+) -> None:
+    base = Version(1)
+    await push(worker, 1, base, "tcp")
+    await worker.commit(1)
+    source = {"pushed": {"base": base_of(1, base)}}
+    begun = await stage(worker, 2, source=source)
+    assert begun.transfer is not None
+    with trainer(begun.transfer, Version(7), "tcp") as end:
+        end.base = base
+        end.connection.keep_alive()
+        end.hello(begun.transfer)
+        await asyncio.to_thread(end.ready)
+        await worker.update(3, 3)
+        answer = await asyncio.to_thread(end.answer)
+        assert (answer.kind, "given up" in answer.text("detail")) == (Kind.FAILED, True)
+    assert worker.engine.active.number == 3
+    with refused("wrong-base"):
+        await stage(worker, 4, source=source)
+
+
 async def test_an_engine_that_dies_in_a_transfer_ends_it(worker: TinyWorker) -> None:
     begun = await stage(worker, 1)
     assert begun.transfer is not None
@@ -379,10 +498,8 @@ def table() -> str:
     """The faults as docs/weights.md shows them."""
     lines = ["| fault | in the place of | the slot |", "|---|---|---|"]
     for fault in FAULTS:
-        arrows = [step for step in ("HELLO", "MEMORY", "FILLED", "DATA", "END") if step in fault.at]
-        outcome = (
-            f"`Failed`: “…{fault.says}…”" if fault.says else "`Staged`: the chunk is sent again"
-        )
+        arrows = [step for step in ARROWS if step in fault.at]
+        outcome = f"`Failed`: “…{fault.says}…”" if fault.says else f"`Staged`: {fault.fine}"
         if fault.early:
             outcome += f"; before `HELLO`: “…{fault.early}…”"
         lines.append(f"| {fault.name} | {', '.join(f'`{step}`' for step in arrows)} | {outcome} |")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.room import Staging, check_room
+from rollout_worker.threads import Freeing
 from rollout_worker.transfer.room import MARGIN_BYTES
 
 MIB = 1 << 20
@@ -122,3 +124,35 @@ def test_a_budget_beyond_the_limit_gives_no_more_than_there_is(root: Path) -> No
         staging.claim(100 * MIB - MARGIN_BYTES)
         with pytest.raises(EngineError, match=LIMIT + r".*spec\.weights\.stagingMemory"):
             staging.claim(200 * MIB)
+
+
+def test_what_is_being_freed_is_waited_for_before_more_is_taken(root: Path) -> None:
+    staging, may_end = Staging(root=root), threading.Event()
+    staging.freeing.add(lambda: may_end.wait(10))
+    taker = threading.Thread(target=staging.claim, args=(1,))
+    taker.start()
+    taker.join(0.2)
+    assert taker.is_alive(), "it may lack what is not free yet"
+    may_end.set()
+    taker.join(10)
+    assert not taker.is_alive()
+
+
+def test_nothing_is_freed_while_an_engine_stands_still() -> None:
+    freeing, freed = Freeing(), list[str]()
+    with freeing.later():
+        freeing.add(lambda: freed.append("former"))
+        with freeing.later():
+            freeing.add(lambda: freed.append("kept"))
+        freeing.settle(0.2)
+        assert not freed
+    freeing.settle(10)
+    assert freed == ["former", "kept"]
+
+
+def test_what_cannot_be_freed_keeps_nothing_else() -> None:
+    freeing, freed = Freeing(), list[str]()
+    freeing.add(lambda: 1 / 0)
+    freeing.add(lambda: freed.append("next"))
+    freeing.settle(10)
+    assert freed == ["next"]

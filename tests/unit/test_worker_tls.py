@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import ssl
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -17,15 +15,16 @@ from localkube.pki import Authority
 from rollout_client.control import ControlUnreachable, WorkerControl
 from rollout_client.discovery.members import static_members
 from rollout_client.steering.control_ports import ControlPorts
-from rollout_worker.gang.line import TLS_NAME, Line
+from rollout_worker.gang.line import Line
 from rollout_worker.ports import connections
-from rollout_worker.ports.auth import Anyone
 from rollout_worker.ports.connections import CONTROL_PLACES, Listener, Room
-from rollout_worker.ports.server import Servers, bind
+from rollout_worker.ports.server import bind
 from rollout_worker.ports.tls import Certificate
 from rollout_worker.settings import BadSettings
+from rollout_worker.transfer.tls import TLS_NAME
 from rollout_worker.wire.gang import GangState
-from tiny_worker import settings, tiny_worker
+from served import served
+from tiny_worker import settings
 from waiting import until
 
 
@@ -34,20 +33,6 @@ def issue(folder: Path, name: str) -> tuple[Path, Path]:
     authority = Authority(folder, "ca")
     authority.issue(name, f"/CN={name}", usage="serverAuth", san="IP:127.0.0.1,DNS:localhost")
     return folder / f"{name}.crt", folder / f"{name}.key"
-
-
-@contextlib.asynccontextmanager
-async def served(home: Path, *flags: str) -> AsyncIterator[tuple[int, int]]:
-    """The data and the control port of a worker."""
-    ports = ["--data-host", "127.0.0.1", "--data-port", "0", "--control-port", "0"]
-    async with tiny_worker(home, *ports, *flags) as tiny:
-        servers = Servers(tiny.worker, Anyone())
-        running = asyncio.create_task(servers.run())
-        try:
-            yield servers.ports
-        finally:
-            servers.stop()
-            await asyncio.wait_for(running, 20)
 
 
 async def test_the_client_steers_over_tls_and_trusts_nobody_else(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from turn_process import ROOT, Puppet, puppet
 from waiting import eventually
 
 GPU = "gpu.example.com/node-1/gpu-0"
+OTHER = "gpu.example.com/node-1/gpu-1"
 SOON = 0.3
 
 
@@ -117,6 +119,110 @@ def test_a_child_that_joined_keeps_the_turn_of_its_killed_parent(
         assert refused(mine) == {GPU: "trainer-0"}
         os.kill(child, signal.SIGKILL)
         mine.take(10)
+
+
+@pytest.mark.parametrize("who", ["holder", "child", "heir"])
+def test_a_killed_process_has_lost_its_memory_when_it_loses_its_turn(
+    directory: Path, tmp_path: Path, who: str
+) -> None:
+    """It opened the memory first, and the kernel closes first what was opened last."""
+    memory = tmp_path / "memory"
+    memory.touch()
+    with puppet(directory, "trainer-0", GPU) as other, memory.open() as mine:
+        if who == "holder":
+            assert other.ask(f"have {memory}") == "has"
+        assert other.ask("take").startswith("taken")
+        last = other.pid if who == "holder" else int(other.ask(f"{who} {memory}"))
+        if who != "holder":
+            other.kill()
+        with (directory / lock_name(GPU)).open() as lock:
+            threading.Timer(0.05, os.kill, (last, signal.SIGKILL)).start()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_turn_tells_who_died_with_it(directory: Path, mine: Turn) -> None:
+    mine.take(10)
+    assert mine.left_by == {}
+    mine.give()
+    with trainer(directory) as other:
+        other.kill()
+        mine.take(10)
+    assert mine.left_by == {GPU: "trainer-0"}
+    mine.give()
+    mine.take(10)
+    assert mine.left_by == {}
+
+
+def test_who_gives_up_waiting_leaves_the_word_of_a_death_to_the_next(
+    directory: Path, mine: Turn
+) -> None:
+    with trainer(directory) as dead, trainer(directory, OTHER) as alive:
+        dead.kill()
+        with puppet(directory, "both", GPU, OTHER) as both:
+            assert both.ask("take 0.3").startswith("TurnTimeout")
+        assert alive.ask("give") == "given"
+    mine.take(10)
+    assert mine.left_by == {GPU: "trainer-0"}
+
+
+@pytest.mark.parametrize(
+    "note", [b'{"holder": ["a", "list"]}', b"[" * 4000, b'{"holder": 1}', b"\xff"]
+)
+def test_what_somebody_wrote_into_a_lock_file_keeps_nobody_out(
+    directory: Path, mine: Turn, note: bytes
+) -> None:
+    mine.take(10)
+    mine.give()
+    (directory / lock_name(GPU)).write_bytes(note)
+    mine.take(10)
+    assert mine.left_by == {}
+
+
+def until_it_waits(other: Puppet) -> None:
+    """Until a process stands in the kernel and waits for a lock."""
+    mark = f" {other.pid} "
+
+    def waits() -> bool:
+        lines = Path("/proc/locks").read_text().splitlines()
+        return any("-> FLOCK" in line and mark in line for line in lines)
+
+    eventually("it waits", waits)
+
+
+def stands_still(other: Puppet) -> bool:
+    """Whether all threads of a process have stopped."""
+    threads = Path(f"/proc/{other.pid}/task").glob("*/stat")
+    return {thread.read_text().rpartition(")")[2].split()[0] for thread in threads} == {"T"}
+
+
+def test_who_waits_goes_before_who_gives_back_and_wants_it_again(
+    directory: Path, mine: Turn
+) -> None:
+    with puppet(directory, "trainer-0", GPU) as other:
+        for _ in range(10):
+            mine.take(10)
+            other.tell("take")
+            until_it_waits(other)
+            mine.give()
+            with pytest.raises(TurnTimeout):
+                mine.take(0.1)
+            assert other.answer().startswith("taken")
+            assert other.ask("give") == "given"
+
+
+def test_who_waits_and_stands_still_keeps_nobody_out(directory: Path, mine: Turn) -> None:
+    with puppet(directory, "trainer-0", GPU) as other:
+        mine.take(10)
+        other.tell("take")
+        until_it_waits(other)
+        other.signal(signal.SIGSTOP)
+        eventually("it stands still", lambda: stands_still(other))
+        mine.give()
+        mine.take(10)
+        mine.give()
+        other.signal(signal.SIGCONT)
+        assert other.answer().startswith("taken")
 
 
 def test_the_holder_gives_back_for_a_child_that_is_stopped(directory: Path, mine: Turn) -> None:

@@ -12,20 +12,24 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from rollout_worker.engine import EngineError
-from rollout_worker.observe.device_memory import Free, free_memory, grows, missing
 from rollout_worker.observe.telemetry import Telemetry
 from rollout_worker.schemas import Progress, TurnState
 from rollout_worker.settings import Settings
 from rollout_worker.turn import Turn, TurnError, TurnReplaced
+from rollout_worker.turn.memory import (
+    BACK_SECONDS,
+    EVERY_SECONDS,
+    Free,
+    free_memory,
+    grows,
+    missing,
+)
 from rollout_worker.turn.sharing import Sharing
 
 logger = logging.getLogger(__name__)
 
 Look = Callable[[], Awaitable[Mapping[str, Free]]]
 
-MEMORY_SECONDS = 30.0
-"""How long memory may take to come back from who had the turn before."""
-MEMORY_EVERY_SECONDS = 0.2
 LOOK_SECONDS = 1.0
 """How often whoever waits looks whether it should still, besides whenever something changes."""
 
@@ -39,7 +43,7 @@ class DeviceTurn:
         telemetry: Telemetry,
         changed: Callable[[float], Awaitable[object]],
         look: Look = free_memory,
-        memory_seconds: float = MEMORY_SECONDS,
+        memory_seconds: float = BACK_SECONDS,
     ) -> None:
         """Prepare; nothing is opened before the turn is wanted.
 
@@ -139,7 +143,7 @@ class DeviceTurn:
             report(
                 Progress(message=f"waiting for memory of the devices: {why or 'it still grows'}")
             )
-            await asyncio.sleep(MEMORY_EVERY_SECONDS)
+            await asyncio.sleep(EVERY_SECONDS)
             now = await self._look()
             if not self._left and (not grows(now, before) or time.monotonic() > until):
                 return True

@@ -47,6 +47,11 @@ class Fence:
             logger.info("weights below %s are not served, as %r requires", floor, caller)
         self.floor = floor
 
+    def follow(self, active: WeightsId) -> None:
+        """Take a floor that stands along to weights that were committed, so that nobody has to call for it."""
+        if self.floor is not None and self.floor < active:
+            self.floor = active
+
     def check(self, epoch: int, **facts: Any) -> None:
         """Refuse a fenced epoch; `facts` go into the answer.
 

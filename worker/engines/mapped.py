@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollout_worker.engine import EngineError, Entry, Given, Mapped, Sink, WeightsRejected
+from rollout_worker.engines.ranks import Ranks
 from rollout_worker.engines.room import Staging
 from rollout_worker.threads import opened_in_thread
 
@@ -49,6 +50,10 @@ class MappedSink:
 
     memory: Literal["host"] = "host"
     took = False
+    lent = False
+    ranks: Ranks | None = None
+    """Who is told of it as long as it is sealed; None: nobody has to know before the commit."""
+    _told_ranks = False
 
     def __init__(
         self,
@@ -113,14 +118,18 @@ class MappedSink:
         """Where other processes of this user find it."""
         return f"/proc/{os.getpid()}/fd/{self._handle}"
 
+    @property
+    def where(self) -> dict[str, str]:
+        """Where a process of the engine finds it: in a gang each on its own node."""
+        return {"slot": self.slot} if self.slot else {"path": self.path}
+
     def ticket(self) -> str:
-        """Return what a process needs to read the tensors without a header (`mappings`)."""
+        """Return what a process needs to read the tensors without a header (`held`)."""
         tensors = [
             (entry.name, entry.spec.dtype, list(entry.spec.shape), self._starts[entry.name])
             for entry in self._entries
         ]
-        where = {"slot": self.slot} if self.slot else {"path": self.path}
-        return json.dumps({**where, "size": self._size, "tensors": tensors})
+        return json.dumps({**self.where, "size": self._size, "tensors": tensors})
 
     def allocate(self, entry: Entry) -> memoryview | None:
         """See `Sink.allocate`."""
@@ -130,12 +139,18 @@ class MappedSink:
         return memoryview(self._map)[start : start + entry.spec.nbytes]
 
     def seal(self) -> None:
-        """See `Sink.seal`; gives up this process's own view."""
+        """See `Sink.seal`; gives up this process's own view, and has the ranks take theirs."""
         self._unmap(flush=self._on_disk)
         self.sealed = True
+        if self.ranks is not None and not self._on_disk:
+            self._told_ranks = True
+            self.ranks.hold(self.where, self._size, lent=self.lent)
 
     def close(self) -> None:
         """See `Sink.close`."""
+        if self._told_ranks and self.ranks is not None:
+            self._told_ranks = False
+            self.ranks.drop(self.where)
         # The frames of an error may still have a view of it: the pages go with them then.
         with contextlib.suppress(BufferError):
             self._unmap(flush=False)
@@ -166,6 +181,7 @@ class LentSink(MappedSink):
     """
 
     took = True
+    lent = True
 
     def __init__(
         self, entries: Sequence[Entry], given: Mapped, *, skip: Collection[str] = ()
@@ -212,8 +228,9 @@ async def open_mapped(
     slots: Path | None = None,
     slot: str | None = None,
     given: Given | None = None,
+    ranks: Ranks | None = None,
 ) -> MappedSink:
-    """Make a `MappedSink` in a thread; a cancelled caller gets none, and none stays.
+    """Make a `MappedSink` in a thread, of which `ranks` are told; a cancelled caller gets none, and none stays.
 
     With mapped memory `given` it is a `LentSink`, unless it is to be on disk or in a gang's folder.
 
@@ -221,12 +238,15 @@ async def open_mapped(
         EngineError: there is no room.
     """
     if isinstance(given, Mapped) and folder is None and slots is None:
-        return LentSink(entries, given, skip=skip)
-    return await opened_in_thread(
-        lambda: MappedSink(
-            entries, folder, header=header, skip=skip, slots=slots, slot=slot, staging=staging
+        sink: MappedSink = LentSink(entries, given, skip=skip)
+    else:
+        sink = await opened_in_thread(
+            lambda: MappedSink(
+                entries, folder, header=header, skip=skip, slots=slots, slot=slot, staging=staging
+            )
         )
-    )
+    sink.ranks = ranks
+    return sink
 
 
 def sealed(sink: Sink) -> MappedSink:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import mmap
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .dtypes import TORCH_DTYPES
-from .mapped import located
+from rollout_worker.transfer.arena import POPULATE_READ, populate
 
-POPULATE_READ = 22
-"""MADV_POPULATE_READ of Linux 5.14, which Python doesn't name."""
+from .dtypes import TORCH_DTYPES
 
 Place = tuple[str, str, Sequence[int], int]
 """Name, dtype as safetensors call it, shape, and where its bytes begin."""
@@ -26,32 +20,22 @@ Place = tuple[str, str, Sequence[int], int]
 def private(handle: int, size: int) -> mmap.mmap:
     """Map memory so that torch may take it for its own: pages are shared until somebody writes."""
     mapped = mmap.mmap(handle, size, flags=mmap.MAP_PRIVATE)
-    with contextlib.suppress(OSError):  # an older kernel: pages come as they are read
-        mapped.madvise(POPULATE_READ)
+    populate(mapped, POPULATE_READ)
     return mapped
 
 
-def tensors_in(memory: mmap.mmap, places: Iterable[Place]) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(
+    memory: mmap.mmap | memoryview, places: Iterable[Place]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield views by name; the mapping lives as long as any of them."""
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return views(torch.frombuffer(memory, dtype=torch.uint8), places)
+
+
+def views(whole: Tensor, places: Iterable[Place]) -> Iterator[tuple[str, Tensor]]:
+    """Yield parts of bytes ([n] uint8) by name; one that doesn't lie as its dtype wants is a copy."""
     for name, dtype, shape, start in places:
         kind = TORCH_DTYPES[dtype]
-        size = math.prod(shape) * kind.itemsize
-        yield name, whole[start : start + size].view(kind).reshape(tuple(shape))
-
-
-def tensors_of(ticket: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a sink holds, named by its `MappedSink.ticket`."""
-    sink = json.loads(ticket)
-    path = located(sink["slot"]) if "slot" in sink else sink["path"]
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        memory = mmap.mmap(handle, sink["size"], flags=mmap.MAP_PRIVATE)
-    finally:
-        os.close(handle)
-    return tensors_in(memory, sink["tensors"])
-
-
-def tensors_told(path: str) -> Iterator[tuple[str, Tensor]]:
-    """The same, with the ticket in a file (`MappedSink.told`)."""
-    return tensors_of(Path(path).read_text())
+        part = whole[start : start + math.prod(shape) * kind.itemsize]
+        if start % kind.itemsize:
+            part = part.clone()
+        yield name, part.view(kind).reshape(tuple(shape))

@@ -10,12 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollout_worker.engine import EngineError
+from rollout_worker.threads import Freeing
 from rollout_worker.transfer.room import LIMIT, MACHINE, MARGIN_BYTES, memory_left
+from rollout_worker.transfer.spare import Spare
 
 _FIXES = {
     LIMIT: "raise spec.resources.limits.memory (or the limit of its cgroup)",
     MACHINE: "use a machine with more, or run less on it",
 }
+
+SETTLE_SECONDS = 10.0
+"""How long memory that is being freed is waited for before more is taken."""
 
 
 class Staging:
@@ -30,16 +35,38 @@ class Staging:
         self._limit = limit
         self._root = root
         self._taken = 0
+        self.spare = Spare()
+        """Counts as taken, and is given up for whoever needs the room."""
         self._lock = threading.Lock()
+        self.freeing = Freeing()
+        """Frees memory of former weights; `claim` waits for it."""
 
-    def claim(self, nbytes: int) -> Callable[[], None]:
+    def settle(self) -> None:
+        """Wait until what is given back is free; not for ever."""
+        self.freeing.settle(SETTLE_SECONDS)
+
+    def claim(self, nbytes: int, there: int = 0) -> Callable[[], None]:
         """Charge memory that is taken next; returns what gives it back, once however often called.
+
+        Args:
+            nbytes: How much.
+            there: So much of it is in memory already, and was the spare.
 
         Raises:
             EngineError: names the bound, what is left of it, and the fix.
         """
+        self.settle()
+        try:
+            return self._claim(nbytes, there, self.spare.nbytes)
+        except EngineError:
+            if not self.spare.nbytes:
+                raise
+            self.spare.drop()
+            return self._claim(nbytes, there, 0)
+
+    def _claim(self, nbytes: int, there: int, spare: int) -> Callable[[], None]:
         with self._lock:
-            left = nbytes if self._limit is None else self._limit - self._taken
+            left = nbytes if self._limit is None else self._limit - self._taken - spare
             if nbytes > left:
                 raise EngineError(
                     f"there is no room for {nbytes} bytes of staged weights: {left} bytes are left "
@@ -47,7 +74,7 @@ class Staging:
                     f"allows; raise it to {self._taken + nbytes} or more"
                 )
             try:
-                check_room(nbytes, self._root)
+                check_room(max(0, nbytes - there), self._root)
             except EngineError as error:
                 raise EngineError(f"{error}: spec.weights.stagingMemory gives no more") from error
             self._taken += nbytes

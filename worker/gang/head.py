@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from rollout_worker.engine import EngineError, Gang
-from rollout_worker.schemas import WeightsSource
+from rollout_worker.schemas import StageSource
 from rollout_worker.settings import Settings
 from rollout_worker.wire.gang import GangSlot, GangState, SlotRequest
 
@@ -152,7 +152,7 @@ class Head:
     async def fill(
         self,
         slot: str,
-        source: WeightsSource,
+        source: Callable[[], StageSource],
         root_hash: str | None,
         *,
         on_disk: bool,
@@ -160,17 +160,18 @@ class Head:
     ) -> Mapping[str, str]:
         """Fill a slot on every member; returns which root hash each found.
 
-        Whatever goes wrong, no member keeps it.
+        `source` is asked once for each: a ticket for pushed bytes is good for one. Whatever goes
+        wrong, no member keeps it.
 
         Raises:
             EngineError: a member can't, or didn't in time; names it.
         """
-        request = SlotRequest(
-            source=source, root_hash=root_hash, on_disk=on_disk, deadline_seconds=seconds
-        )
 
         async def one(member: Watched) -> str:
             await self._sweep(member)
+            request = SlotRequest(
+                source=source(), root_hash=root_hash, on_disk=on_disk, deadline_seconds=seconds
+            )
             return await _filled(member.line, slot, request)
 
         try:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from rollout_worker.settings import Settings
 from rollout_worker.threads import Shared
+from rollout_worker.transfer.tls import TLS_NAME
 from rollout_worker.wire.gang import GangSlot, GangState, SlotRequest
 
 from .trust import Trust
@@ -16,8 +17,6 @@ from .trust import Trust
 ANSWER_SECONDS = 3.0
 """What a member gets to answer: from memory, so it is the network's time."""
 TOKEN_SECONDS = 1.0
-TLS_NAME = "rollout-worker"
-"""What a control port's certificate says; as in `rollout_operator.api.names.CONTROL_TLS_NAME`."""
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -7,14 +7,29 @@ import contextlib
 import logging
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from rollout_worker.engine import EngineError, Gang, Member, MemberInfo, Sink, WeightsRejected
-from rollout_worker.schemas import Progress
+from rollout_worker.engine import (
+    EngineError,
+    Entry,
+    Gang,
+    Given,
+    Member,
+    MemberInfo,
+    Sink,
+    WeightsRejected,
+)
+from rollout_worker.schemas import CHECKPOINT, Progress, PushedBytes
 from rollout_worker.settings import Settings
+from rollout_worker.sources.fetching import Fetching
 from rollout_worker.sources.filling import Located, fill, locate, resolve_within
+from rollout_worker.sources.incoming import Incoming
+from rollout_worker.sources.memory import Memory
+from rollout_worker.sources.outward import Outward
+from rollout_worker.sources.pushed import receive
+from rollout_worker.weights import check_layout
 from rollout_worker.wire.gang import GangSlot, GangState, SlotRequest
 from rollout_worker.wire.problems import ProblemError, conflict
 
@@ -36,6 +51,9 @@ CLOSE_SECONDS = 5.0
 """What giving the slots back may take at the end; the ranks end after it."""
 STOP_SECONDS = 30.0
 LOOK_UP_SECONDS = 10.0
+
+Claim = Callable[[int], Callable[[], None]]
+"""Charges memory of staged weights, as `Staging.claim`; returns what gives it back."""
 
 
 class Held:
@@ -93,10 +111,21 @@ class Held:
 
 
 class MemberWorker:
-    """The worker of a node whose rank is above 0, without its socket."""
+    """The worker of a node whose rank is above 0, without its socket.
 
-    def __init__(self, settings: Settings, gang: Gang, create: Callable[[], Member]) -> None:
+    Args:
+        settings: The worker's.
+        gang: What the engine is told.
+        create: Makes this node's part of the engine.
+        claim: Charges memory of weights that are fetched from the head.
+    """
+
+    def __init__(
+        self, settings: Settings, gang: Gang, create: Callable[[], Member], claim: Claim
+    ) -> None:
         self.settings = settings
+        self._claim = claim
+        self._outward = Outward.of(settings)
         self.boot_id = uuid.uuid4().hex
         self._gang = gang
         self._create = create
@@ -238,10 +267,13 @@ class MemberWorker:
             self._held.pop(slot, None)
 
     async def _fill(self, held: Held, member: Member, info: MemberInfo) -> None:
-        seconds = held.request.deadline_seconds
+        seconds, pushed = held.request.deadline_seconds, held.request.source.pushed
         open_slot = partial(member.open_slot, held.id, on_disk=held.request.on_disk)
         try:
             async with asyncio.timeout(seconds):
+                if pushed is not None:
+                    held.sink = await self._fetch(held, pushed, member, info)
+                    return
                 located = await self._located(held.request, info)
                 held.sink = await fill(open_slot, info.layout, located, held.verify, held.report)
         except TimeoutError:
@@ -252,8 +284,39 @@ class MemberWorker:
             logger.exception("filling slot %s failed", held.id)
             held.error = f"internal error: {error}"
 
+    async def _fetch(
+        self, held: Held, pushed: PushedBytes, member: Member, info: MemberInfo
+    ) -> Sink:
+        """Fetch pushed bytes from the head, and keep none beside the sink."""
+        check = partial(check_layout, info.layout, where="what was pushed")
+        incoming = Incoming(CHECKPOINT, pushed, check, self._room)  # its identity is the head's
+
+        async def open_slot(entries: Sequence[Entry], given: Given | None = None) -> Sink:
+            # Ranks look where the head's sink has its tensors, so given memory is copied on all nodes.
+            return await member.open_slot(held.id, entries, on_disk=held.request.on_disk)
+
+        Fetching(incoming, pushed.peers, self._outward).start()
+        try:
+            return await receive(open_slot, info.layout, incoming, held.verify, held.report)
+        finally:
+            incoming.close("the slot is filled, or was given up")
+
+    def _room(self, nbytes: int) -> tuple[Memory, Callable[[], None]]:
+        """Take memory for what is fetched; returns what takes it off the budget, too.
+
+        Raises:
+            EngineError: There is none.
+            ArenaError: The kernel gives none.
+        """
+        give_back = self._claim(nbytes)
+        try:
+            return Memory(max(nbytes, 1)), give_back
+        except BaseException:
+            give_back()
+            raise
+
     async def _located(self, request: SlotRequest, info: MemberInfo) -> Located:
-        resolved = await resolve_within(request.source, self.settings, LOOK_UP_SECONDS)
+        resolved = await resolve_within(request.source.named, self.settings, LOOK_UP_SECONDS)
         return locate(resolved, self.settings, Path(info.model))
 
     async def stop(self) -> None:

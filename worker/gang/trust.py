@@ -7,13 +7,12 @@ import ssl
 from pathlib import Path
 
 from rollout_worker.threads import Shared
+from rollout_worker.transfer.tls import marks_of, trusting
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 """What a look at the files may take."""
-Mark = tuple[int, int] | None
-"""Of a file: which one it is and when it was written; None: there is none."""
 
 
 class Trust:
@@ -28,11 +27,11 @@ class Trust:
     """
 
     def __init__(self, certificate: Path, name: str) -> None:
-        self._files = (certificate, certificate.parent / "ca.crt")
+        self._certificate = certificate
         self._looking = Shared(self._look, name)
-        self._seen = self._marks()
+        self._seen = marks_of(certificate)
         self._trouble = ""
-        self.context = self._read()
+        self.context = trusting(certificate)
 
     async def renewed(self) -> bool:
         """Whether `context` is another one now; files that can't be used change nothing."""
@@ -51,29 +50,9 @@ class Trust:
 
     def _look(self) -> ssl.SSLContext | None:
         """Return what the files say now, None if they are the same as before."""
-        marks = self._marks()
+        marks = marks_of(self._certificate)
         if marks == self._seen:
             return None
-        context = self._read()
+        context = trusting(self._certificate)
         self._seen = marks
         return context
-
-    def _marks(self) -> tuple[Mark, ...]:
-        return tuple(map(_mark, self._files))
-
-    def _read(self) -> ssl.SSLContext:
-        context = ssl.create_default_context()
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        own, issuer = self._files
-        context.load_verify_locations(own)
-        if issuer.exists():
-            context.load_verify_locations(issuer)
-        return context
-
-
-def _mark(file: Path) -> Mark:
-    try:
-        found = file.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns

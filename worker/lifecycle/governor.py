@@ -287,6 +287,7 @@ class Governor:
             if staged is not None:
                 logger.info("falling asleep: weights %s are given up", staged.identity)
             await self._updates.clear_slot()
+            self._updates.pushes.spare.drop()
             await self._end_pinned()
             await self._sleep(target)
 
@@ -327,6 +328,10 @@ class Governor:
         else:
             await self._release(target)
 
+    def _beyond_reload(self, tags: Collection[MemoryTag]) -> bool:
+        """Whether sleep dropped weights that only a stage can bring again, which needs their memory."""
+        return self._level == 2 and "weights" in tags and self._updates.without_copy
+
     async def _wake(self, tags: frozenset[MemoryTag]) -> None:
         runtime = self._runtime
         engine, _ = runtime.loaded()
@@ -335,7 +340,7 @@ class Governor:
             if tags and not await turn_to_wake(runtime, lambda: not self.resident(tags)):
                 runtime.lifecycle.move(Lifecycle.ASLEEP)
                 return
-            load = runtime.target().load
+            load = runtime.target().load and not self._beyond_reload(tags)
             if not load and "weights" in tags:
                 logger.info("waking without weights %s, to be replaced", self._updates.identity)
             with runtime.telemetry.transition("wake"):
@@ -350,10 +355,10 @@ class Governor:
         self._released -= tags
         if "weights" in tags:
             self._level, self._updates.empty = 1, not load
-        want = runtime.target().want
-        if self._released or want is Want.ASLEEP:
+        target = runtime.target()
+        if self._released or target.want is Want.ASLEEP:
             runtime.lifecycle.move(Lifecycle.ASLEEP)
-        elif want is Want.PAUSED:
+        elif target.want is Want.PAUSED or self._lacks_values(target):
             runtime.lifecycle.move(Lifecycle.PAUSED)
         else:
             await self._resume()

@@ -263,7 +263,7 @@ class Supervisor:
         except TimeoutError:
             logger.warning("a verb still uses the engine after %g s", STOP_SECONDS)
         await self._stop_engine()
-        self._updates.pushes.drop()
+        self._updates.pushes.close()
         if runtime.turn is not None and not self._spent:
             runtime.turn.close()
 

@@ -14,7 +14,7 @@ from rollout_worker.schemas import (
     AbortRequest,
     AbortResponse,
     CommitRequest,
-    CommitResponse,
+    Committed,
     DiscardRequest,
     DiscardResponse,
     OfferRequest,
@@ -153,9 +153,10 @@ def _add_weights(app: FastAPI, worker: Worker) -> None:
         return await worker.updates.stage(caller, body)
 
     @app.post("/v1/weights/commit")
-    async def commit(caller: Caller, body: CommitRequest) -> CommitResponse:
+    async def commit(caller: Caller, body: CommitRequest) -> Committed:
         """Switch to the staged weights in one critical section."""
-        return await worker.commits.commit(caller, body)
+        done = await worker.commits.commit(caller, body)
+        return Committed(**dict(done), state=worker.state(caller))
 
     @app.post("/v1/weights/discard")
     async def discard(caller: Caller, body: DiscardRequest) -> DiscardResponse:

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_worker.engine import Gang, Member
-from rollout_worker.gang.member import MemberWorker
+from rollout_worker.gang.member import Claim, MemberWorker
 from rollout_worker.gang.places import EXIT_GANG, GangBroken
 from rollout_worker.settings import Settings
 from rollout_worker.wire.bodies import CONTROL_LIMITS
@@ -137,14 +137,16 @@ def leader_authorizer(settings: Settings) -> Authorizer:
     return LeaderReview(settings)
 
 
-async def serve_member(settings: Settings, gang: Gang, create: Callable[[], Member]) -> int:
+async def serve_member(
+    settings: Settings, gang: Gang, create: Callable[[], Member], claim: Claim
+) -> int:
     """Serve until SIGTERM or SIGINT, or until the gang is broken; returns the exit status.
 
     Raises:
         BadSettings: the port or the credentials can't be used.
     """
     raise_descriptors()
-    worker = MemberWorker(settings, gang, create)
+    worker = MemberWorker(settings, gang, create, claim)
     authorizer, held = leader_authorizer(settings), tls.certificate(settings)
     sock = bind(settings.control_host, settings.control_port, "--control-port")
     server = Server(

@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_worker.engine import Engine, ProcessSpent
+from rollout_worker.engines.room import Staging
 from rollout_worker.gang.places import EXIT_GANG, GangBroken, gang_of
 from rollout_worker.service import Worker, member_factory
 from rollout_worker.settings import BadSettings, Settings
@@ -151,7 +152,7 @@ class Servers:
         self._authorizer = authorizer
         self._sockets = _bind_both(settings)
         try:
-            self._weights = WeightsPort(settings, worker.updates.pushes.desk)
+            self._weights = WeightsPort(settings, worker.updates.pushes.desk, self._certificate)
         except BaseException:
             for each in self._sockets:  # this process may go on without us
                 each.close()
@@ -219,7 +220,9 @@ async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = N
     if gang is not None and gang.rank > 0:
         from .member import serve_member
 
-        return await serve_member(settings, gang, member_factory(settings, gang))
+        staging = Staging(settings.staging_memory)
+        create = member_factory(settings, gang, staging)
+        return await serve_member(settings, gang, create, staging.claim)
     worker = Worker(settings, make_engine, gang)
     servers = Servers(worker, make_authorizer(settings))
     stop = asyncio.Event()

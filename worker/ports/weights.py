@@ -15,9 +15,14 @@ import threading
 from pathlib import Path
 
 from rollout_worker.settings import BadSettings, Settings
+from rollout_worker.sources.outward import Outward
 from rollout_worker.sources.pushed import Address, Desk
-from rollout_worker.transfer.frames import LEASE_SECONDS, Connection, Kind, TransferError
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.frames import LEASE_SECONDS, Kind, TransferError, Untrusted
 from rollout_worker.transfer.node import node_of
+from rollout_worker.transfer.tls import HANDSHAKE
+
+from .tls import Certificate
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +32,8 @@ GREETING_SECONDS = 10.0
 """What a connection gets to say what it has come for."""
 BACKLOG = 128
 STOP_SECONDS = 5.0
+LEAVE_SECONDS = 1.0
+"""What who is turned away gets to read why."""
 
 
 class WeightsPort:
@@ -34,14 +41,18 @@ class WeightsPort:
 
     Args:
         settings: Of the worker: which of the two it has.
-        desk: Knows the tickets; told where they can be used.
+        desk: Knows the tickets; told where they can be used, and how other workers are reached.
+        certificate: Of the control port, shown here as well; None: this port speaks no TLS.
 
     Raises:
         BadSettings: The port is taken, or the socket can't be made.
     """
 
-    def __init__(self, settings: Settings, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(
+        self, settings: Settings, desk: Desk, certificate: Certificate | None = None
+    ) -> None:
+        self._desk, self._certificate = desk, certificate
+        self._required = settings.weights_tls == "required"
         self._listening: list[socket.socket] = []
         self._path = settings.weights_socket
         self._lock = threading.Lock()
@@ -54,7 +65,9 @@ class WeightsPort:
         if self._path is not None:
             self._listen(_unix(self._path))
             node = node_of(str(self._path))
-        desk.address = Address(port, None if self._path is None else str(self._path), node)
+        path = None if self._path is None else str(self._path)
+        desk.address = Address(port, path, node, self._required)
+        desk.outward = Outward.of(settings)
 
     def _listen(self, sock: socket.socket) -> int:
         self._listening.append(sock)
@@ -115,10 +128,12 @@ class WeightsPort:
 
     def _serve(self, connection: Connection) -> None:
         try:
+            if not self._meets(connection):
+                return
             if self._desk.idle:
                 detail = "no ticket is out: stage first"
                 connection.send(Kind.ERROR, {"slug": "bad-ticket", "detail": detail})
-                connection.leave(1.0)
+                connection.leave(LEAVE_SECONDS)
                 return
             first = connection.receive()
             connection.patience(LEASE_SECONDS)
@@ -131,6 +146,40 @@ class WeightsPort:
             connection.close()
             with self._lock:
                 self._open.discard(connection)
+
+    def _meets(self, connection: Connection) -> bool:
+        """Begin TLS if the other end does; False: it had to, and was turned away.
+
+        Raises:
+            TransferError: The other end is gone, or TLS fails.
+        """
+        held = self._certificate
+        if connection.unix or (held is None and self._desk.idle):
+            return True
+        if connection.first_byte() != HANDSHAKE:
+            if self._required:
+                detail = (
+                    "this port takes weights over TLS alone: call it so, and trust the workers' CA"
+                )
+                self._turn_away(connection, "tls-required", detail, "it spoke no TLS")
+            return not self._required
+        if held is None:
+            detail = (
+                "this port speaks no TLS: call it without, or start it with --weights-tls required"
+            )
+            self._turn_away(connection, "no-tls", detail, "it spoke TLS, which this port does not")
+            return False
+        try:
+            connection.secure(held.context)
+        except Untrusted as error:
+            self._desk.turned_away(str(error))
+            raise
+        return True
+
+    def _turn_away(self, connection: Connection, slug: str, detail: str, why: str) -> None:
+        self._desk.turned_away(why)
+        connection.send(Kind.ERROR, {"slug": slug, "detail": detail})
+        connection.leave(LEAVE_SECONDS)
 
 
 def _tcp(host: str, port: int) -> socket.socket:

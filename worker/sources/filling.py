@@ -216,6 +216,6 @@ def _check_votes(root_hash: str, votes: Mapping[str, str]) -> None:
     for name, found in votes.items():
         if found != root_hash:
             raise WeightsRejected(
-                f"{name} found root_hash {found} under the path where the head found {root_hash}:"
-                " give all nodes the same bytes"
+                f"{name} found root_hash {found} where the head found {root_hash}: give all nodes"
+                " the same bytes"
             )

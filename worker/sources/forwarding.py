@@ -14,21 +14,23 @@ from typing import Any
 
 import xxhash
 
+from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import (
     CHUNK_BYTES,
-    HOP_SECONDS,
     PROTOCOL,
-    Connection,
     Frame,
     Kind,
     Malformed,
     Refused,
+    Slow,
     TransferError,
-    dial,
 )
 from rollout_worker.transfer.layout import PushLayout
 
-from .incoming import LOOK_SECONDS, Incoming, Memory, TransferFailed
+from .basis import Delta
+from .incoming import LOOK_SECONDS, Incoming
+from .memory import Memory, TransferFailed
+from .outward import Outward
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class Forwarding:
         memory: Where it is.
         hops: The chain behind this worker.
         upstream: Who is told what becomes of them.
+        outward: How they are reached.
     """
 
     def __init__(
@@ -90,9 +93,10 @@ class Forwarding:
         memory: Memory,
         hops: list[Hop],
         upstream: Connection,
+        outward: Outward,
     ) -> None:
         self._incoming, self._layout, self._memory = incoming, layout, memory
-        self._hops, self._upstream = hops, upstream
+        self._hops, self._upstream, self._outward = hops, upstream, outward
         self._release = memory.hold()
         self._settled: set[str] = set()
         self._stopped = False
@@ -132,7 +136,7 @@ class Forwarding:
         try:
             self._feed(hop, rest)
             why = "it ended the connection before it said what became of the weights"
-        except Refused as error:
+        except (Refused, Slow) as error:
             why = str(error)
         except (TransferError, TransferFailed) as error:
             why = f"it can't be reached from the hop before: {error}"
@@ -146,15 +150,17 @@ class Forwarding:
         self._upstream.send(kind, head)
 
     def _feed(self, hop: Hop, rest: list[Hop]) -> None:
-        connection = dial(hop.host, hop.port, HOP_SECONDS, silence=HOP_SECONDS)
+        connection = self._outward.dial(hop.host, hop.port)
         self._connection = connection
         try:
             if self._stopped:
                 return
             connection.keep_alive()
+            base = self._incoming.basis
             connection.send(
                 Kind.HELLO,
                 {
+                    **({} if base is None else {"base": base.named.model_dump()}),
                     "protocol": PROTOCOL,
                     "ticket": hop.ticket,
                     "name": hop.name,
@@ -167,7 +173,7 @@ class Forwarding:
             listening = _Listening(self, connection, names)
             listening.start()
             try:
-                self._send(connection, ready, listening)
+                self._send(connection, ready, listening, others=bool(rest))
                 listening.join(FAREWELL_SECONDS)
             finally:
                 connection.interrupt()
@@ -177,16 +183,26 @@ class Forwarding:
         if listening.why is not None:
             raise listening.why
 
-    def _send(self, connection: Connection, ready: Frame, listening: _Listening) -> None:
+    def _send(
+        self, connection: Connection, ready: Frame, listening: _Listening, *, others: bool
+    ) -> None:
         have, total = ready.head.get("have", []), self._layout.nbytes
         spans = [(begin, end) for begin, end in have] if isinstance(have, list) else []
+        sent = 0
         for begin in range(0, total, CHUNK_BYTES):
             end = min(begin + CHUNK_BYTES, total)
-            if any(first <= begin and end <= last for first, last in spans):
+            if begin < sent or any(first <= begin and end <= last for first, last in spans):
                 continue
             if not self._follow(lambda end=end: self._incoming.upto >= end, listening):
                 return
-            self.send_chunk(connection, begin)
+            delta = self._incoming.deltas.get(begin)
+            if delta is None or any(
+                first < begin + delta.nbytes and begin < last for first, last in spans
+            ):
+                self.send_chunk(connection, begin, others=others)
+            else:
+                self.send_delta(connection, begin, delta, others=others)
+                sent = begin + delta.nbytes
         if self._follow(lambda: self._incoming.end is not None, listening):
             end_ = self._incoming.end
             assert end_ is not None
@@ -205,18 +221,36 @@ class Forwarding:
                 raise TransferFailed(self._incoming.failure)
         return False
 
-    def send_chunk(self, connection: Connection, begin: int) -> None:
-        """Send the chunk that begins there."""
+    def send_chunk(self, connection: Connection, begin: int, *, others: bool = False) -> None:
+        """Send the chunk that begins there; `others`: who wait behind it."""
         with self._memory.bytes(begin, min(begin + CHUNK_BYTES, self._layout.nbytes)) as view:
-            digest = xxhash.xxh3_128_hexdigest(view)
-            connection.send(Kind.DATA, {"offset": begin, "hash": digest}, view)
+            self._outward.wait_for(connection, len(view))
+            # As it was verified here: what changes in this memory, the next hop finds.
+            known = self._incoming.hash_of(begin // CHUNK_BYTES)
+            digest = known or xxhash.xxh3_128_hexdigest(view)
+            send = connection.hurry if others else connection.send
+            send(Kind.DATA, {"offset": begin, "hash": digest}, view)
+
+    def send_delta(
+        self, connection: Connection, begin: int, delta: Delta, *, others: bool = False
+    ) -> None:
+        """Send what differs in the run that begins there, as it came."""
+        self._outward.wait_for(connection, len(delta.content))
+        digest = xxhash.xxh3_128_hexdigest(delta.content)
+        head = {"offset": begin, "bytes": delta.nbytes, "hash": digest}
+        send = connection.hurry if others else connection.send
+        send(Kind.DELTA, head, memoryview(delta.content))
 
     def hear(self, connection: Connection, frame: Frame, names: set[str]) -> bool:
         """Pass on what a hop says; whether more may come."""
         connection.skip(frame)
         if frame.kind is Kind.ERROR and frame.text("slug", "") == "bad-chunk":
             offset = frame.integer("offset", 0, max(self._layout.nbytes - 1, 0))
-            self.send_chunk(connection, offset - offset % CHUNK_BYTES)
+            delta = self._incoming.deltas.get(offset) if frame.head.get("delta") else None
+            if delta is None:
+                self.send_chunk(connection, offset - offset % CHUNK_BYTES)
+            else:
+                self.send_delta(connection, offset, delta)
             return True
         if frame.kind is Kind.ERROR:
             raise Refused(frame.head)

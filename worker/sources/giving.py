@@ -1,4 +1,7 @@
-"""What this worker keeps of a pushed version, and gives to others that fetch it."""
+"""What this worker keeps of a pushed version, and gives to others that fetch it.
+
+The other nodes of a gang fetch from their head while the version still arrives there.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,15 @@ import xxhash
 
 from rollout_worker.engine import Entry
 from rollout_worker.schemas import KeptWeights, WeightsId
-from rollout_worker.transfer.frames import (
-    CHUNK_BYTES,
-    Connection,
-    Frame,
-    Kind,
-    Malformed,
-)
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.frames import CHUNK_BYTES, Frame, Kind, Malformed
 from rollout_worker.transfer.layout import PushLayout
 
-from .incoming import End, Incoming, Memory, copied, entries_of
+from .arrived import chunks_of, content_bytes, entries_of
+from .basis import Patch
+from .incoming import End, Incoming
+from .memory import Memory, TransferFailed
+from .outward import Outward
 
 MAX_RANGES = 4096
 
@@ -32,6 +34,8 @@ class Kept:
     memory: Memory
     end: End
     release: Callable[[], None]
+    patch: Patch | None = None
+    """How it differs from the version before it; None: not known."""
 
     def view(self) -> KeptWeights:
         """What clients see of it."""
@@ -50,16 +54,13 @@ class Kept:
     @property
     def bytes_total(self) -> int:
         """See `Readable.bytes_total`."""
-        return sum(placed.nbytes for placed in self.layout.tensors)
+        return content_bytes(self.layout)
 
     def chunks(
         self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
     ) -> Iterator[memoryview]:
         """See `Readable.chunks`."""
-        placed, step = self.layout[entry.name], 4 * CHUNK_BYTES
-        for begin in range(placed.start, placed.end, step):
-            end = min(begin + step, placed.end)
-            yield from copied(self.memory.bytes(begin, end), view, begin - placed.start)
+        return chunks_of(self.layout, self.memory, entry, view)
 
     def check(self, digests: Mapping[str, str], root: str) -> None:
         """See `Readable.check`: the root hash says it all."""
@@ -70,34 +71,66 @@ def kept_of(incoming: Incoming) -> Kept | None:
     release = incoming.hand_over()
     if incoming.layout is None or incoming.memory is None or incoming.end is None:
         return None
-    return Kept(incoming.identity, incoming.layout, incoming.memory, incoming.end, release)
+    return Kept(
+        incoming.identity, incoming.layout, incoming.memory, incoming.end, release, incoming.patch
+    )
 
 
-def give(connection: Connection, kept: Kept) -> None:
-    """Answer what a peer asks for until it closes the connection.
+Gives = Kept | Incoming
+"""What a peer can fetch: all of it is here, or will be."""
+
+
+def give(connection: Connection, source: Gives, outward: Outward) -> None:
+    """Answer what a peer asks for until it closes the connection; waits for what is still to come.
 
     Raises:
         TransferError: The connection has ended.
+        TransferFailed: The bytes are gone, or never came.
     """
-    release = kept.memory.hold()
+    layout, memory = source.layout, source.memory
+    if layout is None or memory is None:
+        raise TransferFailed("nothing has come of these weights yet")
+    release = memory.hold()
     try:
         connection.keep_alive()
-        head = {"layout": kept.layout.to_json(), "root_hash": kept.end.root_hash}
-        connection.send(Kind.LAYOUT, {**head, "digests": dict(kept.end.digests)})
+        connection.send(Kind.LAYOUT, {"layout": layout.to_json(), **_hashes(source.end)})
         while True:
             frame = connection.expect(Kind.GET)
             connection.skip(frame)
-            for begin, end in _ranges(frame, kept.layout.nbytes):
-                _send(connection, kept, begin, end)
+            for begin, end in _ranges(frame, layout.nbytes):
+                for at in range(begin, end, CHUNK_BYTES):
+                    outward.wait_for(connection, min(CHUNK_BYTES, end - at))
+                    _send(connection, source, memory, at, min(at + CHUNK_BYTES, end))
+            if frame.head.get("hashes") is True:
+                connection.send(Kind.END, _hashes(_awaited_end(source)))
     finally:
         release()
 
 
-def _send(connection: Connection, kept: Kept, begin: int, end: int) -> None:
-    for offset in range(begin, end, CHUNK_BYTES):
-        with kept.memory.bytes(offset, min(offset + CHUNK_BYTES, end)) as view:
-            digest = xxhash.xxh3_128_hexdigest(view)
-            connection.send(Kind.DATA, {"offset": offset, "hash": digest}, view)
+def _hashes(end: End | None) -> Mapping[str, object]:
+    """Return what all of it should hash to, as frames have it; nothing as long as nobody knows."""
+    return {} if end is None else {"root_hash": end.root_hash, "digests": dict(end.digests)}
+
+
+def _awaited_end(source: Gives) -> End:
+    if isinstance(source, Incoming):
+        source.follow(lambda: source.end is not None, _never)
+    assert source.end is not None
+    return source.end
+
+
+def _never() -> bool:
+    """Who fetches and is gone is noticed when the next bytes are sent: it comes, or its end does."""
+    return False
+
+
+def _send(connection: Connection, source: Gives, memory: Memory, begin: int, end: int) -> None:
+    """Send one chunk, once it is there."""
+    if isinstance(source, Incoming) and source.upto < end:
+        source.follow(lambda: source.upto >= end, _never)
+    with memory.bytes(begin, end) as view:
+        digest = xxhash.xxh3_128_hexdigest(view)
+        connection.send(Kind.DATA, {"offset": begin, "hash": digest}, view)
 
 
 def _ranges(frame: Frame, size: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""One pushed version on its way into this worker: what is there of it, and who waits for what.
+"""One pushed version on its way into this worker: what is there, and who waits for what; whole, by its one lock.
 
 Threads of connections bring layout, memory and bytes; the thread that fills the slot follows and
 hashes; threads that pass it on follow, too. It ends once: staged, or failed with a reason.
@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollout_worker.engine import EngineError, Entry, TensorSpec, WeightsRejected
+from rollout_worker.engine import EngineError, Entry, WeightsRejected
 from rollout_worker.schemas import PushedBytes, WeightsId
-from rollout_worker.transfer.arena import ArenaError, Slot, map_readonly
-from rollout_worker.transfer.frames import CHUNK_BYTES, LEASE_SECONDS, Connection
+from rollout_worker.transfer.arena import ArenaError
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.delta import DeltaError
+from rollout_worker.transfer.frames import CHUNK_BYTES, LEASE_SECONDS, Frame, Malformed
 from rollout_worker.transfer.layout import PushLayout
-from rollout_worker.weights import HASH
 
-from .files import ReadCancelled
+from .arrived import Arrived, entries_of
+from .basis import PATCH_SHARE, Basis, Delta, Patch
+from .memory import Memory, TransferFailed
 
 RESUME_SECONDS = 10.0
 """How long a transfer whose connection is gone waits for the next hop's."""
@@ -32,8 +34,8 @@ LEAVE_SECONDS = 10.0
 LOOK_SECONDS = 0.2
 """How often a thread that waits looks whether its work was given up."""
 
-Claim = Callable[[int], Callable[[], None]]
-"""As `Staging.claim`."""
+Room = Callable[[int], tuple[Memory, Callable[[], None]]]
+"""Takes memory of our own; returns it and what takes it off the budget of staged weights."""
 
 
 class Refusal(Exception):
@@ -45,81 +47,25 @@ class Refusal(Exception):
         self.tensor = tensor
 
 
-class TransferFailed(EngineError):
-    """The bytes did not arrive; the text says why and what to do."""
-
-
-class Memory:
-    """The bytes of one version: memory of this process, or the trainer's, as long as anybody holds it.
-
-    Args:
-        size: Bytes.
-        handle: Descriptor of the trainer's, closed here; None: memory of our own.
-
-    Raises:
-        ArenaError: There is no room, or the trainer's memory can't be relied on.
-    """
-
-    def __init__(self, size: int, handle: int | None = None) -> None:
-        self.size = size
-        self.own = handle is None
-        self.freed = threading.Event()
-        """Set once nobody holds it."""
-        self._lock = threading.Lock()
-        self._holders = 0
-        if handle is None:
-            slot = Slot(size)
-            self.handle, self._view = slot.handle, slot.bytes(0, slot.size)
-            self._close = slot.close
-            return
-        try:
-            mapped = map_readonly(handle, size)
-        except BaseException:
-            os.close(handle)
-            raise
-        self.handle, self._view = handle, memoryview(mapped)
-
-        def close() -> None:
-            with contextlib.suppress(BufferError):
-                mapped.close()
-            os.close(handle)
-
-        self._close = close
-
-    def bytes(self, begin: int, end: int) -> memoryview:
-        """Return a run of it."""
-        return self._view[begin:end]
-
-    def hold(self) -> Callable[[], None]:
-        """Keep it until what is returned is called; that is idempotent, from any thread."""
-        with self._lock:
-            if self.freed.is_set():
-                raise TransferFailed("the bytes are gone: stage again")
-            self._holders += 1
-        held = [True]
-
-        def release() -> None:
-            with self._lock:
-                if not held:
-                    return
-                held.clear()
-                self._holders -= 1
-                if self._holders:
-                    return
-                self.freed.set()
-            with contextlib.suppress(BufferError):
-                self._view.release()
-            self._close()
-
-        return release
-
-
 @dataclass(frozen=True, slots=True)
 class End:
     """What the sender says that everything hashes to."""
 
     root_hash: str
     digests: Mapping[str, str]
+
+
+def end_of(frame: Frame, layout: PushLayout) -> End:
+    """Return what a frame says that everything hashes to.
+
+    Raises:
+        Malformed: It doesn't name every tensor.
+    """
+    digests = frame.head.get("digests") or {}
+    named = isinstance(digests, dict) and all(isinstance(each, str) for each in digests.values())
+    if not named or set(digests) != {placed.name for placed in layout.tensors}:
+        raise Malformed(f"{frame.kind.name} must have a hash for each tensor and for nothing else")
+    return End(frame.text("root_hash", most=128), digests)
 
 
 class Incoming:
@@ -129,7 +75,8 @@ class Incoming:
         identity: Of the version.
         wanted: What the stage said of it.
         check: Refuses tensors that aren't the model's (`WeightsRejected`).
-        claim: Charges memory of our own.
+        room: Takes memory of our own.
+        basis: What a delta of it is applied to; None: all bytes have to come.
     """
 
     def __init__(
@@ -137,10 +84,16 @@ class Incoming:
         identity: WeightsId,
         wanted: PushedBytes,
         check: Callable[[Sequence[Entry]], None],
-        claim: Claim,
+        room: Room,
+        basis: Basis | None = None,
     ) -> None:
         self.identity = identity
-        self._wanted, self._check, self._claim = wanted, check, claim
+        self._wanted, self._check, self._room = wanted, check, room
+        self.basis = basis
+        self.deltas: dict[int, Delta] = {}
+        """By offset: what came instead of whole bytes."""
+        self._begun: set[int] = set()
+        """Chunks that were written to, whatever came of it."""
         self._state = threading.Condition()
         self.layout: PushLayout | None = None
         self.memory: Memory | None = None
@@ -150,11 +103,13 @@ class Incoming:
         self.failure: str | None = None
         self.tensor: str | None = None
         self._done = bytearray()
+        self._hashes: dict[int, str] = {}
         self._upto = 0
         self._connections: list[Connection] = []
         self._lost = time.monotonic()
         self._lease = LEASE_SECONDS
         self._why = f"no sender came within {LEASE_SECONDS:g} s"
+        self._tried = ""
         self._release: Callable[[], None] = _nothing
         self.give_back: Callable[[], None] = _nothing
         """Takes what it was charged for off the budget of staged weights; idempotent."""
@@ -172,7 +127,7 @@ class Incoming:
         while self.memory is None and self.failure is None:
             left = self._left()
             if left <= 0:
-                self.fail(f"{self._why}: stage again")
+                self.fail(self._why_nobody())
                 break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._opened.wait(), min(left, 1.0))
@@ -184,6 +139,8 @@ class Incoming:
         """Note that it is staged; whoever waits tells the other ends."""
         with self._state:
             self.root_hash = root_hash
+            if self.memory is not None:
+                self.memory.root_hash = root_hash
             self._state.notify_all()
 
     def fail(self, why: str, tensor: str | None = None) -> None:
@@ -201,7 +158,20 @@ class Incoming:
         with self._state:
             release, self._release = self._release, _nothing
         release()
+        self._let_base_go()
         self.give_back()
+
+    def _let_base_go(self) -> None:
+        if self.basis is not None:
+            self.basis.release()
+
+    @property
+    def patch(self) -> Patch | None:
+        """How it differs from its base, if that is little and known."""
+        size = sum(len(each.content) for each in self.deltas.values())
+        if self.basis is None or self.layout is None or size > PATCH_SHARE * self.layout.nbytes:
+            return None
+        return Patch(self.basis.named.root_hash, self.deltas)
 
     @property
     def fetched(self) -> bool:
@@ -212,6 +182,7 @@ class Incoming:
         """Give up the hold of staged bytes that serve now, and count them as staged no more."""
         with self._state:
             release, self._release = self._release, _nothing
+        self._let_base_go()
         self.give_back()
         return release
 
@@ -245,6 +216,7 @@ class Incoming:
             ):
                 raise Refusal("bad-ticket", "the ticket is used: stage again for another one")
             self._connections.append(connection)
+            self._tried = ""
             for each in former:
                 each.interrupt()
             gone = self._state.wait_for(
@@ -315,12 +287,7 @@ class Incoming:
         if self.memory is not None:
             return self.memory
         try:
-            give_back = self._claim(self.layout.nbytes)
-            try:
-                memory = Memory(max(self.layout.nbytes, 1))
-            except BaseException:
-                give_back()
-                raise
+            memory, give_back = self._room(self.layout.nbytes)
         except (EngineError, ArenaError) as error:
             raise Refusal("no-room", str(error)) from error
         self.lay(memory, give_back)
@@ -344,21 +311,69 @@ class Incoming:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._opened.set)
 
+    def rest_on(self, base: object) -> None:
+        """See that a sender's deltas are of the base that the stage named.
+
+        Raises:
+            Refusal: They are of another one.
+        """
+        named = None if self.basis is None else self.basis.named.model_dump()
+        if named is None or base != named:
+            why = f"deltas of {base} would come, the stage's base is {named}: stage with this base"
+            raise Refusal("wrong-base", why)
+        assert self.basis is not None
+        assert self.layout is not None
+        if self.basis.layout_id != self.layout.layout_id:
+            why = f"the base has the layout {self.basis.layout_id}: send all bytes"
+            raise Refusal("wrong-base", why)
+
+    def renew(self, offset: int, delta: Delta) -> None:
+        """Apply what differs in a run of whole chunks, and note that they are there.
+
+        Raises:
+            DeltaError: It is no delta of this run, or parts of the run are there already.
+        """
+        assert self.basis is not None
+        assert self.memory is not None
+        first, after = offset // CHUNK_BYTES, -(-(offset + delta.nbytes) // CHUNK_BYTES)
+        there = sum(map(self.has, range(first, after)))
+        if there == after - first:
+            return
+        if there:
+            # Who hashes them may just be reading them.
+            raise DeltaError("a part of what the delta covers is there already")
+        begun = not self._begun.isdisjoint(range(first, after))
+        self._begun.update(range(first, after))
+        self.basis.renew(self.memory, offset, delta, untouched=not begun)
+        self.deltas[offset] = delta
+        for chunk in range(first, after):
+            self.mark(chunk)
+
+    def begin_chunk(self, chunk: int) -> None:
+        """Note that a chunk is going to be written."""
+        self._begun.add(chunk)
+
     def has(self, chunk: int) -> bool:
         """Whether this chunk is there."""
         return bool(self._done[chunk])
 
-    def mark(self, chunk: int) -> None:
-        """Note that a chunk is there and verified."""
+    def mark(self, chunk: int, digest: str | None = None) -> None:
+        """Note that a chunk is there and verified, against this hash if it came whole."""
         assert self.layout is not None
         with self._state:
             self._done[chunk] = 1
+            if digest is not None:
+                self._hashes[chunk] = digest
             first = self._upto // CHUNK_BYTES
             if chunk == first:
                 gap = self._done.find(0, first)
                 end = len(self._done) if gap < 0 else gap
                 self._upto = min(end * CHUNK_BYTES, self.layout.nbytes)
                 self._state.notify_all()
+
+    def hash_of(self, chunk: int) -> str | None:
+        """Return what a chunk was verified against; None: it is in shared memory, or came as a delta."""
+        return self._hashes.get(chunk)
 
     def advance(self, upto: int) -> None:
         """Note that shared memory is final up to there."""
@@ -402,8 +417,16 @@ class Incoming:
             if cancelled():
                 return False
             if self._left() <= 0:
-                self.fail(f"{self._why}: stage again")
+                self.fail(self._why_nobody())
         return True
+
+    def turned_away(self, why: str) -> None:
+        """Note why somebody could not show a ticket, who perhaps had the right one."""
+        with self._state:
+            self._tried = f"; one that tried was turned away: {why}"
+
+    def _why_nobody(self) -> str:
+        return f"{self._why}{self._tried}: stage again"
 
     def _left(self) -> float:
         """Return the seconds that are left without a connection."""
@@ -411,69 +434,6 @@ class Incoming:
             if self._connections or self._wanted.peers:  # who fetches says when it can't
                 return LEASE_SECONDS
             return self._lost + self._lease - time.monotonic()
-
-
-class Arrived:
-    """A version that has arrived, or does: a source as files are one (`files.Readable`)."""
-
-    def __init__(self, incoming: Incoming, layout: PushLayout, memory: Memory) -> None:
-        self.layout, self.memory = layout, memory
-        self.entries = entries_of(layout)
-        self._incoming = incoming
-        self._cancelled: Callable[[], bool] = lambda: False
-
-    @property
-    def bytes_total(self) -> int:
-        """Bytes of all tensors."""
-        return sum(placed.nbytes for placed in self.layout.tensors)
-
-    def chunks(
-        self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
-    ) -> Iterator[memoryview]:
-        """See `Readable.chunks`: follows what arrives."""
-        self._cancelled = cancelled
-        placed, step = self.layout[entry.name], 4 * CHUNK_BYTES
-        for begin in range(placed.start, placed.end, step):
-            end = min(begin + step, placed.end)
-            self._follow(lambda end=end: self._incoming.upto >= end)  # type: ignore[misc]
-            yield from copied(self.memory.bytes(begin, end), view, begin - placed.start)
-
-    def _follow(self, until: Callable[[], bool]) -> None:
-        if not until() and not self._incoming.follow(until, self._cancelled):
-            raise ReadCancelled
-
-    def check(self, digests: Mapping[str, str], root: str) -> None:
-        """See `Readable.check`: what the sender says at the end."""
-        self._follow(lambda: self._incoming.end is not None)
-        end = self._incoming.end
-        assert end is not None
-        for name, digest in digests.items():
-            if end.digests.get(name) != digest:
-                raise WeightsRejected(
-                    f"tensor {name!r} arrived with {HASH} {digest}, its sender says "
-                    f"{end.digests.get(name, 'nothing')}: publish again",
-                    tensor=name,
-                )
-        if end.root_hash != root:
-            raise WeightsRejected(
-                f"what arrived has root_hash {root}, its sender says {end.root_hash}: publish again"
-            )
-
-
-def copied(part: memoryview, view: memoryview | None, begin: int) -> Iterator[memoryview]:
-    """Yield a part where it is, or where it was copied to."""
-    with part:
-        if view is None:
-            yield part
-            return
-        with view[begin : begin + len(part)] as there:
-            there[:] = part
-            yield there
-
-
-def entries_of(layout: PushLayout) -> tuple[Entry, ...]:
-    """Return the tensors of a layout."""
-    return tuple(Entry(each.name, TensorSpec(each.dtype, each.shape)) for each in layout.tensors)
 
 
 def _nothing() -> None:

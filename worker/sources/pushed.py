@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -10,14 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout_worker.engine import Layout, Mapped, Sink
-from rollout_worker.schemas import OfferResponse, Transfer
-from rollout_worker.transfer.frames import Connection, Frame, Kind, Malformed
+from rollout_worker.schemas import OfferResponse, Peer, PushedBytes, StageSource, Transfer
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.frames import Frame, Kind, Malformed
 from rollout_worker.transfer.layout import PushLayout
+from rollout_worker.transfer.maps import Maps
 
-from .files import Report
-from .filling import OpenSlot, pour
-from .giving import Kept, give
-from .incoming import Incoming, Memory
+from .files import Readable, Report
+from .filling import Elsewhere, OpenSlot, pour
+from .giving import Gives, Kept, give
+from .incoming import Incoming
+from .memory import Memory, TransferFailed
+from .outward import Outward
 from .receiving import LEAVE_SECONDS, Receiving
 
 logger = logging.getLogger(__name__)
@@ -29,11 +34,15 @@ MAX_OFFERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where this worker takes weights: port over TCP, path and node of its Unix socket."""
+    """Where this worker takes weights: port over TCP, path and node of its Unix socket.
+
+    `tls`: whether the port takes TLS alone.
+    """
 
     port: int | None = None
     socket: str | None = None
     node: str | None = None
+    tls: bool = False
 
     @property
     def anywhere(self) -> bool:
@@ -46,9 +55,12 @@ class Desk:
 
     def __init__(self) -> None:
         self.address = Address()
+        self.outward = Outward()
+        """How other workers are reached."""
         self._lock = threading.Lock()
         self._expected: dict[str, Incoming] = {}
-        self._offers: dict[str, tuple[float, Kept]] = {}
+        self._offers: dict[str, tuple[float, Gives]] = {}
+        self._maps = Maps()
 
     def expect(self, incoming: Incoming) -> Transfer:
         """Return how to bring a version; a former ticket for it is void."""
@@ -56,23 +68,44 @@ class Desk:
         with self._lock:
             self._expected = {ticket: incoming}  # there is one slot
         address = self.address
-        return Transfer(ticket=ticket, port=address.port, socket=address.socket, node=address.node)
+        return Transfer(
+            ticket=ticket,
+            port=address.port,
+            tls=address.tls,
+            socket=address.socket,
+            node=address.node,
+        )
 
     def offer(self, kept: Kept) -> OfferResponse:
         """Return what a peer has to know to fetch what is kept; good once, and for a while."""
         assert self.address.port is not None, "the caller has looked"
-        ticket, now = secrets.token_hex(16), time.monotonic()
-        with self._lock:
-            fresh = {t: (at, k) for t, (at, k) in self._offers.items() if now - at < OFFER_SECONDS}
-            self._offers = dict(list(fresh.items())[-MAX_OFFERS + 1 :])
-            self._offers[ticket] = (now, kept)
         return OfferResponse(
-            ticket=ticket,
+            ticket=self._offered(kept),
             port=self.address.port,
             layout_id=kept.layout.layout_id,
             bytes=kept.layout.nbytes,
             root_hash=kept.end.root_hash,
         )
+
+    def for_member(self, source: Gives, host: str) -> StageSource:
+        """Return where another node of the gang gets these bytes: from here, also while they arrive.
+
+        Args:
+            source: The bytes.
+            host: Of this worker, as that node knows it.
+        """
+        assert self.address.port is not None, "the settings of a gang say so"
+        peer = Peer(host=host, port=self.address.port, ticket=self._offered(source))
+        return StageSource(pushed=PushedBytes(peers=(peer,)))
+
+    def _offered(self, source: Gives) -> str:
+        """Return a new ticket for whoever may fetch it."""
+        ticket, now = secrets.token_hex(16), time.monotonic()
+        with self._lock:
+            fresh = {t: (at, k) for t, (at, k) in self._offers.items() if now - at < OFFER_SECONDS}
+            self._offers = dict(list(fresh.items())[-MAX_OFFERS + 1 :])
+            self._offers[ticket] = (now, source)
+        return ticket
 
     def withdraw(self) -> None:
         """Offer nothing that was offered any more."""
@@ -85,6 +118,13 @@ class Desk:
         with self._lock:
             return not self._expected and not self._offers
 
+    def turned_away(self, why: str) -> None:
+        """Note why somebody could not even show a ticket: whoever waits for a sender says so."""
+        with self._lock:
+            expected = list(self._expected.values())
+        for incoming in expected:
+            incoming.turned_away(why)
+
     def serve(self, connection: Connection, first: Frame) -> None:
         """Do what a connection has come for; `first` is its first frame. Blocks until it ends.
 
@@ -96,23 +136,44 @@ class Desk:
             with self._lock:
                 incoming = self._expected.get(ticket)
             if incoming is not None:
-                return Receiving(connection, first, incoming).run()
+                return self._receive(connection, first, incoming)
         elif first.kind is Kind.FETCH:
             with self._lock:
                 at, kept = self._offers.pop(ticket, (0.0, None))
             if kept is not None and time.monotonic() - at < OFFER_SECONDS:
-                return give(connection, kept)
+                return _give(connection, kept, self.outward)
         else:
             raise Malformed(f"{first.kind.name} came where HELLO or FETCH was due")
         detail = "the ticket is unknown, used or void: stage again for another one"
         connection.send(Kind.ERROR, {"slug": "bad-ticket", "detail": detail})
         connection.leave(LEAVE_SECONDS)
 
+    def _receive(self, connection: Connection, first: Frame, incoming: Incoming) -> None:
+        receiving = Receiving(connection, first, incoming, self.outward, self._maps)
+        # Over a Unix socket it lasts as long as the sender lives and its memory is read here.
+        with self._maps.sender() if connection.unix else contextlib.nullcontext():
+            receiving.run()
+
+
+def _give(connection: Connection, source: Gives, outward: Outward) -> None:
+    """As `give`; who fetches is told why there is nothing more."""
+    try:
+        give(connection, source, outward)
+    except TransferFailed as error:
+        connection.send(Kind.ERROR, {"slug": "gone", "detail": str(error)})
+        connection.leave(LEAVE_SECONDS)
+
 
 def mapped(layout: PushLayout, memory: Memory) -> Mapped:
     """Return the memory of a version as engines take it, held until it is released."""
     starts = {placed.name: placed.start for placed in layout.tensors}
-    return Mapped(memory.handle, memory.size, starts, memory.hold())
+    give_back, view = memory.hold(), memory.bytes(0, memory.size)
+
+    def release() -> None:
+        view.release()  # the frames of an error may keep it
+        give_back()
+
+    return Mapped(memory.handle, memory.size, starts, release, view)
 
 
 async def receive(
@@ -121,8 +182,11 @@ async def receive(
     incoming: Incoming,
     verify: Callable[[str], None],
     report: Report,
+    elsewhere: Elsewhere | None = None,
 ) -> Sink:
     """Return a sealed sink with what arrives; everybody who waits for it is told how it went.
+
+    `elsewhere`: as `fill` takes it.
 
     Raises:
         WeightsRejected: It is not what was promised.
@@ -136,19 +200,17 @@ async def receive(
 
     arrived = await incoming.opened()
     given = mapped(arrived.layout, arrived.memory)
-    try:
-        sink = await pour(open_slot, layout, arrived, verified, report, given=given)
-    except BaseException:
-        given.release()
-        raise
-    if not sink.took:
-        given.release()
+    sink = await _pour(open_slot, layout, arrived, given, verified, report, elsewhere)
     incoming.succeed(root[0])
     return sink
 
 
 async def refill(
-    open_slot: OpenSlot, layout: Layout, kept: Kept, verify: Callable[[str], None]
+    open_slot: OpenSlot,
+    layout: Layout,
+    kept: Kept,
+    verify: Callable[[str], None],
+    elsewhere: Elsewhere | None = None,
 ) -> Sink:
     """Return a sealed sink with what is kept.
 
@@ -156,8 +218,21 @@ async def refill(
         EngineError: The engine has no room.
     """
     given = mapped(kept.layout, kept.memory)
+    return await _pour(open_slot, layout, kept, given, verify, lambda done, total: None, elsewhere)
+
+
+async def _pour(
+    open_slot: OpenSlot,
+    layout: Layout,
+    source: Readable,
+    given: Mapped,
+    verify: Callable[[str], None],
+    report: Report,
+    elsewhere: Elsewhere | None,
+) -> Sink:
+    """As `pour`; the sink has `given` from then on, or nobody."""
     try:
-        sink = await pour(open_slot, layout, kept, verify, given=given)
+        sink = await pour(open_slot, layout, source, verify, report, elsewhere, given=given)
     except BaseException:
         given.release()
         raise

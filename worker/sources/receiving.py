@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import xxhash
 
 from rollout_worker.transfer.arena import ArenaError
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.delta import DeltaError
 from rollout_worker.transfer.frames import (
     CHUNK_BYTES,
     PROTOCOL,
-    Connection,
     Frame,
     Kind,
     Malformed,
     TransferError,
 )
 from rollout_worker.transfer.layout import LayoutError, PushLayout
+from rollout_worker.transfer.maps import Maps
 
+from .basis import Delta
 from .forwarding import Forwarding, hops_of
-from .incoming import LOOK_SECONDS, End, Incoming, Memory, Refusal, TransferFailed
+from .incoming import LOOK_SECONDS, Incoming, Refusal, end_of
+from .memory import Memory, TransferFailed
+from .outward import Outward
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +47,25 @@ class Receiving:
         connection: Which has said `HELLO`.
         hello: That frame.
         incoming: What its ticket is for.
+        outward: How the hops behind are reached.
+        maps: Where mappings of senders' memory come from.
     """
 
-    def __init__(self, connection: Connection, hello: Frame, incoming: Incoming) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        hello: Frame,
+        incoming: Incoming,
+        outward: Outward,
+        maps: Maps,
+    ) -> None:
         self._connection, self._hello, self._incoming = connection, hello, incoming
+        self._outward, self._maps = outward, maps
         self._name = hello.text("name", "")
         self._told = 0.0
         self._damaged: set[int] = set()
+        self._by_delta = False
+        """Whether the sender has said of which base its deltas are."""
         self._forwarding: Forwarding | None = None
 
     def run(self) -> None:
@@ -100,6 +117,9 @@ class Receiving:
             raise Refusal("wrong-layout", str(error), error.tensor) from error
         hops = hops_of(hello.head.get("hops", []))
         have = incoming.begin(layout)
+        if (base := hello.head.get("base")) is not None:
+            incoming.rest_on(base)
+            self._by_delta = True
         memory = None if self._connection.unix else incoming.take_room()
         self._connection.send(Kind.READY, {"have": have})
         if memory is None:
@@ -107,7 +127,9 @@ class Receiving:
         release = memory.hold()
         try:
             if hops:
-                self._forwarding = Forwarding(incoming, layout, memory, hops, self._connection)
+                self._forwarding = Forwarding(
+                    incoming, layout, memory, hops, self._connection, self._outward
+                )
                 self._forwarding.start()
             self._follow(layout, memory)
         finally:
@@ -124,7 +146,7 @@ class Receiving:
         if frame.handle is None:
             raise Malformed("MEMORY came without a descriptor")
         try:
-            memory = Memory(frame.integer("size", max(layout.nbytes, 1)), frame.handle)
+            memory = Memory(frame.integer("size", max(layout.nbytes, 1)), frame.handle, self._maps)
         except ArenaError as error:
             raise Refusal("bad-memory", str(error)) from error
         self._incoming.lay(memory)
@@ -142,10 +164,12 @@ class Receiving:
             match frame.kind:
                 case Kind.DATA if memory.own:
                     self._data(frame, layout, memory)
+                case Kind.DELTA if memory.own and self._by_delta:
+                    self._delta(frame, layout)
                 case Kind.FILLED if not memory.own:
                     incoming.advance(frame.integer("upto", 0, layout.nbytes))
                 case Kind.END:
-                    incoming.finish(_end(frame, layout))
+                    incoming.finish(end_of(frame, layout))
                 case _:
                     raise Malformed(f"{frame.kind.name} came in the middle of the bytes")
             self._progress()
@@ -159,16 +183,37 @@ class Receiving:
             raise Malformed(f"a chunk begins at {offset} with {frame.payload} bytes")
         if self._incoming.has(chunk):
             return self._connection.skip(frame)
+        self._incoming.begin_chunk(chunk)
         with memory.bytes(offset, offset + size) as place:
             self._connection.read_into(place)
             found = xxhash.xxh3_128_hexdigest(place)
         if found == frame.text("hash"):
-            return self._incoming.mark(chunk)
+            return self._incoming.mark(chunk, found)
+        self._again(offset, delta=False)
+
+    def _delta(self, frame: Frame, layout: PushLayout) -> None:
+        """Verify what differs in a run of whole chunks, and apply it."""
+        offset = frame.integer("offset", 0, max(layout.nbytes - 1, 0))
+        end = offset + frame.integer("bytes", 1, layout.nbytes - offset)
+        if offset % CHUNK_BYTES or (end % CHUNK_BYTES and end != layout.nbytes):
+            raise Malformed(f"a delta covers {offset} to {end}, which are no whole chunks")
+        content = bytearray(frame.payload)
+        self._connection.read_into(memoryview(content))
+        if xxhash.xxh3_128_hexdigest(content) != frame.text("hash"):
+            return self._again(offset, delta=True)
+        try:
+            self._incoming.renew(offset, Delta(end - offset, bytes(content)))
+        except DeltaError as error:
+            raise Malformed(f"the delta at {offset}: {error}") from error
+
+    def _again(self, offset: int, *, delta: bool) -> None:
+        """Ask for what arrived damaged; twice is no accident."""
         if offset in self._damaged:
             raise Malformed(f"the chunk at {offset} arrived damaged twice: check the network")
         self._damaged.add(offset)
         why = f"the chunk at {offset} has another hash than it should: send it again"
-        self._connection.send(Kind.ERROR, {"slug": "bad-chunk", "detail": why, "offset": offset})
+        head = {"slug": "bad-chunk", "detail": why, "offset": offset, "delta": delta}
+        self._connection.send(Kind.ERROR, head)
 
     def _progress(self) -> None:
         now = time.monotonic()
@@ -206,16 +251,3 @@ class Receiving:
         """Read what the sender says meanwhile; a closed connection ends the wait."""
         while (frame := self._connection.poll(0)) is not None:
             self._connection.skip(frame)
-
-
-def _end(frame: Frame, layout: PushLayout) -> End:
-    """Return what `END` says.
-
-    Raises:
-        Malformed: It doesn't name every tensor.
-    """
-    digests: Mapping[str, Any] = frame.head.get("digests") or {}
-    named = isinstance(digests, dict) and all(isinstance(each, str) for each in digests.values())
-    if not named or set(digests) != {placed.name for placed in layout.tensors}:
-        raise Malformed("END must have a hash for each tensor and for nothing else")
-    return End(frame.text("root_hash", most=128), digests)

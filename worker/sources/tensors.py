@@ -7,49 +7,59 @@ every worker has it.
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-import xxhash
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from rollout_worker.engine import Entry, Layout, Sink, Tensors, TensorSpec, WeightsRejected
 from rollout_worker.threads import in_thread
-from rollout_worker.weights import check_layout, check_ties, root_hash
+from rollout_worker.transfer.layout import TORCH_NAMES
+from rollout_worker.weights import check_layout
 
-from .files import ReadCancelled, Report
+from .files import CHUNK_BYTES, Report, read
+from .filling import OpenSlot, pour
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""Dtypes of torch as those of safetensors."""
-
-CHUNK_BYTES = 8 << 20
-"""Bytes between two looks at progress and cancellation, and of main memory that a device's need."""
+_DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
 
 
-class OpenSlot(Protocol):
-    """As `Engine.open_slot`."""
+@dataclass(frozen=True)
+class HandedOver:
+    """Tensors as a source; see `files.Readable`."""
 
-    def __call__(self, entries: Sequence[Entry], *, given: Tensors) -> Awaitable[Sink]:
-        """Give memory for these entries, or take what is given."""
-        ...
+    tensors: Mapping[str, Tensor]
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its tensors, in the order of their names.
+
+        Raises:
+            WeightsRejected: safetensors have no such dtype.
+        """
+        return entries_of(self.tensors)
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.spec.nbytes for entry in self.entries)
+
+    def chunks(
+        self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
+    ) -> Iterator[memoryview]:
+        """See `Readable.chunks`."""
+        begin = 0
+        for chunk in _chunks(self.tensors[entry.name]):
+            if view is not None:
+                view[begin : begin + len(chunk)] = chunk
+            begin += len(chunk)
+            yield chunk
+
+    def check(self, digests: Mapping[str, str], root: str) -> None:
+        """See `Readable.check`: nothing was promised."""
 
 
 def named(given: Any) -> dict[str, Tensor]:
@@ -96,7 +106,7 @@ def entries_of(tensors: Mapping[str, Tensor]) -> tuple[Entry, ...]:
     """
     found = []
     for name, tensor in sorted(tensors.items()):
-        dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+        dtype = _DTYPES.get(str(tensor.dtype))
         if dtype is None:
             raise WeightsRejected(
                 f"tensor {name!r} has the dtype {tensor.dtype}, which safetensors have not",
@@ -106,7 +116,7 @@ def entries_of(tensors: Mapping[str, Tensor]) -> tuple[Entry, ...]:
     return tuple(found)
 
 
-def chunks(tensor: Tensor) -> Iterator[memoryview]:
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     """Yield a tensor's bytes in order."""
     import torch
 
@@ -139,7 +149,7 @@ async def fill(
     Args:
         open_slot: Takes the tensors, or gives the memory.
         layout: What they must be.
-        given: The tensors; who copies them releases them.
+        given: The tensors; who copies them releases them. After a failure they are as before.
         verify: Raises unless the root hash is the right one; called in the loop.
         report: Told of progress, in a thread.
 
@@ -147,25 +157,9 @@ async def fill(
         WeightsRejected: a missing, unexpected or ill-shaped tensor, or one that was changed meanwhile.
         EngineError: the engine has no room.
     """
-    cancel = threading.Event()
-    entries = entries_of(given.tensors)
-    check_layout(layout, entries, "what was handed over")
-    sink = await open_slot(entries, given=given)
-    try:
-        if sink.memory != "host":
-            raise WeightsRejected(
-                f"tensors can't be copied into {sink.memory} memory by their bytes"
-            )
-        verify(
-            await in_thread(
-                lambda cancelled: _read(entries, layout, given, sink.allocate, report, cancelled),
-                cancel,
-            )
-        )
-        await in_thread(lambda _: sink.seal(), cancel)
-    except BaseException:
-        await asyncio.to_thread(sink.close)
-        raise
+    source = HandedOver(given.tensors)
+    check_layout(layout, source.entries, "what was handed over")
+    sink = await pour(open_slot, layout, source, verify, report, given=given)
     if not sink.took:
         given.release()
     return sink
@@ -177,45 +171,8 @@ async def content_of(given: Tensors) -> str:
     Raises:
         WeightsRejected: a dtype that no file has.
     """
-    entries = entries_of(given.tensors)
-    nothing = Layout({}, {}, {})
+    source = HandedOver(given.tensors)
     return await in_thread(
-        lambda cancelled: _read(entries, nothing, given, _unneeded, _untold, cancelled),
+        lambda cancelled: read(source, {}, lambda _: None, lambda done, total: None, cancelled),
         threading.Event(),
     )
-
-
-def _unneeded(entry: Entry) -> None:
-    """Give no buffer: only the hash is wanted."""
-
-
-def _untold(done: int, total: int) -> None:
-    """Tell nobody."""
-
-
-def _read(
-    entries: Sequence[Entry],
-    layout: Layout,
-    given: Tensors,
-    allocate: Callable[[Entry], memoryview | None],
-    report: Report,
-    cancelled: Callable[[], bool],
-) -> str:
-    """Hash all tensors, copy those that have a buffer; return the root hash."""
-    done, total = 0, sum(entry.spec.nbytes for entry in entries)
-    digests: dict[str, str] = {}
-    for entry in entries:
-        digest, begin, view = xxhash.xxh3_128(), 0, allocate(entry)
-        with memoryview(b"") if view is None else view:
-            for chunk in chunks(given.tensors[entry.name]):
-                if cancelled():
-                    raise ReadCancelled
-                digest.update(chunk)
-                if view is not None:
-                    view[begin : begin + len(chunk)] = chunk
-                begin += len(chunk)
-                report(done + begin, total)
-        done += begin
-        digests[entry.name] = digest.hexdigest()
-    check_ties(layout.tied, digests)
-    return root_hash(entries, digests)

@@ -9,13 +9,16 @@ when every receiver has given it back; one that never does costs a fresh slot, n
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from .layout import Placed
+from .locked import lock as page_lock
 from .room import MARGIN_BYTES, memory_left
 
 SLOTS = 2
@@ -24,13 +27,17 @@ SLOTS = 2
 RETURN_SECONDS = 0.25
 """How long the older slot is waited for before a fresh one is made: less than that costs."""
 
-POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14, which Python doesn't name."""
+POPULATE_READ, POPULATE_WRITE = 22, 23
+"""MADV_POPULATE_* of Linux 5.14, which Python doesn't name."""
 
 FUTURE_WRITE = 0x10
 """F_SEAL_FUTURE_WRITE of Linux 5.1, which Python doesn't name."""
 
 Release = Callable[[], None]
+Share = Callable[[int, int], None]
+
+Lock = Callable[[int, int], Release | None]
+"""As `locked.lock`: address and size; returns what undoes it, None if it can't be done."""
 
 
 class ArenaError(ValueError):
@@ -42,28 +49,37 @@ class Slot:
 
     Args:
         nbytes: Its size.
+        share: Called with its descriptor and size, as long as others may still map it to write.
 
     Raises:
         ArenaError: There is no room.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, lock: Lock = page_lock, share: Share | None = None) -> None:
         _check_room(nbytes)
         self.size = max(nbytes, 1)
         self._news = threading.Condition()
         self._lent = 0
+        self._closed = False
         self._map: mmap.mmap | None = None
+        self._lock, self._locking = lock, threading.Lock()
+        self._asked = False
+        self._unlock: Release | None = None
         self.handle = os.memfd_create("rollout-push", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # A hole that can't be filled later would end the process, not raise.
             os.posix_fallocate(self.handle, 0, self.size)
             self._map = mmap.mmap(self.handle, self.size)
+            if share is not None:
+                share(self.handle, self.size)
             _seal(self.handle)
         except OSError as error:
             self.close()
             raise _no_room(nbytes, str(error)) from error
-        with contextlib.suppress(OSError):  # an older kernel: pages come as they are written
-            self._map.madvise(POPULATE_WRITE)
+        except BaseException:
+            self.close()
+            raise
+        populate(self._map, POPULATE_WRITE)
 
     @property
     def lent(self) -> bool:
@@ -81,7 +97,10 @@ class Slot:
             with self._news:
                 self._lent -= not returned
                 returned = True
+                last = self._closed and not self._lent
                 self._news.notify_all()
+            if last:
+                self._unmap()
 
         return give_back
 
@@ -96,26 +115,58 @@ class Slot:
 
     def bytes(self, begin: int, end: int) -> memoryview:
         """Return a run of it, writable."""
-        if self._map is None:
+        if self._map is None or self._closed:
             raise ArenaError("this memory was given up")
         return memoryview(self._map)[begin:end]
 
+    def page_locked(self) -> bool:
+        """Whether a GPU writes it at full speed: its pages are locked the first time this is asked.
+
+        Who asks has lent it, and has a context of CUDA in this thread.
+        """
+        with self._locking:
+            if not self._asked and self._map is not None and not self._closed:
+                self._asked = True
+                begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+                self._unlock = self._lock(begin, -(-self.size // mmap.PAGESIZE) * mmap.PAGESIZE)
+            return self._unlock is not None
+
     def close(self) -> None:
-        """Give it up; receivers keep what they have mapped."""
-        mapped, self._map = self._map, None
-        if mapped is not None:
-            # Who still has a view, as an error's frames may, keeps the pages until it is gone.
-            with contextlib.suppress(BufferError):
-                mapped.close()
+        """Give it up; receivers keep what they have mapped.
+
+        A device may still write what is locked and lent: that goes with who has lent it last.
+        """
+        with self._locking, self._news:
+            self._closed = True
+            written = self._unlock is not None and self._lent > 0
+        if not written:
+            self._unmap()
         handle, self.handle = self.handle, -1
         if handle >= 0:
             os.close(handle)
 
+    def _unmap(self) -> None:
+        with self._locking:
+            unlock, self._unlock = self._unlock, None
+            mapped, self._map = self._map, None
+        if unlock is not None:
+            unlock()
+        if mapped is not None:
+            # Who still has a view, as an error's frames may, keeps the pages until it is gone.
+            with contextlib.suppress(BufferError):
+                mapped.close()
+
 
 class Arena:
-    """The slots of a trainer; may be used by several threads."""
+    """The slots of a trainer; may be used by several threads.
 
-    def __init__(self) -> None:
+    Args:
+        lock: Locks their pages, for trainers whose tensors are on a GPU.
+        share: As each `Slot` takes it.
+    """
+
+    def __init__(self, lock: Lock = page_lock, share: Share | None = None) -> None:
+        self._page_lock, self._share = lock, share
         self._lock = threading.Lock()
         self._slots: list[Slot] = []
 
@@ -139,9 +190,14 @@ class Arena:
                 gone = next((each for each in self._slots if not each.lent), self._slots[0])
                 self._slots.remove(gone)
                 gone.close()
-            slot = Slot(nbytes)
+            slot = Slot(nbytes, self._page_lock, self._share)
             self._slots.append(slot)
             return slot, slot.lend()
+
+    @property
+    def handles(self) -> tuple[int, ...]:
+        """Descriptors of all its slots."""
+        return tuple(slot.handle for slot in self._slots)
 
     @property
     def nbytes(self) -> int:
@@ -162,6 +218,32 @@ def map_readonly(handle: int, size: int) -> mmap.mmap:
     Raises:
         ArenaError: It is smaller than it said, or may shrink, which would end the reader by a signal.
     """
+    _check_shared(handle, size)
+    return mmap.mmap(handle, size, prot=mmap.PROT_READ)
+
+
+def map_private(handle: int, size: int) -> mmap.mmap:
+    """Map it for libraries that want writable memory: pages are shared until somebody writes.
+
+    All of them are there at once. Raises what `map_readonly` raises.
+    """
+    _check_shared(handle, size)
+    mapped = mmap.mmap(handle, size, flags=mmap.MAP_PRIVATE)
+    populate(mapped, POPULATE_READ)
+    return mapped
+
+
+def populate(mapped: mmap.mmap | ctypes.Array[Any], advice: int) -> None:
+    """Have all pages of a writable mapping there, if the kernel can; else they come one by one.
+
+    Other threads run meanwhile: `mmap.madvise` stops them, for a tenth of a second per gigabyte.
+    """
+    first = ctypes.c_char.from_buffer(mapped)
+    address, size = ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapped))
+    ctypes.CDLL(None).madvise(address, size, advice)
+
+
+def _check_shared(handle: int, size: int) -> None:
     there = os.fstat(handle).st_size
     if not 0 < size <= there:
         raise ArenaError(f"the memory has {there} bytes, not {size} as was said")
@@ -171,7 +253,6 @@ def map_readonly(handle: int, size: int) -> mmap.mmap:
         raise ArenaError(f"this is no memory that can be sealed: {error}") from error
     if not seals & fcntl.F_SEAL_SHRINK:
         raise ArenaError("this memory may shrink while it is read: its owner must seal it")
-    return mmap.mmap(handle, size, prot=mmap.PROT_READ)
 
 
 def _check_room(nbytes: int) -> None:

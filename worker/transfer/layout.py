@@ -30,6 +30,27 @@ ITEM_BYTES = {
 }
 """Safetensors' dtypes and the bytes of one element."""
 
+TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "C64": "complex64",
+    "BOOL": "bool",
+}
+"""The same dtypes as torch calls them; an older torch has fewer."""
+
 Named = tuple[str, str, Sequence[int]]
 """Name, dtype as safetensors call it, and shape."""
 

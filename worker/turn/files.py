@@ -100,13 +100,20 @@ def read_note(directory: Path, device: str) -> str:
     except OSError:
         return UNNAMED
     try:
-        note = json.loads(os.pread(file, _NOTE_BYTES, 0))
-        holder = note["holder"][:_NAME_BYTES]
-        return holder if holder and holder.isprintable() else UNNAMED
-    except (OSError, ValueError, TypeError, LookupError):
-        return UNNAMED
+        return noted(file) or UNNAMED
     finally:
         os.close(file)
+
+
+def noted(file: int) -> str | None:
+    """Return whom an open lock file names, None for nobody."""
+    try:
+        holder = json.loads(os.pread(file, _NOTE_BYTES, 0))["holder"]
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        return None
+    if not isinstance(holder, str) or not holder.isprintable():
+        return None
+    return holder[:_NAME_BYTES] or None
 
 
 def holders(directory: Path) -> dict[str, str | None]:

@@ -1,8 +1,8 @@
 """How processes of one holder share its turn: they get its open lock files over a Unix socket.
 
 A lock falls when the last copy of its open file is closed, or when the holder unlocks it. So a process that
-joined keeps the turn after its parent was killed, until it has ended itself, and a holder that gives the turn
-back needs no word from anybody.
+joined keeps the turn after its parent was killed, until it has ended itself and all that it had open is closed
+(`keeping`), and a holder that gives the turn back needs no word from anybody.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout_worker.turn import files
+from rollout_worker.turn import door, files, keeping
 from rollout_worker.turn.errors import TurnError, TurnReplaced
 from rollout_worker.turn.looks import Look, Waiting
 
@@ -52,6 +52,8 @@ class Turn:
         self._holder = holder
         self._guard = threading.Lock()
         self._open: dict[str, int] = {}
+        self._keepers: dict[str, int] = {}
+        self._left_by: Mapping[str, str] = {}
         self._shared = False
         self._left = False
         self._attempt: _Attempt | None = None
@@ -74,6 +76,15 @@ class Turn:
         """The device that this object waits for now, and who holds it; nothing if it doesn't wait."""
         device = self._blocked_at if self._attempt is not None else None
         return {} if device is None else {device: files.read_note(self._directory, device)}
+
+    @property
+    def left_by(self) -> Mapping[str, str]:
+        """The devices that were not given back before this turn, and who had them: that one died.
+
+        Its processes have ended, but a driver may still be taking back their memory. Whoever may write in the directory
+        may have written this: it is a reason to look, and no more.
+        """
+        return self._left_by
 
     def take(self, timeout: float | None = None, waiting: Waiting | None = None) -> None:
         """Wait until every device is ours; does nothing if they are.
@@ -125,10 +136,10 @@ class Turn:
         with self._guard:
             if self._held is not None:
                 self._held = None
-                self._release(self._devices)
+                self._give()
 
     def fileno_list(self) -> list[int]:
-        """Return the open lock files, for processes that shall hold the turn, too (`pass_fds`).
+        """Return what processes need that shall hold the turn, too (`pass_fds`): the open lock files, and their keepers.
 
         Raises:
             TurnError: the turn was never taken, so nothing is open.
@@ -137,7 +148,9 @@ class Turn:
             if len(self._open) < len(self._devices) or self._left:
                 raise TurnError("take the turn before you share it: no lock file is open yet")
             self._shared = True
-            return [self._open[device] for device in self._devices]
+            return [
+                each[device] for each in (self._open, self._keepers) for device in self._devices
+            ]
 
     def leave(self) -> None:
         """Let go without giving back: who joined keeps the turn until they have ended, too.
@@ -173,10 +186,10 @@ class Turn:
         with self._guard:
             if self._attempt is attempt:
                 self._attempt = None
-                self._release(attempt.locked)
+                self._unlock(attempt.locked)
             elif self._held is attempt:
                 self._held = None
-                self._release(self._devices)
+                self._give()
 
     def _work(self) -> None:
         while True:
@@ -196,7 +209,7 @@ class Turn:
             if self._attempt is not attempt:
                 return
             self._attempt = None
-            self._release(attempt.locked)
+            self._unlock(attempt.locked)
             attempt.locked = []
         attempt.done.set_exception(error)
 
@@ -209,6 +222,8 @@ class Turn:
                 return
             self._attempt = None
             self._held = attempt
+            left = {device: files.noted(self._open[device]) for device in self._devices}
+            self._left_by = {device: who for device, who in left.items() if who is not None}
             for device in self._devices:
                 files.write_note(self._open[device], self._holder)
         attempt.done.set_result(None)
@@ -216,9 +231,7 @@ class Turn:
     def _lock_one(self, attempt: _Attempt, device: str) -> bool:
         """Wait for one lock; False if nobody wants it any more."""
         while True:
-            if device not in self._open:
-                self._open[device] = files.open_lock(self._directory, device)
-            file = self._open[device]
+            file = self._opened(device)
             self._flock(file, device)
             with self._guard:
                 if self._attempt is not attempt:
@@ -229,8 +242,17 @@ class Turn:
                     return True
             self._drop(device)
 
+    def _opened(self, device: str) -> int:
+        if device not in self._open:
+            opened = keeping.open_kept(self._directory, device)
+            self._open[device], self._keepers[device] = opened
+        return self._open[device]
+
     def _flock(self, file: int, device: str) -> None:
         try:
+            if not door.try_enter(file):
+                self._blocked_at = device
+                door.enter(file)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -243,6 +265,7 @@ class Turn:
             ) from error
         finally:
             self._blocked_at = None
+            door.leave(file)
 
     def _drop(self, device: str) -> None:
         """Somebody replaced the file that we waited for: close it, unless others hold it through us."""
@@ -252,16 +275,24 @@ class Turn:
                 f"the lock file of {device} in {str(self._directory)!r} was replaced while processes share "
                 f"the old one: end them (restart the engine), and find out who removes files there"
             )
-        os.close(self._open.pop(device))
+        self._close(device)
 
     def _close_left(self) -> None:
         if self._left:
             self._left = self._shared = False
-            while self._open:
-                os.close(self._open.popitem()[1])
+            for device in list(self._open):
+                self._close(device)
 
-    def _release(self, devices: Sequence[str]) -> None:
-        """Unlock, the note first: afterwards it would be the next holder's."""
-        for device in devices:
+    def _close(self, device: str) -> None:
+        os.close(self._open.pop(device))
+        os.close(self._keepers.pop(device))
+
+    def _give(self) -> None:
+        """Unlock all, the notes first: afterwards they would be the next holder's."""
+        for device in self._devices:
             files.write_note(self._open[device], "")
+        self._unlock(self._devices)
+
+    def _unlock(self, devices: Sequence[str]) -> None:
+        for device in devices:
             fcntl.flock(self._open[device], fcntl.LOCK_UN)

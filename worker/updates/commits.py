@@ -240,20 +240,21 @@ class Commits:
         ours = runtime.lifecycle.state is Lifecycle.ACTIVE
         runtime.holds.committing = identity
         runtime.changed.fire()
-        try:
-            await self._settle(engine, request, section, ours)
-            if ours:
-                await runtime.call(engine.pause(), PAUSE_SECONDS, "pause")
-            section.closed_at = time.monotonic()
-            yield
-        finally:
+        with self._updates.freeing.later():
             try:
-                if ours and runtime.alive:
-                    await self._resume(engine)
-            finally:  # also if the engine dies just now: its successor commits nothing
-                section.pause_seconds = time.monotonic() - section.closed_at
-                runtime.holds.committing = None
-                runtime.changed.fire()
+                await self._settle(engine, request, section, ours)
+                if ours:
+                    await runtime.call(engine.pause(), PAUSE_SECONDS, "pause")
+                section.closed_at = time.monotonic()
+                yield
+            finally:
+                try:
+                    if ours and runtime.alive:
+                        await self._resume(engine)
+                finally:  # also if the engine dies just now: its successor commits nothing
+                    section.pause_seconds = time.monotonic() - section.closed_at
+                    runtime.holds.committing = None
+                    runtime.changed.fire()
 
     async def _resume(self, engine: Engine) -> None:
         """Let it step again; one that refuses would stand still for ever, so it is replaced.

@@ -9,7 +9,10 @@ from typing import Any
 
 from rollout_worker.core.runtime import Runtime
 from rollout_worker.engine import EngineError
+from rollout_worker.engines.room import Staging
 from rollout_worker.schemas import (
+    ActiveWeights,
+    Base,
     KeptWeights,
     OfferRequest,
     OfferResponse,
@@ -18,10 +21,14 @@ from rollout_worker.schemas import (
     StageRequest,
     WeightsId,
 )
+from rollout_worker.sources.basis import Basis
 from rollout_worker.sources.fetching import Fetching
-from rollout_worker.sources.giving import Kept, kept_of
-from rollout_worker.sources.incoming import Claim, Incoming
+from rollout_worker.sources.filling import Elsewhere
+from rollout_worker.sources.giving import Gives, Kept, kept_of
+from rollout_worker.sources.incoming import Incoming
+from rollout_worker.sources.memory import Memory
 from rollout_worker.sources.pushed import Desk
+from rollout_worker.transfer.spare import Used
 from rollout_worker.weights import check_layout
 from rollout_worker.wire.problems import ProblemError, conflict
 
@@ -35,12 +42,13 @@ class Pushes:
 
     Args:
         runtime: Of the worker.
-        claim: Charges memory of staged weights.
+        staging: What memory of staged weights is charged to.
     """
 
-    def __init__(self, runtime: Runtime, claim: Claim) -> None:
+    def __init__(self, runtime: Runtime, staging: Staging) -> None:
         self._runtime = runtime
-        self._claim = claim
+        self._claim, self._freeing = staging.claim, staging.freeing
+        self.spare = staging.spare
         self.desk = Desk()
         self.kept: Kept | None = None
         """The pushed bytes of the active weights, for joiners and for our own refills."""
@@ -55,8 +63,8 @@ class Pushes:
         Raises:
             ProblemError: 422.
         """
-        if self._runtime.gang is not None:
-            fix = "a replica of several nodes takes no pushed weights: publish them as files"
+        if self._runtime.gang is not None and self.desk.address.port is None:
+            fix = "the other nodes can't fetch them here: start the head with --weights-port"
         elif not pushed.peers and not self.desk.address.anywhere:
             fix = "nobody can reach this worker: start it with --weights-port or --weights-socket"
         else:
@@ -71,9 +79,10 @@ class Pushes:
             return None
         _, info = self._runtime.loaded()
         check = partial(check_layout, info.layout, where="what was pushed")
-        incoming = Incoming(identity, pushed, check, self._room_for)
+        basis = None if pushed.base is None else self._basis(pushed.base)
+        incoming = Incoming(identity, pushed, check, self._room_for, basis)
         if pushed.peers:
-            Fetching(incoming, pushed.peers).start()
+            Fetching(incoming, pushed.peers, self.desk.outward).start()
         return incoming
 
     def ticketed(self, caller: str, slot: Slot) -> StagedWeights:
@@ -83,32 +92,134 @@ class Pushes:
             return view
         return view.model_copy(update={"transfer": self.desk.expect(incoming)})
 
-    def _room_for(self, nbytes: int) -> Callable[[], None]:
-        """Charge memory for pushed bytes; what is kept goes first if there is no room else.
+    def elsewhere(
+        self,
+        source: Gives,
+        root_hash: str | None,
+        seconds: float,
+        *,
+        on_disk: bool = False,
+    ) -> Elsewhere | None:
+        """How the other nodes of a gang fill the same slot: from here; None: there are none."""
+        gang, host = self._runtime.gang, self._runtime.settings.leader_address
+        if gang is None:
+            return None
+        assert host is not None, "checked by the settings"
+        return partial(
+            gang.fill,
+            source=lambda: self.desk.for_member(source, host),
+            root_hash=root_hash,
+            on_disk=on_disk,
+            seconds=seconds,
+        )
+
+    def check_base(
+        self, request: StageRequest, active: ActiveWeights | None, slot: Slot | None
+    ) -> None:
+        """Refuse a delta of anything but what serves here, with its bytes and room beside them.
+
+        Raises:
+            ProblemError: 409 `wrong-base`.
+        """
+        pushed = request.source.pushed
+        if pushed is None or (base := pushed.base) is None:
+            return
+        if active is None or (active.epoch, active.version, active.root_hash) != _key(base):
+            raise self._wrong(base, "it does not serve here")
+        kept = self._basis(base)
+        kept.release()
+        if pushed.layout_id not in (None, kept.layout_id):
+            raise self._wrong(base, f"it has the layout {kept.layout_id}")
+        begun = None if slot is None or slot.incoming is None else slot.incoming
+        if begun is not None and begun.identity == _identity(request) and begun.basis is None:
+            raise self._wrong(base, "these weights are being staged without one")
+        if pushed.bytes is not None:
+            try:
+                self._claim(pushed.bytes, self.spare.nbytes)()
+            except EngineError as error:
+                raise self._wrong(base, str(error)) from error
+
+    def _basis(self, base: Base) -> Basis:
+        """Hold what is kept of the base.
+
+        Raises:
+            ProblemError: 409 `wrong-base`, it is not kept.
+        """
+        kept = self.kept
+        identity = WeightsId(epoch=base.epoch, version=base.version)
+        if kept is None or kept.identity != identity or kept.end.root_hash != base.root_hash:
+            raise self._wrong(base, "this worker does not keep its bytes")
+        memory = kept.memory
+        return Basis(base, kept.layout.layout_id, memory, memory.hold(), kept.patch)
+
+    def _wrong(self, base: Base, why: str) -> ProblemError:
+        named = WeightsId(epoch=base.epoch, version=base.version)
+        return conflict(
+            "wrong-base",
+            f"no delta of weights {named} (root_hash {base.root_hash}) can come: {why}; stage"
+            " without source.pushed.base, and send all bytes",
+        )
+
+    def _room_for(self, nbytes: int) -> tuple[Memory, Callable[[], None]]:
+        """Take memory for pushed bytes; what is kept goes first if there is no room else.
 
         Raises:
             EngineError: There is none.
+            ArenaError: The kernel gives none.
         """
+        size = max(nbytes, 1)
+        used = self.spare.take(size)
         try:
-            return self._claim(nbytes)
+            give_back = self._charge(nbytes, 0 if used is None else size)
+        except EngineError:
+            if used is not None:
+                used.slot.close()
+            raise
+        try:
+            return Memory(size, used=used, recycle=self._recycle), give_back
+        except BaseException:
+            give_back()
+            raise
+
+    def _charge(self, nbytes: int, there: int) -> Callable[[], None]:
+        try:
+            return self._claim(nbytes, there)
         except EngineError:
             if self.kept is None:
                 raise
             self.drop()
-            return self._claim(nbytes)
+            return self._claim(nbytes, there)
 
     def keep(self, slot: Slot) -> None:
         """Keep the pushed bytes of a slot that serves now, and none from before."""
+        former = self.kept
+        self.kept = None if slot.incoming is None else kept_of(slot.incoming)
+        if self.kept is None:
+            self._freeing.add(self.spare.drop)
+        self._let_go(former)
+
+    def _recycle(self, used: Used) -> None:
+        """Have memory used again, as long as this worker's weights are pushed ones."""
+        if self.kept is None:
+            used.slot.close()
+        else:
+            self.spare.put(used)
+
+    def close(self) -> None:
+        """Keep nothing, and no memory for what might come."""
         self.drop()
-        if slot.incoming is not None:
-            self.kept = kept_of(slot.incoming)
+        self.spare.drop()
 
     def drop(self) -> None:
         """Keep nothing; may be called from any thread."""
         former, self.kept = self.kept, None
+        self._let_go(former)
+
+    def _let_go(self, former: Kept | None) -> None:
+        """Offer what was kept no more, and free it."""
         if former is not None:
             self.desk.withdraw()
-            former.release()
+            self._freeing.add(former.release)
 
     def offer(self, caller: str, request: OfferRequest, facts: Mapping[str, Any]) -> OfferResponse:
         """Return what another worker has to know to fetch what is kept here.
@@ -130,3 +241,11 @@ class Pushes:
             " member, or publish again",
             **facts,
         )
+
+
+def _identity(request: StageRequest) -> WeightsId:
+    return WeightsId(epoch=request.epoch, version=request.version)
+
+
+def _key(base: Base) -> tuple[int, int, str]:
+    return base.epoch, base.version, base.root_hash

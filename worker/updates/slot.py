@@ -76,11 +76,11 @@ class Slot:
             )
         self._filled = True
 
-    async def receive(self, engine: Engine, layout: Layout) -> None:
+    async def receive(self, engine: Engine, layout: Layout, elsewhere: Elsewhere | None) -> None:
         """Bring pushed bytes; raises what `receive` raises."""
         assert self.incoming is not None
         self._sink = await receive(
-            engine.open_slot, layout, self.incoming, self._verify, self.report
+            engine.open_slot, layout, self.incoming, self._verify, self.report, elsewhere
         )
         self._filled = True
 

@@ -1,4 +1,4 @@
-"""Which weights are active, which are staged, and the one staging slot.
+"""Which weights are active, which are staged, and the one staging slot; whole, for one lock guards all of it.
 
 Order is lexicographic (epoch, version) everywhere, and an identity is bound to its content. The
 flip itself is in `commits`.
@@ -17,6 +17,7 @@ from typing import Any
 from rollout_worker.core.fence import Fence
 from rollout_worker.core.runtime import Runtime
 from rollout_worker.engine import EngineError, EngineInfo, Sink, Tensors, WeightsRejected
+from rollout_worker.engines.room import Staging
 from rollout_worker.schemas import (
     CHECKPOINT,
     ActiveWeights,
@@ -28,13 +29,13 @@ from rollout_worker.schemas import (
     RequireRequest,
     StagedWeights,
     StageRequest,
+    StageSource,
     WeightsId,
     WeightsSource,
     WeightsState,
 )
 from rollout_worker.sources import tensors
 from rollout_worker.sources.filling import Elsewhere, Located, fill, locate, resolve_within
-from rollout_worker.sources.incoming import Claim
 from rollout_worker.sources.pushed import refill
 from rollout_worker.wire.problems import ProblemError, conflict
 
@@ -54,9 +55,10 @@ CHECKPOINT_SOURCE = WeightsSource(checkpoint=Checkpoint())
 class Updates:
     """The weights' state of one worker."""
 
-    def __init__(self, runtime: Runtime, claim: Claim) -> None:
+    def __init__(self, runtime: Runtime, staging: Staging) -> None:
         self._runtime = runtime
-        self.pushes = Pushes(runtime, claim)
+        self.pushes = Pushes(runtime, staging)
+        self.freeing = staging.freeing
         self.active: ActiveWeights | None = None
         self.source = CHECKPOINT_SOURCE
         """Where the active weights' bytes are, resolved; sleep at level 2 and restarts read it."""
@@ -193,6 +195,8 @@ class Updates:
         self.check_resident()
         self.check_order(identity)
         slot = self.slot
+        if request.source.pushed is not None:
+            self.pushes.check_base(request, self.active, slot)
         if slot is not None and slot.error is None:
             if identity == slot.identity:
                 slot.repeated(request, resolved)
@@ -260,7 +264,8 @@ class Updates:
         engine, info = self._runtime.loaded()
         async with self._room:
             if slot.incoming is not None:
-                await slot.receive(engine, info.layout)
+                others = self.pushes.elsewhere(slot.incoming, slot.expected, slot.deadline_seconds)
+                await slot.receive(engine, info.layout, others)
                 return
             elsewhere = self._elsewhere(slot.resolved, slot.expected, slot.deadline_seconds)
             located = self._located(slot.resolved, info)
@@ -268,6 +273,12 @@ class Updates:
 
     def _located(self, source: WeightsSource, info: EngineInfo) -> Located:
         return locate(source, self._runtime.settings, Path(info.model))
+
+    @property
+    def without_copy(self) -> bool:
+        """Whether the active weights' bytes are nowhere that `refill` could read."""
+        handed_over = self.given is not None and bool(self.given.tensors)
+        return self.source.pushed is not None and not handed_over and self.pushes.kept is None
 
     async def refill(self, *, on_disk: bool = False) -> Sink:
         """Bring the active weights again; see `engine.Refill`."""
@@ -290,15 +301,17 @@ class Updates:
                 return await tensors.fill(open_slot, info.layout, self.given, verify)
             if self.given is not None:
                 raise EngineError(
-                    f"weights {active.identity} were handed over, and their tensors are gone: hand "
-                    "over new ones"
+                    f"weights {active.identity} were handed over, and this worker keeps no copy of their "
+                    "tensors: hand over new ones, or sleep at level 2"
                 )
-            if self.pushes.kept is None:
+            kept = self.pushes.kept
+            if kept is None:
                 raise WeightsRejected(
                     f"NoLiveCopy: weights {active.identity} were pushed, and this worker keeps no copy"
                     " of them; stage them again, from peers or from the trainer"
                 )
-            return await refill(open_slot, info.layout, self.pushes.kept, verify)
+            others = self.pushes.elsewhere(kept, active.root_hash, REFILL_SECONDS, on_disk=on_disk)
+            return await refill(open_slot, info.layout, kept, verify, others)
         located = self._located(self.source, info)
         elsewhere = self._elsewhere(self.source, active.root_hash, REFILL_SECONDS, on_disk=on_disk)
         return await fill(open_slot, info.layout, located, verify, elsewhere=elsewhere)
@@ -311,7 +324,11 @@ class Updates:
         if gang is None:
             return None
         return partial(
-            gang.fill, source=source, root_hash=root_hash, on_disk=on_disk, seconds=seconds
+            gang.fill,
+            source=lambda: StageSource.of(source),
+            root_hash=root_hash,
+            on_disk=on_disk,
+            seconds=seconds,
         )
 
     async def clear_slot(self) -> None:
@@ -350,6 +367,7 @@ class Updates:
         if slot.incoming is not None or self.pushes.kept is not None:
             self.pushes.keep(slot)
         self.commit_seq += 1
+        self.fence.follow(slot.identity)
         self._runtime.telemetry.weights(slot.identity)
 
     async def engine_lost(self) -> None:

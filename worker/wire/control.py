@@ -23,7 +23,7 @@ from .base import (
     Wire,
 )
 from .bounds import bounded
-from .weights import WeightsState
+from .weights import CommitResponse, WeightsState
 
 
 class Resident(Wire):
@@ -98,6 +98,15 @@ class WorkerState(Wire):
     def held_by_others(self) -> bool:
         """Whether anybody but the caller keeps the worker from its work."""
         return any(hold.holder != self.caller for hold in self.holds)
+
+
+class Committed(CommitResponse):
+    """Answer of `POST /v1/weights/commit`: what the commit did, and the worker's state right after it."""
+
+    state: WorkerState | None = Field(
+        default=None,
+        description="What `GET /v1/state` would say now; of a worker that leaves it out, ask.",
+    )
 
 
 class PauseRequest(Body):

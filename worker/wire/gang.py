@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .base import Body, Bool, Float, Int, Wire
-from .weights import WeightsSource
+from .weights import StageSource
 
 SLOT_PATTERN = r"^[0-9a-f]{32}$"
 
@@ -16,9 +16,13 @@ SlotId = Annotated[str, Field(pattern=SLOT_PATTERN)]
 
 
 class SlotRequest(Body):
-    """Body of `PUT /v1/gang/slots/{id}`: fill a slot of this node from the same source."""
+    """Body of `PUT /v1/gang/slots/{id}`: fill a slot of this node from the same source.
 
-    source: WeightsSource
+    Pushed bytes are fetched from the one peer that the source names: the head, whose ticket is this
+    member's alone.
+    """
+
+    source: StageSource
     root_hash: str | None = Field(default=None, max_length=128)
     on_disk: Bool = False
     deadline_seconds: Float = Field(gt=0, le=86400)

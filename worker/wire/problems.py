@@ -51,6 +51,7 @@ KINDS: Final[dict[str, tuple[int, str]]] = {
     "version-regressed": (409, "Versions must increase"),
     "content-mismatch": (409, "The identity is bound to different content"),
     "not-staged": (409, "These weights are not staged"),
+    "wrong-base": (409, "These weights don't serve here with their bytes"),
     "no-copy": (409, "This worker keeps no copy of these weights"),
     "weights-rejected": (409, "The engine rejected the weights"),
     "engine-refused": (503, "The engine can't do this now"),

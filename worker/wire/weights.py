@@ -74,6 +74,14 @@ class Peer(Body):
     ticket: Ticket
 
 
+class Base(Body):
+    """The version that a delta is to be applied to: what serves, with its bytes still there."""
+
+    epoch: Identity
+    version: Identity
+    root_hash: str = Field(max_length=128)
+
+
 class PushedBytes(Body):
     """Bytes that come over a connection of their own; see docs/weights.md.
 
@@ -87,6 +95,17 @@ class PushedBytes(Body):
         default=None, ge=0, le=1 << 48, description="How many must come, gaps included; null: any."
     )
     peers: Annotated[tuple[Peer, ...], Field(max_length=8), bounded(8)] = ()
+    base: Base | None = Field(
+        default=None,
+        exclude_if=_absent,
+        description="Over TCP, what differs from this version may come instead of all bytes.",
+    )
+
+    @model_validator(mode="after")
+    def _whole_from_peers(self) -> Self:
+        if self.base is not None and self.peers:
+            raise ValueError("peers give whole versions: leave base out")
+        return self
 
 
 class StageSource(Body):
@@ -136,6 +155,7 @@ class Transfer(Wire):
 
     ticket: str = Field(description="Good for one connection, until the slot is given up.")
     port: int | None = Field(description="Of the weights, over TCP; null: the worker has none.")
+    tls: bool = Field(default=False, description="Whether that port takes TLS alone.")
     socket: str | None = Field(
         default=None, description="Path of the Unix socket that takes memory; null: there is none."
     )

@@ -1,12 +1,19 @@
-"""One tensor into shared memory: a single copy, in pieces, from wherever it is."""
+"""One tensor into shared memory: a single copy, in pieces, from wherever it is.
+
+A device writes page-locked shared memory by itself. Where that can't be locked, its bytes come through
+two pinned buffers.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollout_worker.transfer.buckets import flat_bytes
+
+from .devices import Device, accelerator_of
 
 if TYPE_CHECKING:
     import torch
@@ -17,25 +24,42 @@ PIECE_BYTES = 4 << 20
 PINNED_BYTES = 32 << 20
 """Of each of the two buffers that a device's bytes come through."""
 
+AHEAD = 4
+"""How many pieces a device has to do while the oldest one is waited for."""
+
 Done = Callable[[int], None]
 """Told how many bytes of the tensor are there."""
 
 
 class Copier:
-    """Copies tensors; keeps the pinned buffers of a device from one to the next."""
+    """Copies tensors; keeps what a device's copies need from one to the next.
 
-    def __init__(self) -> None:
+    Args:
+        device_of: Returns the device of a tensor, None if that is main memory.
+    """
+
+    def __init__(self, device_of: Callable[[torch.Tensor], Device | None] = accelerator_of) -> None:
+        self._device_of = device_of
+        self._devices: dict[torch.device, Device | None] = {}
         self._pinned: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
-    def copy(self, name: str, tensor: torch.Tensor, view: memoryview, done: Done) -> None:
-        """Copy a tensor's bytes in its order.
+    def copy(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        view: memoryview,
+        done: Done,
+        page_locked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Copy a tensor's bytes in its order; nothing is written any more once it has returned or raised.
 
         Args:
             name: For errors.
             tensor: Anywhere, of any strides.
             view: Where to, writable; exactly its size.
-            done: Told of progress.
+            done: Told of progress: what it is told of is there.
+            page_locked: Locks the pages of `view`, if it can; asked for tensors of a device.
 
         Raises:
             LayoutError: It has no plain values.
@@ -45,52 +69,86 @@ class Copier:
         if not len(view):
             return
         there = torch.frombuffer(view, dtype=torch.uint8)
+        if (device := self._device(tensor)) is not None:
+            with self._lock:
+                device.settle()
+                flat = flat_bytes(name, tensor)
+                if device.lockable and page_locked():
+                    _straight(device, flat, there, done)
+                else:
+                    self._through_pinned(device, flat, there, done)
+            return
         if tensor.device.type == "cpu" and not tensor.is_contiguous():
             _copy_strided(name, tensor, there)
             done(len(view))
             return
         flat = flat_bytes(name, tensor)
-        if flat.device.type != "cpu":
-            self._from_device(flat, there, done)
-            return
         for begin, end in _pieces(len(view), PIECE_BYTES):
             there[begin:end].copy_(flat[begin:end])
             done(end)
 
-    def _from_device(self, flat: torch.Tensor, there: torch.Tensor, done: Done) -> None:
-        """Let the device fill one pinned buffer while the other one is copied out."""
-        import torch
-
-        accelerator: Any = getattr(torch, flat.device.type)
-        with self._lock, accelerator.device(flat.device):
-            self._through_pinned(accelerator, flat, there, done)
+    def _device(self, tensor: torch.Tensor) -> Device | None:
+        with self._lock:
+            if tensor.device not in self._devices:
+                self._devices[tensor.device] = self._device_of(tensor)
+            return self._devices[tensor.device]
 
     def _through_pinned(
-        self, accelerator: Any, flat: torch.Tensor, there: torch.Tensor, done: Done
+        self, device: Device, flat: torch.Tensor, there: torch.Tensor, done: Done
     ) -> None:
-        import torch
-
+        """Let the device fill one pinned buffer while the other one is copied out."""
         if not self._pinned:
-            size = (2, PINNED_BYTES)
-            self._pinned = list(torch.empty(size, dtype=torch.uint8, pin_memory=True))
-        before: tuple[int, int, Any, torch.Tensor] | None = None
-        for index, (begin, end) in enumerate(_pieces(flat.numel(), PINNED_BYTES)):
-            buffer = self._pinned[index % 2][: end - begin]
-            buffer.copy_(flat[begin:end], non_blocking=True)
-            event = accelerator.Event()
-            event.record()
-            if before is not None:
-                _take(before, there, done)
-            before = begin, end, event, buffer
-        if before is not None:
-            _take(before, there, done)
+            self._pinned = [device.pinned(PINNED_BYTES) for _ in range(2)]
+
+        def came(begin: int, end: int) -> None:
+            there[begin:end].copy_(self._pinned[begin // PINNED_BYTES % 2][: end - begin])
+            done(end)
+
+        with _Ahead(1, came) as ahead:
+            for begin, end in _pieces(flat.numel(), PINNED_BYTES):
+                buffer = self._pinned[begin // PINNED_BYTES % 2][: end - begin]
+                ahead.began(begin, end, device.begin(flat[begin:end], buffer))
 
 
-def _take(piece: tuple[int, int, Any, torch.Tensor], there: torch.Tensor, done: Done) -> None:
-    begin, end, event, buffer = piece
-    event.synchronize()
-    there[begin:end].copy_(buffer)
-    done(end)
+def _straight(device: Device, flat: torch.Tensor, there: torch.Tensor, done: Done) -> None:
+    """Let the device write where the bytes belong, some pieces ahead of what is told."""
+    with _Ahead(AHEAD, lambda _, end: done(end)) as ahead:
+        for begin, end in _pieces(flat.numel(), PIECE_BYTES):
+            ahead.began(begin, end, device.begin(flat[begin:end], there[begin:end]))
+
+
+class _Ahead:
+    """Copies of pieces that a device has begun: `came` is told of each once it is there, in order.
+
+    At its end none is under way any more, whatever was raised: the memory is about to become
+    somebody else's.
+    """
+
+    def __init__(self, most: int, came: Callable[[int, int], None]) -> None:
+        self._most, self._came = most, came
+        self._begun: deque[tuple[int, int, Callable[[], None]]] = deque()
+
+    def began(self, begin: int, end: int, wait: Callable[[], None]) -> None:
+        """Note one more; the oldest is waited for if there are too many."""
+        self._begun.append((begin, end, wait))
+        if len(self._begun) > self._most:
+            self._take()
+
+    def _take(self) -> None:
+        begin, end, wait = self._begun.popleft()
+        wait()
+        self._came(begin, end)
+
+    def __enter__(self) -> _Ahead:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._begun and kind is None:
+                self._take()
+        finally:
+            for piece in self._begun:
+                piece[2]()
 
 
 def _copy_strided(name: str, tensor: torch.Tensor, there: torch.Tensor) -> None:

@@ -96,7 +96,8 @@ class Filling:
             self._advance(name, count)
 
         self._there[name] = 0
-        self._copier.copy(name, tensor, self._slot.view(placed), done)
+        slot = self._slot
+        self._copier.copy(name, tensor, slot.view(placed), done, slot.page_locked)
         if not placed.nbytes:
             done(0)
 

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import EllipsisType
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from rollout_client.steering.versions import KEEP, Versions
 
 from .routes import TRANSPORTS, Transport
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class PushOptions(TypedDict, total=False):
@@ -19,17 +22,26 @@ class PushOptions(TypedDict, total=False):
     Attributes:
         transport: `auto` (default): shared memory to replicas of this machine whose socket this process
             sees, TCP to all others. `shm` or `tcp`: that way alone.
+        rate: Most bytes a second that go out over TCP, to all replicas together; None: no limit.
         spool: Folder to write the version to as well, as `save_and_publish` does, before it is
             committed: the pool's durable source then, for who joins when nobody has it any more.
         mounted_at: The same folder as the workers see it: absolute, or relative to the weights' claim;
             None: as here.
         keep: How many committed versions stay in the folder, at least the one that serves.
+        ranks: The process group of torch.distributed whose ranks have parts of the tensors: all of them
+            call this with the same arguments, and all get the same answer. Each gives its model or state
+            dict. Rank 0 of the group publishes; on one node each rank writes its own shards.
+        base: `auto` (default): over TCP, replicas that serve the version before get what differs from
+            it, where that is less work; this process keeps its bytes. None: all bytes go to all.
     """
 
     transport: Transport
+    rate: float | None
+    base: Literal["auto"] | None
     spool: str | PurePath | None
     mounted_at: str | PurePath | None
     keep: int
+    ranks: ProcessGroup | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +51,16 @@ class PushPlan:
     Attributes:
         transport: Which ways may be used.
         versions: Where folders are written; None: nowhere.
+        ranks: Whose tensors these are; None: this process has all of them.
+        rate: Most bytes a second over TCP; None: no limit.
+        delta: Whether what differs from the version before may go instead of all bytes.
     """
 
     transport: Transport
     versions: Versions | None
+    ranks: ProcessGroup | None = None
+    rate: float | None = None
+    delta: bool = True
 
     @classmethod
     def of(cls, path: str | PurePath | EllipsisType | None, options: Mapping[str, Any]) -> PushPlan:
@@ -50,22 +68,29 @@ class PushPlan:
 
         Raises:
             TypeError: There is a path, too, or an option that belongs to a folder without one.
-            ValueError: There is no such transport.
+            ValueError: There is no such transport or base, or nothing would go out at this rate.
         """
         if path is not ...:
             raise TypeError("give publish_weights a path or tensors, not both")
         transport = options.get("transport", "auto")
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
-        spool = options.get("spool")
+        rate = options.get("rate")
+        if rate is not None and not rate > 0:
+            raise ValueError(f"rate must be more than 0 bytes a second, not {rate!r}")
+        base = options.get("base", "auto")
+        if base not in ("auto", None):
+            raise ValueError(f"base must be 'auto' or None, not {base!r}")
+        spool, ranks = options.get("spool"), options.get("ranks")
         if spool is None:
             if options.keys() & {"mounted_at", "keep"}:
                 raise TypeError(
                     "mounted_at and keep are about the folder of spool: give spool, too"
                 )
-            return cls(transport, None)
+            return cls(transport, None, ranks, rate, base is not None)
         mounted_at, keep = options.get("mounted_at"), options.get("keep", KEEP)
-        return cls(transport, Versions.at(spool, mounted_at, keep))
+        versions = Versions.at(spool, mounted_at, keep)
+        return cls(transport, versions, ranks, rate, base is not None)
 
 
 def check_path(path: object, options: Mapping[str, Any]) -> None:

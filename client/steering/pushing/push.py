@@ -1,9 +1,8 @@
-"""One version of a trainer's tensors on its way to the replicas, and what a pool keeps between two."""
+"""One version of a trainer's tensors on its way to the replicas."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,58 +12,22 @@ from typing import TYPE_CHECKING, Any
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.protocol import Published, PublishReport, PushedTo
 from rollout_client.steering.spool import each, spool_here, to_its_end
-from rollout_worker.schemas import PushedBytes, StageSource
-from rollout_worker.transfer.arena import Arena
-from rollout_worker.transfer.layout import PushLayout
+from rollout_worker.schemas import PushedBytes, StageSource, WeightsId
+from rollout_worker.transfer.pace import Pace
+from rollout_worker.transfer.tls import Trust
 
 from .board import Board
-from .copying import Copier
+from .deltas import Before, Deltas
 from .filling import Filling, GivenUp
 from .routes import Receiver, Route, Transport, routes_for
-from .sending import Sender
-from .tensors import Given, given, torch_dtype
+from .sending import Link, Sender
+from .tensors import Given, torch_dtype
 
 if TYPE_CHECKING:
-    from rollout_client.steering.spool import Tensors
+    pass
 
 LOOK_SECONDS = 0.5
 """How often the loop's side of a wait looks whether it is still wanted."""
-
-
-class Pusher:
-    """What a pool keeps from one push to the next: two slots of memory, the layout, connections."""
-
-    def __init__(self) -> None:
-        self._arena, self._copier = Arena(), Copier()
-        self._lock = threading.Lock()
-        self._known: PushLayout | None = None
-        self._senders: list[Sender] = []
-
-    def begin(self, tensors: Tensors, transport: Transport = "auto") -> Push:
-        """Return a push of these tensors, which is to be filled, carried and closed.
-
-        Raises:
-            LayoutError: Something can't be published; names the tensor.
-        """
-        found = given(tensors)
-        with self._lock:
-            filling = Filling(self._arena, self._known, self._copier)
-        return Push(found, filling, transport, self._settled)
-
-    def _settled(self, push: Push) -> None:
-        """Take over what a push leaves: memory that replicas read goes with its last reader."""
-        with self._lock:
-            self._known = push.filling.layout if push.filling.root_hash else None
-            alive = [sender for sender in self._senders if not sender.join(0)]
-            self._senders = [*alive, *push.senders]
-
-    def close(self) -> None:
-        """End all connections and give up all memory; replicas keep what they have mapped."""
-        with self._lock:
-            senders, self._senders = self._senders, []
-        for sender in senders:
-            sender.stop()
-        self._arena.close()
 
 
 class Push:
@@ -75,6 +38,10 @@ class Push:
         filling: Where they come to lie.
         transport: Which ways may be used.
         settled: Takes over what is left at the end.
+        rate: Most bytes a second over TCP.
+        fill: Fills it in the place of `found`, where several ranks do.
+        before: The version before, if this one may go as what differs from it.
+        delta: Whether the next one may go as what differs from this one.
     """
 
     def __init__(
@@ -83,12 +50,23 @@ class Push:
         filling: Filling,
         transport: Transport,
         settled: Callable[[Push], None],
+        rate: float | None = None,
+        fill: Callable[[], None] | None = None,
+        *,
+        before: Before | None = None,
+        delta: bool = False,
     ) -> None:
+        self._fill_together = fill
         self.filling = filling
+        self._delta = delta
+        self.published: WeightsId | None = None
+        """As what it serves now; None: it does not."""
+        self._before, self._deltas = before, None if before is None else Deltas(before, filling)
         self.senders: list[Sender] = []
         self.spool: Path | None = None
         """Folder to write as well, before anything is committed; None: none."""
         self._given, self._transport, self._settled = found, transport, settled
+        self._rate = rate
         self._board: Board | None = None
         self._routes: tuple[Route, ...] = ()
         self._opened_at = time.monotonic()
@@ -110,6 +88,8 @@ class Push:
     def _fill(self, items: Iterable[tuple[str, Any]]) -> None:
         rest = iter(items)
         try:
+            if self._fill_together is not None:
+                return self._fill_together()
             self.filling.plan(self._given.specs)
             for name, tensor in rest:
                 self.filling.take(name, tensor)
@@ -169,12 +149,27 @@ class Push:
         layout = self.filling.layout
         return StageSource(pushed=PushedBytes(layout_id=layout.layout_id, bytes=layout.nbytes))
 
-    def start(self, receivers: Sequence[Receiver], news: Callable[[], None]) -> None:
+    @property
+    def based(self) -> StageSource | None:
+        """The same, from who serves the version before; None: that is no help."""
+        before, whole = self._before, self.source.pushed
+        assert whole is not None
+        if self._transport == "shm" or before is None or before.layout_id != whole.layout_id:
+            return None
+        return StageSource(pushed=whole.model_copy(update={"base": before.named}))
+
+    def start(
+        self,
+        receivers: Sequence[Receiver],
+        news: Callable[[], None],
+        trust: Trust | None = None,
+    ) -> None:
         """Carry the bytes to these replicas, from threads.
 
         Args:
             receivers: Who waits for them.
             news: Called, from any thread, when `board` has changed.
+            trust: Whom TLS trusts.
 
         Raises:
             PublishFailed: One can't be reached by the transport that was asked for.
@@ -182,7 +177,14 @@ class Push:
         self._routes = routes_for(receivers, self._transport)
         names = [receiver.name for receiver in receivers]
         self._board = Board(names, self.filling.layout.nbytes, news)
-        self.senders = [Sender(route, self.filling, self._board) for route in self._routes]
+        link = Link(trust, None if self._rate is None else Pace(self._rate))
+        deltas = self._deltas
+        if deltas is not None and any(route.based for route in self._routes):
+            deltas.start()
+        self.senders = [
+            Sender(route, self.filling, self._board, link, deltas if route.based else None)
+            for route in self._routes
+        ]
         for sender in self.senders:
             sender.start()
 
@@ -191,6 +193,10 @@ class Push:
         """What has come of it; there is one from `start` on."""
         assert self._board is not None
         return self._board
+
+    def stands(self, name: str) -> bool:
+        """Whether a replica's connection tells of it, so that nobody has to ask how far it is."""
+        return any(sender.stands(name) for sender in self.senders)
 
     async def durable(self) -> None:
         """Write the folder, if one is wanted, and return once it is on the disk.
@@ -224,6 +230,11 @@ class Push:
             found[placed.name] = flat.reshape(placed.shape)
         return found
 
+    @property
+    def keeps(self) -> bool:
+        """Whether somebody may get the next version as what differs from this one."""
+        return self._delta and any(route.kind == "tcp" for route in self._routes)
+
     def stop(self) -> None:
         """Give it up: nothing is sent any more, and the tensors that still come are let go."""
         self.filling.fail()
@@ -232,16 +243,25 @@ class Push:
 
     def close(self) -> None:
         """Let go of what only the trainer needs; to be called once nobody fills it any more."""
+        if self._deltas is not None:
+            self._deltas.stop()
         self._settled(self)
         self.filling.close()
 
     def reported(self, done: Published) -> Published:
         """Return what was published, now, with what became of the bytes."""
+        self.published = done.identity
         return replace(done, report=self._report(time.monotonic()))
 
     def _report(self, committed_at: float) -> PublishReport:
         filling, board = self.filling, self.board
         names = {who.name: route.kind for route in self._routes for who in route.receivers}
+        by_delta = {
+            who.name
+            for route in self._routes
+            for who in route.receivers
+            if route.based and self._deltas is not None and self._deltas.any
+        }
         of = {name: board.of(name) for name in names}
         whole = max((each.whole_at or 0.0 for each in of.values()), default=0.0)
         staged = max((each.settled_at or 0.0 for each in of.values()), default=0.0)
@@ -257,7 +277,9 @@ class Push:
                 kind,
                 max(0.0, (of[name].settled_at or committed_at) - self._opened_at),
                 of[name].why,
+                name in by_delta,
             )
             for name, kind in names.items()
         }
-        return PublishReport(filling.layout.nbytes, seconds, replicas)
+        sent = sum(sender.sent for sender in self.senders)
+        return PublishReport(filling.layout.nbytes, seconds, replicas, sent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,11 +26,13 @@ class Receiver:
         name: Of the member.
         host: Of its ports.
         transfer: As it answered to the stage.
+        based: Whether it serves the version before, and takes what differs from it.
     """
 
     name: str
     host: str
     transfer: Transfer
+    based: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,11 @@ class Route:
 
     kind: Literal["shm", "tcp"]
     receivers: tuple[Receiver, ...]
+
+    @property
+    def based(self) -> bool:
+        """Whether what differs from the version before may go this way."""
+        return self.kind == "tcp" and all(each.based for each in self.receivers)
 
 
 def routes_for(
@@ -76,16 +83,19 @@ def routes_for(
             )
         else:
             remote.append(each)
-    chains = math.ceil(len(remote) / CHAIN)
-    # As even as can be: the longest chain is what all wait for.
-    cut = [
-        remote[index * len(remote) // chains : (index + 1) * len(remote) // chains]
-        for index in range(chains)
-    ]
+    # A chain passes on what it gets, so all of one have the same base or none.
+    based, whole = ([each for each in remote if each.based is of] for of in (True, False))
     return (
         *(Route("shm", (each,)) for each in local),
-        *(Route("tcp", tuple(chain)) for chain in cut),
+        *(Route("tcp", chain) for chain in (*_chains(based), *_chains(whole))),
     )
+
+
+def _chains(remote: Sequence[Receiver]) -> Iterator[tuple[Receiver, ...]]:
+    """Cut into as few chains as may be, as even as can be: the longest is what all wait for."""
+    chains = math.ceil(len(remote) / CHAIN)
+    for index in range(chains):
+        yield tuple(remote[index * len(remote) // chains : (index + 1) * len(remote) // chains])
 
 
 def _is_here(transfer: Transfer, node: Callable[[str], str | None]) -> bool:

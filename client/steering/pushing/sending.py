@@ -1,6 +1,6 @@
-"""One connection of a push: it carries the bytes as they come and hears what became of them.
+"""One connection of a push: it carries the bytes as they come; whole, for each way out falls back to the next.
 
-A thread sends, another one reads. Over a Unix socket the memory itself goes, and the connection stays
+A thread sends, another one reads (`hearing`). Over a Unix socket the memory itself goes, and the connection stays
 until the replica reads it no more; over TCP chunks go to the first replica of a chain, and if that one
 fails, to the next one, which says what it has already.
 """
@@ -8,22 +8,32 @@ fails, to the next one, which says what it has already.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.delta import SPAN_BYTES
+from rollout_worker.transfer.dialing import dial, dial_unix
 from rollout_worker.transfer.frames import (
     CHUNK_BYTES,
+    HOP_SECONDS,
+    LEASE_SECONDS,
     PROTOCOL,
-    Connection,
     Frame,
     Kind,
     Malformed,
+    Silent,
     TransferError,
-    dial,
-    dial_unix,
 )
+from rollout_worker.transfer.pace import Pace
+from rollout_worker.transfer.tls import Trust
 
 from .board import Board
+from .deltas import Deltas
 from .filling import Filling, GivenUp
+from .hearing import Reader
 from .routes import Receiver, Route
 
 DIAL_SECONDS = 5.0
@@ -34,6 +44,19 @@ FOLLOW_BYTES = 16 << 20
 """How many bytes more a receiver of shared memory is told of at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How bytes go out over TCP.
+
+    Attributes:
+        trust: Whom TLS trusts, where a replica's port takes TLS alone.
+        pace: Which all connections share; None: as fast as they go.
+    """
+
+    trust: Trust | None = None
+    pace: Pace | None = None
+
+
 class Sender:
     """See the module; a thread from `start` on.
 
@@ -41,67 +64,124 @@ class Sender:
         route: Where to.
         filling: What.
         board: Told what comes of each replica.
+        link: How TCP goes out of here.
+        deltas: What differs from what they all serve; None: all bytes go.
+        why: What went wrong on another way; it is told if this one fails, too.
     """
 
-    def __init__(self, route: Route, filling: Filling, board: Board) -> None:
+    def __init__(
+        self,
+        route: Route,
+        filling: Filling,
+        board: Board,
+        link: Link,
+        deltas: Deltas | None = None,
+        why: str = "",
+    ) -> None:
         self._route, self._filling, self._board = route, filling, board
+        self._link, self._deltas, self._why = link, deltas, why
+        self._sent = 0
         self._connection: Connection | None = None
+        self._made_at = time.monotonic()
         self._stopped = threading.Event()
-        self._skipped: dict[str, str] = {}
-        """Hops of which the one before says that they failed, and why: each is tried from here."""
+        self._lock = threading.Lock()
+        self._beside: dict[str, Sender] = {}
+        """Who failed or was late as a part of the chain: each is tried by itself, and nobody waits for it."""
+        self._release: Callable[[], None] | None = None
         names = ",".join(each.name for each in route.receivers)
         self._thread = threading.Thread(target=self._run, name=f"weights-to-{names}", daemon=True)
 
     def start(self) -> None:
         """Begin."""
+        self._release = self._filling.slot.lend()
         self._thread.start()
 
     def stop(self) -> None:
         """End it, whatever has been sent; replicas that have the bytes keep them."""
-        self._stopped.set()
+        with self._lock:
+            self._stopped.set()
+            beside = list(self._beside.values())
+        for each in beside:
+            each.stop()
         connection = self._connection
         if connection is not None:
             connection.interrupt()
 
+    def stands(self, name: str) -> bool:
+        """Whether it carries the bytes to this replica, and the other end has said so a moment ago."""
+        if (beside := self._beside.get(name)) is not None:
+            return beside.stands(name)
+        connection = self._connection
+        heard = self._made_at if connection is None else connection.tally.heard
+        mine = any(each.name == name for each in self._route.receivers)
+        return mine and time.monotonic() - heard < HOP_SECONDS
+
+    @property
+    def sent(self) -> int:
+        """Bytes of tensors, or of what differs, that went out on connections that have ended."""
+        return self._sent + sum(each.sent for each in list(self._beside.values()))
+
     def join(self, seconds: float) -> bool:
         """Whether it has ended, and freed all, within these seconds."""
         self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() and all(
+            each.join(0) for each in list(self._beside.values())
+        )
 
     def _run(self) -> None:
-        rest = list(self._route.receivers)
-        while rest and not self._stopped.is_set():
-            first, why = rest[0], self._carry(rest)
-            if not self._board.settled(first.name):
-                # It answers for the connection; the others say what they have already.
-                self._board.failed(first.name, self._skipped.get(first.name, why))
-            rest = [each for each in rest if not self._board.settled(each.name)]
+        assert self._release is not None
+        try:
+            rest = list(self._route.receivers)
+            while rest and not self._stopped.is_set():
+                first, why = rest[0], self._carry(rest)
+                if not self._board.settled(first.name) and first.name not in self._beside:
+                    # It answers for the connection; the others say what they have already.
+                    self._board.failed(first.name, self._why or why)
+                rest = [each for each in rest if not self._done(each.name)]
+        finally:
+            self._release()
+
+    def _done(self, name: str) -> bool:
+        return self._board.settled(name) or name in self._beside
+
+    def aside(self, late: Receiver, why: str) -> None:
+        """Try a part of the chain by itself, with all patience, while the others go on."""
+        with self._lock:
+            if self._stopped.is_set() or late.name in self._beside:
+                return
+            alone = Route(self._route.kind, (late,))
+            made = Sender(alone, self._filling, self._board, self._link, self._deltas, why)
+            self._beside[late.name] = made
+            made.start()
 
     def _carry(self, chain: Sequence[Receiver]) -> str:
         """Carry all of it to the first of a chain; return what went wrong for who has not settled."""
-        release = self._filling.slot.lend()
         try:
-            connection = self._dial(chain[0])
+            connection = self._dial(chain[0], HOP_SECONDS if len(chain) > 1 else LEASE_SECONDS)
             try:
                 self._talk(connection, chain)
             finally:
                 connection.close()
+                self._sent += connection.tally.sent
         except GivenUp:
             return "the publish was given up"
+        except Silent as error:
+            if len(chain) > 1:
+                self.aside(chain[0], str(error))
+            return str(error)
         except TransferError as error:
             return str(error)
-        finally:
-            release()
         return "it ended the connection without a word"
 
-    def _dial(self, first: Receiver) -> Connection:
+    def _dial(self, first: Receiver, silence: float) -> Connection:
         where = first.transfer
         if self._route.kind == "shm":
             assert where.socket is not None
             made = dial_unix(where.socket, DIAL_SECONDS)
         else:
             assert where.port is not None
-            made = dial(first.host, where.port, DIAL_SECONDS)
+            trust = self._link.trust if where.tls else None
+            made = dial(first.host, where.port, DIAL_SECONDS, silence=silence, trust=trust)
         self._connection = made
         if self._stopped.is_set():
             made.interrupt()
@@ -118,17 +198,23 @@ class Sender:
             }
             for each in chain[1:]
         ]
-        hello = {"protocol": PROTOCOL, "ticket": chain[0].transfer.ticket, "name": chain[0].name}
+        hello: dict[str, Any] = {
+            "protocol": PROTOCOL,
+            "ticket": chain[0].transfer.ticket,
+            "name": chain[0].name,
+        }
         layout = self._filling.layout.to_json()
+        if self._deltas is not None:
+            hello["base"] = self._deltas.base
         connection.send(Kind.HELLO, {**hello, "layout": layout, "hops": hops})
         have = _ranges(connection.expect(Kind.READY), self._filling.layout.nbytes)
-        reader = _Reader(connection, chain, self._filling, self._board, self._skipped)
+        reader = Reader(connection, chain, self._filling, self._board, self)
         reader.start()
         try:
             if self._route.kind == "shm":
                 self._share(connection, reader)
             else:
-                self._stream(connection, reader, have)
+                self._stream(connection, reader, have, others=len(chain) > 1)
             self._end(connection, reader)
         except TransferError:
             # The other end says why before it closes: that is worth more than "closed".
@@ -143,7 +229,7 @@ class Sender:
         if reader.why is not None:
             raise reader.why
 
-    def _share(self, connection: Connection, reader: _Reader) -> None:
+    def _share(self, connection: Connection, reader: Reader) -> None:
         """Hand over the memory, and say how far it is filled."""
         filling = self._filling
         slot, total = filling.slot, filling.layout.nbytes
@@ -156,118 +242,87 @@ class Sender:
                 told = upto
 
     def _stream(
-        self, connection: Connection, reader: _Reader, have: Sequence[tuple[int, int]]
+        self,
+        connection: Connection,
+        reader: Reader,
+        have: Sequence[tuple[int, int]],
+        *,
+        others: bool,
     ) -> None:
         """Send every chunk that is not there already."""
-        total = self._filling.layout.nbytes
+        total, sent = self._filling.layout.nbytes, 0
         for begin in range(0, total, CHUNK_BYTES):
             end = min(begin + CHUNK_BYTES, total)
-            if any(first <= begin and end <= last for first, last in have):
+            if begin < sent or any(first <= begin and end <= last for first, last in have):
+                continue
+            if self._differs(connection, reader, have, begin, others=others):
+                sent = begin + SPAN_BYTES
                 continue
             while self._filling.wait_upto(end, WAIT_SECONDS) < end:
                 if not reader.alive:
                     return
-            send_chunk(connection, self._filling, begin)
+            self.send_chunk(connection, begin, others=others)
 
-    def _end(self, connection: Connection, reader: _Reader) -> None:
+    def send_chunk(self, connection: Connection, begin: int, *, others: bool = False) -> None:
+        """Send the chunk that begins there; `others`: who wait behind that replica."""
+        import xxhash
+
+        total = self._filling.layout.nbytes
+        view = self._filling.slot.bytes(begin, min(begin + CHUNK_BYTES, total))
+        connection.wait_for(self._link.pace, len(view))
+        digest = xxhash.xxh3_128_hexdigest(view)
+        send = connection.hurry if others else connection.send
+        send(Kind.DATA, {"offset": begin, "hash": digest}, view)
+
+    def _differs(
+        self,
+        connection: Connection,
+        reader: Reader,
+        have: Sequence[tuple[int, int]],
+        begin: int,
+        *,
+        others: bool,
+    ) -> bool:
+        """Whether what differs in the span that begins there was enough, and was sent."""
+        deltas, end = self._deltas, begin + SPAN_BYTES
+        # What is there in part is filled up with whole bytes.
+        if deltas is None or begin % SPAN_BYTES or any(f < end and begin < to for f, to in have):
+            return False
+        while not deltas.ready(begin, WAIT_SECONDS):
+            if not reader.alive:
+                return False
+        content = deltas.of(begin)
+        if content is not None:
+            self._send_delta(connection, begin, content, others=others)
+        return content is not None
+
+    def _send_delta(
+        self, connection: Connection, begin: int, content: bytes, *, others: bool = False
+    ) -> None:
+        """Send what differs in the span that begins there."""
+        import xxhash
+
+        size = min(SPAN_BYTES, self._filling.layout.nbytes - begin)
+        connection.wait_for(self._link.pace, len(content))
+        digest = xxhash.xxh3_128_hexdigest(content)
+        send = connection.hurry if others else connection.send
+        send(Kind.DELTA, {"offset": begin, "bytes": size, "hash": digest}, memoryview(content))
+
+    def send_again(self, connection: Connection, begin: int, *, delta: bool) -> None:
+        """Send what arrived damaged: a chunk, or what differs in a span."""
+        content = self._deltas.of(begin) if delta and self._deltas is not None else None
+        if content is None:
+            self.send_chunk(connection, begin)
+        else:
+            self._send_delta(connection, begin, content)
+
+    def _end(self, connection: Connection, reader: Reader) -> None:
         root_hash = None
         while root_hash is None and reader.alive:
             root_hash = self._filling.wait_end(WAIT_SECONDS)
         if root_hash is not None:
             end = {"root_hash": root_hash, "digests": dict(self._filling.digests)}
             connection.send(Kind.END, end)
-
-
-class _Reader:
-    """Hears what the other end says, in a thread, until there is nothing more to hear."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        chain: Sequence[Receiver],
-        filling: Filling,
-        board: Board,
-        skipped: dict[str, str],
-    ) -> None:
-        self.why: TransferError | None = None
-        """What ended it too early; None: nothing did."""
-        self._connection, self._filling, self._board = connection, filling, board
-        self._names = {each.name for each in chain}
-        self._first = chain[0].name
-        self._skipped, self._over = skipped, set[str]()
-        self._twice: set[int] = set()
-        self._thread = threading.Thread(target=self._run, name="weights-hear", daemon=True)
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def join(self, seconds: float | None) -> None:
-        """Wait for its end: of a silent connection it comes after the lease."""
-        self._thread.join(seconds)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the connection stands."""
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            while self._hear(self._connection.receive()):
-                pass
-        except TransferError as error:
-            if self._open:
-                self.why = error
-        finally:
-            self._connection.interrupt()
-
-    def _hear(self, frame: Frame) -> bool:
-        """Take note of a frame; whether more may come."""
-        self._connection.skip(frame)
-        name = frame.text("name", self._first)
-        if name not in self._names:
-            raise Malformed(f"{frame.kind.name} is about {name!r}, which is not in this chain")
-        match frame.kind:
-            case Kind.PROGRESS:
-                self._board.progress(name, frame.integer("bytes_done"))
-            case Kind.STAGED:
-                self._board.staged(name, frame.text("root_hash"))
-            case Kind.FAILED if name != self._first:
-                self._skipped[name] = frame.text("detail", "it gave no reason")
-                self._over.add(name)
-            case Kind.FAILED:
-                self._board.failed(name, frame.text("detail", "it gave no reason"))
-            case Kind.ERROR if frame.text("slug", "") == "bad-chunk":
-                self._again(frame.integer("offset"))
-            case Kind.ERROR:
-                raise TransferError(frame.text("detail", "it gave no reason"))
-            case Kind.RELEASED:
-                return False
-            case _:
-                raise Malformed(f"{frame.kind.name} came, which only senders send")
-        return self._connection.unix or self._open
-
-    @property
-    def _open(self) -> bool:
-        """Whether there is anybody of whom this connection has not told the end."""
-        return any(not self._board.settled(name) for name in self._names - self._over)
-
-    def _again(self, offset: int) -> None:
-        """Send a chunk once more that arrived in another state; twice is no accident."""
-        layout = self._filling.layout
-        if offset % CHUNK_BYTES or offset >= layout.nbytes or offset in self._twice:
-            raise TransferError(f"the chunk at {offset} arrived damaged, twice: check the network")
-        self._twice.add(offset)
-        send_chunk(self._connection, self._filling, offset)
-
-
-def send_chunk(connection: Connection, filling: Filling, begin: int) -> None:
-    """Send the chunk that begins there."""
-    import xxhash
-
-    view = filling.slot.bytes(begin, min(begin + CHUNK_BYTES, filling.layout.nbytes))
-    digest = xxhash.xxh3_128_hexdigest(view)
-    connection.send(Kind.DATA, {"offset": begin, "hash": digest}, view)
 
 
 def _ranges(ready: Frame, total: int) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rollout_client.steering.spool import is_sharded, items_of
-from rollout_worker.transfer.layout import LayoutError
+from rollout_worker.transfer.layout import TORCH_NAMES, LayoutError
 
 if TYPE_CHECKING:
     import torch
@@ -17,16 +17,6 @@ if TYPE_CHECKING:
 
 Spec = tuple[str, str, tuple[int, ...]]
 """Name, dtype as safetensors call it, and shape."""
-
-_NAMES = dict(
-    (
-        *(("float64", "F64"), ("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16")),
-        *(("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2"), ("float8_e8m0fnu", "F8_E8M0")),
-        *(("int64", "I64"), ("int32", "I32"), ("int16", "I16"), ("int8", "I8"), ("bool", "BOOL")),
-        *(("uint64", "U64"), ("uint32", "U32"), ("uint16", "U16"), ("uint8", "U8")),
-        ("complex64", "C64"),
-    )
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +91,7 @@ def _dtypes() -> dict[Any, str]:
     import torch
 
     # Older torch has fewer of them.
-    found = {getattr(torch, name, None): dtype for name, dtype in _NAMES.items()}
+    found = {getattr(torch, name, None): dtype for dtype, name in TORCH_NAMES.items()}
     found.pop(None, None)
     return found
 

@@ -64,6 +64,22 @@ class PodBuilder:
         """Image of the worker; None if neither the pool nor the operator names one."""
         return self.spec.engine.image or self.defaults.image
 
+    @property
+    def lacking(self) -> tuple[str, str] | None:
+        """What pods can't be made without: what it is about, and what to set. None: nothing."""
+        engine = self.spec.engine.type.value
+        if not self.image:
+            return "image", (
+                f"engine {engine} has no image: set spec.engine.image, or engines.{engine}.image "
+                "in the operator's chart"
+            )
+        if self.spec.weights.transport.tls == "Off" or self._has_certificate:
+            return None
+        return "certificate", (
+            "spec.weights.transport.tls is Required and the workers have no certificate: set "
+            "workers.controlTLS in the operator's chart, or tls to Off"
+        )
+
     def build(self, replica: int, rank: int, restarts: int, place: Place | None = None) -> Obj:
         """Return the pod of `(replica, rank)`; a colocated one has a place."""
         made = {
@@ -197,6 +213,10 @@ class PodBuilder:
     @property
     def _control_speaks_tls(self) -> bool:
         return any(entry["name"] == names.CONTROL_TLS_CERT for entry in self.defaults.env)
+
+    @property
+    def _has_certificate(self) -> bool:
+        return any(entry["name"] == names.CONTROL_TLS_CERT for entry in self._env(0, 0))
 
     def _env(self, replica: int, rank: int) -> list[Obj]:
         ours = settings(self.name, self.namespace, self.spec, self.overlay, replica, rank)

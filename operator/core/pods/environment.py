@@ -33,8 +33,10 @@ def settings(
         "ROLLOUT_LOG_LEVEL": spec.worker.log_level,
         "HOME": "/tmp",
     }
-    if spec.parallelism.nodes == 1:  # a gang takes no pushed weights
+    if rank == 0:  # the other ranks of a gang fetch from it
         values["ROLLOUT_WEIGHTS_PORT"] = str(spec.weights.transport.port)
+    if spec.weights.transport.tls == "Required":
+        values["ROLLOUT_WEIGHTS_TLS"] = "required"
     if spec.model.max_length is not None:
         values["ROLLOUT_MAX_LENGTH"] = str(spec.model.max_length)
     if spec.weights.staging_memory is not None:

@@ -36,7 +36,7 @@ def environment(pool: str, spec: RolloutReplicaSpec, replica: int, rank: int) ->
 
 
 def ports(spec: RolloutReplicaSpec, rank: int) -> list[Obj]:
-    """Return the container's ports: only a head takes requests, and none of a gang pushed weights."""
+    """Return the container's ports: only a head takes requests and pushed weights."""
     control = {"name": "control", "containerPort": names.CONTROL_PORT, "protocol": "TCP"}
     data = {"name": "data", "containerPort": names.DATA_PORT, "protocol": "TCP"}
     gang = {"name": "gang", "containerPort": names.GANG_PORT, "protocol": "TCP"}
@@ -45,9 +45,8 @@ def ports(spec: RolloutReplicaSpec, rank: int) -> list[Obj]:
         "containerPort": spec.weights.transport.port,
         "protocol": "TCP",
     }
-    if spec.parallelism.nodes == 1:
-        return [data, control, weights]
-    return [control, gang] if rank else [data, control, gang]
+    found = [control] if rank else [data, control, weights]
+    return [*found, gang] if spec.parallelism.nodes > 1 else found
 
 
 def without_scraping(given: Obj, rank: int) -> Obj:

@@ -56,6 +56,9 @@ def plan_weights(
         _advance(spec, plan, plan.update, heads, now, wait)
     else:
         plan.barrier = None
+    ended = plan.running is None and stored.last_update != plan.update
+    if ended and target.identity > plan.committed.identity:
+        wait.at_most(0.0)  # nothing else may happen that would begin the next one
     learn_hash(plan, heads)
     assign_joiners(spec, plan, heads, begun=begun)
     share_copies(plan, heads)

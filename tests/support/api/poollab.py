@@ -12,11 +12,11 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from aiohttp import web
@@ -57,6 +57,22 @@ class Write:
     resource: str
     name: str
     code: int
+
+
+class Serving(Protocol):
+    """What the kubelet has to know of a pod."""
+
+    @property
+    def serving(self) -> bool:
+        """Whether its worker serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Who is behind the pods' addresses (127.77.0.1 and so on), and the port of their control."""
+
+    pods: Mapping[str, Serving]
+    port: int
 
 
 class LabParts(Parts):
@@ -192,12 +208,12 @@ class PoolLab:
 class Kubelet:
     """Lets pods run, each at an address of its own, until `stop`."""
 
-    def __init__(self, cluster: Cluster, namespace: str, server: processless.Server) -> None:
+    def __init__(self, cluster: Cluster, namespace: str, workers: Mapping[str, Serving]) -> None:
         self._api = Api(cluster)
         self._path = PODS.format(namespace)
-        self._server = server
+        self._workers = workers
         self._ended = threading.Event()
-        self._addresses = 0
+        self._numbers: dict[str, int] = {}
         self._thread = threading.Thread(target=self._run, daemon=True, name="kubelet")
         self._thread.start()
 
@@ -218,10 +234,11 @@ class Kubelet:
             return
         ip = status.get("podIP")
         if ip is None:
-            self._addresses += 1
-            ip = f"127.77.{self._addresses // 250}.{self._addresses % 250 + 1}"
+            # By uid: a write that was lost must not cost an address.
+            number = self._numbers.setdefault(meta["uid"], len(self._numbers))
+            ip = f"127.77.{number // 250}.{number % 250 + 1}"
         gate = next((c["status"] for c in status.get("conditions", ()) if c["type"] == GATE), "")
-        known = self._server.pods.get(ip)
+        known = self._workers.get(ip)
         ready = gate == "True" and known is not None and known.serving
         if status["phase"] == "Running" and ready == _is_ready(pod):
             return
@@ -250,26 +267,46 @@ def _is_ready(pod: Obj) -> bool:
 
 
 @asynccontextmanager
-async def pool_lab(cluster: Cluster, namespace: str) -> AsyncIterator[PoolLab]:
-    """Start everything in a namespace of its own, and remove it at the end."""
-    server = processless.Server()
-    with _namespace(cluster, namespace), Api(cluster) as api, _account(cluster, namespace):
+async def _answering(server: processless.Server, lab: PoolLab) -> AsyncIterator[int]:
+    """Answer at one port of every loopback address; yields it."""
+    app = server.app()
+    app.middlewares.append(lab.record)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    sock = socket.create_server(("0.0.0.0", 0), backlog=64)
+    await web.SockSite(runner, sock).start()
+    try:
+        yield sock.getsockname()[1]
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def pool_lab(
+    cluster: Cluster, namespace: str, workers: Workers | None = None
+) -> AsyncIterator[PoolLab]:
+    """Start everything in a namespace of its own, and remove it at the end.
+
+    Args:
+        cluster: With the CRD.
+        namespace: Its name.
+        workers: Real ones at the pods' addresses; None: one server answers for all pods.
+    """
+    async with AsyncExitStack() as stack:
+        stack.enter_context(_namespace(cluster, namespace))
+        api = stack.enter_context(Api(cluster))
+        stack.enter_context(_account(cluster, namespace))
         lab = PoolLab(cluster, namespace, api)
-        app = server.app()
-        app.middlewares.append(lab.record)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        sock = socket.create_server(("0.0.0.0", 0), backlog=64)
-        await web.SockSite(runner, sock).start()
+        if workers is None:
+            server = processless.Server()
+            workers = Workers(server.pods, await stack.enter_async_context(_answering(server, lab)))
 
         def make(context: Context) -> Reconcile:
             lab.context = context
             return Reconciler(context).reconcile
 
-        operator = LabOperator(
-            _config(namespace), make, make_parts=partial(LabParts, sock.getsockname()[1])
-        )
-        kubelet = Kubelet(cluster, namespace, server)
+        operator = LabOperator(_config(namespace), make, make_parts=partial(LabParts, workers.port))
+        kubelet = Kubelet(cluster, namespace, workers.pods)
         running = asyncio.create_task(operator.run())
         try:
             yield lab
@@ -277,7 +314,6 @@ async def pool_lab(cluster: Cluster, namespace: str) -> AsyncIterator[PoolLab]:
             operator.stop()
             assert await running == 0
             kubelet.stop()
-            await runner.cleanup()
 
 
 def _config(namespace: str) -> Config:

@@ -52,7 +52,7 @@ class Served(Command):
             models.model(1),
             folder / "worker.log",
             [
-                *("--engine", kind.name, "--shutdown-grace", "0", "--served-name", "tiny"),
+                *("--engine", kind.engine, "--shutdown-grace", "0", "--served-name", "tiny"),
                 *("--max-queue", str(QUEUE), "--restart-delays", "0"),
                 *("--weights-port", "0", "--weights-socket", str(self.temporary / "weights.sock")),
                 *(*pool, *kube, "--kube-token-file", str(token_file), *roots),
@@ -61,6 +61,7 @@ class Served(Command):
             {"PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(self.temporary), **kind.env},
             python=kind.python,
             token="operator",
+            serve=kind.serve,
         )
         for each in (self.data, self.control):
             each.timeout = httpx.Timeout(180)  # a full machine may be slow, and so be right

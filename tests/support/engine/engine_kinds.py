@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rollout_worker.engine import ENGINES
@@ -32,7 +32,7 @@ class EngineKind:
 
     `flags` of every worker; those of the suite's are `narrow`, so that at most `ROWS` outputs run
     at once, and `impatient`: a step of `HANG_SECONDS` counts as hung. `in_process`: it has no
-    process that could die alone.
+    process that could die alone. `serve`: what Python runs, with the flags of `rollout-worker serve`.
     """
 
     name: str
@@ -43,9 +43,15 @@ class EngineKind:
     env: Mapping[str, str] = field(default_factory=dict)
     in_process: bool = False
     start_seconds: float = 240.0
+    serve: tuple[str, ...] = ("-m", "rollout_worker", "serve")
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def engine(self) -> str:
+        """What the worker calls it."""
+        return self.name.partition("-")[0]
 
 
 def engine_args(*words: str) -> tuple[str, ...]:
@@ -77,6 +83,17 @@ KINDS = {
         ),
     )
 }
+
+
+EMBEDDED = tuple(
+    replace(
+        kind,
+        name=f"{kind.name}-embedded",
+        serve=(str(Path(__file__).with_name("embedded_serve.py")),),
+    )
+    for kind in KINDS.values()
+)
+"""Each in a trainer's process: the whole contract but what ends or can't load an engine, which ends that worker."""
 
 
 def kinds() -> list[EngineKind]:

@@ -29,7 +29,7 @@ from rollout_worker.schemas import MemoryTag, Progress
 from rollout_worker.service import Worker
 from rollout_worker.settings import add_flags, parse
 from tiny_engine import TinyEngine
-from turn_child import have
+from turn_child import have, opened
 
 CHILD = Path(__file__).with_name("turn_child.py")
 TRAINING_SECONDS = 0.005
@@ -139,10 +139,8 @@ async def work(log: Log, memory: str, flags: list[str]) -> None:
 
 def train(log: Log, memory: str, directory: str, device: str) -> None:
     """Take turns without end."""
-    with local_turn([device], directory):
-        # The lock is opened first, and stays open. When a process dies the kernel lets go of what it opened last
-        # first; memory that outlives the lock is what a worker on a GPU looks for before it takes any.
-        file = os.open(memory, os.O_RDONLY)
+    # Before the lock, as a trainer does that has used its device before its first turn.
+    file = opened(memory)
     while True:
         waits = time.monotonic()
         with local_turn([device], directory):

@@ -17,6 +17,20 @@ from rollout_worker.turn.sharing import join
 
 DYING_SECONDS = 0.02
 """So long, at most, it has the device when its worker is no more."""
+SLOW_BYTES = 32 << 20
+
+
+def opened(path: str) -> int:
+    """Open a device so that its memory outlives a lock that was opened later, by as long as a driver may take.
+
+    The kernel closes a dying process's files one after the other, the last one first, and takes some milliseconds for
+    memory without a name.
+    """
+    memory = os.open(path, os.O_RDONLY)
+    slow = os.memfd_create("slow")
+    for at in range(0, SLOW_BYTES, 1 << 20):
+        os.pwrite(slow, b"x" * (1 << 20), at)
+    return memory
 
 
 def have(memory: int) -> str:
@@ -36,8 +50,8 @@ def say(answer: str) -> None:
 
 
 def main() -> None:
+    memory = opened(sys.argv[1])
     join()
-    memory = os.open(sys.argv[1], os.O_RDONLY)
     say("joined")
     for order in sys.stdin:
         if order == "have\n":

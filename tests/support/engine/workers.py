@@ -239,12 +239,13 @@ class Command(Client):
         *,
         python: Path = Path(sys.executable),
         token: str | None = None,
+        serve: Sequence[str] = SERVE,
     ) -> None:
         auth = [] if "--auth" in flags else ["--auth", "none"]
         self._log = log
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [python, *SERVE, "--model", str(model), *LOOPBACK, *FREE_PORTS, *auth, *flags],
+                [python, *serve, "--model", str(model), *LOOPBACK, *FREE_PORTS, *auth, *flags],
                 stderr=stderr,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
@@ -12,18 +13,14 @@ from typing import Any
 
 import xxhash
 
+from rollout_worker.ports.tls import certificate
 from rollout_worker.ports.weights import WeightsPort
 from rollout_worker.schemas import StagedWeights, Transfer
 from rollout_worker.transfer.arena import Slot
-from rollout_worker.transfer.frames import (
-    CHUNK_BYTES,
-    PROTOCOL,
-    Connection,
-    Frame,
-    Kind,
-    dial,
-    dial_unix,
-)
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.delta import encode
+from rollout_worker.transfer.dialing import dial, dial_unix
+from rollout_worker.transfer.frames import CHUNK_BYTES, PROTOCOL, Frame, Kind
 from rollout_worker.transfer.layout import PushLayout
 from rollout_worker.wire.roothash import Hashed, root_hash_of
 from tiny_worker import TinyWorker, tiny_worker
@@ -81,9 +78,13 @@ class Trainer:
 
     def __init__(self, connection: Connection, version: Version) -> None:
         self.connection, self.version = connection, version
+        self.base: Version | None = None
+        """Version 1 where deltas of it are sent."""
 
     def hello(self, transfer: Transfer, **fields: Any) -> None:
-        head = {"protocol": PROTOCOL, "ticket": transfer.ticket}
+        head: dict[str, Any] = {"protocol": PROTOCOL, "ticket": transfer.ticket}
+        if self.base is not None:
+            head["base"] = base_of(1, self.base)
         self.connection.send(
             Kind.HELLO, {**head, "layout": self.version.layout.to_json(), "hops": [], **fields}
         )
@@ -103,6 +104,23 @@ class Trainer:
         whole = self.version.chunk(offset)
         head = {"offset": offset, "hash": xxhash.xxh3_128_hexdigest(whole), **fields}
         self.connection.send(Kind.DATA, head, whole if payload is None else payload)
+
+    def delta(self, base: Version, offset: int = 0, **fields: Any) -> None:
+        """Send how the version's bytes differ from the base's, from the offset to the end."""
+        size = self.version.layout.nbytes
+        content = fields.pop("content", None)
+        if content is None:
+            content = encode(base.slot.bytes(offset, size), self.version.slot.bytes(offset, size))
+        assert content is not None
+        digest = xxhash.xxh3_128_hexdigest(content)
+        head = {"offset": offset, "bytes": size - offset, "hash": digest, **fields}
+        self.connection.send(Kind.DELTA, head, fields.pop("payload", content))
+
+    def deltas(self, base: Version) -> None:
+        """Send how all bytes differ from the base's, 1 MiB at a time: they may differ everywhere."""
+        for offset in self.version.offsets:
+            old, new = base.chunk(offset), self.version.chunk(offset)
+            self.delta(base, offset, content=encode(old, new), bytes=len(new))
 
     def end(self, **fields: Any) -> None:
         head = {"root_hash": self.version.root_hash, "digests": self.version.digests}
@@ -126,6 +144,11 @@ class Trainer:
                 if not any(begin <= offset < end for begin, end in have):
                     self.data(offset)
         self.end()
+
+
+def base_of(version: int, given: Version) -> dict[str, Any]:
+    """The base of deltas, as stages and HELLO name it."""
+    return {"epoch": 1, "version": version, "root_hash": given.root_hash}
 
 
 @contextlib.contextmanager
@@ -170,7 +193,8 @@ async def pushed_worker(home: Path, *flags: str) -> AsyncIterator[TinyWorker]:
     """Run a worker that takes pushed weights over both ways."""
     ways = ("--weights-port", "0", "--weights-socket", str(home / "weights.sock"))
     async with tiny_worker(home, *ways, "--data-host", "127.0.0.1", *flags) as worker:
-        port = WeightsPort(worker.worker.settings, worker.updates.pushes.desk)
+        asked = worker.worker.settings
+        port = WeightsPort(asked, worker.updates.pushes.desk, certificate(asked))
         port.start()
         try:
             yield worker
@@ -205,3 +229,14 @@ async def quiet() -> None:
         ),
         what="the end of the transfer's threads",
     )
+
+
+@contextlib.contextmanager
+def no_file_above(size: int) -> Iterator[None]:
+    """Let the kernel refuse this process larger files, and memory that is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rollout_client import whole_tensors
-from rollout_client.steering.pushing.push import Pusher
+from rollout_client.steering.pushing.pusher import Pusher
 
 
 def state() -> dict[str, torch.Tensor]:

@@ -14,7 +14,9 @@ from typing import Any
 import xxhash
 
 from rollout_worker.transfer.arena import map_readonly
-from rollout_worker.transfer.frames import Connection, Frame, Kind, TransferError, dial
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.dialing import dial
+from rollout_worker.transfer.frames import Frame, Kind, TransferError
 from rollout_worker.transfer.layout import PushLayout
 from rollout_worker.transfer.node import node_of
 from rollout_worker.wire.roothash import Hashed, root_hash_of

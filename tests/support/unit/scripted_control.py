@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from loopback import Loopback, loopback
+from rollout_client.control import STATE_SECONDS
 from rollout_client.discovery.members import Member
 
 
@@ -36,6 +38,8 @@ class ScriptedControl:
         """By verb: status and slug of the refusal."""
         self.busy: dict[str, list[tuple[int, str]]] = {}
         """The same, of the next calls only."""
+        self.slow: dict[str, int] = {}
+        """By verb: how many of the next calls get no answer while somebody waits for one."""
         self.transfer: Callable[[], dict[str, Any]] | None = None
         """Set: how pushed bytes are taken; `phase` says then what `state` tells of them."""
         self.bodies: list[tuple[str, dict[str, Any]]] = []
@@ -59,6 +63,9 @@ class ScriptedControl:
         verb = request.path.rpartition("/")[2]
         text = await request.text()
         self.bodies.append((verb, json.loads(text) if text else {}))
+        if self.slow.get(verb):
+            self.slow[verb] -= 1
+            await asyncio.sleep(STATE_SECONDS + 0.5)
         busy = self.busy.get(verb)
         if busy or verb in self.refuse:
             status, slug = busy.pop(0) if busy else self.refuse[verb]

@@ -19,6 +19,7 @@ from rollout_worker.engine import (
     Sink,
 )
 from rollout_worker.engines.mapped import open_mapped
+from rollout_worker.engines.room import Staging
 from rollout_worker.gang.member import MemberWorker
 from rollout_worker.gang.places import GangBroken, gang_of
 from rollout_worker.ports.connections import Room
@@ -99,7 +100,8 @@ class Node:
         gang = gang_of(settings)
         assert gang is not None
         self.member = TinyMember(gang, info)
-        self.worker = MemberWorker(settings, gang, lambda: self.member)
+        claim = Staging(settings.staging_memory).claim
+        self.worker = MemberWorker(settings, gang, lambda: self.member, claim)
         self._authorizer = leader_authorizer(settings)
         self._socket = bind("127.0.0.1", settings.control_port, "--control-port")
         self.port = int(self._socket.getsockname()[1])

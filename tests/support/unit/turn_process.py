@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,12 +11,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rollout_worker.turn import Turn, TurnError
 from rollout_worker.turn.sharing import Sharing, join
 
 ROOT = Path(__file__).parents[3]
+SLOW_BYTES = 64 << 20
+"""So much memory without a name takes the kernel some milliseconds to let go of."""
 
 
 class Puppet:
@@ -104,9 +107,14 @@ def _obey(turn: Turn, orders: IO[str]) -> None:
                 # A hand-over as the other side sees it: when the lock was free, and when it was had.
                 turn.give()
                 _say(str(time.monotonic()))
-            case ["child"]:
+            case ["child", *memory]:
                 sharing = sharing or Sharing(turn.fileno_list)
-                _say(_child(sharing))
+                _say(_child(["--join", *memory], env=dict(os.environ) | sharing.environment))
+            case ["heir", memory]:
+                _say(_child(["--have", memory], pass_fds=turn.fileno_list()))
+            case ["have", memory]:
+                _have(memory)
+                _say("has")
             case other:
                 raise AssertionError(f"unknown order {other}")
 
@@ -130,13 +138,21 @@ def _take(turn: Turn, timeout: float) -> str:
     return f"taken {time.monotonic()}"
 
 
-def _child(sharing: Sharing) -> str:
+def _have(memory: str) -> None:
+    """Have memory of a device: a flock on a file, which falls late if the kernel comes to this one last."""
+    fcntl.flock(os.open(memory, os.O_RDONLY), fcntl.LOCK_SH)
+    slow = os.memfd_create("slow")
+    for at in range(0, SLOW_BYTES, 1 << 20):
+        os.pwrite(slow, b"x" * (1 << 20), at)
+
+
+def _child(arguments: list[str], **more: Any) -> str:
     child = subprocess.Popen(
-        [sys.executable, "-S", __file__, "--join"],
-        env=dict(os.environ) | sharing.environment,
+        [sys.executable, "-S", __file__, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
+        **more,
     )
     assert _line(child) == "joined"
     return str(child.pid)
@@ -148,11 +164,16 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--join":
-        join()
+    if sys.argv[1] in ("--join", "--have"):
+        for path in sys.argv[2:]:
+            _have(path)
+        if sys.argv[1] == "--join":
+            join()
         _say("joined")
         signal.pause()
     # Here, not before: another user may not be able to read this interpreter's modules.
     os.setuid(int(os.environ["TURN_UID"]))
+    # Children don't get this one, so what they open has lower numbers than the locks that they inherit.
+    os.open("/dev/null", os.O_RDONLY)
     _say("ready")
     _obey(Turn(Path(sys.argv[1]), sys.argv[3:], sys.argv[2]), sys.stdin)

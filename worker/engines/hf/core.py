@@ -1,4 +1,4 @@
-"""The queue, who runs, and one step after another; synchronous, owned by the step thread.
+"""The queue, who runs, and one step after another; synchronous, owned by the step thread; whole.
 
 Running output i is row i of the KV cache. A step admits what fits and feeds the model, in one pass,
 one token of every output that is decoding and pieces of the prefixes of those that are not, then

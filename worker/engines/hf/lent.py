@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from rollout_worker.engine import Entry, Mapped
-from rollout_worker.engines.mappings import private, tensors_in
+from rollout_worker.engines.mappings import tensors_in
 
 from .buffers import DTYPES, Buffers
 
@@ -30,7 +30,7 @@ class Lent(Buffers):
         self, entries: Sequence[Entry], given: Mapped, targets: Mapping[str, Tensor]
     ) -> None:
         super().__init__()
-        memory = private(given.handle, given.size)
+        memory = given.view[:]
         weakref.finalize(memory, given.release)
         places = [
             (each.name, each.spec.dtype, each.spec.shape, given.starts[each.name])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import tempfile
-import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +100,7 @@ class Memory:
             raise
 
     def _room(self, specs: Sequence[Spec]) -> Room:
+        self._staging.settle()
         if self._beside is not None:
             try:
                 return Room(self._beside(specs), lambda: None)
@@ -147,12 +147,17 @@ class Memory:
                 raise RuntimeError("a staged tensor has another dtype than the model's")
         if aside and pin:
             pairs = self._moved(pairs)
-        self._pinned = [(target, target.data) for target, _ in pairs] if pin else []
+        gone, self._pinned = self._pinned, []
         self._active = pairs if pin else []
         if aside and not pin:
             self._copy(pairs, views)
         else:
+            # Nothing of the former ones is freed in this thread: no step may wait for that.
+            former = self._pinned if pin else gone
+            former.extend((target, target.data) for target, _ in pairs)
             _point(pairs)
+        if gone:
+            self._staging.freeing.add(gone.clear)
 
     def check(self) -> None:
         """Refuse to compute with tensors of somebody else that were changed meanwhile.
@@ -203,10 +208,14 @@ class Memory:
     def release_pinned(self) -> None:
         """Give the pinned weights back."""
         if self._pinned:
-            self._pinned, self._active = [], []
+            gone, self._pinned, self._active = self._pinned, [], []
             self._pinned_watch.end()
-            # Giving pages back to the system takes longer than a step may wait.
-            threading.Thread(target=release_freed, name="hf-release", daemon=True).start()
+
+            def free() -> None:
+                gone.clear()
+                release_freed()
+
+            self._staging.freeing.add(free)
 
     def spill(self) -> None:
         """Write the weights to a file without a name; they stay in memory until `drop`.

@@ -94,6 +94,8 @@ class SglangEngine:
     async def stop(self) -> None:
         """See `Engine.stop`."""
         self._end_streams()
+        if self._versions is not None:
+            self._versions.end()
         await self._node.stop()
 
     def _end_streams(self) -> None:

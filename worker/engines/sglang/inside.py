@@ -16,7 +16,7 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 
 from rollout_worker.turn.sharing import join
 
-from . import sampler, spilling
+from . import loader, sampler, spilling
 from .child import die_with_parent
 from .streams import UNREAD_SECONDS
 
@@ -40,7 +40,7 @@ def install() -> None:
         return
     _installed = True
     sampler.register()
-    _keep_sleeping_weights()
+    _give_methods()
     _rest_while_paused()
     _keep_answers_in_order()
     _pass_many_tokens_on_at_once()
@@ -48,11 +48,13 @@ def install() -> None:
     load_snapshot.shm_path_for = _snapshot_path
 
 
-def _keep_sleeping_weights() -> None:
+def _give_methods() -> None:
     """Give the schedulers the methods that `serving` calls in all of them."""
     Scheduler.rollout_keep = spilling.keep
     Scheduler.rollout_bring_back = spilling.bring_back
     Scheduler.rollout_forget = spilling.forget
+    Scheduler.rollout_hold = loader.hold
+    Scheduler.rollout_drop = loader.drop
 
 
 def _snapshot_path(ipc_name: str) -> str:

@@ -10,26 +10,53 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rollout_worker.engines.mapped import located
-from rollout_worker.engines.mappings import tensors_told
+from rollout_worker.engines import held
+from rollout_worker.engines.mappings import Place
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Load the file that the command names: by its `path`, or by its `slot`, on every node its own."""
-    command = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
-    slot = command.get("slot")
-    if "told" in command:  # memory that was given: no file, but places
-        model.load_weights(tensors_told(command["told"]))
-        return
-    model.load_weights(_read(located(slot) if slot else command["path"]))
+    where = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
+    if "told" in where:  # memory that was given: no file, but places
+        ticket = Path(where["told"]).read_text()
+        model.load_weights(held.tensors_of(ticket))
+        where = json.loads(ticket)
+    else:
+        ours = held.find(where)
+        model.load_weights(_read(held.path_of(where)) if ours is None else _read_held(ours))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # it may still read locked memory
+    held.check(where)
 
 
 def _read(path: str) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as source:
         for name in source.keys():  # noqa: SIM118 - no mapping
             yield name, source.get_tensor(name)
+
+
+def _read_held(ours: held.Held) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a file of safetensors has, from memory that is mapped already."""
+    first = 8 + int.from_bytes(ours.first(8), "little")
+    places: list[Place] = [
+        (name, field["dtype"], field["shape"], first + field["data_offsets"][0])
+        for name, field in json.loads(ours.first(first)[8:]).items()
+    ]
+    return ours.tensors(places)
+
+
+def hold(scheduler: Any, told: str) -> None:
+    """Map a sink before it is loaded, in a scheduler: `told` has the arguments of `held.hold`."""
+    held.hold(**json.loads(told), gpu=torch.cuda.is_available())
+
+
+def drop(scheduler: Any, told: str) -> None:
+    """Hold a sink no longer: `told` has the arguments of `held.drop`."""
+    held.drop(**json.loads(told))

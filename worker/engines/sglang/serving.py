@@ -88,6 +88,7 @@ class _Server:
         self._writer: asyncio.StreamWriter
         self._tasks: set[asyncio.Task[None]] = set()
         self._fresh: list[Any] = []  # token frames not sent yet
+        self._telling = asyncio.Lock()
 
     async def serve(self, sock: socket.socket) -> None:
         """Serve until the other end closes."""
@@ -201,8 +202,16 @@ class _Server:
 
     async def _do_spill(self, what: str) -> None:
         """Run a function of `spilling` in every scheduler."""
+        await self._tell(f"rollout_{what}")
+
+    async def _do_tell(self, method: str, **args: Any) -> None:
+        """Run `loader.hold` or `loader.drop` in every scheduler."""
+        await self._tell(method, told=json.dumps(args))  # arguments of SGLang's are flat
+
+    async def _tell(self, method: str, **args: str) -> None:
         try:
-            await asyncio.to_thread(self._engine.collective_rpc, f"rollout_{what}")
+            async with self._telling:  # one socket, and an answer is the next thing that it has
+                await asyncio.to_thread(self._engine.collective_rpc, method, **args)
         except AssertionError as error:  # how SGLang tells what failed there
             raise OSError(str(error)) from error
 

@@ -8,13 +8,14 @@ child in an unknown state: then it is ended, and the worker starts another.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from rollout_worker.engine import EngineCrashed, EngineError, Entry, Given, KvPolicy, Refill, Sink
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.mapped import LentSink, MappedSink, open_mapped, sealed
+from rollout_worker.engines.ranks import Ranks
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 
 from .bridge import Bridge, CallFailed
@@ -31,6 +32,7 @@ async def open_slot(
     entries: Sequence[Entry],
     slot: str | None = None,
     given: Given | None = None,
+    ranks: Ranks | None = None,
 ) -> Sink:
     """Give memory on this node; SGLang reads a file of safetensors, a tied head it makes itself."""
     slots = None if options.gang is None else options.gang.slots
@@ -42,6 +44,7 @@ async def open_slot(
         slot=slot,
         staging=options.staging,
         given=given,
+        ranks=ranks,
     )
 
 
@@ -63,6 +66,7 @@ class Versions:
         self._desk = desk
         self._facts = facts
         self._give_up = give_up
+        self._ranks: Ranks | None = None
         self._lock = asyncio.Lock()
         self._away: set[MemoryTag] = set()
         self._empty = False  # the weights' memory is back, without values: a commit brings them
@@ -70,7 +74,25 @@ class Versions:
 
     async def open_slot(self, entries: Sequence[Entry], given: Given | None = None) -> Sink:
         """See `Engine.open_slot`."""
-        return await open_slot(self._options, self._model, entries, given=given)
+        return await open_slot(
+            self._options, self._model, entries, given=given, ranks=self._known()
+        )
+
+    def _known(self) -> Ranks:
+        """Return those that hold weights."""
+        if self._ranks is None:
+            gang = self._options.gang
+            nodes = 1 if gang is None else gang.nodes
+            self._ranks = Ranks(self._tell, int(self._facts["ranks"]) // nodes)
+        return self._ranks
+
+    async def _tell(self, method: str, args: Mapping[str, Any]) -> None:
+        await self._bridge.call("tell", method=method, **args)
+
+    def end(self) -> None:
+        """Tell the ranks nothing any more."""
+        if self._ranks is not None:
+            self._ranks.end()
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
         """See `Engine.commit`."""
@@ -91,7 +113,7 @@ class Versions:
             await asyncio.to_thread(sink.close)
 
     async def _load(self, sink: MappedSink, version: str | None, *, flush: bool) -> None:
-        where = {"slot": sink.slot} if sink.slot else {"path": sink.path}
+        where = sink.where
         if isinstance(sink, LentSink):
             where = {"told": sink.told()}
         await self._bridge.call("load", where=where, version=version, flush=flush)

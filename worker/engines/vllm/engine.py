@@ -164,6 +164,7 @@ class VllmEngine:
             await asyncio.to_thread(ending.end_start, self._before)
             return
         parts.traffic.end()
+        parts.versions.end()
         await parts.versions.forget_spill()
         await asyncio.to_thread(ending.shut_down, parts.launched)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import mmap
 import os
 import random
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_worker.engines.mappings import tensors_of
+from rollout_worker.engines import held
 from rollout_worker.observe.processes import find
 from rollout_worker.turn.sharing import join
 
@@ -121,9 +122,22 @@ class Extension:
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.reload_weights(weights_iterator=tensors_of(ticket))
+            self.model_runner.reload_weights(weights_iterator=held.tensors_of(ticket))
             if self.device.type == "cpu":
                 _repack_heads(self.model_runner.get_model())
+            else:
+                torch.cuda.synchronize(self.device)  # it may still read locked memory
+        held.check(json.loads(ticket))
+
+    def rollout_hold(
+        self, where: dict[str, str], size: int, tally: tuple[str, str], lent: bool
+    ) -> None:
+        """Map a sink before it is loaded, see `held.hold`."""
+        held.hold(where, size, tally, lent=lent, gpu=self.device.type == "cuda")
+
+    def rollout_drop(self, where: dict[str, str]) -> None:
+        """Hold a sink no longer."""
+        held.drop(where)
 
     def rollout_seed(self, seed: int) -> None:
         """Draw from here on what no other replica and no other data-parallel rank draws.

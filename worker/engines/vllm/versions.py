@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from rollout_worker.engine import EngineCrashed, EngineError, Entry, Given, KvPolicy, Refill, Sink
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.mapped import MappedSink, open_mapped, sealed
+from rollout_worker.engines.ranks import Ranks
 from rollout_worker.engines.room import check_room
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 
@@ -36,6 +37,7 @@ class Versions:
         self._nodes = 1 if options.gang is None else options.gang.nodes
         self._spill_dir = options.spill_dir or Path(tempfile.gettempdir())
         self._slots = None if options.gang is None else options.gang.slots
+        self._ranks: Ranks | None = None
         self._spill: MappedSink | None = None
         self._dropped = False  # the sleeping weights have no copy (level 2)
         self._empty = False  # their memory is back, without values: no step before a commit
@@ -48,7 +50,12 @@ class Versions:
         """See `Engine.open_slot`."""
         folder = self._spill_dir if on_disk else None
         return await open_mapped(
-            entries, folder, slots=self._slots, staging=self._staging, given=given
+            entries,
+            folder,
+            slots=self._slots,
+            staging=self._staging,
+            given=given,
+            ranks=self._known(),
         )
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
@@ -90,6 +97,22 @@ class Versions:
     async def _call(self, method: str, *args: object) -> list[Any]:
         found: list[Any] = await self._launched.llm.collective_rpc(method, args=args)
         return found
+
+    async def _tell(self, method: str, args: Mapping[str, Any]) -> None:
+        await self._launched.llm.collective_rpc(method, kwargs=dict(args))
+
+    def _known(self) -> Ranks:
+        """Return those that hold weights."""
+        if self._ranks is None:
+            parallel = self._launched.config.parallel_config
+            count = int(parallel.world_size) * int(parallel.data_parallel_size) // self._nodes
+            self._ranks = Ranks(self._tell, count)
+        return self._ranks
+
+    def end(self) -> None:
+        """Tell the ranks nothing any more."""
+        if self._ranks is not None:
+            self._ranks.end()
 
     async def sleep(
         self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: Refill

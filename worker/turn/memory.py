@@ -8,11 +8,15 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 MIB = 1 << 20
 ASK_SECONDS = 10.0
+BACK_SECONDS = 30.0
+"""How long memory may take to come back from who had the turn before."""
+EVERY_SECONDS = 0.2
 SLACK = 0.05
 """So much of a device others may keep beyond what they kept before; engines leave more than that unused."""
 
@@ -93,3 +97,20 @@ def grows(now: Mapping[str, Free], before: Mapping[str, Free]) -> bool:
     return any(
         device in before and left.free > before[device].free + MIB for device, left in now.items()
     )
+
+
+async def settled(seconds: float = BACK_SECONDS) -> bool:
+    """Wait until a driver has taken back what processes that have ended had; False if it still does after so long.
+
+    Returns at once where there is no nvidia-smi.
+    """
+    until, before = time.monotonic() + seconds, await free_memory()
+    while before:
+        await asyncio.sleep(EVERY_SECONDS)
+        now = await free_memory()
+        if not grows(now, before):
+            return True
+        if time.monotonic() > until:
+            return False
+        before = now
+    return True

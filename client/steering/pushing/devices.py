@@ -1,0 +1,77 @@
+"""A device that tensors lie on, as far as copies from it go: begun one after the other, waited for one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Device(Protocol):
+    """See the module; used by one thread at a time."""
+
+    lockable: bool
+    """Whether it writes page-locked memory of this process by itself."""
+
+    def settle(self) -> None:
+        """Return once everything is written that was asked of it so far, by whichever of its streams.
+
+        The thread that copies need not be the one whose stream writes the tensors.
+        """
+        ...
+
+    def begin(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        """Begin to copy bytes to main memory; returns what waits until they are there.
+
+        Copies end in the order in which they were begun. Only page-locked memory is written meanwhile;
+        both tensors are to stay until then.
+        """
+        ...
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Return page-locked main memory, [nbytes] uint8."""
+        ...
+
+
+class Accelerator:
+    """The `Device` that a tensor of torch lies on, with a stream of its own for copies.
+
+    Args:
+        device: Of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._module: Any = getattr(torch, device.type)
+        self._device = device
+        self._stream = self._module.Stream(device=device)
+        self.lockable = device.type == "cuda"
+
+    def settle(self) -> None:
+        """See `Device.settle`."""
+        self._module.synchronize(self._device)
+
+    def begin(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        """See `Device.begin`."""
+        # Where the tensor was not contiguous, the copy in its order was asked of the current stream.
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = self._module.Event()
+            event.record()
+        wait: Callable[[], None] = event.synchronize
+        return wait
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """See `Device.pinned`."""
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def accelerator_of(tensor: torch.Tensor) -> Device | None:
+    """Return the device of a tensor; None if that is main memory, or the tensor has no values."""
+    return None if tensor.device.type in ("cpu", "meta") else Accelerator(tensor.device)

@@ -1,0 +1,168 @@
+"""A rank above 0 of a trainer: it writes its shards into rank 0's memory and hears how it went."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from typing import TYPE_CHECKING
+
+from rollout_client.errors import PublishFailed, RolloutError
+from rollout_client.steering.protocol import Published
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.frames import Frame, Kind, Malformed, TransferError
+from rollout_worker.transfer.layout import LayoutError, PushLayout
+
+from .copying import Copier
+from .outcome import of_json
+from .shards import box_of
+from .writing import Writing, state_of
+
+if TYPE_CHECKING:
+    from rollout_client.steering.spool import Tensors
+
+GRACE_SECONDS = 30.0
+"""What rank 0 gets beyond the deadline of a publish to say how it went."""
+LOOK_SECONDS = 1.0
+
+
+class Following:
+    """See the module.
+
+    Args:
+        connection: To rank 0.
+        rank: In the group.
+    """
+
+    def __init__(self, connection: Connection, rank: int) -> None:
+        self._closed = False
+        self._connection, self._rank = connection, rank
+        self._copier = Copier()
+        self._maps: dict[int, mmap.mmap] = {}
+        self._ended: Frame | None = None
+        """How it ended, if that came while this rank was writing."""
+
+    def take_part(self, version: int, tensors: Tensors, seconds: float) -> Published:
+        """Write this rank's shards, and return what rank 0 has published.
+
+        Raises:
+            RolloutError: It has not: all ranks raise, or none.
+            LayoutError: A tensor of this rank can't be published; all others raise `PublishFailed`.
+        """
+        limit = seconds + GRACE_SECONDS
+        self._ended = None
+        self._connection.patience(limit)
+        self._connection.tally.heard = time.monotonic()
+        try:
+            return self._follow(version, tensors, time.monotonic() + limit)
+        except TransferError as error:
+            self.close()
+            raise PublishFailed(f"rank 0 of the group is gone: {error}") from error
+        except (RolloutError, LayoutError):
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def broken(self) -> bool:
+        """Whether rank 0 is to be met anew: between two publishes it says nothing else."""
+        if not self._closed:
+            try:
+                self._closed = self._connection.poll(0) is not None
+            except TransferError:
+                self._closed = True
+        return self._closed
+
+    def close(self) -> None:
+        """Leave: rank 0 notices."""
+        self._closed = True
+        self._connection.close()
+        self._keep(())
+
+    def _follow(self, version: int, tensors: Tensors, until: float) -> Published:
+        connection = self._connection
+        wrong: Exception | None = None
+        writing: Writing | None = None
+        try:
+            writing = Writing(state_of(tensors), self._copier)
+        except (TypeError, ValueError) as error:
+            wrong = error
+            connection.send(Kind.FAILED, {"detail": str(error)})
+        else:
+            rows = [part.to_json() for part in writing.parts.values()]
+            connection.send(Kind.HELLO, {"version": version, "tensors": rows})
+        while (frame := self._ended or self._next(until)).kind not in (Kind.STAGED, Kind.FAILED):
+            match frame.kind:
+                case Kind.MEMORY:
+                    self._map(frame)
+                case Kind.LAYOUT if writing is not None:
+                    try:
+                        self._write(frame, writing)
+                    except (ValueError, RuntimeError) as error:
+                        wrong = error
+                        connection.send(Kind.FAILED, {"detail": f"{type(error).__name__}: {error}"})
+                case Kind.RELEASED:
+                    raise TransferError("it has lost another rank, and meets all of them anew")
+                case _:
+                    raise Malformed(f"{frame.kind.name} came in the middle of a publish")
+        connection.send(Kind.RELEASED)
+        if wrong is not None and not isinstance(wrong, RuntimeError):
+            raise wrong
+        done = of_json(frame.head)  # rank 0 may know better why a collective operation failed
+        if wrong is not None:
+            raise wrong
+        return done
+
+    def _next(self, until: float) -> Frame:
+        """Return the next frame."""
+        while (frame := self._connection.poll(LOOK_SECONDS)) is None:
+            if time.monotonic() > until:
+                raise TransferError("it does not say how the publish went")
+        return frame
+
+    def _map(self, frame: Frame) -> None:
+        """Map new memory of rank 0, before it is sealed against that."""
+        if frame.handle is None:
+            raise Malformed("MEMORY came without a descriptor")
+        try:
+            self._maps[frame.integer("slot")] = mmap.mmap(frame.handle, frame.integer("size", 1))
+        except (OSError, ValueError) as error:
+            raise TransferError(f"its memory can't be mapped: {error}") from error
+        finally:
+            os.close(frame.handle)
+        self._connection.send(Kind.READY)
+
+    def _write(self, frame: Frame, writing: Writing) -> None:
+        self._keep(frame.head["slots"])
+        layout = PushLayout.from_json(frame.head["layout"])
+        memory = memoryview(self._maps[frame.integer("slot")])
+        connection = self._connection
+
+        def view(name: str, begin: int, end: int) -> memoryview:
+            start = layout[name].start
+            return memory[start + begin : start + end]
+
+        def arrived(name: str, begin: int, end: int) -> None:
+            connection.send(Kind.FILLED, {"name": name, "begin": begin, "end": end})
+
+        def block(name: str, nbytes: int) -> None:
+            connection.send(Kind.FILLED, {"name": name, "block": nbytes})
+
+        boxes = {name: box_of(rows) for name, rows in frame.head["boxes"].items()}
+        with memory:
+            writing.write(boxes, view, arrived, block, self._stopped)
+
+    def _stopped(self) -> bool:
+        """Whether rank 0 wants no more of it."""
+        if self._ended is None:
+            self._ended = self._connection.poll(0)
+        return self._ended is not None
+
+    def _keep(self, slots: object) -> None:
+        """Unmap what rank 0 has given up."""
+        kept = set(slots) if isinstance(slots, list | tuple) else set()
+        for slot in self._maps.keys() - kept:
+            with contextlib.suppress(BufferError):  # the frames of an error have a view of it
+                self._maps.pop(slot).close()

@@ -1,0 +1,207 @@
+"""Rank 0 of a trainer: it makes the memory, all ranks of its node write into it, and it publishes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rollout_client.errors import PublishFailed
+from rollout_client.steering.protocol import Published
+from rollout_worker.transfer.arena import Arena, ArenaError
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.frames import Frame, Kind, Malformed, TransferError
+from rollout_worker.transfer.layout import LayoutError
+
+from .copying import Copier
+from .following import GRACE_SECONDS
+from .merging import Merging
+from .outcome import to_json
+from .shards import Part, Shares, share_out
+from .writing import Writing, state_of
+
+if TYPE_CHECKING:
+    from rollout_client.steering.spool import Tensors
+
+LOOK_SECONDS = 0.5
+DEATH_SECONDS = 2.0
+"""What its connection gets to tell that a rank is gone, once a collective operation has failed."""
+ACK_SECONDS = 10.0
+"""What a rank gets to stop writing once it was told how the publish went."""
+
+
+class Leading:
+    """See the module.
+
+    Args:
+        connections: To all other ranks.
+    """
+
+    def __init__(self, connections: Mapping[int, Connection]) -> None:
+        self.broken = False
+        """Whether the ranks have to meet anew."""
+        self.arena = Arena(share=self._share)
+        self._connections = connections
+        self._slots: dict[int, int] = {}
+        """By descriptor of the memory: its number, which the others know it by."""
+        self._made = 0
+        self._hearing: dict[int, _Hearing] = {}
+
+    def fill(
+        self, filling: Merging, copier: Copier, tensors: Tensors, version: int, seconds: float
+    ) -> None:
+        """Have all ranks write what they have, and return once all of it is there and hashed.
+
+        Raises:
+            PublishFailed: Another rank is gone, failed, or did not come in time.
+            LayoutError: The ranks' tensors don't make a whole.
+            ArenaError: There is no room.
+        """
+        writing = Writing(state_of(tensors), copier)
+        offers = [list(writing.parts.values()), *self._offers(version, seconds)]
+        shares = share_out(offers)
+        filling.plan(shares.specs)
+        filling.begin()
+        self._order(filling, shares)
+        layout, slot = filling.layout, filling.slot
+
+        def view(name: str, begin: int, end: int) -> memoryview:
+            start = layout[name].start
+            return slot.bytes(start + begin, start + end)
+
+        try:
+            boxes = shares.work[0].boxes
+            writing.write(boxes, view, filling.arrived, filling.block, lambda: filling.given_up)
+        except RuntimeError as error:  # torch's, as when another rank is gone that gathers with us
+            raise filling.why(DEATH_SECONDS) or PublishFailed(f"rank 0: {error}") from error
+        if filling.all_written():
+            filling.end()
+
+    def _offers(self, version: int, seconds: float) -> list[list[Part]]:
+        """Return what each other rank has, once all have come."""
+        until = time.monotonic() + seconds
+        for connection in self._connections.values():
+            connection.patience(seconds + GRACE_SECONDS)
+            connection.tally.heard = time.monotonic()
+        found = []
+        for rank, connection in sorted(self._connections.items()):
+            frame = self._next(rank, connection, until, seconds)
+            if frame.kind is Kind.FAILED:
+                raise PublishFailed(f"rank {rank}: {frame.text('detail', '')}")
+            if frame.integer("version") != version:
+                theirs = frame.integer("version")
+                raise PublishFailed(f"rank {rank} publishes version {theirs}, rank 0 {version}")
+            found.append([Part.from_json(row) for row in frame.head["tensors"]])
+        return found
+
+    def _next(self, rank: int, connection: Connection, until: float, seconds: float) -> Frame:
+        try:
+            while (frame := connection.poll(LOOK_SECONDS)) is None:
+                if time.monotonic() > until:
+                    raise PublishFailed(
+                        f"rank {rank} did not publish within {seconds:g} s: all ranks of the group"
+                        " call publish_weights"
+                    )
+        except TransferError as error:
+            raise PublishFailed(f"rank {rank} is gone: {error}") from error
+        if frame.kind not in (Kind.HELLO, Kind.FAILED):
+            raise PublishFailed(f"rank {rank} sent {frame.kind.name} where HELLO was due")
+        return frame
+
+    def _share(self, handle: int, size: int) -> None:
+        """Let all other ranks map new memory while it may be written still."""
+        self._made += 1
+        self._slots[handle] = self._made
+        for rank, connection in self._connections.items():
+            try:
+                connection.send(Kind.MEMORY, {"slot": self._made, "size": size}, handle=handle)
+                connection.expect(Kind.READY)
+            except TransferError as error:
+                raise PublishFailed(f"rank {rank} is gone: {error}") from error
+
+    def _order(self, filling: Merging, shares: Shares) -> None:
+        """Tell each rank what to write, and hear what it has written."""
+        alive = {handle: self._slots[handle] for handle in self.arena.handles}
+        self._slots = alive
+        layout = filling.layout.to_json()
+        for rank, connection in self._connections.items():
+            self._hearing[rank] = _Hearing(rank, connection, filling)
+            order = {"slot": alive[filling.slot.handle], "slots": list(alive.values())}
+            boxes = shares.work[rank].boxes
+            try:
+                connection.send(Kind.LAYOUT, {**order, "layout": layout, "boxes": boxes})
+            except TransferError as error:
+                raise PublishFailed(f"rank {rank} is gone: {error}") from error
+
+    def tell(self, outcome: Published | BaseException) -> None:
+        """Tell all how it went; once this returns, nobody writes any more."""
+        news = to_json(outcome)
+        kind = Kind.FAILED if "error" in news else Kind.STAGED
+        hearing, self._hearing = self._hearing, {}
+        until = time.monotonic() + ACK_SECONDS
+        for rank, connection in self._connections.items():
+            heard = hearing.get(rank) or _Hearing(rank, connection, None)
+            hearing[rank] = heard
+            try:
+                connection.send(kind, news)
+            except TransferError:
+                heard.gone = True
+        over = [heard.over(until) for heard in hearing.values()]
+        if not all(over):
+            self.close()  # who stands still may write on one day: the memory is given up, too
+
+    def close(self) -> None:
+        """End all connections and give up the memory; replicas keep what they have mapped."""
+        self.broken = True
+        for connection in self._connections.values():
+            with contextlib.suppress(TransferError):
+                connection.send(Kind.RELEASED)
+            connection.close()
+        self.arena.close()
+
+
+class _Hearing:
+    """Hears one rank until it has stopped, in a thread.
+
+    Args:
+        rank: Which one.
+        connection: To it.
+        filling: Told what it has written; None: nothing is expected any more.
+    """
+
+    def __init__(self, rank: int, connection: Connection, filling: Merging | None) -> None:
+        self.gone = False
+        self._rank, self._connection, self._filling = rank, connection, filling
+        self._thread = threading.Thread(target=self._run, name=f"weights-rank-{rank}", daemon=True)
+        self._thread.start()
+
+    def over(self, until: float) -> bool:
+        """Whether it has said, by then, that it writes no more."""
+        if not self.gone:
+            self._thread.join(max(0.0, until - time.monotonic()))
+        return not self.gone and not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while (frame := self._connection.receive()).kind is not Kind.RELEASED:
+                self._take(frame)
+        except (TransferError, LayoutError, ArenaError) as error:
+            self.gone = True
+            if self._filling is not None:
+                self._filling.fail(PublishFailed(f"rank {self._rank} is gone: {error}"))
+
+    def _take(self, frame: Frame) -> None:
+        if self._filling is None:
+            return
+        match frame.kind:
+            case Kind.FILLED if "block" in frame.head:
+                self._filling.block(frame.text("name"), frame.integer("block", 1))
+            case Kind.FILLED:
+                begin, end = frame.integer("begin"), frame.integer("end")
+                self._filling.arrived(frame.text("name"), begin, end)
+            case Kind.FAILED:
+                self._filling.fail(PublishFailed(f"rank {self._rank}: {frame.text('detail', '')}"))
+            case _:
+                raise Malformed(f"{frame.kind.name} came from rank {self._rank}")

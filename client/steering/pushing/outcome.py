@@ -1,0 +1,52 @@
+"""How a publish of several ranks ended, as rank 0 tells the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rollout_client.errors import EpochLost, PublishFailed, RolloutError, Superseded
+from rollout_client.steering.protocol import Published, PublishReport, PushedTo
+from rollout_worker.schemas import WeightsId
+
+_KINDS: Mapping[str, type[RolloutError]] = {"EpochLost": EpochLost, "Superseded": Superseded}
+
+
+def to_json(outcome: Published | BaseException) -> dict[str, Any]:
+    """Return what `of_json` takes."""
+    if isinstance(outcome, BaseException):
+        return {"error": type(outcome).__name__, "detail": str(outcome) or "it was cancelled"}
+    report = None if outcome.report is None else asdict(outcome.report)
+    return {
+        "identity": list(outcome.identity.as_tuple()),
+        "root_hash": outcome.root_hash,
+        "replicas": outcome.replicas,
+        "seconds": outcome.seconds,
+        "pause_seconds": outcome.pause_seconds,
+        "message": outcome.message,
+        "report": report,
+    }
+
+
+def of_json(told: Mapping[str, Any]) -> Published:
+    """Return what was published.
+
+    Raises:
+        RolloutError: It was not; what rank 0 raised, or `PublishFailed` with its words.
+    """
+    if "error" in told:
+        kind = _KINDS.get(str(told["error"]), PublishFailed)
+        raise kind(f"rank 0 of the group: {told.get('detail')}")
+    epoch, version = told["identity"]
+    report = told["report"]
+    if report is not None:
+        replicas = {name: PushedTo(**each) for name, each in report["replicas"].items()}
+        report = PublishReport(report["bytes"], report["seconds"], replicas)
+    fields = {name: told[name] for name in ("root_hash", "replicas", "seconds", "pause_seconds")}
+    return Published(
+        identity=WeightsId(epoch=epoch, version=version),
+        message=told["message"],
+        report=report,
+        **fields,
+    )

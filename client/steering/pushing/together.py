@@ -1,0 +1,121 @@
+"""What a pool keeps of the ranks that it publishes with, from one publish to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rollout_client.steering.protocol import Published
+from rollout_client.steering.spool import to_its_end
+
+from .meeting import Apart, Follows, Leads, meet
+from .merging import Merging
+from .push import Push
+from .pusher import Pusher
+from .routes import Transport
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from rollout_client.steering.spool import Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one of several ranks publishes; all say the same but for the tensors."""
+
+    group: ProcessGroup
+    version: int
+    tensors: Tensors
+    seconds: float
+    transport: Transport
+    rate: float | None = None
+
+
+class Together:
+    """See the module.
+
+    Args:
+        pusher: Makes the pushes of rank 0.
+    """
+
+    def __init__(self, pusher: Pusher) -> None:
+        self._pusher = pusher
+        self._met: tuple[ProcessGroup, Leads | Follows] | None = None
+
+    def ranks(self, group: ProcessGroup) -> Leads | Follows:
+        """Return this rank's part in a group; the first time it is a collective operation of all.
+
+        Raises:
+            ValueError: This process is not in the group.
+        """
+        if self._met is not None:
+            known, ranks = self._met
+            if known is group and not ranks.broken:
+                return ranks
+            ranks.close()
+            self._met = None
+        met = meet(group)
+        self._met = group, met
+        return met
+
+    def publish_here(
+        self, work: Work, push: Callable[[Callable[[], Push]], Published]
+    ) -> Published:
+        """Publish with all other ranks of a group, in the trainer's thread.
+
+        Args:
+            work: What this rank has.
+            push: Publishes what it begins, where this rank leads.
+
+        Raises:
+            RolloutError: All ranks raise, or none.
+        """
+        ranks = self.ranks(work.group)
+        if isinstance(ranks, Follows):
+            return ranks.take_part(work.version, work.tensors, work.seconds)
+        try:
+            done = push(partial(self._begin, ranks, work))
+        except BaseException as error:
+            ranks.tell(error)
+            raise
+        ranks.tell(done)
+        return done
+
+    async def publish(
+        self, work: Work, push: Callable[[Callable[[], Push]], Awaitable[Published]]
+    ) -> Published:
+        """Do the same in a loop: what blocks does it in threads."""
+        ranks = await to_its_end(self.ranks, work.group)
+        if isinstance(ranks, Follows):
+            return await to_its_end(ranks.take_part, work.version, work.tensors, work.seconds)
+        try:
+            done = await push(partial(self._begin, ranks, work))
+        except BaseException as error:
+            await to_its_end(ranks.tell, error)
+            raise
+        await to_its_end(ranks.tell, done)
+        return done
+
+    def _begin(self, ranks: Leads, work: Work) -> Push:
+        """Return a push of what all ranks have.
+
+        Raises:
+            LayoutError: Something can't be published; names the tensor.
+        """
+        if isinstance(ranks, Apart):
+            return self._pusher.begin(work.tensors, work.transport, work.rate)
+        copier = self._pusher.copier
+        filling = Merging(ranks.arena, None, copier)
+
+        def fill() -> None:
+            ranks.fill(filling, copier, work.tensors, work.version, work.seconds)
+
+        return self._pusher.begin_filled(filling, fill, work.transport, work.rate)
+
+    def close(self) -> None:
+        """Leave the ranks."""
+        if self._met is not None:
+            self._met[1].close()

@@ -1,0 +1,140 @@
+"""A trainer that pushes to a pool of real workers through the real operator and API server.
+
+Pods are without processes; each worker is one of this machine, over the tiny engine, at its pod's
+loopback address. The trainer is in this process, and so is the operator.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import torch
+
+from localkube import Cluster
+from localkube.settings import free_ports
+from poollab import PoolLab, Workers, pool_lab
+from rollout_client import Hook, Published
+from rollout_client.discovery.members import Member
+from rollout_client.kube.access import access
+from rollout_client.kube.client import Kube
+from rollout_client.steering.cluster import ClusterSteering
+from rollout_client.steering.control_ports import ControlPorts
+from rollout_client.steering.protocol import OnProgress
+from rollout_client.steering.verbs import SteeringVerbs
+from tiny_engine import write_weights
+from waiting import until
+
+PROGRAM = Path(__file__).parents[1] / "unit" / "tiny_serve.py"
+POOL = "pushed"
+READY_SECONDS = 60.0
+
+
+class Worker:
+    """One worker's process."""
+
+    def __init__(self, folder: Path, number: int, ports: list[int]) -> None:
+        self.address = f"127.77.0.{number + 1}"
+        data, self.control, weights = ports
+        self._counts = folder / f"{number}.counts"
+        self._url = f"http://{self.address}:{data}/ready"
+        self._log = (folder / f"{number}.log").open("wb")
+        path = os.pathsep.join(filter(None, sys.path))
+        self._process = subprocess.Popen(
+            [
+                sys.executable, str(PROGRAM), str(self._counts), "--model", str(folder / "model"),
+                "--data-host", self.address, "--control-host", self.address,
+                "--data-port", str(data), "--control-port", str(self.control),
+                "--weights-port", str(weights),
+            ],
+            env={**os.environ, "PYTHONPATH": path}, stdout=self._log, stderr=self._log,
+        )  # fmt: skip
+
+    @property
+    def serving(self) -> bool:
+        """Whether it says that it serves."""
+        with suppress(httpx.TransportError):
+            return httpx.get(self._url, trust_env=False, timeout=2).status_code == 200
+        return False
+
+    @property
+    def member(self) -> Member:
+        """As discovery would find it."""
+        url = f"http://{self.address}:{self.control}"
+        return Member(url, self.address, url)
+
+    def asked(self) -> Counter[str]:
+        """How often its control port was asked so far: to look (get), to stage (create), else (update)."""
+        return Counter(self._counts.read_text().split())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(30)
+        self._log.close()
+
+
+@dataclass
+class PushLab:
+    """See the module; made by `push_lab`."""
+
+    lab: PoolLab
+    workers: list[Worker]
+    trainer: SteeringVerbs
+    version: int = 0
+
+    async def publish(self, progress: OnProgress = lambda progress: None) -> Published:
+        """Push the next version; `progress` is told how far it is."""
+        self.version += 1
+        number = torch.tensor([self.version % 100], dtype=torch.uint8)
+        tensors = {"number": number, "rest": torch.zeros(1, dtype=torch.uint8)}
+        return await self.trainer.publish_weights(
+            self.version, tensors=tensors, seconds=60, progress=progress
+        )
+
+    def calls(self) -> list[int]:
+        """How often each worker's control port was asked so far."""
+        return [worker.asked().total() for worker in self.workers]
+
+
+@asynccontextmanager
+async def push_lab(cluster: Cluster, namespace: str, replicas: int) -> AsyncIterator[PushLab]:
+    """Start everything, a pool that serves included."""
+    with tempfile.TemporaryDirectory(prefix="pushlab-") as home:
+        write_weights(Path(home) / "model", 100)
+        ports = free_ports(3)
+        workers = [Worker(Path(home), number, ports) for number in range(replicas)]
+        by_address = Workers({each.address: each for each in workers}, ports[1])
+        try:
+            await until(
+                lambda: all(each.serving for each in workers), READY_SECONDS, what="workers"
+            )
+            async with pool_lab(cluster, namespace, by_address) as lab:
+                lab.create(POOL, replicas=replicas)
+                try:
+                    await lab.until("the pool is Ready", lambda: _ready(lab), READY_SECONDS)
+                except AssertionError as error:
+                    found = {n: p["status"].get("podIP") for n, p in lab.pods(POOL).items()}
+                    raise AssertionError(f"{error}; addresses: {found}") from None
+                heads = ControlPorts(lambda: [each.member for each in workers], None)
+                kube = Kube(access(os.environ["KUBECONFIG"]))
+                steering = ClusterSteering(kube, POOL, namespace, heads)
+                try:
+                    yield PushLab(lab, workers, SteeringVerbs(steering, Hook()))
+                finally:
+                    await steering.close()
+        finally:
+            for each in workers:
+                each.close()
+
+
+def _ready(lab: PoolLab) -> bool:
+    status = lab.get(POOL).get("status") or {}
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ()))

@@ -1,0 +1,214 @@
+"""One rank of a trainer that publishes: `python rank_publish.py STORY RANK RANKS FOLDER URL CONTROL`.
+
+Writes what each publish came to, as JSON lines: version, root hash or error, seconds, what was gathered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from rollout_client import RolloutError, RolloutPool
+from rollout_client.steering import spool
+from rollout_client.steering.pushing import leading, meeting, writing
+from rollout_client.steering.pushing.copying import Copier
+from rollout_worker.transfer.layout import LayoutError
+
+GATHERED = ("summed",)
+"""What no rank has as it is."""
+
+
+def state(step: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Return what all ranks have together; with two of them nothing has to be gathered."""
+    found = {
+        "bulk": torch.arange(step, step + 3 * (1 << 20), dtype=torch.int32).reshape(-1, 1024),
+        "empty": torch.empty(0, 4),
+        "even": torch.arange(16.0).reshape(8, 2) * step,
+        "last only": torch.arange(5.0) - step,
+        "plain": torch.tensor(step),
+        "same": torch.arange(3.0) + step,
+        "short": torch.arange(2, dtype=torch.float32).reshape(1, 2) + step,
+        "uneven": torch.arange(15).reshape(5, 3) + step,
+    }
+    if ranks == 4:
+        found["hybrid"] = torch.arange(10.0).reshape(5, 2) + step
+        found["twice"] = torch.arange(14.0).reshape(7, 2) + step
+        found["columns"] = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4) + step
+        found["summed"] = torch.arange(4.0) * ranks
+        found["mixed"] = torch.arange(24.0).reshape(4, 6) + step
+    return found
+
+
+class Rank:
+    """One rank, with a way to break it."""
+
+    def __init__(self, rank: int, ranks: int, folder: Path, url: str, control: str) -> None:
+        self.rank, self.ranks, self.folder = rank, ranks, folder
+        self._places = url, control
+        self.pool = self.another()
+        self.mesh = init_device_mesh("cpu", (ranks,))
+        self.grid = init_device_mesh("cpu", (2, 2)) if ranks == 4 else None
+        self.gathered: list[str] = []
+        self.before_copy: Callable[[str], None] = lambda name: None
+        whole, copy = spool.whole, Copier.copy
+        names: dict[int, str] = {}
+
+        def noted(tensor: Any) -> Any:
+            self.gathered.append(names[id(tensor)])
+            return whole(tensor)
+
+        def copied(copier: Copier, name: str, *rest: Any, **more: Any) -> None:
+            self.before_copy(name)
+            copy(copier, name, *rest, **more)
+
+        self.names = names
+        setattr(writing, "whole", noted)  # noqa: B010 (writing has it from spool)
+        setattr(Copier, "copy", copied)  # noqa: B010
+
+    def another(self) -> RolloutPool:
+        url, control = self._places
+        return RolloutPool.from_urls([url], control_urls=[control])
+
+    def mine(self, step: int) -> dict[str, Any]:
+        """Return this rank's part."""
+        found: dict[str, Any] = {}
+        for name, tensor in state(step, self.ranks).items():
+            if name == "plain":
+                found[name] = tensor
+            elif name == "last only":
+                if self.rank == self.ranks - 1:
+                    found[name] = tensor
+            elif name == "summed":
+                local = tensor / self.ranks
+                found[name] = DTensor.from_local(local, self.mesh, [Partial()])
+            elif name in ("hybrid", "twice", "mixed"):
+                places: Sequence[Placement] = {
+                    "hybrid": (Replicate(), Shard(0)),
+                    "twice": (Shard(0), Shard(0)),
+                    "mixed": (Shard(0), Shard(1)),
+                }[name]
+                assert self.grid is not None
+                found[name] = distribute_tensor(tensor, self.grid, places)
+            else:
+                placement = {"columns": Shard(1), "same": Replicate()}.get(name, Shard(0))
+                found[name] = distribute_tensor(tensor, self.mesh, [placement])
+        self.names.clear()
+        self.names.update({id(tensor): name for name, tensor in found.items()})
+        return found
+
+    def publish(
+        self,
+        version: int,
+        tensors: Any = None,
+        pool: RolloutPool | None = None,
+        seconds: float = 60,
+    ) -> None:
+        """Publish, and note what came of it."""
+        self.gathered.clear()
+        told: dict[str, Any] = {"version": version}
+        given = self.mine(version) if tensors is None else tensors
+        begin = time.monotonic()
+        try:
+            done = (pool or self.pool).publish_weights(
+                version, tensors=given, ranks=distributed.group.WORLD, seconds=seconds
+            )
+            told |= {"root": done.root_hash, "bytes": done.report and done.report.bytes}
+        except (RolloutError, LayoutError) as error:
+            told["error"] = f"{type(error).__name__}: {error}"
+        told |= {"seconds": time.monotonic() - begin, "gathered": self.gathered}
+        with (self.folder / f"told-{self.rank}").open("a") as file:
+            file.write(json.dumps(told) + "\n")
+
+
+def together(rank: Rank) -> None:
+    """Publishes, failures of one rank, and the end of one in the middle."""
+    node, meeting._node = meeting._node, lambda: str(os.getpid())
+    with rank.another() as apart:
+        rank.publish(1, pool=apart)
+    meeting._node = node
+    for version in (2, 3, 4):
+        rank.publish(version)
+    if rank.rank == 1:
+        rank.before_copy = fail_at("even")
+    rank.publish(5)
+    rank.before_copy = lambda name: None
+    if rank.rank == 2:
+        bad = {**rank.mine(6), "plain": torch.tensor([1, 2])}
+    rank.publish(6, bad if rank.rank == 2 else None)
+    without = rank.mine(7)
+    if rank.rank == 3:
+        del without["even"]
+    rank.publish(7, without)
+    rank.publish(8)
+    if rank.rank == 3:
+        rank.before_copy = die_at("bulk")
+    # What is gathered waits for the dead as long as the group does.
+    rank.publish(9, {k: v for k, v in rank.mine(9).items() if k not in GATHERED})
+
+
+def fail_at(bad: str) -> Callable[[str], None]:
+    """Find that a tensor can't be copied."""
+
+    def look(name: str) -> None:
+        if name == bad:
+            raise LayoutError(f"the tensor {bad!r} has no plain values", tensor=bad)
+
+    return look
+
+
+def die_at(last: str) -> Callable[[str], None]:
+    """Kill this process when it is about to copy that tensor."""
+
+    def look(name: str) -> None:
+        if name == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return look
+
+
+def frozen(rank: Rank) -> None:
+    """Rank 1 stands still in the middle, goes on too late, and is met anew; then rank 0 is killed."""
+    leading.ACK_SECONDS = 1.0
+    rank.publish(1)
+
+    def stop(name: str) -> None:
+        if name == "even":
+            rank.before_copy = lambda name: None
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    if rank.rank == 1:
+        rank.before_copy = stop
+    rank.publish(2, seconds=5 if rank.rank == 0 else 60)
+    rank.publish(3)
+    if rank.rank == 0:
+        rank.before_copy = die_at("bulk")
+    rank.publish(4)
+
+
+def main(story: str, rank: int, ranks: int, folder: Path, url: str, control: str) -> None:
+    where = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
+    {"together": together, "frozen": frozen}[story](Rank(rank, ranks, folder, url, control))
+    os._exit(0)  # the group has lost a rank, and would wait for it
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), *sys.argv[5:7])

@@ -1,0 +1,171 @@
+"""Tensors of a device into shared memory: what is told of is there, and nothing is written afterwards.
+
+The device is a fake one: it writes nothing before it is waited for, and writes only locked memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from cuda_driver import Driver
+from rollout_client.steering.pushing.copying import AHEAD, PIECE_BYTES, PINNED_BYTES, Copier
+from rollout_client.steering.pushing.devices import accelerator_of
+from rollout_client.steering.pushing.filling import Filling
+from rollout_client.steering.pushing.tensors import given
+from rollout_worker.transfer.arena import Arena, Slot
+from rollout_worker.transfer.layout import LayoutError
+from rollout_worker.transfer.locked import lock
+
+SIZES = {
+    "one-byte": 1,
+    "one-piece": PIECE_BYTES,
+    "more-pieces-than-are-ahead": (AHEAD + 2) * PIECE_BYTES + 3,
+    "more-than-both-buffers": 2 * PINNED_BYTES + 5,
+}
+
+
+class Lazy:
+    """A device with copies that happen when they are waited for, in their order."""
+
+    def __init__(self, driver: Driver, *, lockable: bool = True) -> None:
+        self.lockable = lockable
+        self.settled = 0
+        self.own: list[torch.Tensor] = []
+        self.under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._driver = driver
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def begin(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        assert self.settled, "whatever writes the tensor may still be under way"
+        assert self._locked(target), "a device can't write this by itself"
+        job = (source, target)
+        self.under_way.append(job)
+
+        def wait() -> None:
+            while any(each is job for each in self.under_way):
+                first, there = self.under_way.pop(0)
+                there.copy_(first)
+
+        return wait
+
+    def _locked(self, target: torch.Tensor) -> bool:
+        begin, end = target.data_ptr(), target.data_ptr() + target.numel()
+        places = [*self._driver.locked.items(), *((t.data_ptr(), t.numel()) for t in self.own)]
+        return any(first <= begin and end <= first + size for first, size in places)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        self.own.append(torch.empty(nbytes, dtype=torch.uint8))
+        return self.own[-1]
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+@pytest.fixture
+def size() -> int:
+    return SIZES["more-pieces-than-are-ahead"]
+
+
+@pytest.fixture
+def slot(driver: Driver, size: int) -> Iterator[Slot]:
+    made = Slot(size, lambda begin, size: lock(begin, size, driver=driver))
+    yield made
+    made.close()
+    assert driver.locked == {}
+
+
+def noise(nbytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("way", ["straight", "unlocked", "no-cuda"])
+def test_what_is_told_of_is_there(driver: Driver, slot: Slot, size: int, way: str) -> None:
+    device = Lazy(driver, lockable=way != "no-cuda")
+    driver.error = 2 if way == "unlocked" else 0
+    tensor, view, told = noise(size), slot.bytes(0, size), [0]
+    there = torch.frombuffer(view, dtype=torch.uint8)
+
+    def done(count: int) -> None:
+        begin, told[0] = told[0], count
+        assert torch.equal(there[begin:count], tensor[begin:count])
+
+    Copier(lambda _: device).copy("a", tensor, view, done, slot.page_locked)
+    assert told == [size]
+    assert device.under_way == []
+    assert bool(device.own) == (way != "straight")
+
+
+@pytest.mark.parametrize("way", ["straight", "through-buffers"])
+@pytest.mark.parametrize("size", [SIZES["more-than-both-buffers"]])
+def test_nothing_is_written_any_more_after_a_failure(
+    driver: Driver, slot: Slot, size: int, way: str
+) -> None:
+    device = Lazy(driver)
+
+    def done(count: int) -> None:
+        raise RuntimeError("given up")
+
+    page_locked = slot.page_locked if way == "straight" else lambda: False
+    with pytest.raises(RuntimeError, match="given up"):
+        Copier(lambda _: device).copy("a", noise(size), slot.bytes(0, size), done, page_locked)
+    assert device.under_way == []
+
+
+def test_a_device_tensor_of_any_strides_comes_in_its_order(driver: Driver, slot: Slot) -> None:
+    tensor = torch.randn(64, 48).t()
+    copier = Copier(lambda _: Lazy(driver))
+    view = slot.bytes(0, tensor.nbytes)
+    copier.copy("a", tensor, view, lambda _: None, slot.page_locked)
+    assert bytes(view) == tensor.contiguous().numpy().tobytes()
+
+
+def test_a_tensor_without_values_is_refused_by_name(slot: Slot) -> None:
+    tensor = torch.empty(4, device="meta")
+    assert accelerator_of(tensor) is None
+    with pytest.raises(LayoutError, match="'a' has no plain values"):
+        Copier().copy("a", tensor, slot.bytes(0, 16), lambda _: None, slot.page_locked)
+
+
+def test_a_slot_is_locked_once_and_has_the_same_content_as_without_a_device(driver: Driver) -> None:
+    """Locking takes as long as a copy: it is done for the first version that a slot holds."""
+    asked = []
+
+    def counted(begin: int, size: int) -> Callable[[], None] | None:
+        asked.append(size)
+        return lock(begin, size, driver=driver)
+
+    values = {"a": torch.randn(3, 5), "b": torch.randn(7).to(torch.bfloat16), "c": torch.empty(0)}
+    hashes = set()
+    arena = Arena(counted)
+    for copier in (Copier(), *[Copier(lambda _: Lazy(driver))] * 5):
+        found = given(values)
+        filling = Filling(arena, None, copier)
+        filling.plan(found.specs)
+        for name, tensor in values.items():
+            filling.take(name, tensor)
+        filling.end()
+        hashes.add(filling.root_hash)
+        filling.close()
+    assert len(hashes) == 1
+    assert len(asked) == len(driver.locked) == 1
+    arena.close()
+    assert driver.locked == {}
+
+
+def test_a_slot_that_is_given_up_stays_locked_until_nobody_writes_it(driver: Driver) -> None:
+    slot = Slot(4096, lambda begin, size: lock(begin, size, driver=driver))
+    release = slot.lend()
+    assert slot.page_locked()
+    slot.close()
+    assert list(driver.locked.values()) == [4096]
+    release()
+    release()
+    assert driver.locked == {}

@@ -1,0 +1,99 @@
+"""Mappings of a trainer's memory that are used again, and gone with the trainer."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rollout_worker.transfer.arena import (
+    POPULATE_READ,
+    ArenaError,
+    Slot,
+    map_private,
+    populate,
+)
+from rollout_worker.transfer.maps import Maps
+
+PAGE = 4096
+
+
+@pytest.fixture
+def slots() -> Iterator[list[Slot]]:
+    made = [Slot(PAGE), Slot(PAGE)]
+    yield made
+    for slot in made:
+        slot.close()
+
+
+def mappings() -> int:
+    """How many of shared memory this process has."""
+    with open("/proc/self/maps") as file:
+        return sum("memfd:rollout-push" in line for line in file)
+
+
+def test_a_slot_that_is_filled_again_is_not_mapped_again(slots: list[Slot]) -> None:
+    maps = Maps()
+    with maps.sender():
+        first = maps.take(slots[0].handle, PAGE)
+        maps.give(slots[0].handle, first)
+        slots[0].bytes(0, 1)[:] = b"2"
+        again = os.dup(slots[0].handle)  # another descriptor of the same memory comes each time
+        second = maps.take(again, PAGE)
+        assert second is first
+        assert second[:1] == b"2"
+        maps.give(again, second)
+        os.close(again)
+
+
+def test_one_mapping_is_kept_and_none_without_a_sender(slots: list[Slot]) -> None:
+    maps, before = Maps(), mappings()
+    with maps.sender():
+        taken = [maps.take(slot.handle, PAGE) for slot in slots]
+        assert mappings() == before + 2
+        for slot, mapped in zip(slots, taken, strict=True):
+            maps.give(slot.handle, mapped)
+        assert mappings() == before + 1
+    assert mappings() == before
+    late = maps.take(slots[0].handle, PAGE)
+    assert mappings() == before + 1
+    maps.give(slots[0].handle, late)
+    assert mappings() == before
+
+
+def test_a_writer_of_a_mapping_changes_nothing_of_the_trainers(slots: list[Slot]) -> None:
+    mapped = map_private(slots[0].handle, PAGE)
+    mapped[:1] = b"9"
+    assert bytes(slots[0].bytes(0, 1)) == b"\0"
+    slots[0].bytes(PAGE - 1, PAGE)[:] = b"3"
+    mapped.close()
+    with pytest.raises(ArenaError, match="4096 bytes, not 4097"):
+        map_private(slots[0].handle, PAGE + 1)
+
+
+def test_other_threads_run_while_pages_are_brought(slots: list[Slot]) -> None:
+    mapped, count, ended = map_private(slots[0].handle, PAGE), [0], threading.Event()
+
+    def run() -> None:
+        while not ended.is_set():
+            count[0] += 1
+            time.sleep(0)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # nobody is interrupted: who runs has given way
+    other = threading.Thread(target=run)
+    other.start()
+    try:
+        seen = count[0]
+        for _ in range(1000):
+            populate(mapped, POPULATE_READ)
+        assert count[0] > seen
+    finally:
+        ended.set()
+        sys.setswitchinterval(before)
+        other.join(10)
+        mapped.close()

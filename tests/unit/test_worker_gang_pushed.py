@@ -1,0 +1,292 @@
+"""Pushed weights of a replica of several nodes: the trainer reaches the head, the others fetch from it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from pushing import Version, held, push, quiet, stage, trainer
+from rollout_worker.gang import head as heads
+from rollout_worker.gang import member as members
+from rollout_worker.gang import silence
+from rollout_worker.ports.weights import WeightsPort
+from rollout_worker.schemas import DiscardRequest, StagedWeights, WeightsId
+from rollout_worker.settings import BadSettings
+from rollout_worker.sources import giving
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
+from rollout_worker.wire.problems import ProblemError
+from tiny_engine import LAYOUT
+from tiny_gang import NODES, Node, TinyGang, head, node
+from tiny_worker import settings, tiny_worker
+from waiting import until
+
+CHECKPOINT = WeightsId(epoch=0, version=0)
+LARGE = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * CHUNK_BYTES,))}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of a gang takes a fiftieth here."""
+    monkeypatch.setattr(heads, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(silence, "GAP_SECONDS", 0.1)
+    monkeypatch.setattr(heads, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(heads, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(members, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(members, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(members, "TELL_SECONDS", 0.5)
+
+
+@pytest.fixture
+async def member(tmp_path: Path) -> AsyncIterator[Node]:
+    async with tiny_worker(tmp_path) as alone:
+        active = alone.updates.active
+        assert active is not None
+        assert active.root_hash is not None
+    async with node(tmp_path, active.root_hash) as member:
+        yield member
+
+
+@contextlib.asynccontextmanager
+async def pushed_head(home: Path, member: Node) -> AsyncIterator[TinyGang]:
+    """Run a head that takes pushed weights over both ways."""
+    ways = ("--weights-port", "0", "--weights-socket", str(home / "weights.sock"))
+    at = f"127.0.0.1:{member.port}"
+    async with head(home, at, *ways, "--data-host", "127.0.0.1") as gang:
+        port = WeightsPort(gang.worker.settings, gang.updates.pushes.desk)
+        port.start()
+        try:
+            yield gang
+        finally:
+            await asyncio.to_thread(port.stop)
+
+
+@pytest.fixture
+async def gang(tmp_path: Path, member: Node) -> AsyncIterator[TinyGang]:
+    async with pushed_head(tmp_path, member) as gang:
+        yield gang
+
+
+def votes(member: Node) -> list[tuple[str, str | None]]:
+    """Phase and content of the member's slots."""
+    return [(slot.phase, slot.root_hash) for slot in member.worker.state().slots]
+
+
+def memory() -> set[str]:
+    """What both nodes have open of weights; the trainer's is closed first."""
+    return {each for each in held() if "rollout-" in each}
+
+
+def memory_of(gang: TinyGang) -> int:
+    """How much of it there is beside what the head keeps to use again."""
+    gang.updates.pushes.spare.drop()
+    return len(memory())
+
+
+async def nothing_left(gang: TinyGang, member: Node, before: int) -> None:
+    """Wait until no slot, no thread and no memory of a transfer is left on either node."""
+    await until(lambda: not votes(member), what="the member's slot")
+    await quiet()
+    folders = (gang.slots, member.member.slots)
+    await until(lambda: not any(any(each.iterdir()) for each in folders), what="empty folders")
+    await until(lambda: memory_of(gang) <= before, what=f"{before} pieces of memory")
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+async def test_what_is_pushed_to_the_head_is_staged_on_every_node(
+    gang: TinyGang, member: Node, kind: str
+) -> None:
+    before = len(memory())
+    given = Version(7)
+    staged = await push(gang, 1, given, kind)
+    assert (staged.phase, staged.root_hash, staged.error) == ("Staged", given.root_hash, None)
+    assert votes(member) == [("Filled", given.root_hash)]
+    (slot,) = member.worker.state().slots
+    assert (member.member.slots / slot.id).read_bytes()[0] == 7
+    await gang.commit(1, root_hash=given.root_hash)
+    assert gang.active == WeightsId(epoch=1, version=1)
+    await gang.update(2, 8)
+    given.slot.close()
+    await nothing_left(gang, member, before)
+
+
+async def test_what_the_head_keeps_fills_every_node_again(gang: TinyGang, member: Node) -> None:
+    """After sleep at level 2, and for the file of level 1."""
+    given = Version(7)
+    await push(gang, 1, given, "tcp")
+    await gang.commit(1)
+    await until(lambda: not votes(member), what="the member's memory")
+    for on_disk in (False, True):
+        sink = await gang.updates.refill(on_disk=on_disk)
+        assert member.member.asked[-1] == (sink.slot, on_disk)
+        assert votes(member) == [("Filled", given.root_hash)]
+        sink.close()
+        await until(lambda: not votes(member), what="the member's memory")
+
+
+@contextlib.asynccontextmanager
+async def begun(
+    gang: TinyGang, monkeypatch: pytest.MonkeyPatch, chunks: int, **fields: Any
+) -> AsyncIterator[tuple[Any, StagedWeights]]:
+    """Push the first chunks of a large version over TCP; yields the trainer's end."""
+    for module in ("updates.pushes", "gang.member"):
+        monkeypatch.setattr(f"rollout_worker.{module}.check_layout", lambda *_, where: None)
+    given = Version(7, LARGE)
+    view = await stage(gang, 1, **fields)
+    assert view.transfer is not None
+    with trainer(view.transfer, given, "tcp") as end:
+        end.hello(view.transfer)
+        await asyncio.to_thread(end.ready)
+        for chunk in range(chunks):
+            end.data(chunk * CHUNK_BYTES)
+        yield end, view
+
+
+def done(member: Node) -> int:
+    """Bytes that the member has read of what it fetches."""
+    return sum(slot.bytes_done for slot in member.worker.state().slots)
+
+
+async def test_the_members_fetch_while_the_bytes_still_arrive(
+    gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with begun(gang, monkeypatch, 4) as (end, _):
+        await until(lambda: done(member) == 4 * CHUNK_BYTES, what="the first four chunks")
+        for chunk in (4, 5):
+            end.data(chunk * CHUNK_BYTES)
+        end.end()
+        assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
+    assert votes(member) == [("Filled", end.version.root_hash)]
+    await gang.commit(1)
+    assert gang.engine.active.number == 7
+
+
+# Faults: the old weights serve, and nothing is left on either node.
+
+
+async def failed(gang: TinyGang, member: Node, before: int) -> str:
+    """Wait for the end of a stage that fails; returns why it did."""
+    slot = gang.updates.slot
+    assert slot is not None
+    await until(lambda: slot.view().phase == "Failed", what="the failure")
+    await nothing_left(gang, member, before)
+    assert gang.active == CHECKPOINT
+    return str(slot.error)
+
+
+async def test_a_trainer_that_dies_midway_leaves_nothing_on_any_node(
+    gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(memory())
+    monkeypatch.setattr("rollout_worker.sources.incoming.RESUME_SECONDS", 0.2)
+    async with begun(gang, monkeypatch, 4):
+        await until(lambda: done(member) > 0, what="the first bytes")
+    assert "the sender is gone" in await failed(gang, member, before)
+    assert (await gang.stage(1, 7)).phase == "Staged", "and it goes on"
+
+
+async def test_a_discarded_transfer_leaves_nothing_on_any_node(
+    gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(memory())
+    async with begun(gang, monkeypatch, 4) as (end, _):
+        await until(lambda: done(member) > 0, what="the first bytes")
+        await gang.updates.discard("me", DiscardRequest(epoch=1, version=1))
+        assert (await asyncio.to_thread(end.answer)).kind is Kind.FAILED
+    await nothing_left(gang, member, before)
+
+
+async def test_a_member_without_room_fails_the_push_by_name(
+    gang: TinyGang, member: Node, tmp_path: Path
+) -> None:
+    before = len(memory())
+    member.member.room = False
+    await push(gang, 1, Version(7), "unix")
+    why = await failed(gang, member, before)
+    assert why.startswith(f"rank 1 at 127.0.0.1:{member.port} can't stage: no room")
+    member.member.room = True
+    assert (await push(gang, 1, Version(7), "unix")).phase == "Staged", "and it goes on"
+
+
+async def test_a_member_that_stands_still_fails_the_push_at_its_deadline(
+    gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(memory())
+    member.member.go.clear()
+    async with begun(gang, monkeypatch, 6, deadline_seconds=0.5) as (end, _):
+        end.end()
+        why = await failed(gang, member, before)
+    assert "not staged within 0.5 s" in why or "did not stage within 0.5 s" in why
+
+
+def flipped(hashes: bool) -> Callable[..., None]:
+    """Give the last byte of a chunk changed; `hashes`: with the hash of what is sent."""
+
+    def send(connection: Connection, source: Any, memory: Any, begin: int, end: int) -> None:
+        whole = bytes(memory.bytes(begin, end))
+        bad = bytes([whole[0] ^ 1]) + whole[1:]
+        digest = xxhash.xxh3_128_hexdigest(bad if hashes else whole)
+        connection.send(Kind.DATA, {"offset": begin, "hash": digest}, bad)
+
+    return send
+
+
+@pytest.mark.parametrize(("hashes", "why"), [(False, "arrived damaged"), (True, "arrived with")])
+async def test_other_bytes_on_a_member_are_never_staged(
+    gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch, why: str, *, hashes: bool
+) -> None:
+    before = len(memory())
+    with monkeypatch.context() as broken:
+        broken.setattr(giving, "_send", flipped(hashes))
+        await push(gang, 1, Version(7), "tcp")
+        found = await failed(gang, member, before)
+    assert f"rank 1 at 127.0.0.1:{member.port} can't stage" in found
+    assert why in found
+    assert (await push(gang, 1, Version(7), "tcp")).phase == "Staged", "and it goes on"
+
+
+async def test_a_member_that_dies_midway_ends_the_gang(
+    gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with begun(gang, monkeypatch, 4):
+        await until(lambda: done(member) > 0, what="the first bytes")
+        await member.silence()
+        assert "it has not answered for" in await gang.why()
+    assert gang.active == CHECKPOINT
+
+
+async def test_a_head_that_dies_midway_ends_the_member_and_its_slots(
+    tmp_path: Path, member: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pushed_head(tmp_path, member) as gang, begun(gang, monkeypatch, 4):
+        await until(lambda: done(member) > 0, what="the first bytes")
+        gang.running.cancel()
+    assert "the head has not asked for" in await member.why()
+    await member.worker.stop()
+    assert votes(member) == []
+    await quiet()
+
+
+async def test_a_head_without_a_port_for_weights_says_so(tmp_path: Path, member: Node) -> None:
+    async with head(tmp_path, f"127.0.0.1:{member.port}") as gang:
+        with pytest.raises(ProblemError, match="start the head with --weights-port"):
+            await stage(gang, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--rank", "1", "--weights-port", "8002"), "only the head takes pushed weights"),
+        (("--rank", "1", "--weights-socket", "/tmp/w"), "only the head takes pushed weights"),
+        (("--weights-socket", "/tmp/w"), "--nodes above 1 needs --weights-port"),
+    ],
+)
+def test_where_a_gang_takes_pushed_weights(flags: tuple[str, ...], why: str) -> None:
+    with pytest.raises(BadSettings, match=why):
+        settings(*NODES, "--member-addresses", "127.0.0.1:9", *flags)

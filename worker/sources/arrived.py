@@ -1,0 +1,103 @@
+"""A pushed version that is here, or comes: a source of weights as files are one, followed as it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from rollout_worker.engine import Entry, TensorSpec, WeightsRejected
+from rollout_worker.transfer.frames import CHUNK_BYTES
+from rollout_worker.transfer.layout import PushLayout
+from rollout_worker.weights import HASH
+
+from .files import ReadCancelled
+from .memory import Memory
+
+if TYPE_CHECKING:
+    from .incoming import Incoming
+
+
+class Arrived:
+    """A version that has arrived, or does, as a source; see `files.Readable`."""
+
+    def __init__(self, incoming: Incoming, layout: PushLayout, memory: Memory) -> None:
+        self.layout, self.memory = layout, memory
+        self.entries = entries_of(layout)
+        self._incoming = incoming
+        self._cancelled: Callable[[], bool] = lambda: False
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of all tensors."""
+        return content_bytes(self.layout)
+
+    def chunks(
+        self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
+    ) -> Iterator[memoryview]:
+        """See `Readable.chunks`: follows what arrives."""
+        self._cancelled = cancelled
+        return chunks_of(self.layout, self.memory, entry, view, self._there)
+
+    def _there(self, end: int) -> None:
+        """Return once everything up to there is."""
+        self._follow(lambda: self._incoming.upto >= end)
+
+    def _follow(self, until: Callable[[], bool]) -> None:
+        if not until() and not self._incoming.follow(until, self._cancelled):
+            raise ReadCancelled
+
+    def check(self, digests: Mapping[str, str], root: str) -> None:
+        """See `Readable.check`: what the sender says at the end."""
+        self._follow(lambda: self._incoming.end is not None)
+        end = self._incoming.end
+        assert end is not None
+        for name, digest in digests.items():
+            if end.digests.get(name) != digest:
+                raise WeightsRejected(
+                    f"tensor {name!r} arrived with {HASH} {digest}, its sender says "
+                    f"{end.digests.get(name, 'nothing')}: publish again",
+                    tensor=name,
+                )
+        if end.root_hash != root:
+            raise WeightsRejected(
+                f"what arrived has root_hash {root}, its sender says {end.root_hash}: publish again"
+            )
+
+
+def chunks_of(
+    layout: PushLayout,
+    memory: Memory,
+    entry: Entry,
+    view: memoryview | None,
+    there: Callable[[int], None] = lambda end: None,
+) -> Iterator[memoryview]:
+    """Yield a tensor's bytes part by part, where they are or where they were copied to.
+
+    `there`: returns once everything up to an offset may be read.
+    """
+    placed, step = layout[entry.name], 4 * CHUNK_BYTES
+    for begin in range(placed.start, placed.end, step):
+        end = min(begin + step, placed.end)
+        there(end)
+        yield from _copied(memory.bytes(begin, end), view, begin - placed.start)
+
+
+def _copied(part: memoryview, view: memoryview | None, begin: int) -> Iterator[memoryview]:
+    """Yield a part where it is, or where it was copied to."""
+    with part:
+        if view is None:
+            yield part
+            return
+        with view[begin : begin + len(part)] as there:
+            there[:] = part
+            yield there
+
+
+def content_bytes(layout: PushLayout) -> int:
+    """Return the bytes of all tensors of a layout, without the gaps between them."""
+    return sum(placed.nbytes for placed in layout.tensors)
+
+
+def entries_of(layout: PushLayout) -> tuple[Entry, ...]:
+    """Return the tensors of a layout."""
+    return tuple(Entry(each.name, TensorSpec(each.dtype, each.shape)) for each in layout.tensors)
