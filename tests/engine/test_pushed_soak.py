@@ -20,9 +20,19 @@ LATEST = 1.5
 
 
 def block(
-    rig: Rig, dice: random.Random, updates: int, kills: int, spared: Victim, trainer: bool
+    rig: Rig,
+    dice: random.Random,
+    updates: int,
+    kills: int,
+    spared: Victim,
+    *,
+    trainer: bool,
+    at_once: int,
 ) -> None:
-    """Let updates and kills happen; `spared` survives them all, and without `trainer` the trainer does."""
+    """Let updates and kills happen; `spared` survives them all, and without `trainer` the trainer does.
+
+    Meanwhile so many requests are answered `at_once`.
+    """
     other: Victim = "b" if spared == "a" else "a"
     choices: list[Victim] = ["trainer", other] if trainer else [other]
     victims = [choices[number % len(choices)] for number in range(kills)]
@@ -35,7 +45,7 @@ def block(
         if dice.random() < 0.5 or number + 1 == updates:
             rig.heal()
     rig.calm()
-    kept = settled({pid: before[pid] for pid in survivors})
+    kept = settled({pid: before[pid] for pid in survivors}, at_once)
     for pid, after in kept.items():
         logger.warning("kept by %d: %s; before: %s", pid, after, before[pid])
 
@@ -79,8 +89,9 @@ def test_nothing_is_kept_and_every_answer_is_right_whoever_is_killed(
             stream = Stream(rig, at_once, requests)
             try:
                 half, odd = updates // 2, kills - 2 * (kills // 3)
-                block(rig, dice, half, odd + kills // 3, "a", trainer=True)
-                block(rig, dice, updates - half, kills // 3, "b", trainer=False)
+                first, then = odd + kills // 3, kills // 3
+                block(rig, dice, half, first, "a", trainer=True, at_once=at_once)
+                block(rig, dice, updates - half, then, "b", trainer=False, at_once=at_once)
                 while requests is not None and not stream.over:
                     assert rig.update()
             finally:

@@ -330,14 +330,17 @@ SLACK_THREADS = 2
 """A pool of threads grows to its bound at the first crowd; a thread kept by each kill would be dozens."""
 
 
-def settled(before: dict[int, Held]) -> dict[int, Held]:
-    """Fail unless who was there before keeps no more than then, once idle connections have ended."""
+def settled(before: dict[int, Held], connections: int) -> dict[int, Held]:
+    """Fail unless who was there before keeps no more than then, once idle connections have ended.
+
+    So many `connections` of the requests beside may have moved from a worker to another meanwhile.
+    """
     now: dict[int, Held] = {}
 
     def no_more() -> bool:
         now.update({pid: look(pid) for pid in before if (PROC / str(pid)).exists()})
         return all(
-            each.descriptors <= before[pid].descriptors
+            each.descriptors <= before[pid].descriptors + connections
             and each.threads <= before[pid].threads + SLACK_THREADS
             and each.memfds <= before[pid].memfds
             and each.mib <= before[pid].mib + SLACK_MIB
