@@ -39,13 +39,17 @@ def lost_between_stage_and_commit(fleet: Fleet) -> tuple[Identity, str]:
 
     Replica 1 stands still when the commit call comes, and the trainer's discard came before.
     """
-    fleet.control(1, "state")  # the trainer's rights are known from here on: its next call is quick
+    old = fleet.identity
     with fleet.frozen(0):
         path = fleet.publish(other(fleet))
         new = fleet.point(path)
         fleet.eventually(
             "the operator saw that replica 1 has staged", lambda: fleet.staged_seen() == 1
         )
+        # The worker knows the trainer's right to discard from here on, and has its connection: the
+        # next such call is not overtaken by the commit call while the API server reviews it.
+        unchanged = fleet.control(1, "weights/discard", {"epoch": old[0], "version": old[1]})
+        assert unchanged.body["outcome"] == "unchanged"
         fleet.stop(1)
         # It lies in the worker's socket before the commit call, which comes on another one.
         fleet.control_soon(1, "weights/discard", {"epoch": new[0], "version": new[1]})

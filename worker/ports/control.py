@@ -93,7 +93,8 @@ class Gate:
         await self._app(scope, receive, send)
 
 
-def _caller(request: Request) -> str:
+async def _caller(request: Request) -> str:
+    # Not a plain function: those run in threads, and calls would overtake each other there.
     return str(request.state.caller)
 
 
