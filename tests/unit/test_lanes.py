@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,9 @@ def test_once_{n}():
     mark.touch()
     assert was_there, "the first time it fails"
 """
+soak = partial(pytest.param, marks=pytest.mark.soak)
+"""Another of a kind: each of these runs starts four processes."""
+
 CONTRACT, REST = "tests/contract/test_beside.py", "tests/unit/test_beside.py"
 """What passes in the lanes beside the one that a test is about."""
 
@@ -105,15 +109,7 @@ def test_meets():
     assert (done.status, done.totals) == (0, "3 passed, 0 failed, 0 skipped"), done.said
 
 
-def test_what_fails_once_is_flaky(tmp_path: Path) -> None:
-    done = run(tmp_path, {"tests/cluster/test_a.py": PASSES + ONCE.format(n=1)})
-    assert (done.status, done.totals) == (0, "4 passed, 0 failed, 0 skipped"), done.said
-    assert "FLAKY" in done.said
-    assert "tests/cluster/test_a.py::test_once_1: failed, then passed" in done.said
-    assert done.said.count("AssertionError: the first time it fails") >= 2, "live and at the end"
-
-
-def test_only_what_failed_runs_again(tmp_path: Path) -> None:
+def test_what_fails_once_is_flaky_and_nothing_else_runs_again(tmp_path: Path) -> None:
     counts = """
 from pathlib import Path
 def test_counts():
@@ -121,7 +117,10 @@ def test_counts():
         file.write("x")
 """
     done = run(tmp_path, {"tests/cluster/test_a.py": counts + ONCE.format(n=1)})
-    assert done.status == 0, done.said
+    assert (done.status, done.totals) == (0, "4 passed, 0 failed, 0 skipped"), done.said
+    assert "FLAKY" in done.said
+    assert "tests/cluster/test_a.py::test_once_1: failed, then passed" in done.said
+    assert done.said.count("AssertionError: the first time it fails") >= 2, "live and at the end"
     assert runs_of(done, "tests/cluster/count") == 1
 
 
@@ -147,7 +146,7 @@ def test_what_always_fails(tmp_path: Path) -> None:
     assert "FLAKY" not in done.said
 
 
-@pytest.mark.parametrize("when", ["setup", "teardown"])
+@pytest.mark.parametrize("when", ["setup", soak("teardown")])
 def test_an_error_outside_the_test_itself_fails_it(tmp_path: Path, when: str) -> None:
     before, after = ("1 / 0", "pass") if when == "setup" else ("pass", "1 / 0")
     text = f"""
@@ -164,16 +163,16 @@ def test_it(bad): pass
     assert f"FAILED tests/cluster/test_a.py::test_it ({when})" in done.said
 
 
-CRASHES = {
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "signal 9 ended it"),
+CRASHES = [
+    ("os.kill(os.getpid(), signal.SIGKILL)", "signal 9 ended it"),
     # What pytest-timeout does from a thread: pytest's status for failed tests, and no tests.
-    "ended with status 1": ("os._exit(1)", "it ended early: 2 of 3 tests ran"),
-    "ended with status 0": ("os._exit(0)", "it ended early: 2 of 3 tests ran"),
-    "stopped": ("pytest.exit('enough')", "pytest ended with status 2"),
-}
+    ("os._exit(1)", "it ended early: 2 of 3 tests ran"),
+    soak("os._exit(0)", "it ended early: 2 of 3 tests ran"),
+    soak("pytest.exit('enough')", "pytest ended with status 2"),
+]
 
 
-@pytest.mark.parametrize(("how", "sentence"), CRASHES.values(), ids=CRASHES.keys())
+@pytest.mark.parametrize(("how", "sentence"), CRASHES)
 def test_a_crash_is_final(tmp_path: Path, how: str, sentence: str) -> None:
     crash = f"import os, signal, pytest\ndef test_crashes(): {how}\n"
     text = ONCE.format(n=1) + crash + "def test_after(): pass\n"
@@ -228,7 +227,7 @@ def test_what_was_chosen_is_not_tried_again(tmp_path: Path) -> None:
     assert (done.status, done.totals) == (0, "1 passed, 0 failed, 0 skipped"), done.said
 
 
-@pytest.mark.parametrize(("command", "status"), [("true", 0), ("echo broken; false", 1)])
+@pytest.mark.parametrize(("command", "status"), [soak("true", 0), ("echo broken; false", 1)])
 def test_a_target_beside_the_lanes(tmp_path: Path, command: str, status: int) -> None:
     (tmp_path / "Makefile").write_text(f"lint:\n\t@{command}\n")
     done = run(tmp_path, {"tests/cluster/test_a.py": PASSES}, "--beside", "lint")
@@ -238,7 +237,9 @@ def test_a_target_beside_the_lanes(tmp_path: Path, command: str, status: int) ->
 
 
 @pytest.mark.parametrize(
-    "shell", [(), ("sh", "-c", 'trap "" INT; exec "$@"', "sh")], ids=["foreground", "background"]
+    "shell",
+    [soak(()), ("sh", "-c", 'trap "" INT; exec "$@"', "sh")],
+    ids=["foreground", "background"],
 )
 def test_an_interrupt_lets_the_tests_clean_up(tmp_path: Path, shell: Sequence[str]) -> None:
     text = """
