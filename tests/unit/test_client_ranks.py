@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 import rank_process
+from ranks import ranks
 
 
 def test_shards_are_gathered_one_by_one_and_a_failure_leaves_no_rank_waiting(
     tmp_path: Path,
 ) -> None:
-    environment = {"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, rank_process.__file__, str(rank), "2", str(tmp_path)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            _, said = rank.communicate(timeout=200)
-            assert rank.returncode == 0, said
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    with ranks(rank_process.main, 2, tmp_path) as started:
+        for rank in started:
+            assert rank.status(200) == 0, rank.said
     found = json.loads((tmp_path / "content").read_text())
     assert found == {
         name: tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()

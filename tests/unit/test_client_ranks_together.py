@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rank_publish
+from ranks import Rank, ranks
 from receiver import Receiver
 from rollout_client.steering.pushing.copying import Copier
 from rollout_client.steering.pushing.merging import Merging
@@ -36,7 +34,7 @@ Told = dict[int, dict[str, Any]]
 class Story:
     """The ranks of a trainer, as processes."""
 
-    def __init__(self, folder: Path, ranks: list[subprocess.Popen[str]]) -> None:
+    def __init__(self, folder: Path, ranks: list[Rank]) -> None:
         self.folder, self.ranks = folder, ranks
 
     def told(self, rank: int) -> Told:
@@ -48,28 +46,13 @@ class Story:
     async def tells(self, rank: int, version: int) -> dict[str, Any]:
         """Wait for what a version came to on a rank."""
         await until(
-            lambda: version in self.told(rank) or self.ranks[rank].poll() is not None,
+            lambda: version in self.told(rank) or self.ranks[rank].status() is not None,
             120,
             what=f"version {version} on rank {rank}",
         )
         found = self.told(rank)
-        if version not in found:
-            said = self.ranks[rank].stderr
-            raise AssertionError("" if said is None else said.read())
+        assert version in found, self.ranks[rank].said
         return found[version]
-
-
-def started(name: str, count: int, places: list[str]) -> list[subprocess.Popen[str]]:
-    environment = {"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, rank_publish.__file__, name, str(rank), str(count), *places],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
 
 
 @contextlib.asynccontextmanager
@@ -78,14 +61,11 @@ async def story(name: str, count: int, folder: Path) -> AsyncIterator[Story]:
     async with scripted_controls(1) as (control,):
         receiver = Receiver("w0:8000", folder)
         control.transfer, control.phase = receiver.transfer, "Staging"
-        places = [str(folder), control.member.url, str(control.member.control_url)]
-        ranks = started(name, count, places)
+        places = control.member.url, str(control.member.control_url)
         try:
-            yield Story(folder, ranks)
+            with ranks(rank_publish.main, count, folder, name, *places) as started:
+                yield Story(folder, started)
         finally:
-            for each in ranks:
-                each.kill()
-                await asyncio.to_thread(each.communicate)
             receiver.close()
 
 
@@ -99,20 +79,20 @@ def root_of(values: dict[str, torch.Tensor]) -> str:
 
 
 async def test_ranks_write_side_by_side_and_have_one_outcome(tmp_path: Path) -> None:
-    async with story("together", 4, tmp_path) as ranks:
+    async with story("together", 4, tmp_path) as trainer:
         # The first publish is that of ranks on several nodes: all of rank 0's tensors, gathered.
         gathered = {k: v for k, v in rank_publish.state(1, 4).items() if k != "last only"}
         for rank in range(4):
-            told = await ranks.tells(rank, 1)
+            told = await trainer.tells(rank, 1)
             assert told.get("root") == root_of(gathered), told
         for version in (2, 3, 4, 8):  # two slots, used in turn; and once more after failures
             for rank in range(4):
-                told = await ranks.tells(rank, version)
+                told = await trainer.tells(rank, version)
                 assert told.get("root") == root_of(rank_publish.state(version, 4)), told
                 assert sorted(told["gathered"]) == sorted(rank_publish.GATHERED)
                 assert told["bytes"]
         errors = {
-            version: [ranks.told(rank)[version]["error"] for rank in range(4)]
+            version: [trainer.told(rank)[version]["error"] for rank in range(4)]
             for version in (5, 6, 7)
         }
         assert all("'even' has no plain values" in each for each in errors[5]), errors
@@ -121,26 +101,26 @@ async def test_ranks_write_side_by_side_and_have_one_outcome(tmp_path: Path) -> 
         assert all("tensor 'plain' is I64" in each for each in errors[6]), errors
         assert all("'even': the ranks' shards don't make it whole" in each for each in errors[7])
         for rank in range(3):
-            told = await ranks.tells(rank, 9)
+            told = await trainer.tells(rank, 9)
             assert "rank 3 is gone" in told["error"]
             assert told["seconds"] < 20
 
 
 async def test_a_rank_that_stands_still_fails_all_and_is_met_anew(tmp_path: Path) -> None:
-    async with story("frozen", 2, tmp_path) as ranks:
-        told = await ranks.tells(0, 2)
+    async with story("frozen", 2, tmp_path) as trainer:
+        told = await trainer.tells(0, 2)
         assert "their tensors did not all come" in told["error"], told
         assert told["seconds"] < 20, told
-        ranks.ranks[1].send_signal(signal.SIGCONT)
-        late = await ranks.tells(1, 2)
+        trainer.ranks[1].send(signal.SIGCONT)
+        late = await trainer.tells(1, 2)
         assert late["error"].startswith("PublishFailed: rank 0 of the group")
         for rank in range(2):
-            told = await ranks.tells(rank, 3)
+            told = await trainer.tells(rank, 3)
             assert told.get("root") == root_of(rank_publish.state(3, 2)), told
-        told = await ranks.tells(1, 4)
+        told = await trainer.tells(1, 4)
         assert told["error"].startswith("PublishFailed: rank 0 of the group is gone")
         assert told["seconds"] < 20
-        assert ranks.ranks[0].wait(10) == -signal.SIGKILL
+        assert trainer.ranks[0].status(10) == -signal.SIGKILL
 
 
 # Who writes what.

@@ -1,12 +1,11 @@
-"""One rank of a trainer: `python rank_process.py RANK RANKS FOLDER`; rank 0 fills a push.
+"""One rank of a trainer; rank 0 fills a push.
 
-Prints what rank 0 has in shared memory, as JSON of hex by name, and how many tensors came on each.
+Writes what rank 0 has in shared memory, as JSON of hex by name, and how many tensors came on each.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,3 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     (folder / f"taken-{rank}").write_text(str(taken))
     distributed.barrier()
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""One rank of a trainer that publishes: `python rank_publish.py STORY RANK RANKS FOLDER URL CONTROL`.
+"""One rank of a trainer that publishes, in one of the stories.
 
 Writes what each publish came to, as JSON lines: version, root hash or error, seconds, what was gathered.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -203,12 +202,8 @@ def frozen(rank: Rank) -> None:
     rank.publish(4)
 
 
-def main(story: str, rank: int, ranks: int, folder: Path, url: str, control: str) -> None:
+def main(rank: int, ranks: int, folder: Path, story: str, url: str, control: str) -> None:
     where = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
     {"together": together, "frozen": frozen}[story](Rank(rank, ranks, folder, url, control))
     os._exit(0)  # the group has lost a rank, and would wait for it
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), *sys.argv[5:7])
