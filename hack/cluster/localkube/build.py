@@ -1,5 +1,7 @@
 """Every binary of a cluster, compiled once from Go modules into the cache.
 
+Most are packages of one module, so that what they share is compiled once: half of each is Kubernetes' client.
+
 A binary is compiled again only when what it is made of changed: a stamp beside it holds a hash of
 its version, flags and sources. An interrupted build goes on where it was, as Go caches packages.
 """
@@ -35,11 +37,10 @@ _CONTAINERD = "github.com/containerd/containerd/v2/cmd/{}@v2.4.2"
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A binary: our own sources in `folder`, or the module `package@version`."""
+    """A binary: a package that our own module has or requires, or `package@version`, by itself."""
 
     name: str
-    package: str = ""
-    folder: Path | None = None
+    package: str
     link_flags: str = ""
     tags: str = ""
     links: tuple[str, ...] = ()
@@ -51,17 +52,23 @@ class Component:
         flags = ["-v", "-gcflags=all=-dwarf=false", "-ldflags", f"-s -w {self.link_flags}".strip()]
         if self.tags:
             flags += ["-tags", self.tags]
-        if self.folder:
-            return ["go", "build", *flags, "-o", str(binaries() / self.name), "."]
-        return ["go", "install", *flags, self.package]
+        if "@" in self.package:
+            return ["go", "install", *flags, self.package]
+        return ["go", "build", *flags, "-o", str(binaries() / self.name), self.package]
 
     def stamp(self) -> str:
         """Hash of everything it is made of."""
         made_of = (self.package, self.link_flags, self.tags, preflight.GO_RELEASE)
         digest = hashlib.sha256(" ".join(made_of).encode())
-        for path in sorted(self.folder.iterdir()) if self.folder else ():
+        for path in self._sources():
             digest.update(path.read_bytes())
         return digest.hexdigest()
+
+    def _sources(self) -> list[Path]:
+        if "@" in self.package:
+            return []
+        own = (SOURCES / self.package).glob("*.go") if self.package.startswith("./") else ()
+        return [SOURCES / "go.mod", SOURCES / "go.sum", *sorted(own)]
 
     @property
     def stamp_file(self) -> Path:
@@ -77,23 +84,23 @@ class Component:
 COMPONENTS = (
     Component(
         "kube",
-        folder=SOURCES / "kube",
+        "./kube",
         # Unset, the server would call itself v0.0.0-master.
         link_flags=f"-X {_VERSION}.gitVersion={KUBERNETES} "
         f"-X {_VERSION}.gitMajor=1 -X {_VERSION}.gitMinor=36",
         links=_PROGRAMS,
     ),
-    Component("pause", folder=SOURCES / "pause"),
+    Component("pause", "./pause"),
+    Component("coredns", "./coredns"),
+    Component("fakedevices", "./fakedevices"),
+    Component("helm", "helm.sh/helm/v4/cmd/helm"),
+    Component("kwok", "sigs.k8s.io/kwok/cmd/kwok"),
+    # By itself: it needs a newer interface of container runtimes than this Kubernetes has.
     *(
         Component(name, _CONTAINERD.format(name), tags="no_btrfs,no_devmapper,no_zfs")
         for name in ("containerd", "containerd-shim-runc-v2", "ctr")
     ),
-    Component("coredns", folder=SOURCES / "coredns"),
-    Component("fakedevices", folder=SOURCES / "fakedevices"),
-    Component("helm", "helm.sh/helm/v4/cmd/helm@v4.3.1"),
-    Component("kwok", "sigs.k8s.io/kwok/cmd/kwok@v0.8.0"),
 )
-KWOK_MODULE = "sigs.k8s.io/kwok@v0.8.0"
 
 
 def build(names: Sequence[str] = (), *, without: Collection[str] = ()) -> None:
@@ -130,9 +137,10 @@ def _build(known: Mapping[str, Component], names: Sequence[str], without: Collec
 
 
 def module_folder(module: str) -> Path:
-    """Return where Go keeps the sources of a module that was built from."""
-    path, version = module.split("@")
-    return cache() / "go/pkg/mod" / f"{path}@{version}"
+    """Return where Go keeps the sources of a module that ours requires."""
+    required = (line.split() for line in (SOURCES / "go.mod").read_text().splitlines())
+    version = next(words[1] for words in required if words[:1] == [module])
+    return cache() / "go/pkg/mod" / f"{module}@{version}"
 
 
 def _compile(component: Component) -> None:
@@ -143,7 +151,7 @@ def _compile(component: Component) -> None:
         log.open("w") as file,
         subprocess.Popen(
             component.command,
-            cwd=component.folder or cache(),
+            cwd=SOURCES,
             env=_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

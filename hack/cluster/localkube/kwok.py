@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import network, processes
 from .apiserver import ApiServer
-from .build import KWOK_MODULE, module_folder
+from .build import module_folder
 from .home import SOURCES, ClusterError, binaries
 from .settings import Settings
 
@@ -31,7 +31,7 @@ def start(
     network.keep_inside(settings.network)
     if local:
         network.deliver_here(settings.network)
-    node_stages = module_folder(KWOK_MODULE) / "kustomize/stage/node"
+    node_stages = module_folder("sigs.k8s.io/kwok") / "kustomize/stage/node"
     configs = [
         node_stages / "fast/node-initialize.yaml",
         node_stages / "heartbeat-with-lease/node-heartbeat-with-lease.yaml",

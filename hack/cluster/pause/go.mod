@@ -1,3 +1,0 @@
-module rollout.dev/hack/pause
-
-go 1.26
