@@ -23,6 +23,7 @@ from rollout_client import (
 from rollout_client.steering import barrier
 from rollout_client.steering.pushing.copying import Copier
 from rollout_client.steering.pushing.filling import Filling
+from rollout_client.steering.pushing.pusher import Pusher
 from rollout_worker.transfer.arena import Arena
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import Frame, Kind
@@ -377,3 +378,22 @@ async def test_what_is_no_tensor_is_refused_by_name(
         with pytest.raises(LayoutError, match=message):
             await pool.publish_weights(1, tensors=odd)
     assert not any("commit" in verbs for verbs in world.verbs)
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        (PublishFailed("rank 1: its tensor is odd"), "rank 1: its tensor is odd"),
+        (ValueError("no such file"), "the publish was given up: no such file"),
+    ],
+)
+async def test_who_waits_for_tensors_is_told_why_none_come(why: Exception, told: str) -> None:
+    """Which of the waiting ones hears of it first is chance; what a trainer reads is not."""
+    pusher = Pusher()
+    push = pusher.begin({"x": torch.ones(2)})
+    push.filling.fail(why)
+    with pytest.raises(PublishFailed) as failed:
+        await push.planned()
+    assert str(failed.value) == told
+    push.close()
+    pusher.close()

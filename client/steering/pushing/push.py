@@ -130,7 +130,7 @@ class Push:
             while not await asyncio.to_thread(self.filling.wait_planned, LOOK_SECONDS):
                 pass
         except GivenUp as error:
-            raise PublishFailed(f"{error}: {error.__cause__}") from error
+            raise _why(error) from error
         self._opened_at = time.monotonic()
 
     @property
@@ -211,7 +211,7 @@ class Push:
             while await asyncio.to_thread(self.filling.wait_end, LOOK_SECONDS) is None:
                 pass
         except GivenUp as error:
-            raise PublishFailed(f"{error}: {error.__cause__}") from error
+            raise _why(error) from error
         await to_its_end(spool_here, self._in_memory(), self.spool)
 
     def _in_memory(self) -> Mapping[str, Any]:
@@ -283,3 +283,8 @@ class Push:
         }
         sent = sum(sender.sent for sender in self.senders)
         return PublishReport(filling.layout.nbytes, seconds, replicas, sent)
+
+
+def _why(error: GivenUp) -> PublishFailed:
+    cause = error.__cause__
+    return cause if isinstance(cause, PublishFailed) else PublishFailed(f"{error}: {cause}")
