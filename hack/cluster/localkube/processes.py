@@ -20,7 +20,7 @@ from .home import ClusterError
 
 MARK = "ROLLOUT_CLUSTER"
 
-ROOMY = {"GOGC": "200"}
+ROOMY = {"GOGC": "400", "GOMEMLIMIT": "1GiB"}
 """For programs in Go: they may hold more garbage, and spend less of the processor on collecting it."""
 
 LOG_TAIL_LINES = 5
