@@ -30,11 +30,12 @@ from rollout_worker.sources.memory import Memory
 from rollout_worker.sources.outward import Outward
 from rollout_worker.sources.pushed import receive
 from rollout_worker.weights import check_layout
-from rollout_worker.wire.gang import GangSlot, GangState, SlotRequest
+from rollout_worker.wire.gang import GangSlot, GangState, GangTurn, SlotRequest
 from rollout_worker.wire.problems import ProblemError, conflict
 
 from .places import GangBroken
 from .silence import Silence
+from .turning import Locks, MemberTurn, lacking
 
 logger = logging.getLogger(__name__)
 
@@ -118,12 +119,19 @@ class MemberWorker:
         gang: What the engine is told.
         create: Makes this node's part of the engine.
         claim: Charges memory of weights that are fetched from the head.
+        locks: Of this node's devices, where others use them by turns.
     """
 
     def __init__(
-        self, settings: Settings, gang: Gang, create: Callable[[], Member], claim: Claim
+        self,
+        settings: Settings,
+        gang: Gang,
+        create: Callable[[], Member],
+        claim: Claim,
+        locks: Locks | None = None,
     ) -> None:
         self.settings = settings
+        self._turn = None if locks is None else MemberTurn(locks, self._break)
         self._claim = claim
         self._outward = Outward.of(settings)
         self.boot_id = uuid.uuid4().hex
@@ -166,7 +174,27 @@ class MemberWorker:
             starting.cancel()
             await asyncio.wait([starting], timeout=STOP_SECONDS)
 
+    def _break(self, why: str) -> None:
+        self._wrong = self._wrong or why
+
+    @property
+    def turn(self) -> MemberTurn:
+        """This node's turn, of which the head speaks.
+
+        Raises:
+            ProblemError: 409, there is none.
+        """
+        if self._turn is None:
+            raise lacking()
+        return self._turn
+
+    def give_turn(self, attempt: int) -> GangTurn:
+        """Give the turn back; see `MemberTurn.give`."""
+        return self.turn.give(attempt, loaded=self._leader_started)
+
     async def _start(self) -> None:
+        if self._turn is not None:
+            await self._turn.used.wait()  # however long others have the devices
         timeout = self.settings.start_timeout
         async with asyncio.timeout(timeout):
             # In a thread: importing an engine takes seconds, and probes need answers.
@@ -196,6 +224,8 @@ class MemberWorker:
                 return f"the ranks did not load within --start-timeout {limit:g} s"
             return f"the ranks did not start: {error}"
         quiet = self._silence.seconds()
+        if self._turn is not None:
+            self._turn.look(quiet)
         started = self._info is not None and self._leader_started
         limit = SILENCE_SECONDS if started else STARTING_SECONDS
         if self._leaving:
@@ -213,7 +243,7 @@ class MemberWorker:
             ProblemError: 409, it is another one.
         """
         if self._leader not in (None, leader):
-            self._wrong = self._wrong or "the head was restarted"
+            self._break("the head was restarted")
             raise conflict("changed-meanwhile", "this member belongs to a head before: it ends")
         self._leader = leader
         self._silence.heard()
@@ -231,6 +261,7 @@ class MemberWorker:
             wrong=self._wrong,
             root_hash=None if self._info is None else self._info.root_hash,
             slots=tuple(held.view() for held in self._held.values()),
+            turn=None if self._turn is None else self._turn.view(),
         )
 
     def open(self, slot: str, request: SlotRequest) -> GangSlot:
@@ -327,10 +358,19 @@ class MemberWorker:
                     await self.close_slot(slot)
         except TimeoutError:
             logger.warning("a slot is still being filled after %g s", CLOSE_SECONDS)
-        if self._member is not None:
-            try:
-                async with asyncio.timeout(STOP_SECONDS):
-                    await self._member.stop()
-            except Exception:  # whatever the adapter raised, the process ends
-                logger.exception("the ranks failed to stop")
+        ended = await self._stop_ranks()
+        if self._turn is not None:
+            await self._turn.stop(ended=ended)
         shutil.rmtree(self._gang.slots, ignore_errors=True)
+
+    async def _stop_ranks(self) -> bool:
+        """Stop this node's ranks; returns whether none is left."""
+        if self._member is None:
+            return True
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._member.stop()
+            return True
+        except Exception:  # whatever the adapter raised, the process ends
+            logger.exception("the ranks failed to stop")
+            return False
