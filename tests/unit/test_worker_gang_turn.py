@@ -256,9 +256,11 @@ async def test_a_trainer_in_any_order_and_a_gang_take_turns_without_end(
         for _ in range(10):
             await gang.sleep()
             training = asyncio.create_task(nodes.trains(theirs))
-            await gang.wake()
-            await training
+            await asyncio.wait_for(gang.wake(), 20)
             assert nodes.held[:2] == ["gang-0", "gang-1"]
+            await gang.sleep()  # it may have been faster
+            await asyncio.wait_for(training, 20)
+            await gang.wake()
 
 
 async def test_a_trainer_and_a_gang_that_hold_half_each_both_go_on(
