@@ -253,7 +253,7 @@ async def test_a_trainer_in_any_order_and_a_gang_take_turns_without_end(
 ) -> None:
     """The trainer holds one node's device as long as it waits for the other's."""
     async with taking_turns(tmp_path, nodes, root_hash) as (gang, _):
-        for _ in range(10):
+        for _ in range(4):
             await gang.sleep()
             training = asyncio.create_task(nodes.trains(theirs))
             await asyncio.wait_for(gang.wake(), 20)
@@ -294,7 +294,7 @@ async def test_two_gangs_in_opposite_orders_both_go_on(
         await until(lambda: other.worker.state().progress, what="the other one waits")
         await one.sleep()
         await other.reaches(Lifecycle.ACTIVE)
-        for _ in range(5):
+        for _ in range(2):
             waking = asyncio.create_task(one.wake())
             await other.sleep()
             again = asyncio.create_task(other.wake())
