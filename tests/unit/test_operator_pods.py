@@ -104,7 +104,7 @@ PLACE = Place(
 
 
 def test_a_colocated_pod_is_as_it_was_reviewed(request: pytest.FixtureRequest) -> None:
-    more = {
+    more: dict[str, Any] = {
         "podTemplate": {"resourceClaims": [{"name": "nics", "resourceClaimName": "nics"}]},
         "resources": {"claims": [{"name": "nics"}], "limits": {"memory": "1Gi"}},
     }

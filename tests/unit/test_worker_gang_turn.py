@@ -226,9 +226,9 @@ async def test_a_gang_that_waits_to_wake_falls_asleep_again_when_asked_to(
         await nodes.trainers[1].take_async(5)
         waking = asyncio.create_task(gang.wake())
         await says(gang, waits_at(1))
-        assert gang.state is Lifecycle.WAKING
+        await gang.reaches(Lifecycle.WAKING)
         await asyncio.wait_for(gang.sleep("other"), 10)
-        assert gang.state is Lifecycle.ASLEEP
+        await gang.reaches(Lifecycle.ASLEEP)
         with refused("held"):
             await waking
         await nodes.trains([0])

@@ -7,6 +7,7 @@ the engine count as dead, and the process ends with it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -92,24 +93,19 @@ class Head:
         """Of the attempts at the turn of all nodes the one in which members may have theirs."""
         self._slots = gang.slots
         self._crashed = crashed
-        self._members = [
+        self.members = [
             Watched(Line(rank, address, boot_id, settings), takes_turns=bool(settings.turn_devices))
             for rank, address in enumerate(members(settings), 1)
         ]
-
-    @property
-    def members(self) -> Sequence[Watched]:
-        """The other nodes' workers, by rank."""
-        return self._members
 
     async def run(self) -> None:
         """Watch the members until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                for member in self._members:
+                for member in self.members:
                     tasks.create_task(self._watch(member))
         finally:
-            await asyncio.gather(*(member.line.close() for member in self._members))
+            await asyncio.gather(*(member.line.close() for member in self.members))
             shutil.rmtree(self._slots, ignore_errors=True)
 
     async def _watch(self, member: Watched) -> None:
@@ -127,14 +123,14 @@ class Head:
 
     def wrong(self) -> str | None:
         """None while the gang can go on, else which member is the reason."""
-        for member in self._members:
+        for member in self.members:
             if member.wrong is not None:
                 return f"{member.line.name}: {member.wrong}"
         return None
 
     def missing(self) -> str | None:
         """Who has not started yet, and why not as far as known."""
-        for member in self._members:
+        for member in self.members:
             if not member.loaded.is_set():
                 return f"{member.line.name} has not started ({member.trouble or 'it loads'})"
         return None
@@ -145,7 +141,7 @@ class Head:
         Raises:
             EngineError: it isn't; names the member.
         """
-        for member in self._members:
+        for member in self.members:
             await member.loaded.wait()
             have = None if member.state is None else member.state.root_hash
             if have != root_hash:
@@ -155,11 +151,11 @@ class Head:
                 )
         self.started = True
         # Now, not with the next look: who knows that all run misses a dead head sooner.
-        await together(_told_started, self._members)
+        await together(_told_started, self.members)
 
     def absent(self) -> str | None:
         """Who has not answered when it was asked last, and why; None if all are there."""
-        for member in self._members:
+        for member in self.members:
             if member.state is None or member.trouble is not None:
                 return f"{member.line.name} does not answer ({member.trouble or 'not asked yet'})"
         return None
@@ -174,7 +170,7 @@ class Head:
                 logger.warning("%s did not give its turn back: %s", member.line.name, error)
 
         await asyncio.wait(
-            [asyncio.ensure_future(together(one, self._members))], timeout=CLOSE_SECONDS
+            [asyncio.ensure_future(together(one, self.members))], timeout=CLOSE_SECONDS
         )
 
     # Slots.
@@ -206,13 +202,13 @@ class Head:
 
         try:
             async with asyncio.timeout(seconds):
-                found = await together(one, self._members)
+                found = await together(one, self.members)
         except BaseException as error:
             await self.close(slot)
             if isinstance(error, TimeoutError):
                 raise EngineError(f"a member did not stage within {seconds:g} s") from None
             raise
-        return {m.line.name: each for m, each in zip(self._members, found, strict=True)}
+        return {m.line.name: each for m, each in zip(self.members, found, strict=True)}
 
     async def confirm(self, slot: str, root_hash: str | None) -> None:
         """See that every member still holds a slot, right before it is committed.
@@ -228,7 +224,7 @@ class Head:
                     f"{member.line.name} does not hold these weights: stage them again"
                 )
 
-        await together(one, self._members)
+        await together(one, self.members)
 
     async def close(self, slot: str) -> None:
         """Have a slot given back everywhere; who does not hear of it now is told by the watch."""
@@ -240,17 +236,15 @@ class Head:
                 logger.warning("%s did not give slot %s back: %s", member.line.name, slot, error)
 
         await asyncio.wait(
-            [asyncio.ensure_future(together(one, self._members))], timeout=CLOSE_SECONDS
+            [asyncio.ensure_future(together(one, self.members))], timeout=CLOSE_SECONDS
         )
 
     async def _sweep(self, member: Watched) -> None:
-        """Have a member give back the slots that are closed here, and a turn that was."""
+        """Have a member give back the slots that are closed here, and a turn that is over."""
         turn = None if member.state is None else member.state.turn
         if turn is not None and turn.phase != "Released" and turn.attempt != self.attempt:
-            try:
+            with contextlib.suppress(NoAnswer):
                 await member.line.give_turn(turn.attempt, started=self.started)
-            except NoAnswer:
-                return
         held = () if member.state is None else member.state.slots
         for slot in held:
             if not (self._slots / slot.id).is_symlink():

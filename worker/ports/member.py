@@ -15,8 +15,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_worker.core.device_turn import DeviceTurn
 from rollout_worker.engine import Gang, Member
-from rollout_worker.gang.member import Claim, MemberWorker
+from rollout_worker.gang.member import MemberWorker
 from rollout_worker.gang.places import EXIT_GANG, GangBroken
+from rollout_worker.gang.slots import Claim
 from rollout_worker.settings import Settings
 from rollout_worker.wire.bodies import CONTROL_LIMITS
 from rollout_worker.wire.gang import SLOT_PATTERN, GangSlot, GangState, GangTurn, SlotRequest
