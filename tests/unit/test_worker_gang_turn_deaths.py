@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from gang_process import Nursery, Pair, pair
 from rollout_worker.gang.places import EXIT_GANG
 from rollout_worker.turn import TurnTimeout
+from waiting import until_sync
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +97,70 @@ def test_a_head_that_stands_still_holds_its_own_device_and_no_other(both: Pair) 
     both.train(1)
     both.head.signal(signal.SIGCONT)
     assert both.head.ask("load") == "Active Held"
+
+
+class Training:
+    """A trainer that wants both nodes again and again, in an order that is drawn each time."""
+
+    def __init__(self, both: Pair, random: Random) -> None:
+        self.turns = 0
+        self.failure: BaseException | None = None
+        self._both, self._random = both, random
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._ends.is_set():
+                self._both.train(*self._random.sample((0, 1), 2), seconds=60)
+                self.turns += 1
+        except BaseException as error:  # noqa: BLE001  # whoever ends it raises it
+            self.failure = error
+
+    def goes_on(self, turns: int = 2) -> None:
+        """Wait until it has had so many more turns."""
+        wanted = self.turns + turns
+        until_sync(lambda: self.failure or self.turns >= wanted, 60, what="turns of the trainer")
+
+    def end(self) -> None:
+        """Let it finish, and raise what went wrong."""
+        self._ends.set()
+        self._thread.join(90)
+        assert not self._thread.is_alive()
+        if self.failure is not None:
+            raise self.failure
+
+
+@contextmanager
+def training(both: Pair, random: Random) -> Iterator[Training]:
+    made = Training(both, random)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_is_killed_or_stopped_no_device_has_two_and_none_stays_taken(
+    nursery: Nursery, tmp_path: Path, seed: int
+) -> None:
+    random = Random(seed)
+    with pair(nursery, tmp_path) as both, training(both, random) as trainer:
+        both.start()
+        orders = ["load", *(["sleep", "wake"] * 4)]
+        done = random.randrange(len(orders))
+        for order in orders[:done]:
+            assert both.head.ask(order)
+        with suppress(BrokenPipeError):
+            both.head.tell(orders[done])  # and in the midst of it:
+        time.sleep(random.uniform(0, 0.3))
+        victim = random.choice((both.head, both.member))
+        if random.random() < 0.5:
+            victim.signal(signal.SIGSTOP)
+            time.sleep(random.uniform(0, 4))
+            victim.signal(signal.SIGCONT)
+            time.sleep(random.uniform(0, 1))
+        victim.signal(signal.SIGKILL)
+        trainer.goes_on()

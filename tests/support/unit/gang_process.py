@@ -84,6 +84,7 @@ class Started:
 
     def __init__(self, nursery: Nursery, role: str, folder: Path, member: str) -> None:
         for way in ("orders", "answers"):
+            (folder / f"{role}.{way}").unlink(missing_ok=True)
             os.mkfifo(folder / f"{role}.{way}")
         self._nursery = nursery
         self._pid = nursery.ask(role, str(folder), member)
