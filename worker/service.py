@@ -14,7 +14,6 @@ from .core.runtime import Runtime
 from .engine import Engine, Gang, Member
 from .engines import EngineOptions, create, create_member
 from .engines.room import Staging
-from .gang.head import Head
 from .lifecycle.governor import Governor
 from .lifecycle.supervisor import Supervisor
 from .lifecycle.verbs import Verbs, wakes_empty
@@ -86,9 +85,7 @@ class Worker:
     ) -> None:
         self.settings = settings
         self._grace = settings.shutdown_grace
-        self.runtime = Runtime(settings)
-        if gang is not None:
-            self.runtime.gang = Head(settings, gang, self.runtime.boot_id, self.runtime.crashed)
+        self.runtime = Runtime(settings, gang)
         self._memory = Shared(resident_bytes, "memory")
         self.flights = Flights(self.runtime)
         staging = Staging(settings.staging_memory)

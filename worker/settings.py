@@ -288,8 +288,8 @@ FLAGS: tuple[Flag, ...] = (
          " --control-port", metavar="HOST:PORT,…"),
     Flag("turn-directory", Path, None, "directory of the node with a lock for each device that somebody else uses"
          " by turns with this engine", metavar="DIR"),
-    Flag("turn-devices", _devices, (), "comma-separated devices whose locks are this engine's turn",
-         metavar="DEVICE,…"),
+    Flag("turn-devices", _devices, (), "comma-separated devices of this node whose locks are the engine's turn;"
+         " with --nodes above 1 each node has its own", metavar="DEVICE,…"),
     Flag("turn-holder", _name, None, "name under which others see that this worker has the turn; default: the"
          " host's name"),
     Flag("log-level", str, "info", "minimum log level", ("debug", "info", "warning", "error")),
@@ -437,11 +437,6 @@ def _check_gang(settings: Settings) -> None:
 def _check_turn(settings: Settings) -> None:
     if (settings.turn_directory is None) != (not settings.turn_devices):
         raise BadSettings("give --turn-directory and --turn-devices, or neither")
-    if settings.turn_devices and settings.nodes > 1:
-        raise BadSettings(
-            "--turn-devices with --nodes above 1: an engine of several nodes can't take turns yet; use"
-            " one node, or devices of its own"
-        )
 
 
 def _check_weights(settings: Settings) -> None:

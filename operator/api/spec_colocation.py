@@ -147,14 +147,6 @@ COLOCATED_RULES = (
         path=".accelerator",
     ),
     cel(
-        "self.mode != 'Colocated' || self.parallelism.nodes == 1",
-        "'spec.parallelism.nodes: pods of %d nodes can not take the turn for their devices together yet: set "
-        "nodes to 1 and let tensor fit the devices of one trainer pod, or use mode Standalone'"
-        ".format([self.parallelism.nodes])",
-        expression=True,
-        path=".parallelism",
-    ),
-    cel(
         "self.mode != 'Colocated' || !has(self.podTemplate) || "
         "!has(self.podTemplate.resourceClaims) || "
         f"!self.podTemplate.resourceClaims.exists(c, c.name == '{DEVICES_CLAIM}')",

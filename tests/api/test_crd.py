@@ -33,12 +33,13 @@ def test_takes_every_field(space: Namespace) -> None:
 
 
 def test_takes_every_field_of_a_colocated_pool(space: Namespace) -> None:
-    ranks = {"engine": {"type": "vllm"}, "parallelism": {"tensor": 2, "pipeline": 2}}
+    ranks = {"engine": {"type": "vllm"}, "parallelism": {"tensor": 2, "pipeline": 2, "nodes": 2}}
     space.kubectl("create", "-f", "-", manifest=pool("beside", COLOCATED | ranks))
     stored = json.loads(space.kubectl("get", "rr", "beside", "-o", "json"))
     assert stored["spec"]["colocation"] == COLOCATED["colocation"]
     found = parse_spec(stored)
     assert found.world == 4, "the claim's devices, so no accelerator is named"
+    assert found.parallelism.nodes == 2
     assert found.colocation is not None
     assert found.colocation.trainer_selector.text() == "job=grpo,role in (rank,head)"
     columns = space.kubectl("get", "rr", "beside").split()

@@ -458,11 +458,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "spec.accelerator must not be set in mode Colocated: the devices are those of the trainer's "
         "ResourceClaim; remove it",
     ),
-    "colocated gangs": (
-        {**COLOCATED, "engine": {"type": "vllm"}, "parallelism": {"tensor": 4, "nodes": 2}},
-        "spec.parallelism.nodes: pods of 2 nodes can not take the turn for their devices together yet: set "
-        "nodes to 1 and let tensor fit the devices of one trainer pod, or use mode Standalone",
-    ),
     "no slots": (colocated(slots=0), "spec.colocation.slots in body should be greater than or"),
     "every pod a trainer": (
         colocated(trainerSelector={}),

@@ -15,8 +15,10 @@ import httpx
 import pytest
 
 from engine_kinds import KINDS, left_out
-from gangs import PP2, Gang, gang
+from gangs import PP2, Gang, device, gang
 from reference import Reference
+from rollout_worker.turn import Turn
+from rollout_worker.turn.files import holders
 from tinymodels import TinyModels
 from waiting import until_sync
 from workers import PROMPT
@@ -82,6 +84,43 @@ def test_a_pipeline_over_two_nodes_makes_the_tokens_of_one(
         assert greedy(both) == reference.greedy(PROMPT, 12)
         both.head.update(1, 1, tiny_models.weights(2))
         assert greedy(both) == reference_2.greedy(PROMPT, 12)
+
+
+def test_both_nodes_take_and_give_their_turns_together(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    """The lock of a node falls with its ranks, whichever worker was killed."""
+    locks = tmp_path / "locks"
+    locks.mkdir()
+    trainers = [Turn(locks, [device(rank)], "trainer") for rank in (0, 1)]
+    with gang(KIND, tiny_models.model(1), tmp_path, locks=locks) as both:
+        before = greedy(both)
+        assert holders(locks) == {device(0): "rank-0", device(1): "rank-1"}
+        assert both.head.state()["turn"]["state"] == "Held"
+        assert both.head.post("sleep", level=1).status_code == 200
+        for trainer in trainers:
+            trainer.take(30)
+        waking = both.head.in_background(lambda: both.head.post("wake"))
+        until_sync(lambda: waits(both), what="the gang waits for its first node")
+        trainers[0].give()
+        until_sync(lambda: waits(both), what="the gang waits for its second node")
+        trainers[0].take(30)  # it keeps no node while it waits for another
+        trainers[0].give()
+        trainers[1].give()
+        assert waking.result(120).status_code == 200
+        assert greedy(both) == before
+        ranks = both.ranks()
+        both.head.process.kill()
+        for trainer in trainers:
+            trainer.take(SEEN_SECONDS + END_SECONDS)
+        assert not any(rank.alive for rank in ranks)
+        for trainer in trainers:
+            trainer.give()
+
+
+def waits(both: Gang) -> bool:
+    """Whether it says that it waits for a device."""
+    return bool(both.head.state()["turn"]["waiting_for"])
 
 
 def ends(both: Gang, *, member: int) -> None:

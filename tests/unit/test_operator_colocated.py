@@ -18,8 +18,11 @@ from simtrainers import SimTrainers
 from world import World
 
 
-def world_beside(*, generated: bool, replicas: int = 2, slots: int = 1) -> World:
-    world = World(colocated_spec(replicas=replicas, slots=slots))
+def world_beside(
+    *, generated: bool, replicas: int = 2, slots: int = 1, tensor: int = 1, nodes: int = 1
+) -> World:
+    spec = colocated_spec(replicas=replicas, slots=slots, tensor=tensor, nodes=nodes)
+    world = World(spec)
     world.trainers = SimTrainers(world.spec, generated=generated)
     return world
 
@@ -101,6 +104,27 @@ def test_a_pod_goes_with_a_generated_claim_and_comes_back_on_the_new_one() -> No
     assert after["pool-1-0"] == before["pool-1-0"]
     assert after["pool-0-0"][1] != before["pool-0-0"][1]
     assert {pod.restarts for pod in world.pods.values()} == {0}
+
+
+def test_a_gang_has_a_pod_beside_each_trainer_and_follows_their_claims_as_one() -> None:
+    world = world_beside(generated=True, replicas=1, tensor=4, nodes=2)
+    sim = trainers_of(world)
+    sim.wanted = ["t-0"]
+    for _ in range(5):
+        assert not world.step().create, "all of its pods, or none"
+    sim.wanted = ["t-0", "t-1"]
+    assert world.run().phase == "Ready"
+    for rank in (0, 1):
+        taken = world.pods[f"pool-0-{rank}"].taken
+        claim = sim.claims[sim.pods[f"t-{rank}"].claims[0]]
+        assert taken == Taken(f"t-{rank}", claim.uid, tuple(d.name for d in claim.devices))
+        assert len(claim.devices) == 2
+    before = {name: pod.uid for name, pod in world.pods.items()}
+    sim.restart("t-1")
+    assert world.run(200).phase == "Ready"
+    after = {name: pod.uid for name, pod in world.pods.items()}
+    assert not set(before.values()) & set(after.values()), "a gang restarts as a whole"
+    assert world.status.restarts == 0
 
 
 def test_an_engine_that_fails_beside_a_trainer_is_a_failure() -> None:

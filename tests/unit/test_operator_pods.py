@@ -104,7 +104,7 @@ PLACE = Place(
 
 
 def test_a_colocated_pod_is_as_it_was_reviewed(request: pytest.FixtureRequest) -> None:
-    more = {
+    more: dict[str, Any] = {
         "podTemplate": {"resourceClaims": [{"name": "nics", "resourceClaimName": "nics"}]},
         "resources": {"claims": [{"name": "nics"}], "limits": {"memory": "1Gi"}},
     }
@@ -200,6 +200,28 @@ def test_two_namespaces_of_a_node_have_sockets_of_their_own_in_the_folder_of_the
         found.add(env(builder.build(0, 0, 0, PLACE))["ROLLOUT_WEIGHTS_SOCKET"])
     assert len(found) == 2
     assert all(path.startswith("/rollout/turn/") and len(path) <= 107 for path in found)
+
+
+def test_each_pod_of_a_colocated_gang_takes_the_turn_of_its_own_node() -> None:
+    """And only the head is reached by the node's trainer: a member's worker refuses a socket."""
+    spec = colocated_spec(tensor=4, nodes=2)
+    builder = PodBuilder("pool", "ns", "uid", "", spec, EngineDefaults(image="w"), "rollout-turn")
+    found = []
+    for rank in (0, 1):
+        devices = tuple(f"gpu.example.com/n{rank}/gpu-{i}" for i in (0, 1))
+        place = Place(f"t-{rank}", f"n{rank}", f"claim-{rank}", f"u{rank}", "gpus", devices, 0)
+        made = builder.build(0, rank, 0, place)
+        told = env(made)
+        assert (told["ROLLOUT_NODES"], told["ROLLOUT_RANK"]) == ("2", str(rank))
+        assert told["ROLLOUT_TURN_DIRECTORY"] == "/rollout/turn"
+        assert told["ROLLOUT_TURN_DEVICES"] == ",".join(devices)
+        assert told["ROLLOUT_TURN_HOLDER"] == f"pool-0-{rank}"
+        (claim,) = made["spec"]["resourceClaims"]
+        assert claim["resourceClaimName"] == f"claim-{rank}"
+        mounts = {m["name"] for m in made["spec"]["containers"][0]["volumeMounts"]}
+        assert "rollout-turn" in mounts
+        found.append("ROLLOUT_WEIGHTS_SOCKET" in told)
+    assert found == [True, False]
 
 
 def test_both_services_are_as_they_were_reviewed(request: pytest.FixtureRequest) -> None:

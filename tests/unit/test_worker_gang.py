@@ -103,7 +103,7 @@ async def test_the_next_version_waits_until_the_former_slot_is_gone(
 ) -> None:
     """Else a node would hold three sets of weights."""
     assert (await gang.stage(1, 7)).phase == "Staged"
-    await until(lambda: gang.runtime.gang._members[0].state.slots, what="the watch")  # type: ignore[union-attr]
+    await until(lambda: gang.runtime.gang.members[0].state.slots, what="the watch")  # type: ignore[union-attr]
     monkeypatch.setattr(heads, "POLL_SECONDS", 60.0)
     await asyncio.sleep(0.1)  # the watch is in its long rest now
     second = await gang.stage(2, 8)
@@ -313,7 +313,7 @@ async def test_a_member_knows_at_once_that_its_head_runs(
     flags = settings(*NODES, "--member-addresses", at)
     gang = Gang(nodes=2, rank=0, leader="127.0.0.1", port=8003, slots=tmp_path / "slots")
     head = heads.Head(flags, gang, "boot", lambda _: None)
-    (watched,) = head._members
+    (watched,) = head.members
     await until(lambda: member.worker.ready, what="its ranks")
     watched.hear(await watched.line.state(started=False))
     await head.agree(root_hash)

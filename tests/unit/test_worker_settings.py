@@ -198,19 +198,19 @@ def test_openapi_names_every_route(capsys: pytest.CaptureFixture[str]) -> None:
         (["--turn-devices", "a"], "or neither"),
         (["--turn-directory", "/turn", "--turn-devices", "a,b,a"], "names a device twice"),
         (["--turn-directory", "/turn", "--turn-devices", "a,"], "can't name a device"),
-        (
-            [
-                *("--turn-directory", "/t", "--turn-devices", "a"),
-                *("--nodes", "2", "--leader-address", "a-0.b"),
-            ],
-            "can't take turns yet",
-        ),
     ],
-    ids=["directory", "devices", "twice", "nothing", "nodes"],
+    ids=["directory", "devices", "twice", "nothing"],
 )
 def test_turns_that_make_no_sense_are_refused(flags: list[str], wrong: str) -> None:
     with pytest.raises(BadSettings, match=wrong):
         settings([*ALONE, *flags])
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_each_node_of_a_gang_has_devices_to_take_turns_on(rank: str) -> None:
+    turn = ["--turn-directory", "/turn", "--turn-devices", f"node-{rank}/gpu"]
+    found = settings([*ALONE, *turn, "--nodes", "2", "--rank", rank, "--leader-address", "a-0.b"])
+    assert (found.nodes, found.turn_devices) == (2, (f"node-{rank}/gpu",))
 
 
 def test_the_turn_is_taken_under_the_hosts_name_unless_another_is_given() -> None:

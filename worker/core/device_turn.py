@@ -40,7 +40,7 @@ class DeviceTurn:
     def __init__(
         self,
         settings: Settings,
-        telemetry: Telemetry,
+        telemetry: Telemetry | None,
         changed: Callable[[float], Awaitable[object]],
         look: Look = free_memory,
         memory_seconds: float = BACK_SECONDS,
@@ -49,7 +49,7 @@ class DeviceTurn:
 
         Args:
             settings: name the directory, the devices and this holder.
-            telemetry: counts what the waits took.
+            telemetry: counts what the waits took, unless this node's turn is one of several.
             changed: returns when something has changed in the worker, or after so many seconds.
             look: returns the free memory of the devices, nothing where there is no such thing.
             memory_seconds: how long to wait for memory that others gave back.
@@ -117,7 +117,8 @@ class DeviceTurn:
         except TurnError as error:
             raise EngineError(str(error)) from error
         waited = time.monotonic() - began
-        self._telemetry.turn_seconds.observe(waited)
+        if self._telemetry is not None:
+            self._telemetry.turn_seconds.observe(waited)
         logger.info("it is this worker's turn for the devices, after %.3f s", waited)
 
     async def _room(self, report: Callable[[Progress], None], wanted: Callable[[], bool]) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from rollout_worker.engine import Engine, EngineCrashed, EngineError, EngineInfo, EngineStats
+from rollout_worker.engine import Engine, EngineCrashed, EngineError, EngineInfo, EngineStats, Gang
 from rollout_worker.gang.head import Head
 from rollout_worker.observe.telemetry import Telemetry
 from rollout_worker.schemas import Lifecycle, Progress, Resident
@@ -25,6 +25,7 @@ from rollout_worker.wire.problems import ProblemError, conflict
 from .device_turn import DeviceTurn
 from .holds import Holds, Target, Want
 from .states import Tracker
+from .whole_turn import WholeTurn
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Pulse:
 class Runtime:
     """The shared state of one worker process."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, gang: Gang | None = None) -> None:
         self.settings = settings
         self.boot_id = uuid.uuid4().hex
         self.telemetry = Telemetry(settings.pool, settings.namespace)
@@ -67,12 +68,14 @@ class Runtime:
         """Fires when the state, a hold or a request changes."""
         self.exclusive = asyncio.Lock()
         """Held by whoever moves the lifecycle, commits weights or replaces the engine."""
-        self.turn: DeviceTurn | None = None
+        self.turn: DeviceTurn | WholeTurn | None = None
         """Set where others use the same devices by turns."""
-        if settings.turn_devices:
-            self.turn = DeviceTurn(settings, self.telemetry, self.changed.wait)
         self.gang: Head | None = None
         """Set where the engine spans several nodes and this is the first."""
+        if gang is not None:
+            self.gang = Head(settings, gang, self.boot_id, self.crashed)
+        if settings.turn_devices:
+            self.turn = self._turn(self.gang)
         self.engine: Engine | None = None
         self.info: EngineInfo | None = None
         self.died: asyncio.Future[str] | None = None
@@ -86,6 +89,12 @@ class Runtime:
         self.generation: int | None = None
         self.drain_seconds = settings.drain_seconds
         """What running requests get when the process is told to end."""
+
+    def _turn(self, gang: Head | None) -> DeviceTurn | WholeTurn:
+        if gang is None:
+            return DeviceTurn(self.settings, self.telemetry, self.changed.wait)
+        own = DeviceTurn(self.settings, None, self.changed.wait)
+        return WholeTurn(own, gang, self.telemetry)
 
     def _moved(self, old: Lifecycle, new: Lifecycle) -> None:
         logger.info("lifecycle %s -> %s", old.value, new.value)

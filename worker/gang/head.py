@@ -7,6 +7,7 @@ the engine count as dead, and the process ends with it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -37,8 +38,9 @@ T = TypeVar("T")
 class Watched:
     """One member as the head knows it."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, *, takes_turns: bool) -> None:
         self.line = line
+        self._takes_turns = takes_turns
         self.silence = Silence()
         self.state: GangState | None = None
         self.wrong: str | None = None
@@ -57,6 +59,8 @@ class Watched:
             self.wrong = f"it says that it is rank {state.rank}: see --member-addresses"
         elif state.wrong is not None:
             self.wrong = state.wrong
+        elif (state.turn is not None) != self._takes_turns:
+            self.wrong = "either it takes turns or the head does: give --turn-devices to both"
         elif state.phase == "Ready":
             self.loaded.set()
 
@@ -85,10 +89,12 @@ class Head:
     ) -> None:
         self.started = False
         """Whether the head's engine runs: from then on silence counts sooner."""
+        self.attempt: int | None = None
+        """Of the attempts at the turn of all nodes the one in which members may have theirs."""
         self._slots = gang.slots
         self._crashed = crashed
-        self._members = [
-            Watched(Line(rank, address, boot_id, settings))
+        self.members = [
+            Watched(Line(rank, address, boot_id, settings), takes_turns=bool(settings.turn_devices))
             for rank, address in enumerate(members(settings), 1)
         ]
 
@@ -96,10 +102,10 @@ class Head:
         """Watch the members until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                for member in self._members:
+                for member in self.members:
                     tasks.create_task(self._watch(member))
         finally:
-            await asyncio.gather(*(member.line.close() for member in self._members))
+            await asyncio.gather(*(member.line.close() for member in self.members))
             shutil.rmtree(self._slots, ignore_errors=True)
 
     async def _watch(self, member: Watched) -> None:
@@ -117,14 +123,14 @@ class Head:
 
     def wrong(self) -> str | None:
         """None while the gang can go on, else which member is the reason."""
-        for member in self._members:
+        for member in self.members:
             if member.wrong is not None:
                 return f"{member.line.name}: {member.wrong}"
         return None
 
     def missing(self) -> str | None:
         """Who has not started yet, and why not as far as known."""
-        for member in self._members:
+        for member in self.members:
             if not member.loaded.is_set():
                 return f"{member.line.name} has not started ({member.trouble or 'it loads'})"
         return None
@@ -135,7 +141,7 @@ class Head:
         Raises:
             EngineError: it isn't; names the member.
         """
-        for member in self._members:
+        for member in self.members:
             await member.loaded.wait()
             have = None if member.state is None else member.state.root_hash
             if have != root_hash:
@@ -145,7 +151,27 @@ class Head:
                 )
         self.started = True
         # Now, not with the next look: who knows that all run misses a dead head sooner.
-        await _all(_told_started, self._members)
+        await together(_told_started, self.members)
+
+    def absent(self) -> str | None:
+        """Who has not answered when it was asked last, and why; None if all are there."""
+        for member in self.members:
+            if member.state is None or member.trouble is not None:
+                return f"{member.line.name} does not answer ({member.trouble or 'not asked yet'})"
+        return None
+
+    async def give_turns(self, attempt: int) -> None:
+        """End an attempt everywhere; who does not hear of it now is told by the watch."""
+
+        async def one(member: Watched) -> None:
+            try:
+                await member.line.give_turn(attempt, started=self.started)
+            except NoAnswer as error:
+                logger.warning("%s did not give its turn back: %s", member.line.name, error)
+
+        await asyncio.wait(
+            [asyncio.ensure_future(together(one, self.members))], timeout=CLOSE_SECONDS
+        )
 
     # Slots.
 
@@ -176,13 +202,13 @@ class Head:
 
         try:
             async with asyncio.timeout(seconds):
-                found = await _all(one, self._members)
+                found = await together(one, self.members)
         except BaseException as error:
             await self.close(slot)
             if isinstance(error, TimeoutError):
                 raise EngineError(f"a member did not stage within {seconds:g} s") from None
             raise
-        return {m.line.name: each for m, each in zip(self._members, found, strict=True)}
+        return {m.line.name: each for m, each in zip(self.members, found, strict=True)}
 
     async def confirm(self, slot: str, root_hash: str | None) -> None:
         """See that every member still holds a slot, right before it is committed.
@@ -198,7 +224,7 @@ class Head:
                     f"{member.line.name} does not hold these weights: stage them again"
                 )
 
-        await _all(one, self._members)
+        await together(one, self.members)
 
     async def close(self, slot: str) -> None:
         """Have a slot given back everywhere; who does not hear of it now is told by the watch."""
@@ -209,10 +235,16 @@ class Head:
             except NoAnswer as error:
                 logger.warning("%s did not give slot %s back: %s", member.line.name, slot, error)
 
-        await asyncio.wait([asyncio.ensure_future(_all(one, self._members))], timeout=CLOSE_SECONDS)
+        await asyncio.wait(
+            [asyncio.ensure_future(together(one, self.members))], timeout=CLOSE_SECONDS
+        )
 
     async def _sweep(self, member: Watched) -> None:
-        """Have a member give back the slots that are closed here."""
+        """Have a member give back the slots that are closed here, and a turn that is over."""
+        turn = None if member.state is None else member.state.turn
+        if turn is not None and turn.phase != "Released" and turn.attempt != self.attempt:
+            with contextlib.suppress(NoAnswer):
+                await member.line.give_turn(turn.attempt, started=self.started)
         held = () if member.state is None else member.state.slots
         for slot in held:
             if not (self._slots / slot.id).is_symlink():
@@ -222,7 +254,7 @@ class Head:
                     return  # the next look sees it again
 
 
-async def _all(one: Callable[[Watched], Awaitable[T]], members: Sequence[Watched]) -> list[T]:
+async def together(one: Callable[[Watched], Awaitable[T]], members: Sequence[Watched]) -> list[T]:
     """Do it with all at once; the first failure ends the others and is raised."""
     tasks = [asyncio.ensure_future(one(member)) for member in members]
     try:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from rollout_worker.settings import Settings
 from rollout_worker.threads import Shared
 from rollout_worker.transfer.tls import TLS_NAME
-from rollout_worker.wire.gang import GangSlot, GangState, SlotRequest
+from rollout_worker.wire.gang import GangSlot, GangState, GangTurn, SlotRequest
 
 from .trust import Trust
 
@@ -90,6 +90,18 @@ class Line:
     async def close_slot(self, slot: str) -> None:
         """Tell it to give a slot back, if it has it."""
         await self._call(GangState, "DELETE", f"slots/{slot}")
+
+    async def take_turn(self, attempt: int) -> GangTurn:
+        """Tell it to take its node's turn; answers once it has it, or how far it is after a moment."""
+        return await self._call(GangTurn, "PUT", f"turn/{attempt}")
+
+    async def use_turn(self, attempt: int) -> GangTurn:
+        """Tell it to keep a turn that it has, even if this head falls silent, and to load if it hasn't."""
+        return await self._call(GangTurn, "POST", f"turn/{attempt}/use")
+
+    async def give_turn(self, attempt: int, *, started: bool) -> GangTurn:
+        """Tell it to give its turn back, and take no part in this attempt any more."""
+        return await self._call(GangTurn, "DELETE", f"turn/{attempt}", started=str(started).lower())
 
     async def close(self) -> None:
         """Close the connections."""

@@ -13,12 +13,14 @@ from fastapi.responses import Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rollout_worker.core.device_turn import DeviceTurn
 from rollout_worker.engine import Gang, Member
-from rollout_worker.gang.member import Claim, MemberWorker
+from rollout_worker.gang.member import MemberWorker
 from rollout_worker.gang.places import EXIT_GANG, GangBroken
+from rollout_worker.gang.slots import Claim
 from rollout_worker.settings import Settings
 from rollout_worker.wire.bodies import CONTROL_LIMITS
-from rollout_worker.wire.gang import SLOT_PATTERN, GangSlot, GangState, SlotRequest
+from rollout_worker.wire.gang import SLOT_PATTERN, GangSlot, GangState, GangTurn, SlotRequest
 from rollout_worker.wire.problems import ProblemError
 
 from . import connections, tls
@@ -35,6 +37,7 @@ PROBES = ("/health", "/ready")
 
 Leader = Annotated[str, Query(min_length=1, max_length=64)]
 SlotPath = Annotated[str, Path(pattern=SLOT_PATTERN)]
+Attempt = Annotated[int, Path(ge=1)]
 
 
 class HeadOnly:
@@ -69,6 +72,7 @@ def member_app(worker: MemberWorker, authorizer: Authorizer) -> FastAPI:
         app.add_middleware(Unguarded)
     _add_probes(app, worker)
     _add_gang(app, worker)
+    _add_turn(app, worker)
 
     @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
     async def elsewhere(path: str, request: Request) -> Response:
@@ -124,6 +128,26 @@ def _add_gang(app: FastAPI, worker: MemberWorker) -> None:
         return worker.state()
 
 
+def _add_turn(app: FastAPI, worker: MemberWorker) -> None:
+    @app.put("/v1/gang/turn/{attempt}")
+    async def take(attempt: Attempt, leader: Leader) -> GangTurn:
+        """Take this node's turn for its devices; answers after a moment, however far it is."""
+        worker.hear(leader)
+        return await worker.turn.take(attempt)
+
+    @app.post("/v1/gang/turn/{attempt}/use")
+    async def use(attempt: Attempt, leader: Leader) -> GangTurn:
+        """Keep the turn: all nodes have theirs."""
+        worker.hear(leader)
+        return worker.turn.use(attempt)
+
+    @app.delete("/v1/gang/turn/{attempt}")
+    async def give(attempt: Attempt, leader: Leader, started: bool) -> GangTurn:
+        """Give it back."""
+        worker.hear(leader, started=started)
+        return worker.give_turn(attempt)
+
+
 def leader_authorizer(settings: Settings) -> Authorizer:
     """The authorizer of a member for `--auth`.
 
@@ -146,7 +170,8 @@ async def serve_member(
         BadSettings: the port or the credentials can't be used.
     """
     raise_descriptors()
-    worker = MemberWorker(settings, gang, create, claim)
+    locks = DeviceTurn(settings, None, asyncio.sleep) if settings.turn_devices else None
+    worker = MemberWorker(settings, gang, create, claim, locks)
     authorizer, held = leader_authorizer(settings), tls.certificate(settings)
     sock = bind(settings.control_host, settings.control_port, "--control-port")
     server = Server(

@@ -39,11 +39,27 @@ class GangSlot(Wire):
     error: str | None = None
 
 
+class GangTurn(Wire):
+    """A member's turn for its devices, as of the head's last attempt to have those of all nodes.
+
+    `Waiting` for its locks, then `Checking` the memory of its devices, then `Held`, but given back if
+    the head falls silent; `InUse`: kept until the head gives it back, or the process ends.
+    `Released`: given back. `message`: what it waits for, or why it `Failed`.
+    """
+
+    attempt: Int
+    phase: Literal["Waiting", "Checking", "Held", "InUse", "Released", "Failed"]
+    devices: tuple[str, ...]
+    waiting_for: dict[str, str] = Field(default_factory=dict)
+    message: str | None = None
+
+
 class GangState(Wire):
     """Response of `GET /v1/gang/state`.
 
     `phase`: Ready once this node's ranks run. `wrong`: why the gang can't go on, null while it can.
-    `root_hash`: of the checkpoint that its ranks have loaded.
+    `root_hash`: of the checkpoint that its ranks have loaded. `turn`: null where nobody else uses
+    the devices.
     """
 
     boot_id: str
@@ -52,3 +68,4 @@ class GangState(Wire):
     wrong: str | None = None
     root_hash: str | None = None
     slots: tuple[GangSlot, ...] = ()
+    turn: GangTurn | None = None

@@ -89,10 +89,10 @@ class PodBuilder:
             "spec": self._spec(replica, rank),
         }
         if place is not None:
-            self._seat(made, place)
+            self._seat(made, rank, place)
         return made
 
-    def _seat(self, pod: Obj, place: Place) -> None:
+    def _seat(self, pod: Obj, rank: int, place: Place) -> None:
         """Put a pod in its place: beside the trainer's, on the same claim."""
         meta, spec = pod["metadata"], pod["spec"]
         worker = spec["containers"][0]
@@ -101,7 +101,7 @@ class PodBuilder:
         claims = [*worker["resources"].get("claims", ()), devices.container_claim(place)]
         worker["resources"] = {**worker["resources"], "claims": claims}
         told = devices.environment(
-            self.spec, place, meta["name"], meta["namespace"], self.turn_claim
+            self.spec, place, rank, meta["name"], meta["namespace"], self.turn_claim
         )
         worker["env"] = [*worker["env"], *({"name": k, "value": v} for k, v in told.items())]
         if self.turn_claim:

@@ -33,9 +33,11 @@ def container_claim(place: Place) -> Obj:
 
 
 def environment(
-    spec: RolloutReplicaSpec, place: Place, pod: str, namespace: str, turn_claim: str
+    spec: RolloutReplicaSpec, place: Place, rank: int, pod: str, namespace: str, turn_claim: str
 ) -> dict[str, str]:
     """Return which devices the worker sees, which locks it takes, and where its trainer reaches it.
+
+    Of a gang each pod takes the locks of its own node, and only the head is reached.
 
     The folder is one for all pools of a node: the socket's name says the namespace, too, and is
     short, for the path of a socket has at most 107 bytes.
@@ -50,6 +52,7 @@ def environment(
         values["ROLLOUT_TURN_DIRECTORY"] = names.TURN_MOUNT
         values["ROLLOUT_TURN_DEVICES"] = ",".join(place.devices)
         values["ROLLOUT_TURN_HOLDER"] = pod
+    if turn_claim and rank == 0:
         digest = hashlib.sha256(f"{namespace}/{pod}".encode()).hexdigest()[:10]
         values["ROLLOUT_WEIGHTS_SOCKET"] = f"{names.TURN_MOUNT}/weights-{digest}.sock"
     return values

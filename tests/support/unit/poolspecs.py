@@ -51,10 +51,12 @@ def pushed(epoch: int, version: int) -> dict[str, Any]:
     return {"target": {"epoch": epoch, "version": version, "source": {"pushed": {}}}}
 
 
-def colocated_spec(*, slots: int = 1, tensor: int = 1, **changes: Any) -> RolloutReplicaSpec:
-    """A pool of `vllm` workers beside a trainer, with so many devices each."""
+def colocated_spec(
+    *, slots: int = 1, tensor: int = 1, nodes: int = 1, **changes: Any
+) -> RolloutReplicaSpec:
+    """A pool of `vllm` engines beside a trainer, with so many devices each."""
     colocation = {"trainerSelector": {"matchLabels": {"job": "grpo"}}, "slots": slots}
     if "request" in changes:
         colocation["request"] = changes.pop("request")
-    shape = {"engine": {"type": "vllm"}, "parallelism": {"tensor": tensor}}
+    shape = {"engine": {"type": "vllm"}, "parallelism": {"tensor": tensor, "nodes": nodes}}
     return spec_of(mode="Colocated", colocation=colocation, **shape, **changes)

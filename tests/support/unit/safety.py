@@ -398,6 +398,14 @@ def _stays_in_service(one: Pass) -> None:
                 assert newer or not state.serving, f"{gate.name} is expelled for nothing"
 
 
+def _lost_its_place(one: Pass, replica: int) -> bool:
+    """Whether one of a replica's pods has, which takes the others along."""
+    if one.spec.colocation is None:
+        return False
+    placement = Placement(one.spec, one.seen.beside)
+    return any(placement.lost(pod) for pod in one.ours.values() if pod.replica == replica)
+
+
 def _rolls_within_its_budget(one: Pass) -> None:
     """A rolling update takes down no replica that does its work beyond `maxUnavailable`."""
     leaving = {d.uid for d in one.plan.delete}
@@ -407,7 +415,7 @@ def _rolls_within_its_budget(one: Pass) -> None:
         if head is None or head.uid in one.terminating or not _works(one, head):
             down += 1
         elif head.uid in leaving:
-            if one.spec.colocation and Placement(one.spec, one.seen.beside).lost(head):
+            if _lost_its_place(one, replica):
                 continue  # the devices are the trainer's: it can't stay for anybody's budget
             assert not is_current(head.revision, one.spec), "it serves, and nothing of it is old"
             gone += 1

@@ -24,7 +24,7 @@ class SimTrainers:
     def __init__(self, spec: RolloutReplicaSpec, *, generated: bool) -> None:
         assert spec.colocation is not None
         self.generated = generated
-        self.count = spec.colocation.slots * spec.world
+        self.count = spec.colocation.slots * spec.world // spec.parallelism.nodes
         self.pods: dict[str, Trainer] = {}
         self.claims: dict[str, DeviceClaim] = {}
         self.wanted = ["t-0", "t-1"]

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import cast
 
+from rollout_worker.core.device_turn import DeviceTurn
 from rollout_worker.engine import (
     Engine,
     EngineError,
@@ -32,6 +33,11 @@ from tiny_worker import TinyWorker, settings
 from waiting import until
 
 NODES = ("--nodes", "2", "--leader-address", "127.0.0.1")
+
+
+def nodes_of(count: int) -> tuple[str, ...]:
+    """Flags of a gang of so many nodes."""
+    return ("--nodes", str(count), *NODES[2:])
 
 
 class GangEngine(TinyEngine):
@@ -63,6 +69,7 @@ class TinyMember:
         self.info = info
         self.slots = gang.slots
         self.wrong: str | None = None
+        self.started = False
         self.stopped = False
         self.start_fails: str | None = None
         self.room = True
@@ -73,6 +80,7 @@ class TinyMember:
 
     async def start(self, report: Callable[[Progress], None]) -> MemberInfo:
         report(Progress(message="loading"))
+        self.started = True
         if self.start_fails is not None:
             raise EngineError(self.start_fails)
         return self.info
@@ -101,7 +109,8 @@ class Node:
         assert gang is not None
         self.member = TinyMember(gang, info)
         claim = Staging(settings.staging_memory).claim
-        self.worker = MemberWorker(settings, gang, lambda: self.member, claim)
+        self.locks = DeviceTurn(settings, None, asyncio.sleep) if settings.turn_devices else None
+        self.worker = MemberWorker(settings, gang, lambda: self.member, claim, self.locks)
         self._authorizer = leader_authorizer(settings)
         self._socket = bind("127.0.0.1", settings.control_port, "--control-port")
         self.port = int(self._socket.getsockname()[1])
@@ -130,12 +139,13 @@ class Node:
 
 
 class TinyGang(TinyWorker):
-    """The head of a gang of two; its own loops may end, as a gang's do."""
+    """The head of a gang; its own loops may end, as a gang's do."""
 
     running: asyncio.Task[None]
 
     def __init__(self, home: Path, members: str, flags: Sequence[str] = ()) -> None:
-        super().__init__(home, [*NODES, "--member-addresses", members, *flags])
+        nodes = nodes_of(1 + len(members.split(",")))
+        super().__init__(home, [*nodes, "--member-addresses", members, *flags])
         gang = gang_of(self.worker.settings)
         assert gang is not None
         self.slots = gang.slots
@@ -161,17 +171,17 @@ class TinyGang(TinyWorker):
         return str(error)
 
 
-def member_settings(*flags: str) -> Settings:
-    """Settings of rank 1."""
-    return settings("--control-port", "0", *NODES, "--rank", "1", *flags)
+def member_settings(*flags: str, rank: int = 1) -> Settings:
+    """Settings of a rank above 0."""
+    return settings("--control-port", "0", *nodes_of(1 + rank), "--rank", str(rank), *flags)
 
 
 @contextlib.asynccontextmanager
-async def node(home: Path, root_hash: str, *flags: str) -> AsyncIterator[Node]:
+async def node(home: Path, root_hash: str, *flags: str, rank: int = 1) -> AsyncIterator[Node]:
     """Run a member that has loaded the checkpoint of that hash."""
     model = write_weights(home / "model", 100)
     info = MemberInfo(str(model), root_hash, LAYOUT)
-    running = Node(member_settings(*flags), info)
+    running = Node(member_settings(*flags, rank=rank), info)
     try:
         yield running
     finally:

@@ -218,6 +218,8 @@ class _Server:
     async def _do_release(self, tags: list[str]) -> None:
         give = messages.ReleaseMemoryOccupationReqInput(tags=tags)
         await self._manager.release_memory_occupation(give)
+        # That is the first rank's answer; the others may still be at it, and their devices go to others.
+        await self._tell("rollout_meet")
 
     async def _do_retake(self, tags: list[str]) -> None:
         take = messages.ResumeMemoryOccupationReqInput(tags=tags)

@@ -49,6 +49,10 @@ def bring_back(scheduler: Any) -> None:
     _together(scheduler, _bring_back)
 
 
+def meet(scheduler: Any) -> None:
+    """Do nothing: SGLang answers this once all ranks have done what was asked before."""
+
+
 def _together(scheduler: Any, work: Callable[[Any], None]) -> None:
     """Do it in all ranks, and fail in all if one does: SGLang tells what its first rank says.
 

@@ -1,0 +1,192 @@
+"""The slots of a member: this node's memory for new weights, each filled as the head says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from rollout_worker.engine import (
+    EngineError,
+    Entry,
+    Given,
+    Member,
+    MemberInfo,
+    Sink,
+    WeightsRejected,
+)
+from rollout_worker.schemas import CHECKPOINT, PushedBytes
+from rollout_worker.settings import Settings
+from rollout_worker.sources.fetching import Fetching
+from rollout_worker.sources.filling import Located, fill, locate, resolve_within
+from rollout_worker.sources.incoming import Incoming
+from rollout_worker.sources.memory import Memory
+from rollout_worker.sources.outward import Outward
+from rollout_worker.sources.pushed import receive
+from rollout_worker.weights import check_layout
+from rollout_worker.wire.gang import GangSlot, SlotRequest
+from rollout_worker.wire.problems import ProblemError
+
+logger = logging.getLogger(__name__)
+
+LOOK_UP_SECONDS = 10.0
+
+Claim = Callable[[int], Callable[[], None]]
+"""Charges memory of staged weights, as `Staging.claim`; returns what gives it back."""
+
+
+class Held:
+    """One slot of this node, being filled or filled."""
+
+    def __init__(self, slot: str, request: SlotRequest) -> None:
+        self.id = slot
+        self.request = request
+        self.done = 0
+        self.total = 0
+        self.root_hash: str | None = None
+        self.error: str | None = None
+        self.sink: Sink | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    def report(self, done: int, total: int) -> None:
+        """Note progress; may be called from any thread."""
+        self.done, self.total = done, total
+
+    def verify(self, root_hash: str) -> None:
+        """Note what was found.
+
+        Raises:
+            WeightsRejected: it isn't what the head expects.
+        """
+        if self.request.root_hash not in (None, root_hash):
+            raise WeightsRejected(
+                f"the source has root_hash {root_hash} on this node, it should have"
+                f" {self.request.root_hash}"
+            )
+        self.root_hash = root_hash
+
+    async def close(self) -> None:
+        """End the filling and give the memory back."""
+        if self.task is not None and not self.task.done():
+            self.task.cancel()
+            await asyncio.wait([self.task])
+        sink, self.sink = self.sink, None
+        if sink is not None:
+            await asyncio.to_thread(sink.close)
+
+    def view(self) -> GangSlot:
+        """The slot as the head sees it."""
+        phase = "Failed" if self.error else "Filling" if self.sink is None else "Filled"
+        return GangSlot.model_validate(
+            {
+                "id": self.id,
+                "phase": phase,
+                "bytes_done": self.done,
+                "bytes_total": self.total,
+                "root_hash": self.root_hash,
+                "error": self.error,
+            }
+        )
+
+
+class Slots:
+    """All slots of a node.
+
+    Args:
+        settings: The worker's.
+        claim: Charges memory of weights that are fetched from the head.
+    """
+
+    def __init__(self, settings: Settings, claim: Claim) -> None:
+        self._settings = settings
+        self._claim = claim
+        self._outward = Outward.of(settings)
+        self._held: dict[str, Held] = {}
+
+    def __iter__(self) -> Iterator[GangSlot]:
+        return (held.view() for held in self._held.values())
+
+    def open(self, slot: str, request: SlotRequest, member: Member, info: MemberInfo) -> GangSlot:
+        """Begin to fill a slot; a repeated call changes nothing."""
+        held = self._held.get(slot)
+        if held is None:
+            held = self._held[slot] = Held(slot, request)
+            held.task = asyncio.create_task(self._fill(held, member, info))
+        return held.view()
+
+    def look(self, slot: str) -> GangSlot:
+        """One slot.
+
+        Raises:
+            ProblemError: 404.
+        """
+        if slot not in self._held:
+            raise ProblemError("not-found", f"this member has no slot {slot}: stage again")
+        return self._held[slot].view()
+
+    async def close(self, slot: str) -> None:
+        """Give a slot back, if there is one; it is listed as long as its memory is there."""
+        held = self._held.get(slot)
+        if held is not None:
+            await held.close()
+            self._held.pop(slot, None)
+
+    async def close_all(self) -> None:
+        """Give all slots back."""
+        for slot in list(self._held):
+            await self.close(slot)
+
+    async def _fill(self, held: Held, member: Member, info: MemberInfo) -> None:
+        seconds, pushed = held.request.deadline_seconds, held.request.source.pushed
+        open_slot = partial(member.open_slot, held.id, on_disk=held.request.on_disk)
+        try:
+            async with asyncio.timeout(seconds):
+                if pushed is not None:
+                    held.sink = await self._fetch(held, pushed, member, info)
+                    return
+                located = await self._located(held.request, info)
+                held.sink = await fill(open_slot, info.layout, located, held.verify, held.report)
+        except TimeoutError:
+            held.error = f"not staged within {seconds:g} s"
+        except (EngineError, ProblemError) as error:
+            held.error = str(error)
+        except Exception as error:
+            logger.exception("filling slot %s failed", held.id)
+            held.error = f"internal error: {error}"
+
+    async def _fetch(
+        self, held: Held, pushed: PushedBytes, member: Member, info: MemberInfo
+    ) -> Sink:
+        """Fetch pushed bytes from the head, and keep none beside the sink."""
+        check = partial(check_layout, info.layout, where="what was pushed")
+        incoming = Incoming(CHECKPOINT, pushed, check, self._room)  # its identity is the head's
+
+        async def open_slot(entries: Sequence[Entry], given: Given | None = None) -> Sink:
+            # Ranks look where the head's sink has its tensors, so given memory is copied on all nodes.
+            return await member.open_slot(held.id, entries, on_disk=held.request.on_disk)
+
+        Fetching(incoming, pushed.peers, self._outward).start()
+        try:
+            return await receive(open_slot, info.layout, incoming, held.verify, held.report)
+        finally:
+            incoming.close("the slot is filled, or was given up")
+
+    def _room(self, nbytes: int) -> tuple[Memory, Callable[[], None]]:
+        """Take memory for what is fetched; returns what takes it off the budget, too.
+
+        Raises:
+            EngineError: There is none.
+            ArenaError: The kernel gives none.
+        """
+        give_back = self._claim(nbytes)
+        try:
+            return Memory(max(nbytes, 1)), give_back
+        except BaseException:
+            give_back()
+            raise
+
+    async def _located(self, request: SlotRequest, info: MemberInfo) -> Located:
+        resolved = await resolve_within(request.source.named, self._settings, LOOK_UP_SECONDS)
+        return locate(resolved, self._settings, Path(info.model))
