@@ -54,7 +54,8 @@ class Memory:
             self.handle, self._view = slot.handle, slot.bytes(0, slot.size)
 
             def done() -> None:
-                if recycle is None or self._viewed():
+                viewed = self._viewed()  # first: memory goes with its last view
+                if recycle is None or viewed:
                     slot.close()
                 else:
                     recycle(Used(slot, self.root_hash))
