@@ -251,6 +251,32 @@ async def test_a_joiner_fetches_from_peers_and_drops_those_that_fail(tmp_path: P
         assert "used or void" in str(again.error)
 
 
+async def test_a_peer_whose_memory_has_changed_since_is_dropped_for_another(tmp_path: Path) -> None:
+    given = Version(7)
+    async with (
+        pushed_worker(tmp_path / "a") as a,
+        pushed_worker(tmp_path / "b") as b,
+        pushed_worker(tmp_path / "c") as c,
+    ):
+        for worker in (a, b):
+            await push(worker, 1, given, "tcp")
+            await worker.commit(1)
+        kept = a.updates.pushes.kept
+        assert kept is not None
+        with kept.memory.bytes(0, 1) as first:
+            first[0] ^= 1
+
+        def peer(worker: TinyWorker) -> dict[str, object]:
+            offered = worker.updates.offer("me", OfferRequest(epoch=1, version=1))
+            return Peer(host="127.0.0.1", port=offered.port, ticket=offered.ticket).model_dump()
+
+        alone = await c.stage(1, 0, source={"pushed": {"peers": [peer(a)]}})
+        assert alone.phase == "Failed"
+        assert "arrived damaged" in str(alone.error)
+        both = await c.stage(1, 0, source={"pushed": {"peers": [peer(a), peer(b)]}})
+        assert (both.phase, both.root_hash, both.error) == ("Staged", given.root_hash, None)
+
+
 async def test_an_offer_of_what_is_not_kept_is_refused(worker: TinyWorker) -> None:
     with refused("no-copy") as caught:
         worker.updates.offer("me", OfferRequest(epoch=1, version=1))

@@ -187,6 +187,11 @@ class Incoming:
         return release
 
     @property
+    def hashes(self) -> dict[int, str]:
+        """By number of the chunk: what it was verified against; not of those that came as deltas, or are shared."""
+        return self._hashes
+
+    @property
     def chunks(self) -> int:
         """How many chunks are there and verified, or final in shared memory."""
         with self._state:
@@ -372,7 +377,7 @@ class Incoming:
                 self._state.notify_all()
 
     def hash_of(self, chunk: int) -> str | None:
-        """Return what a chunk was verified against; None: it is in shared memory, or came as a delta."""
+        """Return what a chunk was verified against, see `hashes`."""
         return self._hashes.get(chunk)
 
     def advance(self, upto: int) -> None:
