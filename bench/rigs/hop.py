@@ -71,7 +71,7 @@ def settings(rate: str) -> Settings:
 
 def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
     """Give memory that nobody charges."""
-    return Memory(nbytes), lambda: None
+    return Memory(nbytes, hollow=True), lambda: None
 
 
 class Hop:
@@ -129,14 +129,13 @@ def bare_copy(peer: Peer) -> float:
     connection = dial(peer.host, peer.port, HOP_SECONDS)
     connection.send(Kind.FETCH, {"ticket": peer.ticket})
     size = PushLayout.from_json(connection.expect(Kind.LAYOUT).head["layout"]).nbytes
-    memory = Memory(size)
+    memory = Memory(size, hollow=True)
     release, step = memory.hold(), RANGE_CHUNKS * CHUNK_BYTES
     for first in range(0, size, step):
         connection.send(Kind.GET, {"ranges": [[first, min(first + step, size)]]})
         for begin in range(first, min(first + step, size), CHUNK_BYTES):
             frame = connection.expect(Kind.DATA)
-            with memory.bytes(begin, begin + frame.payload) as place:
-                connection.read_into(place)
+            memory.take(begin, begin + frame.payload, connection.read_into)
     took = time.monotonic() - began
     connection.close()
     release()

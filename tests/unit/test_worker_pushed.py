@@ -9,10 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from pushing import Version, held, push, pushed_worker, quiet, stage, trainer
 from rollout_worker.schemas import Lifecycle, OfferRequest, Peer, StagedWeights
+from rollout_worker.sources.memory import Memory
 from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
+from rollout_worker.transfer.spare import Used
 from rollout_worker.wire.problems import ProblemError
 from tiny_engine import LAYOUT
 from tiny_worker import TinyWorker, refused, tiny_worker
@@ -275,6 +278,25 @@ async def test_a_peer_whose_memory_has_changed_since_is_dropped_for_another(tmp_
         assert "arrived damaged" in str(alone.error)
         both = await c.stage(1, 0, source={"pushed": {"peers": [peer(a), peer(b)]}})
         assert (both.phase, both.root_hash, both.error) == ("Staged", given.root_hash, None)
+
+
+def test_hollow_memory_is_used_again_only_if_all_of_it_came() -> None:
+    spare: list[Used] = []
+
+    def read(view: memoryview) -> None:
+        view[:] = b"12345678"
+
+    for root_hash in (None, "root"):
+        memory = Memory(8, recycle=spare.append, hollow=True)
+        release = memory.hold()
+        assert memory.take(0, 8, read) == xxhash.xxh3_128_hexdigest(b"12345678")
+        assert bytes(memory.bytes(0, 8)) == b"12345678"
+        if root_hash is not None:
+            memory.verified(root_hash)
+        release()
+    [used] = spare
+    assert used.root_hash == "root"
+    used.slot.close()
 
 
 async def test_an_offer_of_what_is_not_kept_is_refused(worker: TinyWorker) -> None:

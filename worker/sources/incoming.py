@@ -140,7 +140,7 @@ class Incoming:
         with self._state:
             self.root_hash = root_hash
             if self.memory is not None:
-                self.memory.root_hash = root_hash
+                self.memory.verified(root_hash)
             self._state.notify_all()
 
     def fail(self, why: str, tensor: str | None = None) -> None:
