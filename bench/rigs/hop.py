@@ -1,6 +1,13 @@
-"""A worker's receiving end without an engine: `python hop.py RATE`, RATE in bytes a second.
+"""A worker's port for weights without an engine: `python hop.py RATE`, RATE in bytes a second, or `none`.
 
-For each line of input it expects one version more and writes where, as JSON; then, once it has verified it, a line.
+Each line of input is an order, each line of output an answer, both JSON:
+
+    {"do": "take"}            expects one version more; writes where, then its root hash, once it is verified
+    {"do": "offer"}           writes how a peer fetches the version that is here
+    {"do": "join", peers}     fetches a version; writes its root hash, the seconds until it was verified, and of CPU
+    {"do": "copy", peers}     the same from the first peer alone, hashing nothing
+
+What is here when the next version comes is given up.
 """
 
 from __future__ import annotations
@@ -9,16 +16,22 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from rollout_worker.engine import Entry, Layout, Mapped
+from rollout_worker.engine import Entry, Layout, Mapped, Sink
 from rollout_worker.ports.weights import WeightsPort
-from rollout_worker.schemas import PushedBytes, WeightsId
+from rollout_worker.schemas import Peer, PushedBytes, WeightsId
 from rollout_worker.settings import Settings, add_flags, parse
+from rollout_worker.sources.fetching import RANGE_CHUNKS, Fetching
+from rollout_worker.sources.giving import Kept, kept_of
 from rollout_worker.sources.incoming import Incoming
 from rollout_worker.sources.memory import Memory
 from rollout_worker.sources.pushed import Desk, receive
+from rollout_worker.transfer.dialing import dial
+from rollout_worker.transfer.frames import CHUNK_BYTES, HOP_SECONDS, Kind
+from rollout_worker.transfer.layout import PushLayout
 
 
 class Taken:
@@ -51,31 +64,92 @@ def settings(rate: str) -> Settings:
     parser = argparse.ArgumentParser()
     add_flags(parser)
     alone = ["--model", "none", "--auth", "none", "--control-host", "127.0.0.1"]
-    port = ["--data-host", "127.0.0.1", "--weights-port", "0", "--weights-egress", rate]
-    return parse(parser.parse_args([*alone, *port]), {})
+    port = ["--data-host", "127.0.0.1", "--weights-port", "0"]
+    limit = [] if rate == "none" else ["--weights-egress", rate]
+    return parse(parser.parse_args([*alone, *port, *limit]), {})
 
 
 def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
     """Give memory that nobody charges."""
-    return Memory(nbytes), lambda: None
+    return Memory(nbytes, hollow=True), lambda: None
+
+
+class Hop:
+    """See the module."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk, self._version = desk, 0
+        self._kept: Kept | None = None
+        self._sink: Sink | None = None
+
+    async def obey(self, order: Mapping[str, Any]) -> None:
+        """Do what is asked, and say what came of it."""
+        peers = tuple(Peer.model_validate(each) for each in order.get("peers", ()))
+        match order["do"]:
+            case "take":
+                incoming = self._expected(())
+                say(self._desk.expect(incoming).model_dump(mode="json"))
+                await self._receive(incoming)
+                say(incoming.root_hash)
+            case "offer":
+                assert self._kept is not None, "it has taken a version"
+                offer = self._desk.offer(self._kept)
+                say({"host": "127.0.0.1", "port": offer.port, "ticket": offer.ticket})
+            case "join":
+                incoming = self._expected(peers)
+                began, cpu = time.monotonic(), time.process_time()
+                Fetching(incoming, peers, self._desk.outward).start()
+                await self._receive(incoming)
+                took = {"seconds": time.monotonic() - began, "cpu": time.process_time() - cpu}
+                say({"root_hash": incoming.root_hash, **took})
+            case _:
+                say({"seconds": await asyncio.to_thread(bare_copy, peers[0])})
+
+    def _expected(self, peers: tuple[Peer, ...]) -> Incoming:
+        """Give up what is here, and return what is to come."""
+        if self._kept is not None and self._sink is not None:
+            self._sink.close()
+            self._kept.release()
+        self._version += 1
+        identity = WeightsId(epoch=1, version=self._version)
+        return Incoming(identity, PushedBytes(peers=peers), lambda _: None, room)
+
+    async def _receive(self, incoming: Incoming) -> None:
+        """Return once it is staged; it is kept, as a committed one is."""
+        layout = Layout({}, {}, {})
+        self._sink = await receive(
+            open_slot, layout, incoming, lambda _: None, lambda done, total: None
+        )
+        self._kept = kept_of(incoming)
+
+
+def bare_copy(peer: Peer) -> float:
+    """Return the seconds in which a version comes from one peer to fresh memory, frame by frame, unverified."""
+    began = time.monotonic()
+    connection = dial(peer.host, peer.port, HOP_SECONDS)
+    connection.send(Kind.FETCH, {"ticket": peer.ticket})
+    size = PushLayout.from_json(connection.expect(Kind.LAYOUT).head["layout"]).nbytes
+    memory = Memory(size, hollow=True)
+    release, step = memory.hold(), RANGE_CHUNKS * CHUNK_BYTES
+    for first in range(0, size, step):
+        connection.send(Kind.GET, {"ranges": [[first, min(first + step, size)]]})
+        for begin in range(first, min(first + step, size), CHUNK_BYTES):
+            frame = connection.expect(Kind.DATA)
+            memory.take(begin, begin + frame.payload, connection.read_into)
+    took = time.monotonic() - began
+    connection.close()
+    release()
+    return took
 
 
 async def serve(rate: str) -> None:
-    """Take one version after another until there is no more input."""
+    """Obey until there is no more input."""
     desk = Desk()
     port = WeightsPort(settings(rate), desk)
     port.start()
-    version = 0
-    while await asyncio.to_thread(sys.stdin.readline):
-        version += 1
-        identity = WeightsId(epoch=1, version=version)
-        incoming = Incoming(identity, PushedBytes(), lambda _: None, room)
-        say(desk.expect(incoming).model_dump(mode="json"))
-        layout = Layout({}, {}, {})
-        sink = await receive(open_slot, layout, incoming, lambda _: None, lambda done, total: None)
-        say(incoming.root_hash)
-        sink.close()
-        incoming.close("the next one comes")
+    hop = Hop(desk)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        await hop.obey(json.loads(line))
     await asyncio.to_thread(port.stop)
 
 

@@ -27,10 +27,10 @@ class Hops:
 
     Args:
         processes: One for each.
-        rate: Bytes a second that each of them, and the trainer, sends at most.
+        rate: Bytes a second that each of them, and the trainer, sends at most; None: as many as go.
     """
 
-    def __init__(self, processes: list[subprocess.Popen[str]], rate: int) -> None:
+    def __init__(self, processes: list[subprocess.Popen[str]], rate: int | None) -> None:
         self._processes, self._rate = processes, rate
         self._pusher = Pusher()
 
@@ -38,7 +38,7 @@ class Hops:
         """Return the seconds from the call until the first `count` of them have verified every byte."""
         chosen = self._processes[:count]
         receivers = [
-            Receiver(f"hop-{index:02}", "127.0.0.1", Transfer.model_validate(_next(each)))
+            Receiver(f"hop-{index:02}", "127.0.0.1", Transfer.model_validate(_told(each, "take")))
             for index, each in enumerate(chosen)
         ]
         began = time.monotonic()
@@ -54,6 +54,19 @@ class Hops:
             _line(each)
         push.close()
         return ended - began
+
+    def join(self, members: int) -> tuple[float, float]:
+        """Let the last of them fetch and verify what the first so many have; returns seconds, and those of its CPU."""
+        told = self._fetched("join", members)
+        return float(told["seconds"]), float(told["cpu"])
+
+    def copy(self) -> float:
+        """Return the seconds in which the bytes of the first one came to the last one, of which nothing is hashed."""
+        return float(self._fetched("copy", 1)["seconds"])
+
+    def _fetched(self, way: str, members: int) -> Any:
+        *others, joiner = self._processes
+        return _told(joiner, way, peers=[_told(each, "offer") for each in others[:members]])
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -71,10 +84,10 @@ def _settled(push: Any, name: str, began: float) -> float:
 
 
 @contextmanager
-def hops(count: int, rate: int) -> Iterator[Hops]:
+def hops(count: int, rate: int | None = None) -> Iterator[Hops]:
     """Start so many receivers, each with this limit."""
     with ExitStack() as stack:
-        command = [sys.executable, str(HOP), str(rate)]
+        command = [sys.executable, str(HOP), "none" if rate is None else str(rate)]
         processes = []
         for _ in range(count):
             process = subprocess.Popen(
@@ -92,10 +105,10 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate(timeout=10)
 
 
-def _next(process: subprocess.Popen[str]) -> Any:
-    """Let it expect another version; returns where."""
+def _told(process: subprocess.Popen[str], order: str, **words: Any) -> Any:
+    """Give an order; returns the first answer."""
     assert process.stdin is not None
-    process.stdin.write("\n")
+    process.stdin.write(json.dumps({"do": order, **words}) + "\n")
     process.stdin.flush()
     return _line(process)
 

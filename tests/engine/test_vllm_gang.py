@@ -13,10 +13,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from safetensors.torch import load_file
 
 from engine_kinds import KINDS, left_out
 from gangs import PP2, Gang, device, gang
 from reference import Reference
+from rollout_client import DirectOptions, RolloutPool
+from rollout_client.steering.pushing.routes import Transport
 from rollout_worker.turn import Turn
 from rollout_worker.turn.files import holders
 from tinymodels import TinyModels
@@ -67,6 +70,23 @@ def test_an_update_under_load_reaches_all_ranks(
     answer = running.result(120).json()["outputs"][0]
     assert [span["version"] for span in answer["weights"]] == [0, 1]
     assert greedy(both) == reference_2.greedy(PROMPT, 12)
+
+
+def test_pushed_updates_reach_all_ranks(
+    both: Gang, tiny_models: TinyModels, reference: Reference, reference_2: Reference
+) -> None:
+    data, control = (str(each.base_url).rstrip("/") for each in (both.head.data, both.head.control))
+    ways: list[tuple[Transport, int, Reference]] = [("tcp", 1, reference), ("shm", 2, reference_2)]
+    with RolloutPool.from_urls([data], control_urls=[control], direct=DirectOptions()) as pool:
+        epoch = pool.acquire()
+        for version, (transport, seed, judge) in enumerate(ways, 1):
+            tensors = load_file(Path(tiny_models.weights(seed)) / "model.safetensors")
+            done = pool.publish_weights(version, tensors=tensors, transport=transport)
+            assert done.replicas == 1
+            assert greedy(both) == judge.greedy(PROMPT, 12)
+            active = both.head.state()["weights"]["active"]
+            assert (active["epoch"], active["version"]) == (epoch, version)
+            assert active["root_hash"] == done.root_hash
 
 
 @pytest.mark.parametrize("level", [1, 2])

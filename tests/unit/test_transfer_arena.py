@@ -81,6 +81,32 @@ def test_no_room_is_said_with_the_fix() -> None:
     assert descriptors() == before
 
 
+def test_a_hollow_slot_is_filled_run_by_run_and_sealed_once_it_is_whole() -> None:
+    slot = Slot(2 * PAGE, hollow=True)
+    assert os.stat(slot.handle).st_blocks == 0, "no page is there yet"
+    for begin in (PAGE, 0):
+        slot.put(begin, memoryview(bytes([begin % 251 + 1]) * PAGE))
+    assert bytes(slot.bytes(PAGE, 2 * PAGE)) == bytes([PAGE % 251 + 1]) * PAGE
+    with pytest.raises(PermissionError):
+        os.ftruncate(slot.handle, PAGE)
+    slot.whole()
+    with pytest.raises(PermissionError):
+        os.pwrite(slot.handle, b"x", 0)
+    slot.close()
+
+
+def test_a_page_that_the_kernel_refuses_later_is_no_room_either() -> None:
+    slot = Slot(2 * PAGE, hollow=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
+    try:
+        with pytest.raises(ArenaError, match="more memory"):
+            slot.put(PAGE - 8, memoryview(bytes(16)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    slot.close()
+
+
 def test_more_than_there_is_is_refused_before_any_of_it_is_taken() -> None:
     found = memory_left()
     assert found is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +56,24 @@ def test_the_words_at_the_edges_of_blocks_are_found(size: int) -> None:
     edges = {0: 1, BLOCK_BYTES - 1: 1, BLOCK_BYTES: 1, size - 1: 1}
     base, new = made(size, edges)
     assert applied(encode(base, new), base) == new
+
+
+@pytest.mark.parametrize("more", [0, 1, 2, 6, 7])
+@pytest.mark.parametrize("shares", [(0, 1), (2, 30, 1), (50, 0, 50), (3, 100, 100, 1)])
+def test_few_and_many_changes_in_turn_are_found(shares: tuple[int, ...], more: int) -> None:
+    """By percent of the words of each MiB: what is many in one changes how the next is looked at."""
+    draw = np.random.default_rng(1)
+    base = draw.integers(0, 256, (len(shares) << 20) + more, dtype=np.uint8)
+    new = base.copy()
+    for at, share in enumerate(shares):
+        run = new[at << 20 :]
+        run[draw.choice(len(run), len(run) * share // 200, replace=False)] ^= 1
+    delta = encode(base.tobytes(), new.tobytes())
+    assert applied(delta, base.tobytes()) == new.tobytes()
+    assert delta is not None
+    words = int((base[: len(base) & ~1].view("<u2") != new[: len(new) & ~1].view("<u2")).sum())
+    blocks = int.from_bytes(delta[:4], "little")
+    assert len(delta) == 4 + 8 * blocks + 4 * words + len(base) % 2, "nothing else is sent"
 
 
 def test_what_is_equal_takes_four_bytes() -> None:

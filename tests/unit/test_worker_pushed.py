@@ -9,10 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from pushing import Version, held, push, pushed_worker, quiet, stage, trainer
 from rollout_worker.schemas import Lifecycle, OfferRequest, Peer, StagedWeights
+from rollout_worker.sources.memory import Memory
 from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
+from rollout_worker.transfer.spare import Used
 from rollout_worker.wire.problems import ProblemError
 from tiny_engine import LAYOUT
 from tiny_worker import TinyWorker, refused, tiny_worker
@@ -249,6 +252,51 @@ async def test_a_joiner_fetches_from_peers_and_drops_those_that_fail(tmp_path: P
         assert again.phase == "Failed"
         assert "no peer could give" in str(again.error)
         assert "used or void" in str(again.error)
+
+
+async def test_a_peer_whose_memory_has_changed_since_is_dropped_for_another(tmp_path: Path) -> None:
+    given = Version(7)
+    async with (
+        pushed_worker(tmp_path / "a") as a,
+        pushed_worker(tmp_path / "b") as b,
+        pushed_worker(tmp_path / "c") as c,
+    ):
+        for worker in (a, b):
+            await push(worker, 1, given, "tcp")
+            await worker.commit(1)
+        kept = a.updates.pushes.kept
+        assert kept is not None
+        with kept.memory.bytes(0, 1) as first:
+            first[0] ^= 1
+
+        def peer(worker: TinyWorker) -> dict[str, object]:
+            offered = worker.updates.offer("me", OfferRequest(epoch=1, version=1))
+            return Peer(host="127.0.0.1", port=offered.port, ticket=offered.ticket).model_dump()
+
+        alone = await c.stage(1, 0, source={"pushed": {"peers": [peer(a)]}})
+        assert alone.phase == "Failed"
+        assert "arrived damaged" in str(alone.error)
+        both = await c.stage(1, 0, source={"pushed": {"peers": [peer(a), peer(b)]}})
+        assert (both.phase, both.root_hash, both.error) == ("Staged", given.root_hash, None)
+
+
+def test_hollow_memory_is_used_again_only_if_all_of_it_came() -> None:
+    spare: list[Used] = []
+
+    def read(view: memoryview) -> None:
+        view[:] = b"12345678"
+
+    for root_hash in (None, "root"):
+        memory = Memory(8, recycle=spare.append, hollow=True)
+        release = memory.hold()
+        assert memory.take(0, 8, read) == xxhash.xxh3_128_hexdigest(b"12345678")
+        assert bytes(memory.bytes(0, 8)) == b"12345678"
+        if root_hash is not None:
+            memory.verified(root_hash)
+        release()
+    [used] = spare
+    assert used.root_hash == "root"
+    used.slot.close()
 
 
 async def test_an_offer_of_what_is_not_kept_is_refused(worker: TinyWorker) -> None:

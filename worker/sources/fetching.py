@@ -7,8 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-import xxhash
-
 from rollout_worker.schemas import Peer
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import CHUNK_BYTES, Kind, Malformed, TransferError
@@ -145,9 +143,7 @@ class Fetching:
             frame = connection.expect(Kind.DATA)
             if frame.integer("offset") != begin or frame.payload != end - begin:
                 raise Malformed("it sent another chunk than it was asked for")
-            with memory.bytes(begin, end) as place:
-                connection.read_into(place)
-                found = xxhash.xxh3_128_hexdigest(place)
+            found = memory.take(begin, end, connection.read_into)
             if found != frame.text("hash"):
                 raise Malformed(f"the chunk at {begin} arrived damaged")
             self._incoming.mark(chunk, found)

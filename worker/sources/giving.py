@@ -6,7 +6,7 @@ The other nodes of a gang fetch from their head while the version still arrives 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -36,6 +36,8 @@ class Kept:
     release: Callable[[], None]
     patch: Patch | None = None
     """How it differs from the version before it; None: not known."""
+    hashes: dict[int, str] = field(default_factory=dict, repr=False)
+    """Of its chunks, as far as they were verified one by one, or were given before."""
 
     def view(self) -> KeptWeights:
         """What clients see of it."""
@@ -72,8 +74,9 @@ def kept_of(incoming: Incoming) -> Kept | None:
     if incoming.layout is None or incoming.memory is None or incoming.end is None:
         return None
     return Kept(
-        incoming.identity, incoming.layout, incoming.memory, incoming.end, release, incoming.patch
-    )
+        incoming.identity, incoming.layout, incoming.memory, incoming.end, release, incoming.patch,
+        incoming.hashes,
+    )  # fmt: skip
 
 
 Gives = Kept | Incoming
@@ -129,7 +132,10 @@ def _send(connection: Connection, source: Gives, memory: Memory, begin: int, end
     if isinstance(source, Incoming) and source.upto < end:
         source.follow(lambda: source.upto >= end, _never)
     with memory.bytes(begin, end) as view:
-        digest = xxhash.xxh3_128_hexdigest(view)
+        # As it was when it came: what has changed in this memory since, the peer finds.
+        digest = source.hashes.get(begin // CHUNK_BYTES)
+        if digest is None:
+            digest = source.hashes[begin // CHUNK_BYTES] = xxhash.xxh3_128_hexdigest(view)
         connection.send(Kind.DATA, {"offset": begin, "hash": digest}, view)
 
 

@@ -140,7 +140,7 @@ class Incoming:
         with self._state:
             self.root_hash = root_hash
             if self.memory is not None:
-                self.memory.root_hash = root_hash
+                self.memory.verified(root_hash)
             self._state.notify_all()
 
     def fail(self, why: str, tensor: str | None = None) -> None:
@@ -185,6 +185,11 @@ class Incoming:
         self._let_base_go()
         self.give_back()
         return release
+
+    @property
+    def hashes(self) -> dict[int, str]:
+        """By number of the chunk: what it was verified against; not of those that came as deltas, or are shared."""
+        return self._hashes
 
     @property
     def chunks(self) -> int:
@@ -372,7 +377,7 @@ class Incoming:
                 self._state.notify_all()
 
     def hash_of(self, chunk: int) -> str | None:
-        """Return what a chunk was verified against; None: it is in shared memory, or came as a delta."""
+        """Return what a chunk was verified against, see `hashes`."""
         return self._hashes.get(chunk)
 
     def advance(self, upto: int) -> None:

@@ -184,9 +184,7 @@ class Receiving:
         if self._incoming.has(chunk):
             return self._connection.skip(frame)
         self._incoming.begin_chunk(chunk)
-        with memory.bytes(offset, offset + size) as place:
-            self._connection.read_into(place)
-            found = xxhash.xxh3_128_hexdigest(place)
+        found = memory.take(offset, offset + size, self._connection.read_into)
         if found == frame.text("hash"):
             return self._incoming.mark(chunk, found)
         self._again(offset, delta=False)

@@ -50,12 +50,21 @@ class Slot:
     Args:
         nbytes: Its size.
         share: Called with its descriptor and size, as long as others may still map it to write.
+        hollow: Whether its pages come one by one, with what `put` writes: half the cost of a page is to clear it
+            and to map it for writing. Until all is there nobody may write it in another way.
 
     Raises:
         ArenaError: There is no room.
     """
 
-    def __init__(self, nbytes: int, lock: Lock = page_lock, share: Share | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        lock: Lock = page_lock,
+        share: Share | None = None,
+        *,
+        hollow: bool = False,
+    ) -> None:
         _check_room(nbytes)
         self.size = max(nbytes, 1)
         self._news = threading.Condition()
@@ -67,19 +76,43 @@ class Slot:
         self._unlock: Release | None = None
         self.handle = os.memfd_create("rollout-push", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # A hole that can't be filled later would end the process, not raise.
-            os.posix_fallocate(self.handle, 0, self.size)
+            if hollow:
+                os.ftruncate(self.handle, self.size)
+            else:
+                # A hole that can't be filled later would end the process, not raise.
+                os.posix_fallocate(self.handle, 0, self.size)
             self._map = mmap.mmap(self.handle, self.size)
             if share is not None:
                 share(self.handle, self.size)
-            _seal(self.handle)
+            _keep_size(self.handle)
+            if not hollow:
+                _seal(self.handle)
         except OSError as error:
             self.close()
             raise _no_room(nbytes, str(error)) from error
         except BaseException:
             self.close()
             raise
-        populate(self._map, POPULATE_WRITE)
+        if not hollow:
+            populate(self._map, POPULATE_WRITE)
+
+    def put(self, begin: int, content: memoryview) -> None:
+        """Write a run of a hollow slot, which whoever calls keeps from being closed.
+
+        Raises:
+            ArenaError: There is no room.
+        """
+        done = 0
+        try:
+            while done < len(content):
+                with content[done:] as rest:
+                    done += os.pwrite(self.handle, rest, begin + done)
+        except OSError as error:
+            raise _no_room(self.size, str(error)) from error
+
+    def whole(self) -> None:
+        """Note that every byte of a hollow slot was put: from now on it is like any other."""
+        _seal(self.handle)
 
     @property
     def lent(self) -> bool:
@@ -270,10 +303,13 @@ def _no_room(nbytes: int, why: str) -> ArenaError:
     )
 
 
+def _keep_size(handle: int) -> None:
+    """Let nobody shrink or grow it."""
+    fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+
 def _seal(handle: int) -> None:
-    """Let nobody shrink or grow it, and nobody but who has mapped it by now write it."""
-    sizes = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    fcntl.fcntl(handle, fcntl.F_ADD_SEALS, sizes)
+    """Let nobody but who has mapped it by now write it."""
     with contextlib.suppress(OSError):  # an older kernel
         fcntl.fcntl(handle, fcntl.F_ADD_SEALS, FUTURE_WRITE)
     fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)

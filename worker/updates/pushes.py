@@ -80,7 +80,9 @@ class Pushes:
         _, info = self._runtime.loaded()
         check = partial(check_layout, info.layout, where="what was pushed")
         basis = None if pushed.base is None else self._basis(pushed.base)
-        incoming = Incoming(identity, pushed, check, self._room_for, basis)
+        # A delta is applied in place, which a page that can't be had later would end.
+        room = partial(self._room_for, hollow=basis is None)
+        incoming = Incoming(identity, pushed, check, room, basis)
         if pushed.peers:
             Fetching(incoming, pushed.peers, self.desk.outward).start()
         return incoming
@@ -160,8 +162,8 @@ class Pushes:
             " without source.pushed.base, and send all bytes",
         )
 
-    def _room_for(self, nbytes: int) -> tuple[Memory, Callable[[], None]]:
-        """Take memory for pushed bytes; what is kept goes first if there is no room else.
+    def _room_for(self, nbytes: int, *, hollow: bool) -> tuple[Memory, Callable[[], None]]:
+        """Take memory for pushed bytes, `hollow` or not; what is kept goes first if there is no room else.
 
         Raises:
             EngineError: There is none.
@@ -176,7 +178,8 @@ class Pushes:
                 used.slot.close()
             raise
         try:
-            return Memory(size, used=used, recycle=self._recycle), give_back
+            memory = Memory(size, used=used, recycle=self._recycle, hollow=hollow)
+            return memory, give_back
         except BaseException:
             give_back()
             raise

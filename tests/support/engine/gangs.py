@@ -103,6 +103,7 @@ class Gang:
             (
                 *("--engine", kind.name, *FLAGS, *kind.flags, *shared, *_turn(0, locks)),
                 *("--member-addresses", f"127.0.0.1:{self.member.port}", "--shutdown-grace", "0"),
+                *("--weights-port", "0", "--weights-socket", str(home / "weights.sock")),
             ),
             env,
             python=kind.python,
