@@ -103,16 +103,21 @@ class Hop:
                 took = {"seconds": time.monotonic() - began, "cpu": time.process_time() - cpu}
                 say({"root_hash": incoming.root_hash, **took})
             case _:
+                self._give_up()
                 say({"seconds": await asyncio.to_thread(bare_copy, peers[0])})
 
     def _expected(self, peers: tuple[Peer, ...]) -> Incoming:
         """Give up what is here, and return what is to come."""
-        if self._kept is not None and self._sink is not None:
-            self._sink.close()
-            self._kept.release()
+        self._give_up()
         self._version += 1
         identity = WeightsId(epoch=1, version=self._version)
         return Incoming(identity, PushedBytes(peers=peers), lambda _: None, room)
+
+    def _give_up(self) -> None:
+        """Free what is here: pages that were just freed cost less than what the machine has not used for long."""
+        if self._kept is not None and self._sink is not None:
+            self._sink.close()
+            self._kept.release()
 
     async def _receive(self, incoming: Incoming) -> None:
         """Return once it is staged; it is kept, as a committed one is."""
