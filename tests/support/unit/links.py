@@ -51,7 +51,7 @@ class Link:
         thread.start()
 
     def _break(self) -> None:
-        for each in self._open:
+        for each in tuple(self._open):  # not those that come meanwhile
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
