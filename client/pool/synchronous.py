@@ -1,4 +1,4 @@
-"""`RolloutPool`: `AsyncRolloutPool` for programs without an event loop.
+"""`RolloutPool`: `AsyncRolloutPool` for programs without an event loop; whole, as it mirrors that class.
 
 The asynchronous pool runs in a thread with its own loop; every method here hands its call to that
 loop and waits. Threads may share a pool. It does not survive a fork: make it afterwards. Hooks and

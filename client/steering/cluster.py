@@ -1,4 +1,4 @@
-"""Epochs, weights and state of a pool with an operator: the RolloutReplica is patched and followed.
+"""Epochs, weights and state of a pool with an operator: the RolloutReplica is patched and followed; whole.
 
 The client only says what shall be; the operator does it, even when this process is gone. What is
 returned or raised is what the status says, in the operator's own words.

@@ -1,4 +1,4 @@
-"""Makes the chart's values.schema.json and the table of values in its README.
+"""Makes the chart's values.schema.json and the table of values in its README; one list of values.
 
 `values_schema` says what each value may be and what it means; the engines' pod templates have the
 schema of the custom resource.

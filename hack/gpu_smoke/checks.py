@@ -1,4 +1,4 @@
-"""The checks, in their order: each returns what it found in a few words, or raises `Wrong`."""
+"""The checks, in their order, one list: each returns what it found in a few words, or raises `Wrong`."""
 
 from __future__ import annotations
 

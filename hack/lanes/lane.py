@@ -9,12 +9,12 @@ from pathlib import Path
 TESTS = Path("tests")
 
 BUDGETS = {
-    "unit": 480,
+    "unit": 900,
     "chart": 70,
-    "api": 240,
-    "scale": 90,
+    "api": 270,
+    "scale": 110,
     "contract": 720,
-    "engine": 600,
+    "engine": 630,
     "gpu": 40,
     "cluster": 1200,
 }

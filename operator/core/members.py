@@ -1,4 +1,4 @@
-"""What to call on each head next. Pure.
+"""What to call on each head next; whole, as calls exclude each other. Pure.
 
 One answer per head and pass: the first check that finds something to do wins, the others wait for
 the next pass. Every call is idempotent, so repeating one costs nothing but time.

@@ -1,4 +1,4 @@
-"""Memory for a version of weights that an engine's own processes can map.
+"""Memory for a version of weights that an engine's own processes can map; one life, one file.
 
 It has no name in any file system: it is a descriptor of this process, opened by the others through
 /proc, and gone when the last process that has it open is. So it is bounded by the pod's memory, not

@@ -1,4 +1,4 @@
-"""The engine's life inside this process: load, watch, restart with back-off, reload weights.
+"""The engine's life inside this process: load, watch, restart with back-off, reload weights; whole.
 
 When an engine dies, its requests end as aborted (`engine`). Its replacement loads the last active
 weights from their source before it serves anything; if it dies of that, the next one does. If that

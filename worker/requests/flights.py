@@ -1,4 +1,4 @@
-"""Requests in flight: one pump per output, abort with partial output, deadlines.
+"""Requests in flight: one pump per output, abort with partial output, deadlines; whole.
 
 A *flight* is an accepted request; an *output* is one of its `n` continuations, and one request to
 the engine. Whatever happens, a flight ends with every output finished by the model, or aborted with

@@ -1,4 +1,4 @@
-"""Safetensors files as a source of weights: found, opened, read, hashed, checked.
+"""Safetensors files as a source of weights: found, opened, read, hashed, checked; whole.
 
 A source is a folder (one `model.safetensors`, an index with shards, or any `*.safetensors`) or one
 file. Opening it reads headers only, which prove that every file is whole. Bytes are read in chunks,

@@ -1,4 +1,4 @@
-"""Memory that a trainer and the workers of its machine share: two slots, written in turn.
+"""Memory that a trainer and the workers of its machine share: two slots, written in turn; one lock, one file.
 
 A slot is a memfd: it has no name, it can't shrink under its readers, nobody but its owner can write
 it, and it is gone when the last process that has it is. Its pages are there before it is used, and it

@@ -1,4 +1,4 @@
-"""Wire models of weights: their source, what is staged and active, and the verbs that change it."""
+"""Wire models of weights: their source, what is staged and active, and the verbs that change it; one list."""
 
 from __future__ import annotations
 

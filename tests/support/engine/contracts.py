@@ -1,4 +1,4 @@
-"""Workers for the contract suite: a real process of each engine, in a pool, with two callers.
+"""Workers for the contract suite: a real process of each engine, in a pool, with two callers; whole.
 
 The suite is a black box: it sees two ports, the log and the process table.
 """

@@ -1,4 +1,4 @@
-"""Two workers, a trainer that pushes to them, and requests beside: killed at random, started again, and judged.
+"""Two workers, a trainer that pushes to them, and requests beside: killed at random, started again, judged; one rig, one file.
 
 What a kill leaves may fail an update, for as long as not all is back. An update that fails without one fails the
 test, and so does what a process keeps more of than before.

@@ -1,4 +1,4 @@
-"""A gang of two whose workers and ranks are processes, with real locks, real ports and a judge.
+"""A gang of two whose workers and ranks are processes, with real locks, real ports and a judge; whole.
 
     python gang_process.py
 

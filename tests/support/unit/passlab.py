@@ -1,4 +1,4 @@
-"""One pool and its passes by themselves: the API server is scripted, the workers answer from memory."""
+"""One pool and its passes by themselves: the API server is scripted, the workers answer from memory; whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of every single pass, whatever the world is like; `World.step` asserts it.
+"""What must hold of every single pass, whatever the world is like; `World.step` asserts it; one list.
 
 Each check takes what the pass saw, the plan that came of it, and what was really there.
 """

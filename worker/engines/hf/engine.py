@@ -1,4 +1,4 @@
-"""The adapter: `Engine` of the worker's contract on top of the step thread.
+"""The adapter: `Engine` of the worker's contract on top of the step thread; whole.
 
 Everything here runs in the worker's asyncio loop. The core and the model belong to the step thread
 (`thread.py`), which answers commands at step boundaries; loading and spilling weights run in threads
