@@ -21,6 +21,7 @@ from waiting import eventually
 SCRIPT = Path(__file__).with_name("turn_trainer.py")
 LABELS = {"app": "trainer"}
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/{}/resourceclaims"
+_ALWAYS = "requiredDuringSchedulingIgnoredDuringExecution"
 DEVICES = 1
 """The hf engine computes on one."""
 
@@ -54,8 +55,25 @@ def claim_template(name: str) -> Obj:
     }
 
 
-def trainer(pool: str, claim: dict[str, str]) -> Obj:
-    """A StatefulSet of one pod that takes turns with a pool; `claim`: what a pod says of its claim."""
+def trainer(
+    pool: str,
+    claim: dict[str, str],
+    *,
+    name: str = "trainer",
+    labels: dict[str, str] = LABELS,
+    pods: int = 1,
+    rollout_seconds: float = 0.5,
+) -> Obj:
+    """A StatefulSet of pods that take turns with a pool, each for itself and on a node of its own.
+
+    Args:
+        pool: Its name.
+        claim: What a pod says of its claim.
+        name: Of the StatefulSet.
+        labels: Of its pods.
+        pods: How many.
+        rollout_seconds: How long the pool may serve between two turns of a pod.
+    """
     local = rollout_local.LOCAL_VALUES["engines"]["hf"]
     volumes = {
         "turn": {"persistentVolumeClaim": {"claimName": "rollout-turn"}},
@@ -69,7 +87,8 @@ def trainer(pool: str, claim: dict[str, str]) -> Obj:
         "env": [
             {"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.{of}"}}}
             for name, of in (("NAMESPACE", "namespace"), ("POD_NAME", "name"))
-        ],
+        ]
+        + [{"name": "ROLLOUT_SECONDS", "value": str(rollout_seconds)}],
         "resources": {"claims": [{"name": "gpus"}]},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [
@@ -87,6 +106,7 @@ def trainer(pool: str, claim: dict[str, str]) -> Obj:
             "runAsUser": 65532,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
+        "affinity": {"podAntiAffinity": {_ALWAYS: [_apart(labels)]}},
         "resourceClaims": [{"name": "gpus", **claim}],
         "containers": [container],
         "volumes": [
@@ -97,14 +117,19 @@ def trainer(pool: str, claim: dict[str, str]) -> Obj:
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
-        "metadata": {"name": "trainer"},
+        "metadata": {"name": name},
         "spec": {
-            "replicas": 1,
-            "serviceName": "trainer",
-            "selector": {"matchLabels": LABELS},
-            "template": {"metadata": {"labels": LABELS}, "spec": spec},
+            "replicas": pods,
+            "podManagementPolicy": "Parallel",
+            "serviceName": name,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": spec},
         },
     }
+
+
+def _apart(labels: dict[str, str]) -> Obj:
+    return {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}
 
 
 def surroundings(namespace: str) -> list[Obj]:
@@ -143,18 +168,18 @@ class Sharing:
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
         self.cluster.kubectl("-n", self.namespace, "apply", "-f", "-", input=text)
 
-    def trainer_pod(self) -> Obj:
-        """The trainer's only pod."""
-        return self.api.get(f"{PODS.format(self.namespace)}/trainer-0")
+    def trainer_pod(self, name: str = "trainer-0") -> Obj:
+        """A pod of the trainer's."""
+        return self.api.get(f"{PODS.format(self.namespace)}/{name}")
 
-    def trainer_pid(self) -> int:
+    def trainer_pid(self, name: str = "trainer-0") -> int:
         """Process of the trainer, as this machine numbers it."""
-        return process_in(self.trainer_pod()["metadata"]["uid"], SCRIPT.name)
+        return process_in(self.trainer_pod(name)["metadata"]["uid"], SCRIPT.name)
 
     @contextmanager
-    def frozen_trainer(self) -> Iterator[None]:
+    def frozen_trainer(self, name: str = "trainer-0") -> Iterator[None]:
         """SIGSTOP the trainer: it keeps what it has."""
-        pid = self.trainer_pid()
+        pid = self.trainer_pid(name)
         os.kill(pid, signal.SIGSTOP)
         try:
             yield

@@ -21,7 +21,7 @@ from rollout_client import RolloutError, RolloutPool
 logger = logging.getLogger("trainer")
 
 TRAINING_SECONDS = 0.5
-ROLLOUT_SECONDS = 0.5
+ROLLOUT_SECONDS = float(os.environ["ROLLOUT_SECONDS"])
 
 
 def train() -> None:
