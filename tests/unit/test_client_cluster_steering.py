@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from rollout_client.kube.access import access
 from rollout_client.kube.client import Kube
 from rollout_client.steering.cluster import ClusterSteering
 from rollout_client.steering.control_ports import ControlPorts, mounted_token
+from rollout_client.steering.protocol import Published
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.verbs import SteeringVerbs
 from rollout_worker.embedded.handing import HandedOver
 from rollout_worker.schemas import Pushed, WeightsSource
-from scripted_control import scripted_controls
+from scripted_control import ScriptedControl, scripted_controls
 
 COLLECTION = "/apis/rollout.dev/v1alpha1/namespaces/train/rolloutreplicas"
 
@@ -200,68 +202,64 @@ async def test_an_api_server_that_stays_away_is_named_at_the_deadline(
     assert json.dumps(api.pool["spec"]) == "{}", "it was Active already: nothing was written"
 
 
+@contextlib.asynccontextmanager
+async def pushing(
+    api: FlakyApi, home: Path, controls: Sequence[ScriptedControl]
+) -> AsyncIterator[tuple[list[Receiver], asyncio.Future[Published]]]:
+    """Publish a tensor to these heads; what each received, and the publish under way, all of it filled."""
+    receivers = [Receiver(each.member.name) for each in controls]
+    for control, receiver in zip(controls, receivers, strict=True):
+        control.transfer, control.phase = receiver.transfer, "Staging"
+    kube = Kube(access(kubeconfig(home, api.server.url)))
+    heads = ControlPorts(lambda: [each.member for each in controls], None)
+    steering = ClusterSteering(kube, "math", "train", heads)
+    pusher = Pusher()
+    push = pusher.begin({"a": torch.arange(7.0)})
+    pushed = WeightsSource(pushed=Pushed())
+    sending = asyncio.ensure_future(
+        steering.publish(WeightsId(epoch=1, version=1), pushed, 20, lambda _: None, push)
+    )
+    await push.fill()
+    try:
+        yield receivers, sending
+    finally:
+        push.close()
+        await steering.close()
+        pusher.close()
+        for each in receivers:
+            each.close()
+
+
 @pytest.mark.parametrize("slow", [(1,), (0, 1)], ids=["one", "all"])
 async def test_a_head_that_is_slow_to_answer_is_not_left_out(
     api: FlakyApi, tmp_path: Path, slow: tuple[int, ...]
 ) -> None:
     # It serves: the operator would wait for its bytes, and nobody would bring them.
     async with scripted_controls(2) as controls:
-        receivers = [Receiver(each.member.name) for each in controls]
-        for control, receiver in zip(controls, receivers, strict=True):
-            control.transfer, control.phase = receiver.transfer, "Staging"
         for index in slow:
             controls[index].slow["state"] = 1
-        kube = Kube(access(kubeconfig(tmp_path, api.server.url)))
-        heads = ControlPorts(lambda: [each.member for each in controls], None)
-        steering = ClusterSteering(kube, "math", "train", heads)
-        pusher = Pusher()
-        push = pusher.begin({"a": torch.arange(7.0)})
-        pushed = WeightsSource(pushed=Pushed())
         api.commits(1, 1)
-        sending = asyncio.ensure_future(
-            steering.publish(WeightsId(epoch=1, version=1), pushed, 20, lambda _: None, push)
-        )
-        await push.fill()
-        await sending
-        assert [bool(each.content) for each in receivers] == [True, True]
-        push.close()
-        await steering.close()
-        pusher.close()
-        for each in receivers:
-            each.close()
+        async with pushing(api, tmp_path, controls) as (receivers, sending):
+            await sending
+            assert [bool(each.content) for each in receivers] == [True, True]
 
 
 async def test_pushed_weights_are_on_every_head_before_the_target_moves(
     api: FlakyApi, tmp_path: Path
 ) -> None:
     async with scripted_controls(3) as controls:
-        receivers = [Receiver(each.member.name) for each in controls]
-        for control, receiver in zip(controls, receivers, strict=True):
-            control.transfer, control.phase = receiver.transfer, "Staging"
         controls[2].resident = False  # asleep: it takes them from the others once it wakes
-        kube = Kube(access(kubeconfig(tmp_path, api.server.url)))
-        heads = ControlPorts(lambda: [each.member for each in controls], None)
-        steering = ClusterSteering(kube, "math", "train", heads)
-        pusher = Pusher()
-        push = pusher.begin({"a": torch.arange(7.0)})
-        pushed = WeightsSource(pushed=Pushed())
-        sending = asyncio.ensure_future(
-            steering.publish(WeightsId(epoch=1, version=1), pushed, 20, lambda _: None, push)
-        )
-        await push.fill()
-        api.commits(1, 1)
-        done = await sending
-        push.close()
-        target = api.pool["spec"]["weights"]["target"]
-        assert {kind: v for kind, v in target["source"].items() if v is not None} == {"pushed": {}}
-        assert [bool(each.content) for each in receivers] == [True, True, False]
-        assert [each.verbs for each in controls] == [["stage"], ["stage"], []]
-        assert done.report is not None
-        assert sorted(done.report.replicas) == ["w0", "w1"]
-        await steering.close()
-        pusher.close()
-        for each in receivers:
-            each.close()
+        async with pushing(api, tmp_path, controls) as (receivers, sending):
+            api.commits(1, 1)
+            done = await sending
+            target = api.pool["spec"]["weights"]["target"]
+            assert {kind: v for kind, v in target["source"].items() if v is not None} == {
+                "pushed": {}
+            }
+            assert [bool(each.content) for each in receivers] == [True, True, False]
+            assert [each.verbs for each in controls] == [["stage"], ["stage"], []]
+            assert done.report is not None
+            assert sorted(done.report.replicas) == ["w0", "w1"]
 
 
 async def test_weights_that_were_handed_over_need_the_pointer_alone(
@@ -287,36 +285,19 @@ async def test_only_heads_that_serve_can_keep_the_target_from_moving(
     api: FlakyApi, tmp_path: Path, serving: bool
 ) -> None:
     async with scripted_controls(2) as controls:
-        receivers = [Receiver(each.member.name) for each in controls]
-        for control, receiver in zip(controls, receivers, strict=True):
-            control.transfer, control.phase = receiver.transfer, "Staging"
         controls[1].serving = serving
         controls[1].refuse["stage"] = (409, "asleep")
-        kube = Kube(access(kubeconfig(tmp_path, api.server.url)))
-        heads = ControlPorts(lambda: [each.member for each in controls], None)
-        steering = ClusterSteering(kube, "math", "train", heads)
-        pusher = Pusher()
-        push = pusher.begin({"a": torch.arange(7.0)})
-        pushed = WeightsSource(pushed=Pushed())
         api.commits(1, 1)
-        sending = asyncio.ensure_future(
-            steering.publish(WeightsId(epoch=1, version=1), pushed, 20, lambda _: None, push)
-        )
-        await push.fill()
-        if serving:
-            with pytest.raises(PublishFailed, match=r"w1: .*no stage: asleep"):
+        async with pushing(api, tmp_path, controls) as (_, sending):
+            if serving:
+                with pytest.raises(PublishFailed, match=r"w1: .*no stage: asleep"):
+                    await sending
+                assert controls[0].verbs == ["stage", "discard"]
+                assert "weights" not in api.pool["spec"]
+            else:
                 await sending
-            assert controls[0].verbs == ["stage", "discard"]
-            assert "weights" not in api.pool["spec"]
-        else:
-            await sending
-            assert controls[0].verbs == ["stage"]
-            assert "target" in api.pool["spec"]["weights"]
-        push.close()
-        await steering.close()
-        pusher.close()
-        for each in receivers:
-            each.close()
+                assert controls[0].verbs == ["stage"]
+                assert "target" in api.pool["spec"]["weights"]
 
 
 async def test_without_a_mounted_token_the_fix_is_named(tmp_path: Path) -> None:

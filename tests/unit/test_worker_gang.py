@@ -22,8 +22,8 @@ from rollout_worker.gang.places import members as addresses
 from rollout_worker.gang.silence import Silence
 from rollout_worker.schemas import Lifecycle, WeightsId
 from rollout_worker.threads import in_thread
-from tiny_gang import NODES, Node, TinyGang, head, node
-from tiny_worker import refused, settings, tiny_worker
+from tiny_gang import NODES, Node, TinyGang, hash_of_checkpoint, hasten, head, node
+from tiny_worker import refused, settings
 from waiting import until
 
 CHECKPOINT = WeightsId(epoch=0, version=0)
@@ -32,24 +32,15 @@ CHECKPOINT = WeightsId(epoch=0, version=0)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of a gang takes a fiftieth here."""
-    monkeypatch.setattr(heads, "POLL_SECONDS", 0.02)
-    # So a stall of this whole process, head and member, is nobody's silence.
-    monkeypatch.setattr(silence, "GAP_SECONDS", 0.1)
+    hasten(monkeypatch)
     monkeypatch.setattr(heads, "SILENCE_SECONDS", 0.5)
     monkeypatch.setattr(heads, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(members, "WATCH_SECONDS", 0.02)
-    monkeypatch.setattr(members, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(members, "TELL_SECONDS", 0.5)
 
 
 @pytest.fixture
 async def root_hash(tmp_path: Path) -> str:
     """Of the checkpoint that both have."""
-    async with tiny_worker(tmp_path) as alone:
-        active = alone.updates.active
-        assert active is not None
-        assert active.root_hash is not None
-        return active.root_hash
+    return await hash_of_checkpoint(tmp_path)
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ import xxhash
 
 from pushing import Version, held, push, quiet, stage, trainer
 from rollout_worker.gang import head as heads
-from rollout_worker.gang import member as members
-from rollout_worker.gang import silence
 from rollout_worker.ports.weights import WeightsPort
 from rollout_worker.schemas import DiscardRequest, StagedWeights, WeightsId
 from rollout_worker.settings import BadSettings
@@ -23,8 +21,8 @@ from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
 from rollout_worker.wire.problems import ProblemError
 from tiny_engine import LAYOUT
-from tiny_gang import NODES, Node, TinyGang, head, node
-from tiny_worker import settings, tiny_worker
+from tiny_gang import NODES, Node, TinyGang, hash_of_checkpoint, hasten, head, node
+from tiny_worker import settings
 from waiting import until
 
 CHECKPOINT = WeightsId(epoch=0, version=0)
@@ -34,22 +32,14 @@ LARGE = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * C
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of a gang takes a fiftieth here."""
-    monkeypatch.setattr(heads, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(silence, "GAP_SECONDS", 0.1)
+    hasten(monkeypatch)
     monkeypatch.setattr(heads, "SILENCE_SECONDS", 0.5)
     monkeypatch.setattr(heads, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(members, "WATCH_SECONDS", 0.02)
-    monkeypatch.setattr(members, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(members, "TELL_SECONDS", 0.5)
 
 
 @pytest.fixture
 async def member(tmp_path: Path) -> AsyncIterator[Node]:
-    async with tiny_worker(tmp_path) as alone:
-        active = alone.updates.active
-        assert active is not None
-        assert active.root_hash is not None
-    async with node(tmp_path, active.root_hash) as member:
+    async with node(tmp_path, await hash_of_checkpoint(tmp_path)) as member:
         yield member
 
 

@@ -14,15 +14,15 @@ from rollout_worker.core import whole_turn
 from rollout_worker.core.device_turn import DeviceTurn
 from rollout_worker.gang import head as heads
 from rollout_worker.gang import member as members
-from rollout_worker.gang import silence, turning
+from rollout_worker.gang import turning
 from rollout_worker.gang.line import Line, NoAnswer
 from rollout_worker.schemas import Lifecycle
 from rollout_worker.turn import Turn, TurnTimeout
 from rollout_worker.turn.files import holders
 from rollout_worker.turn.memory import MIB, Free
 from rollout_worker.wire.problems import ProblemError
-from tiny_gang import Node, TinyGang, head, node
-from tiny_worker import refused, settings, tiny_worker
+from tiny_gang import Node, TinyGang, hash_of_checkpoint, hasten, head, node
+from tiny_worker import refused, settings
 from waiting import until
 
 
@@ -39,11 +39,7 @@ def waits_at(rank: int) -> str:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of a gang takes a fiftieth here."""
-    monkeypatch.setattr(heads, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(silence, "GAP_SECONDS", 0.1)
-    monkeypatch.setattr(members, "WATCH_SECONDS", 0.02)
-    monkeypatch.setattr(members, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(members, "TELL_SECONDS", 0.5)
+    hasten(monkeypatch)
     monkeypatch.setattr(turning, "WAIT_SECONDS", 0.02)
     monkeypatch.setattr(turning, "SILENCE_SECONDS", 0.5)
     monkeypatch.setattr(whole_turn, "PATIENCE_SECONDS", 0.1)
@@ -54,11 +50,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def root_hash(tmp_path: Path) -> str:
     """Of the checkpoint that all have."""
-    async with tiny_worker(tmp_path) as alone:
-        active = alone.updates.active
-        assert active is not None
-        assert active.root_hash is not None
-        return active.root_hash
+    return await hash_of_checkpoint(tmp_path)
 
 
 class Nodes:

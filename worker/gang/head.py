@@ -162,12 +162,18 @@ class Head:
 
     async def give_turns(self, attempt: int) -> None:
         """End an attempt everywhere; who does not hear of it now is told by the watch."""
+        await self._give_back(
+            "its turn", lambda line: line.give_turn(attempt, started=self.started)
+        )
+
+    async def _give_back(self, what: str, told: Callable[[Line], Awaitable[object]]) -> None:
+        """Tell all members to give something back; who does not hear of it is named."""
 
         async def one(member: Watched) -> None:
             try:
-                await member.line.give_turn(attempt, started=self.started)
+                await told(member.line)
             except NoAnswer as error:
-                logger.warning("%s did not give its turn back: %s", member.line.name, error)
+                logger.warning("%s did not give %s back: %s", member.line.name, what, error)
 
         await asyncio.wait(
             [asyncio.ensure_future(together(one, self.members))], timeout=CLOSE_SECONDS
@@ -228,16 +234,7 @@ class Head:
 
     async def close(self, slot: str) -> None:
         """Have a slot given back everywhere; who does not hear of it now is told by the watch."""
-
-        async def one(member: Watched) -> None:
-            try:
-                await member.line.close_slot(slot)
-            except NoAnswer as error:
-                logger.warning("%s did not give slot %s back: %s", member.line.name, slot, error)
-
-        await asyncio.wait(
-            [asyncio.ensure_future(together(one, self.members))], timeout=CLOSE_SECONDS
-        )
+        await self._give_back(f"slot {slot}", lambda line: line.close_slot(slot))
 
     async def _sweep(self, member: Watched) -> None:
         """Have a member give back the slots that are closed here, and a turn that is over."""

@@ -226,7 +226,7 @@ class Forwarding:
         with self._memory.bytes(begin, min(begin + CHUNK_BYTES, self._layout.nbytes)) as view:
             self._outward.wait_for(connection, len(view))
             # As it was verified here: what changes in this memory, the next hop finds.
-            known = self._incoming.hash_of(begin // CHUNK_BYTES)
+            known = self._incoming.hashes.get(begin // CHUNK_BYTES)
             digest = known or xxhash.xxh3_128_hexdigest(view)
             send = connection.hurry if others else connection.send
             send(Kind.DATA, {"offset": begin, "hash": digest}, view)

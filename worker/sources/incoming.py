@@ -376,10 +376,6 @@ class Incoming:
                 self._upto = min(end * CHUNK_BYTES, self.layout.nbytes)
                 self._state.notify_all()
 
-    def hash_of(self, chunk: int) -> str | None:
-        """Return what a chunk was verified against, see `hashes`."""
-        return self._hashes.get(chunk)
-
     def advance(self, upto: int) -> None:
         """Note that shared memory is final up to there."""
         with self._state:

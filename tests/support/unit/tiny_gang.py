@@ -7,7 +7,7 @@ import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from rollout_worker.core.device_turn import DeviceTurn
 from rollout_worker.engine import (
@@ -21,6 +21,9 @@ from rollout_worker.engine import (
 )
 from rollout_worker.engines.mapped import open_mapped
 from rollout_worker.engines.room import Staging
+from rollout_worker.gang import head as heads
+from rollout_worker.gang import member as members
+from rollout_worker.gang import silence
 from rollout_worker.gang.member import MemberWorker
 from rollout_worker.gang.places import GangBroken, gang_of
 from rollout_worker.ports.connections import Room
@@ -29,10 +32,32 @@ from rollout_worker.ports.server import Server, bind, config_of
 from rollout_worker.schemas import Progress
 from rollout_worker.settings import Settings
 from tiny_engine import LAYOUT, TinyEngine, TinySink, write_weights
-from tiny_worker import TinyWorker, settings
+from tiny_worker import TinyWorker, settings, tiny_worker
 from waiting import until
 
+if TYPE_CHECKING:
+    import pytest
+
 NODES = ("--nodes", "2", "--leader-address", "127.0.0.1")
+
+
+def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a second of a gang take a fiftieth."""
+    monkeypatch.setattr(heads, "POLL_SECONDS", 0.02)
+    # So a stall of this whole process, head and member, is nobody's silence.
+    monkeypatch.setattr(silence, "GAP_SECONDS", 0.1)
+    monkeypatch.setattr(members, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(members, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(members, "TELL_SECONDS", 0.5)
+
+
+async def hash_of_checkpoint(home: Path) -> str:
+    """Load the checkpoint that all nodes have, once, and return its root hash."""
+    async with tiny_worker(home) as alone:
+        active = alone.updates.active
+        assert active is not None
+        assert active.root_hash is not None
+        return active.root_hash
 
 
 def nodes_of(count: int) -> tuple[str, ...]:
