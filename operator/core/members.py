@@ -41,6 +41,9 @@ QUICK_SECONDS = 10.0
 LOAD_SECONDS = 600.0
 """Longest wait for weights to come back from where they sleep."""
 
+AWAKENING = frozenset({Verb.WAKE, Verb.PAUSE, Verb.RESUME})
+"""Calls that may wait for a device which somebody else has, maybe whoever wants the pool asleep."""
+
 
 class MemberPlanner:
     """Runs the checks for one head, in order."""
@@ -78,7 +81,8 @@ class MemberPlanner:
     def _may(self, head: Head, call: CallWorker) -> bool:
         """Not while another call runs on that head, nor before a failed one is due again."""
         running, verb = head.worker.running, call.verb
-        if verb in running or (verb is not Verb.STAGE and running - {Verb.STAGE}):
+        others = running - {Verb.STAGE} - call.instead_of
+        if verb in running or (verb is not Verb.STAGE and others):
             return False
         failure = head.worker.failures.get(verb)
         if failure is None or failure.about != call.about:
@@ -125,9 +129,9 @@ class MemberPlanner:
         if wanted is State.ASLEEP:
             if mine is not None and mine.state == "Asleep" and is_asleep(state):
                 return None
-            if state.weights.staged is not None and state.lifecycle is not Lifecycle.ASLEEP:
-                return self._discard(head, state)
-            return self._sleep(head)
+            awake = state.lifecycle is not Lifecycle.ASLEEP
+            call = (self._discard(head, state) if awake else None) or self._sleep(head)
+            return replace(call, instead_of=AWAKENING)
         if self._replaces(head, state) and not self._settles_for_less(head):
             return self._wake_weights(head, state)
         held = None if mine is None else mine.state

@@ -105,6 +105,8 @@ class CallWorker:
     deadline_seconds: float
     peers: tuple[str, ...] = ()
     """Addresses of pods that have a copy of the pushed weights to stage: they are asked for it first."""
+    instead_of: frozenset[Verb] = frozenset()
+    """Calls under way in its lane that it ends: what they wait for is not wanted any more."""
 
     @property
     def about(self) -> WeightsId | None:

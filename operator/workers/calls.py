@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 
 from rollout_client.control import ControlError, ControlUnreachable
@@ -81,8 +81,10 @@ class Calls:
         make: Callable[[], Awaitable[object]],
         deadline: float,
         about: Hashable = None,
+        *,
+        instead_of: Collection[str] = (),
     ) -> bool:
-        """Start a call unless one is in flight for the lane.
+        """Start a call unless another one is in flight for the lane.
 
         Args:
             key: The pool to wake at the end.
@@ -91,18 +93,27 @@ class Calls:
             make: Makes the awaitable; its result is for `after` alone.
             deadline: Seconds after which the call is cancelled and has failed.
             about: Failures are counted as long as this stays the same.
+            instead_of: Names of calls that are given up for this one. The worker may go on with what
+                it was asked; its answer is not waited for, nor taken for a failure.
 
         Returns:
             False if the lane is busy, or if this process may not act (any more).
         """
-        if lane in self._running or not self._may_start():
+        if not self._may_start():
             return False
+        if (before := self._running.get(lane)) is not None:
+            if before[0] not in instead_of:
+                return False
+            logger.info(
+                "%s is given up for %s", before[0], name, extra={"pool": str(key), "lane": lane}
+            )
+            before[1].cancel()
         task = asyncio.create_task(
             self._run(key, lane, name, make, deadline, about), name=f"{name} {key} {lane}"
         )
         self._running[lane] = (name, task)
         # Not a `finally` in the task: one that is cancelled before its first step never gets there.
-        task.add_done_callback(lambda _: self._end(key, lane))
+        task.add_done_callback(lambda task: self._end(key, lane, task))
         return True
 
     def running(self, lane: str) -> str | None:
@@ -160,8 +171,9 @@ class Calls:
         if self._after is not None:
             await self._after(lane, answer)
 
-    def _end(self, key: Key, lane: str) -> None:
-        self._running.pop(lane, None)
+    def _end(self, key: Key, lane: str, task: asyncio.Task[None]) -> None:
+        if (entry := self._running.get(lane)) is not None and entry[1] is task:
+            del self._running[lane]
         self._wake(key)
 
     def _fail(

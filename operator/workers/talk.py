@@ -105,7 +105,13 @@ class Workers:
             return answer
 
         return self.calls.start(
-            key, lane_of(call.uid, call.verb), call.verb, make, call.deadline_seconds, call.about
+            key,
+            lane_of(call.uid, call.verb),
+            call.verb,
+            make,
+            call.deadline_seconds,
+            call.about,
+            instead_of=call.instead_of,
         )
 
     async def ended(self, lane: str, answer: object) -> None:

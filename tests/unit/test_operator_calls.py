@@ -42,13 +42,14 @@ class Clock:
 class Bench:
     """Calls, who was woken, and what was looked at afterwards."""
 
-    def __init__(self, may_start: bool = True) -> None:
+    def __init__(self) -> None:
+        self.fenced = False
         self.clock = Clock()
         self.woken: list[Key] = []
         self.looked: list[str] = []
         self.answers: list[object] = []
         self.calls = Calls(
-            self.woken.append, after=self._look, clock=self.clock, may_start=lambda: may_start
+            self.woken.append, after=self._look, clock=self.clock, may_start=lambda: not self.fenced
         )
 
     async def _look(self, slot: str, answer: object) -> None:
@@ -98,8 +99,34 @@ async def test_one_call_per_pod_but_many_pods() -> None:
     await bench.end()
 
 
+async def test_a_call_that_is_not_wanted_any_more_gives_way_and_has_not_failed() -> None:
+    bench = Bench()
+    gate = asyncio.Event()
+    assert bench.calls.start(KEY, "u1", "wake", asyncio.Event().wait, 60)
+    await asyncio.sleep(0)
+    assert not bench.calls.start(KEY, "u1", "sleep", gate.wait, 5, instead_of={"pause"})
+    assert bench.calls.start(KEY, "u1", "sleep", gate.wait, 5, instead_of={"pause", "wake"})
+    await asyncio.sleep(0.01)
+    assert bench.calls.running("u1") == "sleep", "the end of the other one left it there"
+    assert bench.looked == []
+    gate.set()
+    await bench.end()
+    assert (bench.looked, bench.calls.failures("u1")) == (["u1"], {})
+
+
+async def test_what_may_not_start_ends_nothing() -> None:
+    bench = Bench()
+    assert bench.calls.start(KEY, "u1", "wake", asyncio.Event().wait, 60)
+    bench.fenced = True
+    assert not bench.calls.start(KEY, "u1", "sleep", well, 5, instead_of={"wake"})
+    await asyncio.sleep(0.01)
+    assert bench.calls.running("u1") == "wake"
+    await bench.calls.cancel_all()
+
+
 async def test_nothing_starts_while_fenced() -> None:
-    bench = Bench(may_start=False)
+    bench = Bench()
+    bench.fenced = True
     assert not bench.calls.start(KEY, "u1", "commit", well, 5)
     assert bench.calls.running("u1") is None
 

@@ -305,9 +305,8 @@ class History:
             worker.foreign_hold = None
 
     def slow(self) -> None:
-        self.world.seconds_of = {
-            verb: float(self.random.randint(0, 6)) for verb in (Verb.STAGE, Verb.COMMIT, Verb.SLEEP)
-        }
+        verbs = (Verb.STAGE, Verb.COMMIT, Verb.SLEEP, Verb.WAKE, Verb.PAUSE, Verb.RESUME)
+        self.world.seconds_of = {verb: float(self.random.randint(0, 6)) for verb in verbs}
 
     def quick(self) -> None:
         self.world.seconds_of = {}

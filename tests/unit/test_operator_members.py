@@ -427,6 +427,21 @@ def test_one_control_call_at_a_time_and_staging_beside_it() -> None:
     assert bench.told() is None
 
 
+@pytest.mark.parametrize("waiting", [Verb.WAKE, Verb.PAUSE, Verb.RESUME])
+def test_sleep_does_not_wait_for_a_call_that_may_wait_for_who_wants_it(waiting: Verb) -> None:
+    """A worker that wakes waits for its device, which the trainer keeps until the worker sleeps."""
+    bench = Bench(state="Asleep")
+    bench.running = frozenset({waiting})
+    [call] = bench.planner.calls(bench.head)
+    assert (call.verb, waiting in call.instead_of) == (Verb.SLEEP, True)
+    bench.stage()
+    [call] = bench.planner.calls(bench.head)
+    assert (call.verb, waiting in call.instead_of) == (Verb.DISCARD, True)
+    for other in (Verb.COMMIT, Verb.REQUIRE, Verb.DISCARD):
+        bench.running = frozenset({other})
+        assert bench.planner.calls(bench.head) == []
+
+
 def test_a_failed_call_waits_for_its_turn_unless_it_was_about_something_else() -> None:
     bench = Bench()
     bench.bring(commit=False)

@@ -19,6 +19,8 @@ from localkube.processes import recorded
 from waiting import eventually
 
 SCRIPT = Path(__file__).with_name("turn_trainer.py")
+DONE = "INFO:trainer:trained"
+"""What its log says after each turn that it had."""
 LABELS = {"app": "trainer"}
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/{}/resourceclaims"
 _ALWAYS = "requiredDuringSchedulingIgnoredDuringExecution"

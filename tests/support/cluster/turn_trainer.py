@@ -30,6 +30,7 @@ def train() -> None:
         for device in sorted(Path("/dev").glob("gpu-*")):
             fcntl.flock(marks.enter_context(device.open()), fcntl.LOCK_SH)
         time.sleep(TRAINING_SECONDS)
+    logger.info("trained")
 
 
 def main() -> None:

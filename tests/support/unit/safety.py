@@ -201,7 +201,8 @@ def _calls(one: Pass) -> None:
         assert one.state(call.uid) is not None, f"{call.pod} has never answered"
         busy = one.running(call.uid)
         assert call.verb not in busy
-        assert call.verb is Verb.STAGE or not busy - {Verb.STAGE}, "one at a time"
+        assert call.verb is Verb.STAGE or not busy - {Verb.STAGE} - call.instead_of, "one at a time"
+        assert not call.instead_of or one.spec.state is State.ASLEEP, "only sleep is that urgent"
         generation = getattr(call.body, "generation", one.seen.generation)
         assert generation == one.seen.generation
         _only_our_hold(one, call)

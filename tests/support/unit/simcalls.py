@@ -74,6 +74,8 @@ class SimCalls:
         """Make a planned call."""
         self.log.append(f"{call.verb} {call.pod}")
         slot = (call.uid, call.verb.value)
+        for verb in call.instead_of:
+            self._give_up((call.uid, verb.value))
         worker = self.workers.get(call.uid)
         if worker is None or call.verb in self.frozen:
             self.hung.add(slot)
@@ -90,6 +92,12 @@ class SimCalls:
             self.flights[slot] = flight
         else:
             self.end(flight)
+
+    def _give_up(self, slot: tuple[str, str]) -> None:
+        """Wait no longer for a call; the worker has done what it was asked before it is asked another thing."""
+        self.hung.discard(slot)
+        if (flight := self.flights.pop(slot, None)) is not None:
+            self.end(replace(flight, ours=False))
 
     def end(self, flight: Flight) -> None:
         """A call does what it does, and its failure is remembered."""
