@@ -59,13 +59,7 @@ def run(options: Options) -> Result:
             "… the same", took[max(MEMBERS)], baseline=bare, against="1 member, hashing nothing"
         ),
         figure("1 member, hashing nothing", bare, baseline=plain, against="plain loopback"),
-        figure(
-            f"{max(MEMBERS)} members, to memory that an engine's processes map",
-            shared,
-            baseline=plain,
-            against="plain loopback",
-            goal=Goal(MOST * median(plain)),
-        ),
+        _shared(shared, plain),
     ]
     return Result("joiner", "A replica that joins", figures, notes)
 
@@ -77,4 +71,14 @@ def _figure(took: list[float], count: int, plain: list[float]) -> Figure:
         baseline=plain,
         against="plain loopback",
         goal=Goal(MOST * median(plain)) if count in ASKED else None,
+    )
+
+
+def _shared(took: list[float], plain: list[float]) -> Figure:
+    return figure(
+        f"{max(MEMBERS)} members, to memory that an engine's processes map",
+        took,
+        baseline=plain,
+        against="plain loopback",
+        goal=Goal(MOST * median(plain)),
     )
