@@ -167,7 +167,8 @@ class EngineInfo:
     `engine`: its name in `ENGINES`. `engine_version` begins with a digit. `model`: the folder.
     `eos_token_ids`: as `folder.eos_ids` finds them. `root_hash`: of the checkpoint that was loaded,
     as `checkpoint.hash_of` has it.
-    `layout`: what the worker checks each version against before it asks for memory.
+    `layout`: what the worker checks each version against before it asks for memory. `by_path`: other
+    processes of it read `Mapped` memory; an engine of this process is content with its `view`.
     """
 
     engine: str
@@ -177,6 +178,7 @@ class EngineInfo:
     eos_token_ids: frozenset[int]
     root_hash: str
     layout: Layout
+    by_path: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +198,15 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Host memory that holds a version's tensors in the checkpoint's dtypes, readable by path as long as `release` was not called.
+    """Host memory that holds a version's tensors in the checkpoint's dtypes, as long as `release` was not called.
 
-    `handle`: descriptor in this process. `starts`: by name, where its bytes begin. `release`:
+    `handle`: descriptor in this process, by which others read it; None: they can't, see
+    `EngineInfo.by_path`. `starts`: by name, where its bytes begin. `release`:
     idempotent; the sink that took it calls it once nothing reads there any more. `view`: all of it, as
     this process has it mapped; nobody writes there.
     """
 
-    handle: int
+    handle: int | None
     size: int
     starts: Mapping[str, int]
     release: Callable[[], None]

@@ -2,7 +2,8 @@
 
 Members and joiner are processes with a worker's port for weights and no engine, and have no limit to what
 they send. The joiner takes fresh memory, as a replica that has just started does, and so does the plain
-copy. The clock runs in the joiner, from before it calls the first member until every byte is verified.
+copy: private memory, as for the hf engine, and once shared memory, as for vLLM and SGLang, whose processes map
+it. The clock runs in the joiner, from before it calls the first member until every byte is verified.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def run(options: Options) -> Result:
         0, 256, (TENSORS, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
     )
     tensors = {f"layer.{index}": whole[index] for index in range(TENSORS)}
-    plain, bare, cpu = list[float](), list[float](), list[float]()
+    plain, bare, cpu, shared = list[float](), list[float](), list[float](), list[float]()
     took: dict[int, list[float]] = {count: [] for count in MEMBERS}
     with hops(max(MEMBERS) + 1) as members:
         members.push(tensors, max(MEMBERS))
@@ -40,9 +41,11 @@ def run(options: Options) -> Result:
         for number in range(1 + options.count(10, 2)):
             samples = {count: members.join(count) for count in MEMBERS}
             copied, one = over_loopback(content), members.copy()
+            mapped, _ = members.join(max(MEMBERS), shared=True)
             if number:  # in the first round members hash what they will not hash again
                 plain.append(copied)
                 bare.append(one)
+                shared.append(mapped)
                 for count, (seconds, of_cpu) in samples.items():
                     took[count].append(seconds)
                     cpu.append(of_cpu)
@@ -56,6 +59,7 @@ def run(options: Options) -> Result:
             "… the same", took[max(MEMBERS)], baseline=bare, against="1 member, hashing nothing"
         ),
         figure("1 member, hashing nothing", bare, baseline=plain, against="plain loopback"),
+        _shared(shared, plain),
     ]
     return Result("joiner", "A replica that joins", figures, notes)
 
@@ -67,4 +71,14 @@ def _figure(took: list[float], count: int, plain: list[float]) -> Figure:
         baseline=plain,
         against="plain loopback",
         goal=Goal(MOST * median(plain)) if count in ASKED else None,
+    )
+
+
+def _shared(took: list[float], plain: list[float]) -> Figure:
+    return figure(
+        f"{max(MEMBERS)} members, to memory that an engine's processes map",
+        took,
+        baseline=plain,
+        against="plain loopback",
+        goal=Goal(MOST * median(plain)),
     )

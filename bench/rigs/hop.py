@@ -5,6 +5,7 @@ Each line of input is an order, each line of output an answer, both JSON:
     {"do": "take"}            expects one version more; writes where, then its root hash, once it is verified
     {"do": "offer"}           writes how a peer fetches the version that is here
     {"do": "join", peers}     fetches a version; writes its root hash, the seconds until it was verified, and of CPU
+    {"do": "share", peers}    the same, to memory that other processes can map, as those of vLLM do
     {"do": "copy", peers}     the same from the first peer alone, hashing nothing
 
 What is here when the next version comes is given up.
@@ -18,6 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from rollout_worker.engine import Entry, Layout, Mapped, Sink
@@ -69,9 +71,9 @@ def settings(rate: str) -> Settings:
     return parse(parser.parse_args([*alone, *port, *limit]), {})
 
 
-def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
+def room(nbytes: int, *, private: bool) -> tuple[Memory, Callable[[], None]]:
     """Give memory that nobody charges."""
-    return Memory(nbytes, hollow=True), lambda: None
+    return Memory(nbytes, hollow=True, private=private), lambda: None
 
 
 class Hop:
@@ -95,8 +97,8 @@ class Hop:
                 assert self._kept is not None, "it has taken a version"
                 offer = self._desk.offer(self._kept)
                 say({"host": "127.0.0.1", "port": offer.port, "ticket": offer.ticket})
-            case "join":
-                incoming = self._expected(peers)
+            case "join" | "share":
+                incoming = self._expected(peers, private=order["do"] == "join")
                 began, cpu = time.monotonic(), time.process_time()
                 Fetching(incoming, peers, self._desk.outward).start()
                 await self._receive(incoming)
@@ -106,12 +108,13 @@ class Hop:
                 self._give_up()
                 say({"seconds": await asyncio.to_thread(bare_copy, peers[0])})
 
-    def _expected(self, peers: tuple[Peer, ...]) -> Incoming:
+    def _expected(self, peers: tuple[Peer, ...], *, private: bool = True) -> Incoming:
         """Give up what is here, and return what is to come."""
         self._give_up()
         self._version += 1
         identity = WeightsId(epoch=1, version=self._version)
-        return Incoming(identity, PushedBytes(peers=peers), lambda _: None, room)
+        taken = partial(room, private=private)
+        return Incoming(identity, PushedBytes(peers=peers), lambda _: None, taken)
 
     def _give_up(self) -> None:
         """Free what is here: pages that were just freed cost less than what the machine has not used for long."""
@@ -134,7 +137,7 @@ def bare_copy(peer: Peer) -> float:
     connection = dial(peer.host, peer.port, HOP_SECONDS)
     connection.send(Kind.FETCH, {"ticket": peer.ticket})
     size = PushLayout.from_json(connection.expect(Kind.LAYOUT).head["layout"]).nbytes
-    memory = Memory(size, hollow=True)
+    memory = Memory(size, hollow=True, private=True)
     release, step = memory.hold(), RANGE_CHUNKS * CHUNK_BYTES
     for first in range(0, size, step):
         connection.send(Kind.GET, {"ranges": [[first, min(first + step, size)]]})

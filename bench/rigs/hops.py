@@ -55,9 +55,12 @@ class Hops:
         push.close()
         return ended - began
 
-    def join(self, members: int) -> tuple[float, float]:
-        """Let the last of them fetch and verify what the first so many have; returns seconds, and those of its CPU."""
-        told = self._fetched("join", members)
+    def join(self, members: int, *, shared: bool = False) -> tuple[float, float]:
+        """Let the last of them fetch and verify what the first so many have; returns seconds, and those of its CPU.
+
+        `shared`: to memory that other processes can map.
+        """
+        told = self._fetched("share" if shared else "join", members)
         return float(told["seconds"]), float(told["cpu"])
 
     def copy(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -18,6 +19,7 @@ from rollout_worker.transfer.layout import PushLayout
 from rollout_worker.transfer.room import memory_left
 
 PAGE = mmap.PAGESIZE
+MIB = 1 << 20
 
 
 def descriptors() -> int:
@@ -93,6 +95,38 @@ def test_a_hollow_slot_is_filled_run_by_run_and_sealed_once_it_is_whole() -> Non
     with pytest.raises(PermissionError):
         os.pwrite(slot.handle, b"x", 0)
     slot.close()
+
+
+@pytest.mark.parametrize("hollow", [True, False])
+def test_private_memory_has_no_descriptor_and_is_given_back(hollow: bool) -> None:
+    before = descriptors()
+    slot = Slot(8 * MIB, hollow=hollow, private=True)
+    assert (slot.handle, descriptors()) == (-1, before)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(slot.bytes(0, 1)))
+    asked, here = mapping_at(begin)
+    assert ("hg" in asked, here) == (True, 0 if hollow else 8 * MIB)
+    slot.bytes(0, 5)[:] = b"fresh"
+    slot.whole()
+    assert bytes(slot.bytes(0, 8)) == b"fresh\0\0\0"
+    slot.close()
+    with pytest.raises(ArenaError, match="given up"):
+        slot.bytes(0, 1)
+    assert mapping_at(begin) == ([], 0)
+
+
+def mapping_at(address: int) -> tuple[list[str], int]:
+    """Return what was asked of the kernel for the mapping around an address, and its bytes in memory."""
+    inside, here = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *words = line.split()
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(each, 16) for each in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "Rss:":
+            here = int(words[0]) * 1024
+        elif inside and first == "VmFlags:":
+            return words, here
+    return [], 0
 
 
 def test_a_page_that_the_kernel_refuses_later_is_no_room_either() -> None:

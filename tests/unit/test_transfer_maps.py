@@ -14,8 +14,8 @@ from rollout_worker.transfer.arena import (
     POPULATE_READ,
     ArenaError,
     Slot,
+    advise,
     map_private,
-    populate,
 )
 from rollout_worker.transfer.maps import Maps
 
@@ -90,7 +90,7 @@ def test_other_threads_run_while_pages_are_brought(slots: list[Slot]) -> None:
     try:
         seen = count[0]
         for _ in range(1000):
-            populate(mapped, POPULATE_READ)
+            advise(mapped, POPULATE_READ)
         assert count[0] > seen
     finally:
         ended.set()

@@ -17,7 +17,7 @@ from rollout_worker.sources.memory import Memory
 from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
 from rollout_worker.transfer.spare import Used
 from rollout_worker.wire.problems import ProblemError
-from tiny_engine import LAYOUT
+from tiny_engine import LAYOUT, TinyEngine
 from tiny_worker import TinyWorker, refused, tiny_worker
 from waiting import until
 
@@ -280,14 +280,34 @@ async def test_a_peer_whose_memory_has_changed_since_is_dropped_for_another(tmp_
         assert (both.phase, both.root_hash, both.error) == ("Staged", given.root_hash, None)
 
 
-def test_hollow_memory_is_used_again_only_if_all_of_it_came() -> None:
+@pytest.mark.parametrize("by_path", [True, False])
+async def test_memory_that_no_other_process_maps_is_private(
+    by_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TinyEngine, "by_path", by_path)
+    async with pushed_worker(tmp_path) as worker:
+        for number in (1, 2, 3):
+            await push(worker, number, Version(number), "tcp")
+            await worker.commit(number)
+            assert worker.engine.active.number == number
+            kept = worker.updates.pushes.kept
+            assert kept is not None
+            assert (kept.memory.handle is not None) is by_path
+        await push(worker, 4, Version(4), "unix")
+        await worker.commit(4)
+        assert worker.engine.active.number == 4
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["shared", "private"])
+def test_hollow_memory_is_used_again_only_if_all_of_it_came(private: bool) -> None:
     spare: list[Used] = []
 
     def read(view: memoryview) -> None:
         view[:] = b"12345678"
 
     for root_hash in (None, "root"):
-        memory = Memory(8, recycle=spare.append, hollow=True)
+        memory = Memory(8, recycle=spare.append, hollow=True, private=private)
+        assert (memory.handle is None) is private
         release = memory.hold()
         assert memory.take(0, 8, read) == xxhash.xxh3_128_hexdigest(b"12345678")
         assert bytes(memory.bytes(0, 8)) == b"12345678"

@@ -25,7 +25,7 @@ from torch import Tensor
 from rollout_worker.engines.mapped import located
 from rollout_worker.engines.mappings import Place, tensors_in, views
 from rollout_worker.engines.ranks import LOCKED, MAPPED
-from rollout_worker.transfer.arena import POPULATE_READ, populate
+from rollout_worker.transfer.arena import to_be_read
 from rollout_worker.transfer.locked import current_context, lock
 
 logger = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class Held:
             unlock = self._locker(begin, pages, readable=self._lent, context=self._context)
         if unlock is None:
             memory = _memory(handle, self._size, mmap.MAP_PRIVATE, writable=True)
-            populate(memory, POPULATE_READ)
+            to_be_read(memory)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         with self._state:
             self._version = whole._version

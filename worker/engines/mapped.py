@@ -193,6 +193,7 @@ class LentSink(MappedSink):
         self._map = None
         self.sealed = False
         self._give_back = given.release
+        assert given.handle is not None, "whoever made it has looked"
         self._handle = os.dup(given.handle)
         self._told = -1
         self.slot, self._link = "", None
@@ -232,12 +233,13 @@ async def open_mapped(
 ) -> MappedSink:
     """Make a `MappedSink` in a thread, of which `ranks` are told; a cancelled caller gets none, and none stays.
 
-    With mapped memory `given` it is a `LentSink`, unless it is to be on disk or in a gang's folder.
+    With mapped memory `given` that others can read it is a `LentSink`, unless it is to be on disk or in
+    a gang's folder.
 
     Raises:
         EngineError: there is no room.
     """
-    if isinstance(given, Mapped) and folder is None and slots is None:
+    if isinstance(given, Mapped) and given.handle is not None and folder is None and slots is None:
         sink: MappedSink = LentSink(entries, given, skip=skip)
     else:
         sink = await opened_in_thread(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rollout_worker.transfer.arena import POPULATE_READ, populate
+from rollout_worker.transfer.arena import to_be_read
 
 from .dtypes import TORCH_DTYPES
 
@@ -20,7 +20,7 @@ Place = tuple[str, str, Sequence[int], int]
 def private(handle: int, size: int) -> mmap.mmap:
     """Map memory so that torch may take it for its own: pages are shared until somebody writes."""
     mapped = mmap.mmap(handle, size, flags=mmap.MAP_PRIVATE)
-    populate(mapped, POPULATE_READ)
+    to_be_read(mapped)
     return mapped
 
 

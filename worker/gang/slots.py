@@ -182,7 +182,7 @@ class Slots:
         """
         give_back = self._claim(nbytes)
         try:
-            return Memory(max(nbytes, 1), hollow=True), give_back
+            return Memory(max(nbytes, 1), hollow=True, private=True), give_back
         except BaseException:
             give_back()
             raise

@@ -30,6 +30,7 @@ class Memory:
         used: Memory to use again as our own, of this size.
         recycle: Takes our own once nobody holds it; None: it is given up.
         hollow: Whether every byte comes by `take`, which spares fresh memory of our own a half of what it costs.
+        private: Whether our own is for this process alone, and has no descriptor.
 
     Raises:
         ArenaError: There is no room, or the trainer's memory can't be relied on.
@@ -44,6 +45,7 @@ class Memory:
         used: Used | None = None,
         recycle: Callable[[Used], None] | None = None,
         hollow: bool = False,
+        private: bool = False,
     ) -> None:
         self.size = size
         self.held_before = None if used is None else used.root_hash
@@ -51,14 +53,17 @@ class Memory:
         self.root_hash: str | None = None
         """Of what it holds, once that is verified."""
         self.own = handle is None
+        self.handle = handle
+        """Descriptor by which other processes map it; None: they can't."""
         self.freed = threading.Event()
         """Set once nobody holds it."""
         self._lock = threading.Lock()
         self._holders = 0
         if handle is None:
-            slot = Slot(size, hollow=hollow) if used is None else used.slot
+            slot = Slot(size, hollow=hollow, private=private) if used is None else used.slot
             self._hollow = slot if hollow and used is None else None
-            self.handle, self._view = slot.handle, slot.bytes(0, slot.size)
+            self.handle = None if slot.private else slot.handle
+            self._view = slot.bytes(0, slot.size)
 
             def done() -> None:
                 viewed = self._viewed()  # first: memory goes with its last view
@@ -76,7 +81,7 @@ class Memory:
         except BaseException:
             os.close(handle)
             raise
-        self.handle, self._view = handle, memoryview(mapped)
+        self._view = memoryview(mapped)
 
         def close() -> None:
             self._viewed()
@@ -92,12 +97,12 @@ class Memory:
     def take(self, begin: int, end: int, read: Callable[[memoryview], None]) -> str:
         """Fill a run with what `read` reads into a buffer; returns the hash of what came.
 
-        Whoever calls holds it. In hollow memory that is a buffer which stays in the processor's cache.
+        Whoever calls holds it. In hollow shared memory that is a buffer which stays in the processor's cache.
 
         Raises:
             TransferFailed: There is no room for it.
         """
-        if self._hollow is None:
+        if self._hollow is None or self._hollow.private:
             with self.bytes(begin, end) as place:
                 read(place)
                 return xxhash.xxh3_128_hexdigest(place)

@@ -81,7 +81,9 @@ class Pushes:
         check = partial(check_layout, info.layout, where="what was pushed")
         basis = None if pushed.base is None else self._basis(pushed.base)
         # A delta is applied in place, which a page that can't be had later would end.
-        room = partial(self._room_for, hollow=basis is None)
+        # Nor does any process map what a gang receives: all nodes copy it.
+        private = not info.by_path or self._runtime.gang is not None
+        room = partial(self._room_for, hollow=basis is None, private=private)
         incoming = Incoming(identity, pushed, check, room, basis)
         if pushed.peers:
             Fetching(incoming, pushed.peers, self.desk.outward).start()
@@ -162,8 +164,10 @@ class Pushes:
             " without source.pushed.base, and send all bytes",
         )
 
-    def _room_for(self, nbytes: int, *, hollow: bool) -> tuple[Memory, Callable[[], None]]:
-        """Take memory for pushed bytes, `hollow` or not; what is kept goes first if there is no room else.
+    def _room_for(
+        self, nbytes: int, *, hollow: bool, private: bool
+    ) -> tuple[Memory, Callable[[], None]]:
+        """Take memory for pushed bytes, as `Memory` does; what is kept goes first if there is no room else.
 
         Raises:
             EngineError: There is none.
@@ -178,7 +182,7 @@ class Pushes:
                 used.slot.close()
             raise
         try:
-            memory = Memory(size, used=used, recycle=self._recycle, hollow=hollow)
+            memory = Memory(size, used=used, recycle=self._recycle, hollow=hollow, private=private)
             return memory, give_back
         except BaseException:
             give_back()

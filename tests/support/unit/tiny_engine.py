@@ -126,7 +126,10 @@ class TinySink:
     def number(self) -> int:
         """What its weights are."""
         if self.given is not None:
-            return os.pread(self.given.handle, 1, self.given.starts["number"])[0]
+            start = self.given.starts["number"]
+            if self.given.handle is None:
+                return self.given.view[start]
+            return os.pread(self.given.handle, 1, start)[0]
         return self._buffers["number"][0]
 
     @property
@@ -159,6 +162,9 @@ class TinySink:
 
 class TinyEngine:
     """See the module; `rows` requests run at once."""
+
+    by_path = True
+    """As `EngineInfo.by_path`."""
 
     def __init__(self, model: Path, rows: int = 8) -> None:
         self.capabilities = ABLE
@@ -221,7 +227,8 @@ class TinyEngine:
         sink.close()
         self.active = Version(sink.number, CHECKPOINT)
         self._stepping = asyncio.create_task(self._step_freely())
-        return EngineInfo("tiny", "1.0", str(self._model), MAX_LENGTH, frozenset(), root, LAYOUT)
+        model = str(self._model)
+        return EngineInfo("tiny", "1.0", model, MAX_LENGTH, frozenset(), root, LAYOUT, self.by_path)
 
     async def stop(self) -> None:
         await self._begin("stop")

@@ -116,6 +116,7 @@ class HfEngine:
             eos_token_ids=loaded.eos_token_ids,
             root_hash=loaded.root_hash,
             layout=loaded.layout,
+            by_path=False,
         )
 
     async def stop(self) -> None:
