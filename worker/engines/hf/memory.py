@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,10 @@ class Memory:
             _point(pairs)
         if gone:
             self._staging.freeing.add(gone.clear)
+
+    def free(self, free: Callable[[], object]) -> None:
+        """Call this in a thread, once the engine steps again; who takes memory next waits for it."""
+        self._staging.freeing.add(free)
 
     def check(self) -> None:
         """Refuse to compute with tensors of somebody else that were changed meanwhile.

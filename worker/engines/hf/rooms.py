@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,12 +18,16 @@ from torch import Tensor
 
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.room import Staging
+from rollout_worker.transfer.arena import POPULATE_WRITE
 from rollout_worker.transfer.locked import lock
 
 Spec = tuple[str, Sequence[int], torch.dtype]
 """Name, shape and dtype of a tensor to come."""
 Beside = Callable[[Sequence[Spec]], dict[str, Tensor]]
 """Takes memory beside the serving weights, or raises `torch.OutOfMemoryError`."""
+
+POPULATED_BYTES = 32 << 20
+"""What a thread takes of pages at once."""
 
 ALIGN = 64
 """Every tensor begins at a multiple of this: what any dtype and vector load wants."""
@@ -64,13 +69,13 @@ def in_main_memory(specs: Sequence[Spec], staging: Staging, *, aside: bool) -> R
     sizes = [-(-math.prod(shape) * dtype.itemsize // ALIGN) * ALIGN for _, shape, dtype in specs]
     give_back = staging.claim(sum(sizes))
     try:
-        # Written to, so that the pages are there: what is missing shows now, not while it is filled.
-        whole = _large(torch.empty(sum(sizes), dtype=torch.uint8)).zero_()
+        whole = torch.empty(sum(sizes), dtype=torch.uint8)
     except RuntimeError as error:
         give_back()
         raise EngineError(
             f"there is no room for {sum(sizes)} bytes of staged weights: {error}"
         ) from error
+    _have_pages(whole)
     unlock = (lock(whole.data_ptr(), whole.numel()) if aside else None) or _nothing
     tensors: dict[str, Tensor] = {}
     for (name, shape, dtype), part in zip(specs, torch.split(whole, sizes), strict=True):
@@ -84,14 +89,28 @@ def in_main_memory(specs: Sequence[Spec], staging: Staging, *, aside: bool) -> R
     return Room(tensors, free, aside)
 
 
-def _large(whole: Tensor) -> Tensor:
-    """Ask for large pages, where the kernel has them: taking small ones is several times as slow."""
+def _have_pages(whole: Tensor) -> None:
+    """Have pages there before they are filled, large ones where the kernel has them, which are several times as fast.
+
+    A thread takes them, ahead of whoever fills them: to take and clear them costs half as much as to read a file.
+    """
     first = -(-whole.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = whole.data_ptr() + whole.numel() - first
-    if size > 0:
-        address, count = ctypes.c_void_p(first), ctypes.c_size_t(size)
-        ctypes.CDLL(None).madvise(address, count, mmap.MADV_HUGEPAGE)
-    return whole
+    end = (whole.data_ptr() + whole.numel()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < end:
+        _advise(first, end, mmap.MADV_HUGEPAGE)
+        args = (whole, first, end)
+        threading.Thread(target=_populate, args=args, name="weights-pages", daemon=True).start()
+
+
+def _populate(whole: Tensor, first: int, end: int) -> None:
+    """Take the pages of memory that `whole` keeps, piece by piece: meanwhile nobody else maps any."""
+    for begin in range(first, end, POPULATED_BYTES):
+        _advise(begin, min(begin + POPULATED_BYTES, end), POPULATE_WRITE)
+    del whole
+
+
+def _advise(begin: int, end: int, advice: int) -> None:
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
 
 
 def _nothing() -> None:

@@ -64,8 +64,10 @@ class Versions:
                     self._come_back("weights")
 
                 await self._command(flip)
-        finally:  # also if it is cancelled while another verb has the lock
+        except BaseException:  # also if it is cancelled while another verb has the lock
             await asyncio.to_thread(sink.close)
+            raise
+        self._memory.free(sink.close)  # the engine stands still here, and need not for that
 
     async def sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
         """See `Engine.sleep`."""
