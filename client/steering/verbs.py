@@ -128,7 +128,7 @@ class SteeringVerbs:
             return await push(
                 partial(self._pusher.begin, tensors, plan.transport, plan.rate, delta=plan.delta)
             )
-        work = Work(plan.ranks, version, tensors, seconds, plan.transport, plan.rate)
+        work = Work(plan.ranks, version, tensors, seconds, plan.transport, plan.rate, plan.reach)
         return await self._together.publish(work, push)
 
     async def _push(

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 import rank_publish
 from ranks import Rank, ranks
 from receiver import Receiver
+from rollout_client.steering.pushing.boxes import rows_of, run_of
 from rollout_client.steering.pushing.copying import Copier
 from rollout_client.steering.pushing.merging import Merging
-from rollout_client.steering.pushing.shards import Part, run_of, share_out
+from rollout_client.steering.pushing.shards import Part, share_out
 from rollout_client.steering.pushing.tensors import spec_of
 from rollout_worker.transfer.arena import Arena
 from rollout_worker.transfer.layout import LayoutError
@@ -56,14 +57,14 @@ class Story:
 
 
 @contextlib.asynccontextmanager
-async def story(name: str, count: int, folder: Path) -> AsyncIterator[Story]:
+async def story(name: str, count: int, folder: Path, nodes: str = "one") -> AsyncIterator[Story]:
     """Run ranks that publish to a scripted replica."""
     async with scripted_controls(1) as (control,):
         receiver = Receiver("w0:8000", folder)
         control.transfer, control.phase = receiver.transfer, "Staging"
         places = control.member.url, str(control.member.control_url)
         try:
-            with ranks(rank_publish.main, count, folder, name, *places) as started:
+            with ranks(rank_publish.main, count, folder, name, nodes, *places) as started:
                 yield Story(folder, started)
         finally:
             receiver.close()
@@ -78,14 +79,12 @@ def root_of(values: dict[str, torch.Tensor]) -> str:
     return root_hash_of(hashed)
 
 
-async def test_ranks_write_side_by_side_and_have_one_outcome(tmp_path: Path) -> None:
-    async with story("together", 4, tmp_path) as trainer:
-        # The first publish is that of ranks on several nodes: all of rank 0's tensors, gathered.
-        gathered = {k: v for k, v in rank_publish.state(1, 4).items() if k != "last only"}
-        for rank in range(4):
-            told = await trainer.tells(rank, 1)
-            assert told.get("root") == root_of(gathered), told
-        for version in (2, 3, 4, 8):  # two slots, used in turn; and once more after failures
+@pytest.mark.parametrize("nodes", ["one", "two"])
+async def test_ranks_write_side_by_side_and_have_one_outcome(tmp_path: Path, nodes: str) -> None:
+    async with story("together", 4, tmp_path, nodes) as trainer:
+        # In the first publish each rank is on a node of its own; then two slots, used in turn; and once
+        # more after failures.
+        for version in (1, 2, 3, 4, 8):
             for rank in range(4):
                 told = await trainer.tells(rank, version)
                 assert told.get("root") == root_of(rank_publish.state(version, 4)), told
@@ -166,6 +165,8 @@ def test_a_box_is_a_run_of_bytes_if_only_rows_are_cut() -> None:
     spec = ("a", "F32", (4, 3))
     assert run_of(spec, ((1, 3), (0, 3))) == (12, 36)
     assert run_of(spec, ((1, 3), (0, 2))) is None
+    assert run_of(spec, ((2, 3), (1, 3))) == (28, 36)
+    assert rows_of(spec, ((2, 3), (1, 3))) is None
     assert run_of(("a", "F32", ()), ()) == (0, 4)
 
 

@@ -1,4 +1,4 @@
-"""A rank above 0 of a trainer: it writes its shards into rank 0's memory and hears how it went."""
+"""A rank above 0 of a trainer: it writes its shards into rank 0's memory, or sends them, and hears how it went."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import contextlib
 import mmap
 import os
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rollout_client.errors import PublishFailed, RolloutError
 from rollout_client.steering.protocol import Published
 from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import Frame, Kind, Malformed, TransferError
+from rollout_worker.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError
 from rollout_worker.transfer.layout import LayoutError, PushLayout
 
+from .beating import Beat
+from .boxes import Box, box_of
 from .copying import Copier
 from .outcome import of_json
-from .shards import box_of
-from .writing import Writing, state_of
+from .streaming import Streaming
+from .writing import InMemory, Writing, state_of
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
@@ -37,6 +40,7 @@ class Following:
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self._closed = False
+        self._began = 0.0
         self._connection, self._rank = connection, rank
         self._copier = Copier()
         self._maps: dict[int, mmap.mmap] = {}
@@ -53,9 +57,10 @@ class Following:
         limit = seconds + GRACE_SECONDS
         self._ended = None
         self._connection.patience(limit)
-        self._connection.tally.heard = time.monotonic()
+        self._began = self._connection.tally.heard = time.monotonic()
+        beat = Beat(self._connection)
         try:
-            return self._follow(version, tensors, time.monotonic() + limit)
+            return self._follow(version, tensors, self._began + limit, beat)
         except TransferError as error:
             self.close()
             raise PublishFailed(f"rank 0 of the group is gone: {error}") from error
@@ -64,6 +69,8 @@ class Following:
         except BaseException:
             self.close()
             raise
+        finally:
+            beat.stop()
 
     @property
     def broken(self) -> bool:
@@ -81,12 +88,12 @@ class Following:
         self._connection.close()
         self._keep(())
 
-    def _follow(self, version: int, tensors: Tensors, until: float) -> Published:
+    def _follow(self, version: int, tensors: Tensors, until: float, beat: Beat) -> Published:
         connection = self._connection
         wrong: Exception | None = None
         writing: Writing | None = None
         try:
-            writing = Writing(state_of(tensors), self._copier)
+            writing = Writing(state_of(tensors))
         except (TypeError, ValueError) as error:
             wrong = error
             connection.send(Kind.FAILED, {"detail": str(error)})
@@ -107,6 +114,7 @@ class Following:
                     raise TransferError("it has lost another rank, and meets all of them anew")
                 case _:
                     raise Malformed(f"{frame.kind.name} came in the middle of a publish")
+        beat.stop()
         connection.send(Kind.RELEASED)
         if wrong is not None and not isinstance(wrong, RuntimeError):
             raise wrong
@@ -120,7 +128,14 @@ class Following:
         while (frame := self._connection.poll(LOOK_SECONDS)) is None:
             if time.monotonic() > until:
                 raise TransferError("it does not say how the publish went")
+            self._mind()
+        self._mind()
         return frame
+
+    def _mind(self) -> None:
+        """Once rank 0 publishes, too, it says all the time that it lives."""
+        if self._connection.tally.heard > self._began:
+            self._connection.patience(LEASE_SECONDS)
 
     def _map(self, frame: Frame) -> None:
         """Map new memory of rank 0, before it is sealed against that."""
@@ -135,9 +150,11 @@ class Following:
         self._connection.send(Kind.READY)
 
     def _write(self, frame: Frame, writing: Writing) -> None:
+        boxes = {name: box_of(rows) for name, rows in frame.head["boxes"].items()}
+        if not self._connection.unix:
+            return self._send(boxes, writing)
         self._keep(frame.head["slots"])
         layout = PushLayout.from_json(frame.head["layout"])
-        memory = memoryview(self._maps[frame.integer("slot")])
         connection = self._connection
 
         def view(name: str, begin: int, end: int) -> memoryview:
@@ -150,9 +167,14 @@ class Following:
         def block(name: str, nbytes: int) -> None:
             connection.send(Kind.FILLED, {"name": name, "block": nbytes})
 
-        boxes = {name: box_of(rows) for name, rows in frame.head["boxes"].items()}
-        with memory:
-            writing.write(boxes, view, arrived, block, self._stopped)
+        with memoryview(self._maps[frame.integer("slot")]) as memory:
+            place = InMemory(view, arrived, block, self._copier)
+            writing.write(boxes, place, self._stopped)
+        return None
+
+    def _send(self, boxes: Mapping[str, Box], writing: Writing) -> None:
+        place = Streaming(self._connection, self._copier, self._stopped)
+        writing.write(boxes, place, self._stopped)
 
     def _stopped(self) -> bool:
         """Whether rank 0 wants no more of it."""

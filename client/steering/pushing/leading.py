@@ -1,31 +1,34 @@
-"""Rank 0 of a trainer: it makes the memory, all ranks of its node write into it, and it publishes."""
+"""Rank 0 of a trainer: it makes the memory, all ranks write into it or send to it, and it publishes."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.protocol import Published
 from rollout_worker.transfer.arena import Arena, ArenaError
 from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import Frame, Kind, Malformed, TransferError
+from rollout_worker.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError
 from rollout_worker.transfer.layout import LayoutError
 
+from .beating import Beat
 from .copying import Copier
 from .following import GRACE_SECONDS
 from .merging import Merging
 from .outcome import to_json
 from .shards import Part, Shares, share_out
-from .writing import Writing, state_of
+from .streaming import Arriving, Damaged
+from .writing import InMemory, Writing, state_of
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
 
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.05
+"""How long one rank is listened to before the others are."""
 DEATH_SECONDS = 2.0
 """What its connection gets to tell that a rank is gone, once a collective operation has failed."""
 ACK_SECONDS = 10.0
@@ -37,13 +40,15 @@ class Leading:
 
     Args:
         connections: To all other ranks.
+        far: Those of other nodes: they send their shards.
     """
 
-    def __init__(self, connections: Mapping[int, Connection]) -> None:
+    def __init__(self, connections: Mapping[int, Connection], far: Collection[int] = ()) -> None:
         self.broken = False
         """Whether the ranks have to meet anew."""
         self.arena = Arena(share=self._share)
-        self._connections = connections
+        self._connections, self._far = connections, far
+        self._beats: list[Beat] = []
         self._slots: dict[int, int] = {}
         """By descriptor of the memory: its number, which the others know it by."""
         self._made = 0
@@ -59,9 +64,10 @@ class Leading:
             LayoutError: The ranks' tensors don't make a whole.
             ArenaError: There is no room.
         """
-        writing = Writing(state_of(tensors), copier)
+        self._beats = [Beat(connection) for connection in self._connections.values()]
+        writing = Writing(state_of(tensors))
         offers = [list(writing.parts.values()), *self._offers(version, seconds)]
-        shares = share_out(offers)
+        shares = share_out(offers, self._far)
         filling.plan(shares.specs)
         filling.begin()
         self._order(filling, shares)
@@ -71,9 +77,9 @@ class Leading:
             start = layout[name].start
             return slot.bytes(start + begin, start + end)
 
+        place = InMemory(view, filling.arrived, filling.block, copier)
         try:
-            boxes = shares.work[0].boxes
-            writing.write(boxes, view, filling.arrived, filling.block, lambda: filling.given_up)
+            writing.write(shares.work[0].boxes, place, lambda: filling.given_up)
         except RuntimeError as error:  # torch's, as when another rank is gone that gathers with us
             raise filling.why(DEATH_SECONDS) or PublishFailed(f"rank 0: {error}") from error
         if filling.all_written():
@@ -85,36 +91,41 @@ class Leading:
         for connection in self._connections.values():
             connection.patience(seconds + GRACE_SECONDS)
             connection.tally.heard = time.monotonic()
-        found = []
-        for rank, connection in sorted(self._connections.items()):
-            frame = self._next(rank, connection, until, seconds)
-            if frame.kind is Kind.FAILED:
-                raise PublishFailed(f"rank {rank}: {frame.text('detail', '')}")
-            if frame.integer("version") != version:
-                theirs = frame.integer("version")
-                raise PublishFailed(f"rank {rank} publishes version {theirs}, rank 0 {version}")
-            found.append([Part.from_json(row) for row in frame.head["tensors"]])
-        return found
+        found: dict[int, list[Part]] = {}
+        while late := [rank for rank in self._connections if rank not in found]:
+            if time.monotonic() > until:
+                raise PublishFailed(
+                    f"rank {late[0]} did not publish within {seconds:g} s: all ranks of the group call"
+                    " publish_weights"
+                )
+            for rank, connection in self._connections.items():
+                frame = self._heard(rank, LOOK_SECONDS if rank == late[0] else 0)
+                if frame is None:
+                    continue
+                if rank in found or frame.kind is not Kind.HELLO:
+                    raise PublishFailed(f"rank {rank} sent {frame.kind.name} out of its turn")
+                if (theirs := frame.integer("version")) != version:
+                    raise PublishFailed(f"rank {rank} publishes version {theirs}, rank 0 {version}")
+                found[rank] = [Part.from_json(row) for row in frame.head["tensors"]]
+                connection.patience(LEASE_SECONDS)  # from now on it says that it lives
+        return [found[rank] for rank in sorted(found)]
 
-    def _next(self, rank: int, connection: Connection, until: float, seconds: float) -> Frame:
+    def _heard(self, rank: int, seconds: float) -> Frame | None:
         try:
-            while (frame := connection.poll(LOOK_SECONDS)) is None:
-                if time.monotonic() > until:
-                    raise PublishFailed(
-                        f"rank {rank} did not publish within {seconds:g} s: all ranks of the group"
-                        " call publish_weights"
-                    )
+            frame = self._connections[rank].poll(seconds)
         except TransferError as error:
             raise PublishFailed(f"rank {rank} is gone: {error}") from error
-        if frame.kind not in (Kind.HELLO, Kind.FAILED):
-            raise PublishFailed(f"rank {rank} sent {frame.kind.name} where HELLO was due")
+        if frame is not None and frame.kind is Kind.FAILED:
+            raise PublishFailed(f"rank {rank}: {frame.text('detail', '')}")
         return frame
 
     def _share(self, handle: int, size: int) -> None:
-        """Let all other ranks map new memory while it may be written still."""
+        """Let the other ranks of this node map new memory while it may be written still."""
         self._made += 1
         self._slots[handle] = self._made
         for rank, connection in self._connections.items():
+            if rank in self._far:
+                continue
             try:
                 connection.send(Kind.MEMORY, {"slot": self._made, "size": size}, handle=handle)
                 connection.expect(Kind.READY)
@@ -127,9 +138,10 @@ class Leading:
         self._slots = alive
         layout = filling.layout.to_json()
         for rank, connection in self._connections.items():
-            self._hearing[rank] = _Hearing(rank, connection, filling)
-            order = {"slot": alive[filling.slot.handle], "slots": list(alive.values())}
             boxes = shares.work[rank].boxes
+            arriving = Arriving(filling, boxes) if rank in self._far else None
+            self._hearing[rank] = _Hearing(rank, connection, filling, arriving)
+            order = {"slot": alive[filling.slot.handle], "slots": list(alive.values())}
             try:
                 connection.send(Kind.LAYOUT, {**order, "layout": layout, "boxes": boxes})
             except TransferError as error:
@@ -137,13 +149,15 @@ class Leading:
 
     def tell(self, outcome: Published | BaseException) -> None:
         """Tell all how it went; once this returns, nobody writes any more."""
+        self._still()
         news = to_json(outcome)
         kind = Kind.FAILED if "error" in news else Kind.STAGED
         hearing, self._hearing = self._hearing, {}
         until = time.monotonic() + ACK_SECONDS
         for rank, connection in self._connections.items():
-            heard = hearing.get(rank) or _Hearing(rank, connection, None)
+            heard = hearing.get(rank) or _Hearing(rank, connection)
             hearing[rank] = heard
+            heard.told = True
             try:
                 connection.send(kind, news)
             except TransferError:
@@ -152,9 +166,16 @@ class Leading:
         if not all(over):
             self.close()  # who stands still may write on one day: the memory is given up, too
 
+    def _still(self) -> None:
+        """Ping no more: between two publishes nobody would read it."""
+        beats, self._beats = self._beats, []
+        for beat in beats:
+            beat.stop()
+
     def close(self) -> None:
         """End all connections and give up the memory; replicas keep what they have mapped."""
         self.broken = True
+        self._still()
         for connection in self._connections.values():
             with contextlib.suppress(TransferError):
                 connection.send(Kind.RELEASED)
@@ -169,11 +190,21 @@ class _Hearing:
         rank: Which one.
         connection: To it.
         filling: Told what it has written; None: nothing is expected any more.
+        arriving: Writes what it sends; None: it writes by itself.
     """
 
-    def __init__(self, rank: int, connection: Connection, filling: Merging | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        connection: Connection,
+        filling: Merging | None = None,
+        arriving: Arriving | None = None,
+    ) -> None:
         self.gone = False
+        self.told = filling is None
+        """Whether it knows how the publish went: before that it must not leave."""
         self._rank, self._connection, self._filling = rank, connection, filling
+        self._arriving = arriving
         self._thread = threading.Thread(target=self._run, name=f"weights-rank-{rank}", daemon=True)
         self._thread.start()
 
@@ -187,21 +218,34 @@ class _Hearing:
         try:
             while (frame := self._connection.receive()).kind is not Kind.RELEASED:
                 self._take(frame)
+            if not self.told:
+                raise Malformed("it left in the middle of a publish")
         except (TransferError, LayoutError, ArenaError) as error:
             self.gone = True
-            if self._filling is not None:
-                self._filling.fail(PublishFailed(f"rank {self._rank} is gone: {error}"))
+            self._fail(f"is gone: {error}")
+
+    def _fail(self, why: str) -> None:
+        if self._filling is not None:
+            between = "" if why.startswith(":") else " "
+            self._filling.fail(PublishFailed(f"rank {self._rank}{between}{why}"))
 
     def _take(self, frame: Frame) -> None:
-        if self._filling is None:
-            return
+        filling = self._filling
+        if filling is None or filling.given_up:
+            return self._connection.skip(frame)
         match frame.kind:
+            case Kind.DATA if self._arriving is not None:
+                try:
+                    self._arriving.take(self._connection, frame)
+                except Damaged as error:  # the connection itself is sound
+                    self._fail(f": {error}")
             case Kind.FILLED if "block" in frame.head:
-                self._filling.block(frame.text("name"), frame.integer("block", 1))
+                filling.block(frame.text("name"), frame.integer("block", 1))
             case Kind.FILLED:
                 begin, end = frame.integer("begin"), frame.integer("end")
-                self._filling.arrived(frame.text("name"), begin, end)
+                filling.arrived(frame.text("name"), begin, end)
             case Kind.FAILED:
-                self._filling.fail(PublishFailed(f"rank {self._rank}: {frame.text('detail', '')}"))
+                self._fail(f": {frame.text('detail', '')}")
             case _:
                 raise Malformed(f"{frame.kind.name} came from rank {self._rank}")
+        return None

@@ -1,82 +1,52 @@
-"""How the ranks of a trainer find each other: by their process group once, then over Unix sockets.
+"""How the ranks of a trainer find each other: by their process group once, then over sockets of their own.
 
-A rank that dies is noticed at once by its socket, whatever the group's time-out is. Ranks of other
-nodes can't be met so: then all are `Apart`, and the group itself is what they speak through.
+A rank that dies is noticed at once by its socket, whatever the group's time-out is. Ranks of rank 0's
+node have a Unix socket, by which its memory comes; those of other nodes call over TCP.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import socket
-import struct
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollout_client.steering.protocol import Published
-from rollout_client.steering.spool import drain_here
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import Kind, TransferError
+from rollout_client.errors import PublishFailed
+from rollout_worker.transfer.frames import TransferError
 from rollout_worker.transfer.node import BOOT_ID
 
+from .door import ANYHOW, Door, Places, Reach, call
 from .following import Following
 from .leading import Leading
-from .outcome import of_json, to_json
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from rollout_client.steering.spool import Tensors
 
-MEET_SECONDS = 30.0
-_NAME = "rollout-ranks-"
+@dataclass(frozen=True, slots=True)
+class _Fact:
+    """What all ranks know of each.
+
+    Attributes:
+        node: The same for two processes that reach each other by a socket without a path.
+        host: Its name, for errors.
+    """
+
+    node: str
+    host: str
 
 
-class _Scattered:
-    """A rank of those that are not all on one node: tensors are gathered.
+def meet(group: ProcessGroup, reach: Reach = ANYHOW) -> Leading | Following:
+    """Return this rank's part; a collective operation of all ranks of the group.
 
     Args:
         group: The ranks'.
-    """
-
-    broken = False
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-
-    def close(self) -> None:
-        """Give up nothing: the group is the trainer's."""
-
-
-class Apart(_Scattered):
-    """Rank 0 of these ranks, which publishes."""
-
-    def tell(self, outcome: Published | BaseException) -> None:
-        """Tell the others how it went, who have gathered all tensors with this rank."""
-        _broadcast(self._group, to_json(outcome))
-
-
-class Gathering(_Scattered):
-    """Another one of these ranks."""
-
-    def take_part(self, version: int, tensors: Tensors, seconds: float) -> Published:
-        """Gather with the others, and return what rank 0 has published.
-
-        Raises:
-            RolloutError: It has not.
-        """
-        drain_here(tensors)
-        return of_json(_broadcast(self._group, None))
-
-
-Leads = Leading | Apart
-Follows = Following | Gathering
-
-
-def meet(group: ProcessGroup) -> Leads | Follows:
-    """Return this rank's part; a collective operation of all ranks of the group.
+        reach: How ranks of other nodes reach rank 0.
 
     Raises:
         ValueError: This process is not in the group.
+        PublishFailed: A rank can't reach rank 0; all ranks raise the same.
         RuntimeError: The group's, if one of them is gone.
     """
     from torch import distributed
@@ -84,23 +54,76 @@ def meet(group: ProcessGroup) -> Leads | Follows:
     rank, count = distributed.get_rank(group), distributed.get_world_size(group)
     if rank < 0:
         raise ValueError("ranks: this process is not in the group: only its ranks publish with it")
-    listening = _listen(count) if rank == 0 else None
+    facts: list[_Fact] = _gathered(group, _Fact(_node(), socket.gethostname()))
+    far = {each for each in range(count) if facts[each].node != facts[0].node}
+    if rank == 0:
+        return _lead(group, facts, far, reach)
+    return _follow(group, rank, facts, far, reach)
+
+
+def _lead(
+    group: ProcessGroup, facts: Sequence[_Fact], far: Collection[int], reach: Reach
+) -> Leading:
     try:
-        address, node = _broadcast(group, listening and (listening.getsockname(), _node()))
-        mine = _connect(address, rank) if rank and node == _node() else None
-        met: list[Any] = [None] * count
-        distributed.all_gather_object(met, rank == 0 or mine is not None, group=group)
-        if not all(met):
-            if mine is not None:
-                mine.close()
-            return Gathering(group) if rank else Apart(group)
-        if listening is not None:
-            return Leading(_accepted(listening, count))
+        door = Door.open(len(facts), reach, afar=bool(far))
+    except OSError as error:
+        _broadcast(group, str(error))
+        raise PublishFailed(_unopened(facts[0], str(error))) from error
+    try:
+        _broadcast(group, door.places)
+        _check(_gathered(group, None), facts, reach)
+        return Leading(door.take(), far)
+    except TransferError as error:
+        raise PublishFailed(f"{error}: publish again") from error
+    finally:
+        door.close()
+
+
+def _follow(
+    group: ProcessGroup, rank: int, facts: Sequence[_Fact], far: Collection[int], reach: Reach
+) -> Following:
+    told: Places | str = _broadcast(group, None)
+    if isinstance(told, str):
+        raise PublishFailed(_unopened(facts[0], told))
+    mine, why = None, None
+    try:
+        mine = call(told, rank, here=rank not in far)
+    except TransferError as error:
+        why = str(error)
+    try:
+        _check(_gathered(group, why), facts, reach)
         assert mine is not None
         return Following(mine, rank)
-    finally:
-        if listening is not None:
-            listening.close()
+    except BaseException:
+        if mine is not None:
+            mine.close()
+        raise
+
+
+def _check(unreached: Sequence[str | None], facts: Sequence[_Fact], reach: Reach) -> None:
+    """Raise the same on all ranks if one of them has not reached rank 0."""
+    for rank, why in enumerate(unreached):
+        if why is None:
+            continue
+        first, last = reach.ports or (None, None)
+        ports = "on any port" if first is None else f"on the ports {first} to {last}"
+        raise PublishFailed(
+            f"rank {rank} on {facts[rank].host} can't reach rank 0 on {facts[0].host} ({why}): let the"
+            f" trainer's nodes connect to each other by TCP {ports} (NetworkPolicy, firewall);"
+            " ranks_ports bounds the ports, ranks_host says by which name rank 0 is reached"
+        )
+
+
+def _unopened(fact: _Fact, why: str) -> str:
+    return f"rank 0 on {fact.host} can't be called by the others: {why}; see ranks_ports"
+
+
+def _gathered(group: ProcessGroup, mine: Any) -> list[Any]:
+    from torch import distributed
+
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, mine, group=group)
+    return found
 
 
 def _broadcast(group: ProcessGroup, value: Any) -> Any:
@@ -114,47 +137,3 @@ def _broadcast(group: ProcessGroup, value: Any) -> Any:
 def _node() -> str:
     """Name what two processes must share to reach each other by a socket without a path."""
     return f"{BOOT_ID.read_text().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
-
-
-def _listen(count: int) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.bind(f"\0{_NAME}{secrets.token_hex(16)}")
-    sock.listen(count)
-    sock.settimeout(MEET_SECONDS)
-    return sock
-
-
-def _connect(address: bytes | str, rank: int) -> Connection | None:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.connect(address)
-        connection = Connection(sock)
-        connection.send(Kind.HELLO, {"rank": rank})
-    except (OSError, TransferError):
-        sock.close()
-        return None
-    return connection
-
-
-def _accepted(listening: socket.socket, count: int) -> dict[int, Connection]:
-    """Return the connections of all other ranks: they stand already."""
-    found: dict[int, Connection] = {}
-    try:
-        while len(found) < count - 1:
-            sock, _ = listening.accept()
-            if _user(sock) != os.getuid():  # a socket without a path has no permissions
-                sock.close()
-                continue
-            connection = Connection(sock)
-            found[connection.expect(Kind.HELLO).integer("rank", 1, count - 1)] = connection
-    except BaseException:
-        for connection in found.values():
-            connection.close()
-        raise
-    return found
-
-
-def _user(sock: socket.socket) -> int:
-    size = struct.calcsize("3i")
-    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(user)

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from rollout_client.steering.versions import KEEP, Versions
 
+from .door import ANYHOW, Reach
 from .routes import TRANSPORTS, Transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+MAX_PORT = 65535
 
 
 class PushOptions(TypedDict, total=False):
@@ -30,7 +33,11 @@ class PushOptions(TypedDict, total=False):
         keep: How many committed versions stay in the folder, at least the one that serves.
         ranks: The process group of torch.distributed whose ranks have parts of the tensors: all of them
             call this with the same arguments, and all get the same answer. Each gives its model or state
-            dict. Rank 0 of the group publishes; on one node each rank writes its own shards.
+            dict. Rank 0 of the group publishes; each rank writes its own shards into rank 0's memory, or sends
+            them there from another node.
+        ranks_host: Name or address by which ranks of other nodes reach rank 0; None: all addresses of its
+            node are tried.
+        ranks_ports: First and last of the ports of which rank 0 takes one for them; None: any.
         base: `auto` (default): over TCP, replicas that serve the version before get what differs from
             it, where that is less work; this process keeps its bytes. None: all bytes go to all.
     """
@@ -42,6 +49,8 @@ class PushOptions(TypedDict, total=False):
     mounted_at: str | PurePath | None
     keep: int
     ranks: ProcessGroup | None
+    ranks_host: str | None
+    ranks_ports: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,7 @@ class PushPlan:
         ranks: Whose tensors these are; None: this process has all of them.
         rate: Most bytes a second over TCP; None: no limit.
         delta: Whether what differs from the version before may go instead of all bytes.
+        reach: How ranks of other nodes reach rank 0.
     """
 
     transport: Transport
@@ -61,14 +71,15 @@ class PushPlan:
     ranks: ProcessGroup | None = None
     rate: float | None = None
     delta: bool = True
+    reach: Reach = ANYHOW
 
     @classmethod
     def of(cls, path: str | PurePath | EllipsisType | None, options: Mapping[str, Any]) -> PushPlan:
         """Return the options of a publish of tensors.
 
         Raises:
-            TypeError: There is a path, too, or an option that belongs to a folder without one.
-            ValueError: There is no such transport or base, or nothing would go out at this rate.
+            TypeError: There is a path, too, or an option that belongs to a folder or to ranks without them.
+            ValueError: There are no such transport, base or ports, or nothing would go out at this rate.
         """
         if path is not ...:
             raise TypeError("give publish_weights a path or tensors, not both")
@@ -82,15 +93,28 @@ class PushPlan:
         if base not in ("auto", None):
             raise ValueError(f"base must be 'auto' or None, not {base!r}")
         spool, ranks = options.get("spool"), options.get("ranks")
+        reach = _reach_of(options, ranks)
         if spool is None:
             if options.keys() & {"mounted_at", "keep"}:
                 raise TypeError(
                     "mounted_at and keep are about the folder of spool: give spool, too"
                 )
-            return cls(transport, None, ranks, rate, base is not None)
+            return cls(transport, None, ranks, rate, base is not None, reach)
         mounted_at, keep = options.get("mounted_at"), options.get("keep", KEEP)
         versions = Versions.at(spool, mounted_at, keep)
-        return cls(transport, versions, ranks, rate, base is not None)
+        return cls(transport, versions, ranks, rate, base is not None, reach)
+
+
+def _reach_of(options: Mapping[str, Any], ranks: object) -> Reach:
+    host, ports = options.get("ranks_host"), options.get("ranks_ports")
+    if ranks is None and (host, ports) != (None, None):
+        raise TypeError("ranks_host and ranks_ports are about several ranks: give ranks, too")
+    if ports is not None:
+        first, last = ports
+        if not 1 <= first <= last <= MAX_PORT:
+            raise ValueError(f"ranks_ports must be a first and a last port, not {ports!r}")
+        ports = first, last
+    return Reach(host, ports)
 
 
 def check_path(path: object, options: Mapping[str, Any]) -> None:

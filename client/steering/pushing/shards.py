@@ -14,15 +14,10 @@ from itertools import combinations, starmap
 from typing import Any, Self
 
 from rollout_client.steering.spool import is_sharded
-from rollout_worker.transfer.layout import ITEM_BYTES, LayoutError
+from rollout_worker.transfer.layout import LayoutError
 
+from .boxes import Box, Run, box_of, nbytes_of, overlap, volume
 from .tensors import Spec, spec_of
-
-Box = tuple[tuple[int, int], ...]
-"""In each dimension of a tensor: begin and end."""
-
-Run = tuple[int, int]
-"""Begin and end in the bytes of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +46,6 @@ class Part:
         return cls((name, dtype, tuple(shape)), None if box is None else box_of(box), gathered)
 
 
-def box_of(rows: Any) -> Box:
-    """Return the box that another rank described."""
-    return tuple((int(begin), int(end)) for begin, end in rows)
-
-
 def part_of(name: object, tensor: Any) -> Part:
     """Say what this rank has of a tensor.
 
@@ -78,7 +68,7 @@ def part_of(name: object, tensor: Any) -> Part:
     for each, at, ranks in zip(placements, coordinate, tensor.device_mesh.shape, strict=True):
         if each.is_shard():
             box[each.dim] = _chunk(box[each.dim], at, ranks)
-    return Part(spec, tuple(box) if _volume(tuple(box)) else None)
+    return Part(spec, tuple(box) if volume(tuple(box)) else None)
 
 
 def _is_cut(placements: Iterable[Any]) -> bool:
@@ -95,21 +85,6 @@ def _chunk(of: Run, at: int, ranks: int) -> Run:
     step = -(-(end - begin) // ranks)
     first = min(end, begin + step * at)
     return first, min(end, first + step)
-
-
-def _volume(box: Box) -> int:
-    return math.prod(end - begin for begin, end in box)
-
-
-def run_of(spec: Spec, box: Box) -> Run | None:
-    """Return a box as a run of bytes; None: it is none."""
-    shape, nbytes = spec[2], _nbytes(spec)
-    if not shape:
-        return 0, nbytes
-    if any(cut != (0, size) for cut, size in zip(box[1:], shape[1:], strict=True)):
-        return None
-    size = nbytes // shape[0]
-    return box[0][0] * size, box[0][1] * size
 
 
 @dataclass(slots=True)
@@ -133,11 +108,12 @@ class Shares:
     work: Sequence[Work]
 
 
-def share_out(offers: Sequence[Sequence[Part]]) -> Shares:
+def share_out(offers: Sequence[Sequence[Part]], far: Collection[int] = ()) -> Shares:
     """Have each byte written once, each rank about as much as the others.
 
     Args:
         offers: What each rank has, by rank.
+        far: Ranks of other nodes than the first one's: they write only what no other rank has.
 
     Raises:
         LayoutError: Ranks mean different tensors by a name, or nobody has some bytes.
@@ -161,25 +137,17 @@ def share_out(offers: Sequence[Sequence[Part]]) -> Shares:
     for name in sorted(specs):
         _check_whole(specs[name], holders[name])
         for box, ranks in sorted(holders[name].items()):
-            least = min(ranks, key=lambda rank: (work[rank].nbytes, rank))
+            least = min(ranks, key=lambda rank: (rank in far, work[rank].nbytes, rank))
             work[least].boxes[name] = box
-            work[least].nbytes += ITEM_BYTES[specs[name][1]] * _volume(box)
+            work[least].nbytes += nbytes_of(specs[name], box)
     return Shares(tuple(specs[name] for name in sorted(specs)), work)
 
 
 def _check_whole(spec: Spec, boxes: Collection[Box]) -> None:
-    there, due = sum(map(_volume, boxes)), math.prod(spec[2])
-    if there != due or any(starmap(_overlap, combinations(boxes, 2))):
+    there, due = sum(map(volume, boxes)), math.prod(spec[2])
+    if there != due or any(starmap(overlap, combinations(boxes, 2))):
         raise LayoutError(
             f"tensor {spec[0]!r}: the ranks' shards don't make it whole ({there} of {due} elements): all"
             " ranks that have a part of it must publish together",
             tensor=spec[0],
         )
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other, strict=True))
-
-
-def _nbytes(spec: Spec) -> int:
-    return ITEM_BYTES[spec[1]] * math.prod(spec[2])

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 from rollout_client.steering.protocol import Published
 from rollout_client.steering.spool import to_its_end
 
-from .meeting import Apart, Follows, Leads, meet
+from .door import ANYHOW, Reach
+from .following import Following
+from .leading import Leading
+from .meeting import meet
 from .merging import Merging
 from .push import Push
 from .pusher import Pusher
@@ -32,6 +35,7 @@ class Work:
     seconds: float
     transport: Transport
     rate: float | None = None
+    reach: Reach = ANYHOW
 
 
 class Together:
@@ -43,13 +47,14 @@ class Together:
 
     def __init__(self, pusher: Pusher) -> None:
         self._pusher = pusher
-        self._met: tuple[ProcessGroup, Leads | Follows] | None = None
+        self._met: tuple[ProcessGroup, Leading | Following] | None = None
 
-    def ranks(self, group: ProcessGroup) -> Leads | Follows:
+    def ranks(self, group: ProcessGroup, reach: Reach = ANYHOW) -> Leading | Following:
         """Return this rank's part in a group; the first time it is a collective operation of all.
 
         Raises:
             ValueError: This process is not in the group.
+            PublishFailed: A rank can't reach rank 0; all ranks raise the same.
         """
         if self._met is not None:
             known, ranks = self._met
@@ -57,7 +62,7 @@ class Together:
                 return ranks
             ranks.close()
             self._met = None
-        met = meet(group)
+        met = meet(group, reach)
         self._met = group, met
         return met
 
@@ -73,8 +78,8 @@ class Together:
         Raises:
             RolloutError: All ranks raise, or none.
         """
-        ranks = self.ranks(work.group)
-        if isinstance(ranks, Follows):
+        ranks = self.ranks(work.group, work.reach)
+        if isinstance(ranks, Following):
             return ranks.take_part(work.version, work.tensors, work.seconds)
         try:
             done = push(partial(self._begin, ranks, work))
@@ -88,8 +93,8 @@ class Together:
         self, work: Work, push: Callable[[Callable[[], Push]], Awaitable[Published]]
     ) -> Published:
         """Do the same in a loop: what blocks does it in threads."""
-        ranks = await to_its_end(self.ranks, work.group)
-        if isinstance(ranks, Follows):
+        ranks = await to_its_end(self.ranks, work.group, work.reach)
+        if isinstance(ranks, Following):
             return await to_its_end(ranks.take_part, work.version, work.tensors, work.seconds)
         try:
             done = await push(partial(self._begin, ranks, work))
@@ -99,14 +104,8 @@ class Together:
         await to_its_end(ranks.tell, done)
         return done
 
-    def _begin(self, ranks: Leads, work: Work) -> Push:
-        """Return a push of what all ranks have.
-
-        Raises:
-            LayoutError: Something can't be published; names the tensor.
-        """
-        if isinstance(ranks, Apart):
-            return self._pusher.begin(work.tensors, work.transport, work.rate)
+    def _begin(self, ranks: Leading, work: Work) -> Push:
+        """Return a push of what all ranks have."""
         copier = self._pusher.copier
         filling = Merging(ranks.arena, None, copier)
 

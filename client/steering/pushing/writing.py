@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from rollout_client.steering.spool import is_sharded, whole
 
+from .boxes import Box, Run, rows_of
 from .copying import Copier
-from .shards import Box, Part, Run, part_of, run_of
+from .shards import Part, part_of
 
 View = Callable[[str, int, int], memoryview]
 """Returns the place of a run of a tensor's bytes."""
@@ -33,26 +35,68 @@ def state_of(tensors: Any) -> Mapping[str, Any]:
     return state
 
 
+class Place(Protocol):
+    """Where boxes are written."""
+
+    def put(self, part: Part, mine: Any, box: Box) -> None:
+        """Write what this rank has of a tensor: the values of the box.
+
+        Raises:
+            LayoutError: It has no plain values.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """The memory that the ranks of a node share.
+
+    Attributes:
+        view: See `View`.
+        arrived: See `Arrived`.
+        block: See `Block`.
+        copier: Copies tensors.
+    """
+
+    view: View
+    arrived: Arrived
+    block: Block
+    copier: Copier
+
+    def put(self, part: Part, mine: Any, box: Box) -> None:
+        """See `Place.put`."""
+        name = part.spec[0]
+        run = rows_of(part.spec, box)
+        if run is not None:
+            self._copy(name, mine, run)
+        else:
+            _copy_block(name, mine, part, box, self.view)
+            self.block(name, mine.nbytes)
+
+    def _copy(self, name: str, mine: Any, run: Run) -> None:
+        told = begin = run[0]
+
+        def done(count: int) -> None:
+            nonlocal told
+            self.arrived(name, told, begin + count)
+            told = begin + count
+
+        with self.view(name, *run) as place:
+            self.copier.copy(name, mine, place, done)
+
+
 class Writing:
     """See the module.
 
     Args:
         state: The rank's tensors.
-        copier: Copies them.
     """
 
-    def __init__(self, state: Mapping[str, Any], copier: Copier) -> None:
-        self._state, self._copier = state, copier
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
         self.parts: Mapping[str, Part] = {name: part_of(name, state[name]) for name in state}
 
-    def write(
-        self,
-        boxes: Mapping[str, Box],
-        view: View,
-        arrived: Arrived,
-        block: Block,
-        stopped: Callable[[], bool],
-    ) -> None:
+    def write(self, boxes: Mapping[str, Box], place: Place, stopped: Callable[[], bool]) -> None:
         """Write these boxes, in the order in which receivers take them.
 
         What has to be gathered is gathered to the end, also once this rank failed or was `stopped`: other
@@ -68,12 +112,7 @@ class Writing:
                 if box is None or stopped():
                     continue
                 mine = (tensor.to_local() if is_sharded(tensor) else tensor).detach()
-                run = run_of(self.parts[name].spec, box)
-                if run is not None:
-                    self._copy(name, mine, run, view, arrived)
-                else:
-                    _copy_block(name, mine, self.parts[name], box, view)
-                    block(name, mine.nbytes)
+                place.put(self.parts[name], mine, box)
         except BaseException:
             for name in names:
                 self._made(name)
@@ -83,17 +122,6 @@ class Writing:
         """Return a tensor, whole if it has to be gathered."""
         tensor = self._state[name]
         return whole(tensor) if self.parts[name].gathered else tensor
-
-    def _copy(self, name: str, mine: Any, run: Run, view: View, arrived: Arrived) -> None:
-        told = begin = run[0]
-
-        def done(count: int) -> None:
-            nonlocal told
-            arrived(name, told, begin + count)
-            told = begin + count
-
-        with view(name, *run) as place:
-            self._copier.copy(name, mine, place, done)
 
 
 def _copy_block(name: str, mine: Any, part: Part, box: Box, view: View) -> None:

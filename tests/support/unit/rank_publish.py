@@ -27,7 +27,7 @@ from torch.distributed.tensor import (
 
 from rollout_client import RolloutError, RolloutPool
 from rollout_client.steering import spool
-from rollout_client.steering.pushing import leading, meeting, writing
+from rollout_client.steering.pushing import leading, meeting, streaming, writing
 from rollout_client.steering.pushing.copying import Copier
 from rollout_worker.transfer.layout import LayoutError
 
@@ -59,8 +59,12 @@ def state(step: int, ranks: int) -> dict[str, torch.Tensor]:
 class Rank:
     """One rank, with a way to break it."""
 
-    def __init__(self, rank: int, ranks: int, folder: Path, url: str, control: str) -> None:
+    def __init__(
+        self, rank: int, ranks: int, folder: Path, nodes: str, url: str, control: str
+    ) -> None:
         self.rank, self.ranks, self.folder = rank, ranks, folder
+        self.nodes = nodes
+        """Whether all ranks are on one node, or every two on one."""
         self._places = url, control
         self.pool = self.another()
         self.mesh = init_device_mesh("cpu", (ranks,))
@@ -73,6 +77,14 @@ class Rank:
         def noted(tensor: Any) -> Any:
             self.gathered.append(names[id(tensor)])
             return whole(tensor)
+
+        put = streaming.Streaming.put
+
+        def sent(place: Any, part: Any, *rest: Any) -> None:
+            self.before_copy(part.spec[0])
+            put(place, part, *rest)
+
+        setattr(streaming.Streaming, "put", sent)  # noqa: B010
 
         def copied(copier: Copier, name: str, *rest: Any, **more: Any) -> None:
             self.before_copy(name)
@@ -142,7 +154,7 @@ def together(rank: Rank) -> None:
     node, meeting._node = meeting._node, lambda: str(os.getpid())
     with rank.another() as apart:
         rank.publish(1, pool=apart)
-    meeting._node = node
+    meeting._node = lambda: f"{node()}/{rank.rank // 2}" if rank.nodes == "two" else node()
     for version in (2, 3, 4):
         rank.publish(version)
     if rank.rank == 1:
@@ -202,8 +214,10 @@ def frozen(rank: Rank) -> None:
     rank.publish(4)
 
 
-def main(rank: int, ranks: int, folder: Path, story: str, url: str, control: str) -> None:
+def main(
+    rank: int, ranks: int, folder: Path, story: str, nodes: str, url: str, control: str
+) -> None:
     where = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
-    {"together": together, "frozen": frozen}[story](Rank(rank, ranks, folder, url, control))
+    {"together": together, "frozen": frozen}[story](Rank(rank, ranks, folder, nodes, url, control))
     os._exit(0)  # the group has lost a rank, and would wait for it

@@ -1,0 +1,309 @@
+"""Where rank 0 of a trainer is called by the others: by a socket of its node, and over TCP by other nodes.
+
+Who shows the token of this meeting is let in, each rank once. Everybody else is turned away, however
+many they are and whatever they say or don't say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError
+
+from .addresses import offered
+
+CALL_SECONDS = 3.0
+"""What an address gets to be reached, and who calls to say who it is."""
+
+STRANGERS = 64
+"""How many callers may be about to say who they are; of more, the one that has taken longest is turned away."""
+
+HELLO_BYTES = 1024
+_NAME = "rollout-ranks-"
+_TOKEN_BYTES = 16
+
+Address = tuple[str, int] | bytes | str
+"""Over TCP: host and port; else the name of a Unix socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How other nodes reach rank 0.
+
+    Attributes:
+        host: Name or address that it has for them; None: all of its addresses are tried.
+        ports: First and last of those of which it takes one; None: any.
+    """
+
+    host: str | None = None
+    ports: tuple[int, int] | None = None
+
+
+ANYHOW = Reach()
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What rank 0 tells the others through their group.
+
+    Attributes:
+        local: The socket for ranks of its node.
+        addresses: Those to try from other nodes, in their order.
+        token: To be shown by who calls; good for this meeting.
+        answer: Said by who is called: an address may be another host's somewhere else.
+    """
+
+    local: bytes | str
+    addresses: tuple[tuple[str, int], ...]
+    token: str
+    answer: str
+
+
+class Door:
+    """See the module; opened by rank 0.
+
+    Args:
+        listening: Sockets that listen.
+        places: What the others were told.
+        count: Of all ranks.
+    """
+
+    def __init__(self, listening: Sequence[socket.socket], places: Places, count: int) -> None:
+        self.places = places
+        self._listening, self._count = listening, count
+        self._found: dict[int, Connection] = {}
+        self._strangers: dict[Connection, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._accept, args=(each,), name="weights-door", daemon=True)
+            for each in listening
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @classmethod
+    def open(cls, count: int, reach: Reach, *, afar: bool) -> Self:
+        """Open it.
+
+        Args:
+            count: Of all ranks.
+            reach: How other nodes get there.
+            afar: Whether there are ranks of other nodes.
+
+        Raises:
+            OSError: It can't be; says why.
+        """
+        local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening = [local]
+        try:
+            local.bind(f"\0{_NAME}{secrets.token_hex(_TOKEN_BYTES)}")
+            local.listen(count)
+            addresses: tuple[tuple[str, int], ...] = ()
+            if afar:
+                listening.append(_listen(reach, count))
+                port = listening[-1].getsockname()[1]
+                hosts = offered() if reach.host is None else [reach.host]
+                addresses = tuple((host, port) for host in hosts)
+            token, answer = (secrets.token_hex(_TOKEN_BYTES) for _ in range(2))
+            return cls(listening, Places(local.getsockname(), addresses, token, answer), count)
+        except BaseException:
+            for each in listening:
+                each.close()
+            raise
+
+    def take(self) -> dict[int, Connection]:
+        """Close it, and return the connections of all other ranks, which have all been let in.
+
+        Raises:
+            TransferError: They have not.
+        """
+        self._shut()
+        found, self._found = self._found, {}
+        missing = set(range(1, self._count)) - found.keys()
+        if missing:
+            for connection in found.values():
+                connection.close()
+            raise TransferError(f"ranks {sorted(missing)} did not call")
+        return found
+
+    def close(self) -> None:
+        """Let nobody in any more, and nobody stay who was not taken; however often it is called."""
+        self._shut()
+        for connection in self._found.values():
+            connection.close()
+        self._found = {}
+
+    def _shut(self) -> None:
+        self._closed.set()
+        for sock in self._listening:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        for thread in self._threads:
+            thread.join()
+        for sock in self._listening:
+            sock.close()
+        with self._lock:
+            strangers = dict(self._strangers)
+        for connection, thread in strangers.items():
+            connection.interrupt()
+            thread.join()
+
+    def _accept(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listening.accept()
+            except OSError:
+                if self._closed.wait(0.1):
+                    return
+                continue  # who called has gone again, or this process has too many files open
+            try:
+                self._greet(Connection(_tended(sock), silence=CALL_SECONDS))
+            except OSError:  # gone again
+                sock.close()
+
+    def _greet(self, connection: Connection) -> None:
+        """Hear who it is beside all others."""
+        thread = threading.Thread(
+            target=self._hear, args=(connection,), name="weights-door-call", daemon=True
+        )
+        with self._lock:
+            if len(self._strangers) >= STRANGERS:
+                next(iter(self._strangers)).interrupt()
+            self._strangers[connection] = thread
+            thread.start()
+
+    def _hear(self, connection: Connection) -> None:
+        kept = False
+        try:
+            kept = self._let_in(connection, connection.receive(HELLO_BYTES))
+        except TransferError:
+            pass
+        finally:
+            if not kept:
+                connection.close()
+            with self._lock:
+                del self._strangers[connection]
+
+    def _let_in(self, connection: Connection, frame: Frame) -> bool:
+        """Whether this is a rank, and the first to say so; it is told."""
+        if frame.handle is not None:
+            os.close(frame.handle)
+        why = self._refused(connection, frame)
+        if why is None:
+            connection.send(Kind.READY, {"answer": self.places.answer})
+        else:
+            connection.send(Kind.ERROR, {"slug": "refused", "detail": why})
+        return why is None
+
+    def _refused(self, connection: Connection, frame: Frame) -> str | None:
+        if frame.kind is not Kind.HELLO or frame.payload:
+            raise Malformed(f"{frame.kind.name} came where HELLO was due")
+        if not hmac.compare_digest(frame.text("token").encode(), self.places.token.encode()):
+            return "this is not the token of this meeting"
+        rank = frame.integer("rank", 1, self._count - 1)
+        with self._lock:
+            if self._closed.is_set():
+                return "the ranks have met already"
+            if rank in self._found:
+                return f"rank {rank} is there already"
+            self._found[rank] = connection
+        return None
+
+
+def call(places: Places, rank: int, *, here: bool) -> Connection:
+    """Return a connection to rank 0.
+
+    Args:
+        places: As it told them.
+        rank: Who calls.
+        here: Whether it is on rank 0's node.
+
+    Raises:
+        TransferError: No address leads there; says what became of each.
+    """
+    addresses: Sequence[Address] = [places.local] if here else places.addresses
+    if not addresses:
+        raise TransferError("its node has no address but loopback")
+    tried = []
+    for address in addresses:
+        try:
+            return _called(address, places, rank)
+        except (OSError, TransferError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            tried.append(f"{_written(address)}: {why}")
+    raise TransferError("; ".join(tried))
+
+
+def _called(address: Address, places: Places, rank: int) -> Connection:
+    if isinstance(address, tuple):
+        sock = _tended(socket.create_connection(address, CALL_SECONDS))
+    else:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(address)
+        except OSError:
+            sock.close()
+            raise
+    connection = Connection(sock, silence=CALL_SECONDS)
+    try:
+        connection.send(Kind.HELLO, {"rank": rank, "token": places.token})
+        ready = connection.expect(Kind.READY)
+        if ready.text("answer", "") != places.answer:
+            raise Malformed("somebody else answers there")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _written(address: Address) -> str:
+    if not isinstance(address, tuple):
+        return "its socket"
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _tended(sock: socket.socket) -> socket.socket:
+    """Have the kernel notice that the other host is gone, also between two publishes."""
+    if sock.family != socket.AF_UNIX:
+        every = int(LEASE_SECONDS / 6)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(LEASE_SECONDS * 1000))
+    return sock
+
+
+def _listen(reach: Reach, count: int) -> socket.socket:
+    first, last = reach.ports or (0, 0)
+    for port in range(first, last + 1):
+        try:
+            return _bound(port, count)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"none of the ports {first} to {last} is free")
+
+
+def _bound(port: int, count: int) -> socket.socket:
+    backlog = count + STRANGERS
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+            )
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+    return socket.create_server(("", port), backlog=backlog)
