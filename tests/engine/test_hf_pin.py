@@ -197,10 +197,10 @@ def test_a_pinned_request_that_may_not_span_ends_before_its_weights_sleep(
 def test_a_third_version_waits_for_the_first_until_the_deadline(
     worker: InProcess, tiny_models: TinyModels, past: str, ends: Any, made: Any
 ) -> None:
-    sampling = {"max_tokens": 350, "ignore_eos": True}
-    first = worker.long("first", sampling=sampling)
+    # Three seconds on quick cores: the first runs yet when the deadline comes.
+    first = worker.long("first", sampling={"max_tokens": 2000, "ignore_eos": True})
     worker.update(1, 1, tiny_models.weights(2), in_flight="Pin")
-    second = worker.long("second", sampling=sampling)
+    second = worker.long("second", sampling={"max_tokens": 350, "ignore_eos": True})
     worker.stage(1, 2, tiny_models.weights(3))
     fields = {"in_flight": "Pin", "deadline_seconds": 0.5, "on_deadline": past}
     waiting = worker.in_background(lambda: worker.commit(1, 2, **fields))
