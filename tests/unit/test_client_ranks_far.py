@@ -106,12 +106,15 @@ def published(
             more = {"pings": pings or rank != 1}
             threads.append(threading.Thread(target=run, args=says[rank], kwargs=more))
             threads[-1].start()
+        late = threading.Timer(10, filling.fail, [PublishFailed("the test took too long")])
+        late.start()
         why: BaseException | None = None
         mine = {name: STATE[name] for name in ("a", "z")}
         try:
             leader.fill(filling, Copier(), mine, 1, 10)
         except (PublishFailed, LayoutError) as error:
             why = error
+        late.cancel()
         yield filling, why
         leader.tell(why or PublishFailed("it has been looked at"))
         filling.close()
