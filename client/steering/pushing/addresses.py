@@ -75,7 +75,7 @@ def _resolved(host: str | None) -> list[str]:
         return []
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # nobody, or no name at all
         return []
     return [str(each[4][0]) for each in found]
 

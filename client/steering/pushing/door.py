@@ -209,7 +209,8 @@ class Door:
     def _refused(self, connection: Connection, frame: Frame) -> str | None:
         if frame.kind is not Kind.HELLO or frame.payload:
             raise Malformed(f"{frame.kind.name} came where HELLO was due")
-        if not hmac.compare_digest(frame.text("token").encode(), self.places.token.encode()):
+        token = frame.text("token").encode(errors="replace")  # JSON has halves of characters, too
+        if not hmac.compare_digest(token, self.places.token.encode()):
             return "this is not the token of this meeting"
         rank = frame.integer("rank", 1, self._count - 1)
         with self._lock:
@@ -239,7 +240,7 @@ def call(places: Places, rank: int, *, here: bool) -> Connection:
     for address in addresses:
         try:
             return _called(address, places, rank)
-        except (OSError, TransferError) as error:
+        except (OSError, UnicodeError, TransferError) as error:  # a name that can't be one
             why = getattr(error, "strerror", None) or str(error)
             tried.append(f"{_written(address)}: {why}")
     raise TransferError("; ".join(tried))

@@ -106,7 +106,7 @@ class Leading:
                     raise PublishFailed(f"rank {rank} sent {frame.kind.name} out of its turn")
                 if (theirs := frame.integer("version")) != version:
                     raise PublishFailed(f"rank {rank} publishes version {theirs}, rank 0 {version}")
-                found[rank] = [Part.from_json(row) for row in frame.head["tensors"]]
+                found[rank] = _parts(rank, frame)
                 connection.patience(LEASE_SECONDS)  # from now on it says that it lives
         return [found[rank] for rank in sorted(found)]
 
@@ -183,6 +183,16 @@ class Leading:
         self.arena.close()
 
 
+def _parts(rank: int, frame: Frame) -> list[Part]:
+    try:
+        return [Part.from_json(row) for row in frame.head["tensors"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise PublishFailed(
+            f"rank {rank} says what it has in another way ({type(error).__name__}: {error}): all ranks"
+            " need the same release of the client"
+        ) from error
+
+
 class _Hearing:
     """Hears one rank until it has stopped, in a thread.
 
@@ -239,9 +249,9 @@ class _Hearing:
                     self._arriving.take(self._connection, frame)
                 except Damaged as error:  # the connection itself is sound
                     self._fail(f": {error}")
-            case Kind.FILLED if "block" in frame.head:
+            case Kind.FILLED if self._arriving is None and "block" in frame.head:
                 filling.block(frame.text("name"), frame.integer("block", 1))
-            case Kind.FILLED:
+            case Kind.FILLED if self._arriving is None:
                 begin, end = frame.integer("begin"), frame.integer("end")
                 filling.arrived(frame.text("name"), begin, end)
             case Kind.FAILED:

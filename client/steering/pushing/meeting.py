@@ -66,9 +66,10 @@ def _lead(
 ) -> Leading:
     try:
         door = Door.open(len(facts), reach, afar=bool(far))
-    except OSError as error:
-        _broadcast(group, str(error))
-        raise PublishFailed(_unopened(facts[0], str(error))) from error
+    except Exception as error:  # whatever it is: the others wait for the group's next word
+        why = _said(error)
+        _broadcast(group, why)
+        raise PublishFailed(_unopened(facts[0], why)) from error
     try:
         _broadcast(group, door.places)
         _check(_gathered(group, None), facts, reach)
@@ -90,6 +91,8 @@ def _follow(
         mine = call(told, rank, here=rank not in far)
     except TransferError as error:
         why = str(error)
+    except Exception as error:  # noqa: BLE001  # whatever it is: as above
+        why = _said(error)
     try:
         _check(_gathered(group, why), facts, reach)
         assert mine is not None
@@ -115,7 +118,11 @@ def _check(unreached: Sequence[str | None], facts: Sequence[_Fact], reach: Reach
 
 
 def _unopened(fact: _Fact, why: str) -> str:
-    return f"rank 0 on {fact.host} can't be called by the others: {why}; see ranks_ports"
+    return f"rank 0 on {fact.host} can't be called by the others: {why}; see ranks_host and ranks_ports"
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _gathered(group: ProcessGroup, mine: Any) -> list[Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -79,7 +82,7 @@ class PushPlan:
 
         Raises:
             TypeError: There is a path, too, or an option that belongs to a folder or to ranks without them.
-            ValueError: There are no such transport, base or ports, or nothing would go out at this rate.
+            ValueError: There are no such transport, base, host or ports, or nothing would go out at this rate.
         """
         if path is not ...:
             raise TypeError("give publish_weights a path or tensors, not both")
@@ -109,12 +112,39 @@ def _reach_of(options: Mapping[str, Any], ranks: object) -> Reach:
     host, ports = options.get("ranks_host"), options.get("ranks_ports")
     if ranks is None and (host, ports) != (None, None):
         raise TypeError("ranks_host and ranks_ports are about several ranks: give ranks, too")
+    if host is not None and not _is_host(host):
+        raise ValueError(
+            f"ranks_host must be a name or an address alone, such as 'trainer-0.trainer' or '10.0.0.7',"
+            f" not {host!r}; the port is of ranks_ports"
+        )
     if ports is not None:
-        first, last = ports
-        if not 1 <= first <= last <= MAX_PORT:
-            raise ValueError(f"ranks_ports must be a first and a last port, not {ports!r}")
-        ports = first, last
+        if not _are_ports(ports):
+            raise ValueError(
+                f"ranks_ports must be a first and a last port of 1 to {MAX_PORT}, such as"
+                f" (29600, 29615), not {ports!r}"
+            )
+        ports = tuple(ports)
     return Reach(host, ports)
+
+
+def _is_host(host: object) -> bool:
+    """Whether it can be a name or an address, without a port or brackets."""
+    if not isinstance(host, str):
+        return False
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    try:
+        return bool(host.encode("idna")) and not re.search(r"[\s:/\[\]\0]", host)
+    except UnicodeError:
+        return False
+
+
+def _are_ports(ports: object) -> bool:
+    if not isinstance(ports, list | tuple) or [type(each) for each in ports] != [int, int]:
+        return False
+    first, last = ports
+    return bool(1 <= first <= last <= MAX_PORT)
 
 
 def check_path(path: object, options: Mapping[str, Any]) -> None:

@@ -132,6 +132,7 @@ def share_out(offers: Sequence[Sequence[Part]], far: Collection[int] = ()) -> Sh
                     tensor=name,
                 )
             if part.box is not None:
+                _check_within(part.spec, part.box, rank)
                 holders[name].setdefault(part.box, []).append(rank)
     work = [Work() for _ in offers]
     for name in sorted(specs):
@@ -141,6 +142,18 @@ def share_out(offers: Sequence[Sequence[Part]], far: Collection[int] = ()) -> Sh
             work[least].boxes[name] = box
             work[least].nbytes += nbytes_of(specs[name], box)
     return Shares(tuple(specs[name] for name in sorted(specs)), work)
+
+
+def _check_within(spec: Spec, box: Box, rank: int) -> None:
+    name, _, shape = spec
+    if len(box) != len(shape) or not all(
+        0 <= begin < end <= size for (begin, end), size in zip(box, shape, strict=True)
+    ):
+        raise LayoutError(
+            f"tensor {name!r}: rank {rank} says its shard is {list(box)}, which is no part of"
+            f" {list(shape)}: all ranks need the same release of the client",
+            tensor=name,
+        )
 
 
 def _check_whole(spec: Spec, boxes: Collection[Box]) -> None:

@@ -1,0 +1,32 @@
+"""What tests of ranks on several nodes share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import threading
+from collections.abc import Iterator
+
+from rollout_worker.transfer.frames import Kind
+from waiting import eventually
+
+LOOPBACK = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """No thread and no descriptor is left of what happens here."""
+
+    def there() -> tuple[int, list[str]]:
+        threads = [each.name for each in threading.enumerate() if "weights-" in each.name]
+        return len(os.listdir("/proc/self/fd")), threads
+
+    before = there()
+    yield
+    eventually("nothing left", lambda: there() == before, 5, 0.01, seen=there)
+
+
+def first(head: bytes, length: int | None = None, kind: int = Kind.HELLO) -> bytes:
+    """Return how a frame begins, which may lie about the length of its head."""
+    return struct.pack(">BI", kind, len(head) if length is None else length) + head
