@@ -1,4 +1,4 @@
-"""Where rank 0 of a trainer is called by the others: by a socket of its node, and over TCP by other nodes.
+"""Where other ranks call rank 0, by a socket of its node or over TCP; whole, as who is let in depends on all of it.
 
 Who shows the token of this meeting is let in, each rank once. Everybody else is turned away, however
 many they are and whatever they say or don't say.
