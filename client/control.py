@@ -47,6 +47,8 @@ Raises OSError (a TimeoutError is one) if no answer came.
 
 PROBLEM_PREFIX = "urn:rollout:problem:"
 
+TLS_HINT = "a port that takes TLS alone ends calls like this: name its CA by control_ca, or --control-ca-file"
+
 STATE_SECONDS = 3.0
 QUICK_SECONDS = 10.0
 """For verbs that only take note of something."""
@@ -240,6 +242,9 @@ def over(client: httpx.AsyncClient, tls_name: str | None = None) -> Send:
             )
         except httpx.TimeoutException as error:
             raise TimeoutError(str(error) or type(error).__name__) from error
+        except httpx.RemoteProtocolError as error:
+            hint = "" if url.startswith("https:") else f" ({TLS_HINT})"
+            raise ConnectionError(f"{error}{hint}") from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise ConnectionError(str(error) or type(error).__name__) from error
         return answer.status_code, answer.content

@@ -16,7 +16,8 @@ from waiting import until_sync
 from workers import PROMPT, slug
 
 LOAD = 16
-TOKENS = 160
+TOKENS = 320
+"""So many that a commit meets them yet when this process has had to wait for a core."""
 POLICIES = ("Drain", "Abort", "Keep", "Recompute", "Pin")
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -55,6 +56,25 @@ async def test_state_is_read_with_the_token(worker: Loopback, control: WorkerCon
     assert state.weights.active is not None
     assert str(state.weights.active.identity) == "(1, 2)"
     assert worker.headers[0]["Authorization"] == "Bearer secret"
+
+
+async def test_a_port_that_takes_tls_alone_is_told_from_one_that_is_gone() -> None:
+    async def token() -> str | None:
+        return None
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.close()
+
+    async with httpx.AsyncClient(trust_env=False) as client:
+        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            control = WorkerControl(f"http://127.0.0.1:{port}", token, client)
+            with pytest.raises(ControlUnreachable, match="control_ca, or --control-ca-file"):
+                await control.state()
+        with pytest.raises(ControlUnreachable) as gone:
+            await control.state()
+        assert "control_ca" not in str(gone.value)
 
 
 async def test_without_a_token_none_is_sent(worker: Loopback) -> None:
