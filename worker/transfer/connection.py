@@ -207,12 +207,16 @@ class Connection:
     def keep_alive(self) -> None:
         """Say every `PING_SECONDS` that this end is there, from a thread, until it is closed."""
         if self._beat is None:
-            self._beat = threading.Thread(target=self._ping, name="weights-ping", daemon=True)
+            args = (self._closed,)
+            self._beat = threading.Thread(
+                target=self.ping_until, args=args, name="weights-ping", daemon=True
+            )
             self._beat.start()
 
-    def _ping(self) -> None:
-        with contextlib.suppress(TransferError):
-            while not self._closed.wait(PING_SECONDS):
+    def ping_until(self, over: threading.Event) -> None:
+        """Say every `PING_SECONDS` that this end is there, until that is over or the other end is gone."""
+        with contextlib.suppress(TransferError):  # whoever reads finds out why
+            while not over.wait(PING_SECONDS):
                 self.send(Kind.PING)
 
     # Receiving.

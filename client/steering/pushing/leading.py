@@ -232,12 +232,11 @@ class _Hearing:
                 raise Malformed("it left in the middle of a publish")
         except (TransferError, LayoutError, ArenaError) as error:
             self.gone = True
-            self._fail(f"is gone: {error}")
+            self._fail(f" is gone: {error}")
 
     def _fail(self, why: str) -> None:
         if self._filling is not None:
-            between = "" if why.startswith(":") else " "
-            self._filling.fail(PublishFailed(f"rank {self._rank}{between}{why}"))
+            self._filling.fail(PublishFailed(f"rank {self._rank}{why}"))
 
     def _take(self, frame: Frame) -> None:
         filling = self._filling

@@ -18,6 +18,7 @@ from .boxes import Box, inside, nbytes_of, pieces_of, rows_of, run_of, shape_of
 from .copying import Copier
 from .merging import Merging
 from .tensors import Spec, torch_dtype
+from .writing import scatter
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +104,8 @@ class Arriving:
             Damaged: It has not the hash that was sent with it; names the tensor.
             TransferError: It did not come whole.
         """
+        import torch
+
         placed, piece, rows = next(self._due, (None, None, False))
         said = frame.head.get("name"), frame.head.get("box")
         if placed is None or piece is None or said != (placed.name, [list(cut) for cut in piece]):
@@ -115,7 +118,9 @@ class Arriving:
         if run is None:
             content = self._buffer[:size]
             _read(connection, frame, content)
-            self._scatter(placed, piece, content)
+            values = torch.frombuffer(content, dtype=torch_dtype(placed.dtype))
+            with self._filling.slot.view(placed) as whole:
+                scatter(whole, placed.shape, piece, values.view(shape_of(piece)))
         else:
             # Read to where it belongs: nobody reads it there before it is noted.
             start = placed.start
@@ -125,17 +130,6 @@ class Arriving:
             self._filling.arrived(placed.name, *run)
         else:
             self._filling.block(placed.name, size)
-
-    def _scatter(self, placed: Placed, piece: Box, content: memoryview) -> None:
-        """Write what lies in many runs, each a row of the box."""
-        import torch
-
-        dtype = torch_dtype(placed.dtype)
-        values = torch.frombuffer(content, dtype=dtype).view(shape_of(piece))
-        with self._filling.slot.view(placed) as view:
-            there = torch.frombuffer(view, dtype=dtype).view(placed.shape)
-            there[tuple(slice(begin, end) for begin, end in piece)].copy_(values)
-            del there
 
 
 def _due(layout: PushLayout, boxes: Mapping[str, Box]) -> Iterator[tuple[Placed, Box, bool]]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout_client.steering.spool import is_sharded, whole
 
 from .boxes import Box, Run, rows_of
 from .copying import Copier
 from .shards import Part, part_of
+
+if TYPE_CHECKING:
+    import torch
 
 View = Callable[[str, int, int], memoryview]
 """Returns the place of a run of a tensor's bytes."""
@@ -70,7 +73,9 @@ class InMemory:
         if run is not None:
             self._copy(name, mine, run)
         else:
-            _copy_block(name, mine, part, box, self.view)
+            shape = part.spec[2]
+            whole_bytes = self.view(name, 0, mine.element_size() * math.prod(shape))
+            scatter(whole_bytes, shape, box, mine)
             self.block(name, mine.nbytes)
 
     def _copy(self, name: str, mine: Any, run: Run) -> None:
@@ -124,11 +129,16 @@ class Writing:
         return whole(tensor) if self.parts[name].gathered else tensor
 
 
-def _copy_block(name: str, mine: Any, part: Part, box: Box, view: View) -> None:
-    """Copy what lies in many runs, each a row of the box."""
+def scatter(memory: memoryview, shape: Sequence[int], box: Box, values: torch.Tensor) -> None:
+    """Copy the values of a box to their places in a tensor's bytes: many runs, each a row of the box.
+
+    Args:
+        memory: [bytes] of the whole tensor, writable.
+        shape: Of the whole tensor.
+        box: Which part of it.
+        values: Of the box, in the tensor's dtype.
+    """
     import torch
 
-    shape = part.spec[2]
-    size = mine.element_size() * math.prod(shape)
-    there = torch.frombuffer(view(name, 0, size), dtype=mine.dtype).view(shape)
-    there[tuple(slice(begin, end) for begin, end in box)].copy_(mine)
+    there = torch.frombuffer(memory, dtype=values.dtype).view(tuple(shape))
+    there[tuple(slice(begin, end) for begin, end in box)].copy_(values)

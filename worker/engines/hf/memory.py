@@ -157,7 +157,7 @@ class Memory:
             former.extend((target, target.data) for target, _ in pairs)
             _point(pairs)
         if gone:
-            self._staging.freeing.add(gone.clear)
+            self.free(gone.clear)
 
     def free(self, free: Callable[[], object]) -> None:
         """Call this in a thread, once the engine steps again; who takes memory next waits for it."""
@@ -219,7 +219,7 @@ class Memory:
                 gone.clear()
                 release_freed()
 
-            self._staging.freeing.add(free)
+            self.free(free)
 
     def spill(self) -> None:
         """Write the weights to a file without a name; they stay in memory until `drop`.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.room import Staging
-from rollout_worker.transfer.arena import POPULATE_WRITE
+from rollout_worker.transfer.arena import POPULATE_WRITE, advise
 from rollout_worker.transfer.locked import lock
 
 Spec = tuple[str, Sequence[int], torch.dtype]
@@ -97,20 +97,19 @@ def _have_pages(whole: Tensor) -> None:
     first = -(-whole.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (whole.data_ptr() + whole.numel()) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < end:
-        _advise(first, end, mmap.MADV_HUGEPAGE)
+        advise(_bytes_at(first, end), mmap.MADV_HUGEPAGE)
         args = (whole, first, end)
         threading.Thread(target=_populate, args=args, name="weights-pages", daemon=True).start()
 
 
-def _populate(whole: Tensor, first: int, end: int) -> None:
-    """Take the pages of memory that `whole` keeps, piece by piece: meanwhile nobody else maps any."""
+def _populate(whole: Tensor, first: int, end: int) -> None:  # whole: so that it stays
+    """Take the pages of a tensor's memory, piece by piece, so that others can map theirs in between."""
     for begin in range(first, end, POPULATED_BYTES):
-        _advise(begin, min(begin + POPULATED_BYTES, end), POPULATE_WRITE)
-    del whole
+        advise(_bytes_at(begin, min(begin + POPULATED_BYTES, end)), POPULATE_WRITE)
 
 
-def _advise(begin: int, end: int, advice: int) -> None:
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
+def _bytes_at(begin: int, end: int) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * (end - begin)).from_address(begin)
 
 
 def _nothing() -> None:
