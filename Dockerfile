@@ -30,12 +30,13 @@ RUN python3 -m venv /opt/rollout
 FROM python AS code
 RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
     PIP_CONFIG_FILE=/run/secrets/pip.conf \
-    pip install --no-cache-dir --only-binary :all: "hatchling>=1.27,<2"
+    pip install --no-cache-dir --only-binary :all: "hatchling>=1.27,<2" "ziglang>=0.15,<0.18"
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY operator operator
 COPY worker worker
 COPY client client
+COPY hack/hatch_build.py hack/
 RUN pip install --no-deps --no-build-isolation --no-index --prefix /code .
 
 FROM python AS operator

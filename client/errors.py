@@ -136,6 +136,18 @@ class SteeringFailed(RolloutError):
     """A change of state was refused, undone by somebody else, or not complete in time."""
 
 
+class StateTaken(SteeringFailed):
+    """Somebody else asked the pool for another state meanwhile.
+
+    Attributes:
+        wanted: Which one.
+    """
+
+    def __init__(self, wanted: str, instead_of: str) -> None:
+        super().__init__(f"somebody set spec.state to {wanted} while it should become {instead_of}")
+        self.wanted = wanted
+
+
 class TurnFailed(RolloutError):
     """The turn on shared devices was not had: nothing is held, and the pool was asked back.
 

@@ -24,6 +24,21 @@ assert u.find_spec("torch") is None, "the extra [operator] installs torch"
 print("imports:", rollout_operator.runtime.__file__)
 """
 
+# The operator needs no numpy, and its image none; who sends or receives weights has it.
+DELTAS = """
+from rollout_worker.transfer import native, vectors
+from rollout_worker.transfer.delta import WAY, apply, encode
+assert native.LIBRARY is not None, "the wheel lacks libdelta.so, or it can't be loaded here"
+base, new = bytes(300_001), b"n" * 3 + bytes(299_998)
+memory = bytearray(base)
+apply(encode(base, new), memoryview(memory))
+assert memory == new and encode(base, new) == vectors.encode(base, new, None)
+print("deltas by", WAY)
+"""
+
+
+PINS = "requirements/dev.txt"
+
 
 def run(*words: str) -> None:
     subprocess.run(words, check=True, timeout=600, stdout=subprocess.DEVNULL)
@@ -38,6 +53,8 @@ def main(wheel: str) -> None:
         run(str(uv), "pip", "install", "--quiet", *pins)
         run(str(uv), "pip", "install", "--quiet", "--no-deps", "--python", python, wheel)
         subprocess.run([python, "-c", PROGRAM], check=True, cwd="/", timeout=120)
+        run(str(uv), "pip", "install", "--quiet", "--python", python, "-c", PINS, "numpy")
+        subprocess.run([python, "-c", DELTAS], check=True, cwd="/", timeout=120)
         for command in ("rollout-operator", "rollout-worker"):
             run(f"{folder}/venv/bin/{command}", "--help")
 

@@ -260,7 +260,8 @@ class Sink(Protocol):
         """Return the buffer of exactly this tensor's bytes, None if its value isn't needed.
 
         Called once for each entry of `open_slot`, in that order; each buffer is filled and released
-        before the next call. A tensor that isn't needed is hashed all the same.
+        before the next call. A tensor that isn't needed is hashed all the same, unless its sender
+        said what it hashes to and kept its bytes (`Member.unread`).
         """
         ...
 
@@ -300,7 +301,8 @@ class Gang:
 
     `nodes`: how many, `rank`: which one this is; rank 0 is the head. `leader`: host name or address
     of the head, `port`: the engine's own rendezvous there. `slots`: a private folder of this node,
-    in which the entry named by a slot's id leads to that slot's bytes on this node.
+    in which the entry named by a slot's id leads to that slot's bytes on this node. `in_part`: whether a
+    node may have only the tensors that its ranks read (`Member.unread`).
     """
 
     nodes: int
@@ -308,6 +310,7 @@ class Gang:
     leader: str
     port: int
     slots: Path
+    in_part: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,10 +338,26 @@ class Member(Protocol):
         """
         ...
 
+    def unread(self, entries: Sequence[Entry]) -> frozenset[str]:
+        """Return the names of those of these tensors on whose values no rank of this node depends.
+
+        Only what is known for sure, by what its ranks did with just these tensors before; empty if nothing is.
+        """
+        ...
+
     async def open_slot(
-        self, slot: str, entries: Sequence[Entry], *, on_disk: bool = False
+        self,
+        slot: str,
+        entries: Sequence[Entry],
+        *,
+        on_disk: bool = False,
+        unread: Collection[str] = (),
     ) -> Sink:
-        """Give memory under the id of the head's sink; see `Engine.open_slot`."""
+        """Give memory under the id of the head's sink; see `Engine.open_slot`.
+
+        `unread`: names that `unread` gave; the sink has no buffers for them, and a rank that reads one all the same
+        must fail.
+        """
         ...
 
     def alive(self) -> str | None:

@@ -34,6 +34,7 @@ MAX_SOCKET_PATH = 107
 
 AuthMode = Literal["none", "token", "kubernetes"]
 WeightsTls = Literal["off", "required"]
+GangFetch = Literal["needed", "all"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -87,6 +88,7 @@ class Settings:
     rank: int
     leader_address: str | None
     gang_port: int
+    gang_fetch: GangFetch
     gang_token_file: Path | None
     member_addresses: tuple[str, ...]
     turn_directory: Path | None
@@ -282,6 +284,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("leader-address", _name, None, "host name or address of the head's node, for --nodes above 1",
          metavar="HOST"),
     Flag("gang-port", _fixed_port, 8003, "port on the head's node at which the engine's ranks meet"),
+    Flag("gang-fetch", str, "needed", "what a rank above 0 takes of pushed weights: what its part of the engine"
+         " reads, as far as that was seen, or all", get_args(GangFetch)),
     Flag("gang-token-file", Path, None, "token that the head shows its members with --auth kubernetes"),
     Flag("member-addresses", _addresses, (), "comma-separated control ports of ranks 1, 2, …; default:"
          " --leader-address with their rank in place of the 0 that ends its first label, and"

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure
 from bench.rigs.pushing import over_loopback
-from rollout_worker.transfer.delta import SPAN_BYTES, WORTH, apply, encode
+from rollout_worker.transfer.delta import SPAN_BYTES, WAY, WORTH, apply, encode
 
 DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1)
 """Changed words; a step of reinforcement learning changes about the one in the middle."""
@@ -96,7 +96,7 @@ def run(options: Options) -> Result:
     )
     small = base.nbytes / took[TYPICAL].nbytes
     notes = [
-        f"{base.nbytes >> 20} MiB of random words. A delta is smaller than what it covers: {sizes}; the goal is "
+        f"{base.nbytes >> 20} MiB of random words, found and applied by {WAY}. A delta is smaller than what it covers: {sizes}; the goal is "
         f"{SMALLER} times at {TYPICAL:.0%}: {'met' if small >= SMALLER else 'MISSED'}.",
         f"Plain copies: {base.nbytes / 1e9 / median(copies):.1f} GB/s; over loopback "
         f"{base.nbytes / 1e9 / median(loopback):.1f} GB/s, the receiver's copy with it.",

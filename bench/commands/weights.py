@@ -1,8 +1,10 @@
-"""Weights from a trainer's memory to a worker's, against a plain copy, plain TCP, files and verl's own way.
+"""Weights from a trainer's memory to a worker's, against plain copies, TCP, files, verl and vLLM.
 
 One hf worker of the 0.5B shape in bfloat16 on the same machine. Each way takes turns with what it is
 compared with: a trainer publishes in the same way each time, and memory is used again from one version
-to the next. Every one of ours hashes all bytes at both ends; plain copies and verl's transfer hash nothing.
+to the next. Every one of ours hashes all bytes at both ends; plain copies, verl's transfer and vLLM's hash
+nothing. A table of its own has a worker over vLLM beside vLLM's own transfers to its own server, where
+there is no GPU. `ROLLOUT_ENGINES=hf` or `vllm` leaves the other table out.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -22,8 +24,10 @@ from bench.baselines import verl_transfer
 from bench.baselines.verl_environment import environment
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure
+from bench.rigs import vllm_weights
 from bench.rigs.models import TINY, half_billion
 from bench.rigs.pushing import Trainer, copied, loaded, newest, over_loopback, trainer
+from engine_kinds import KINDS, left_out
 from rollout_client import Published
 from rollout_client.steering.pushing.routes import Transport
 
@@ -65,16 +69,24 @@ class Took:
         return [each.pause_seconds or 0.0 for each in self.pushed["shm"]]
 
 
-def run(options: Options) -> Result:
+def run(options: Options) -> Iterator[Result]:
     """Measure all ways; the quick run has a tiny model, whose figures only show that it works."""
     torch.set_num_threads(1)
-    rounds = options.count(10, 2)
-    models = [TINY.model(n) if options.quick else half_billion(n, "bfloat16") for n in (1, 2)]
-    file = models[1] / "model.safetensors"
+    first, second = (
+        TINY.model(n) if options.quick else half_billion(n, "bfloat16") for n in (1, 2)
+    )
+    file = second / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    if left_out(KINDS["hf"]) is None:
+        yield _with_hf(first, file, tensors, options.count(10, 2))
+    if left_out(KINDS["vllm"]) is None and not torch.cuda.is_available():
+        yield _with_vllm((first, second), tensors, options.count(5, 1))
+
+
+def _with_hf(model: Path, file: Path, tensors: Mapping[str, torch.Tensor], rounds: int) -> Result:
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     took = Took()
-    with tempfile.TemporaryDirectory() as name, trainer(models[0], tensors, Path(name)) as one:
+    with tempfile.TemporaryDirectory() as name, trainer(model, tensors, Path(name)) as one:
         _push(one, "shm", took, rounds, took.copy, copied(tensors))
         _push(one, "tcp", took, rounds, took.loopback, lambda: over_loopback(nbytes))
         load, versions = loaded(tensors), Path(name) / "versions"
@@ -90,6 +102,23 @@ def run(options: Options) -> Result:
         "verl's transfer ends in copies into parameters, with its engine stopped all the while; it checks nothing.",
     ]
     return Result("weights", "Weights from a trainer's memory", _figures(took), notes)
+
+
+def _with_vllm(
+    models: tuple[Path, Path], tensors: Mapping[str, torch.Tensor], rounds: int
+) -> Result:
+    took = vllm_weights.compare(models, tensors, rounds)
+    notes = [
+        f"{len(tensors)} tensors, {sum(t.nbytes for t in tensors.values()) / 1e9:.2f} GB in bfloat16, to two idle"
+        " engines with the same flags on the same cores, in turn; both give the same answer afterwards."
+        " From the trainer's call until the new weights serve. vLLM's ways check nothing.",
+        "vLLM's: its trainer, routes, packing and loading at both ends, with its defaults, inside a pause as in its"
+        " examples. Its transports need a GPU: here torch's gloo over loopback does what NCCL would, and `ipc` reads"
+        " the trainer's tensors where they lie in shared memory. `reload_weights` is as it is.",
+        "A tied output head is packed anew for both sides: vLLM leaves it as it was, and then answers wrongly.",
+    ]
+    title = "Weights from a trainer's memory: vLLM"
+    return Result("weights", title, vllm_weights.figures(took), notes, part="vllm")
 
 
 def _push(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from engine_kinds import KINDS
+from engine_kinds import KINDS, EngineKind
 from rollout_client import DirectOptions, Published, RolloutPool
 from rollout_client.steering.pushing.routes import Transport
 
@@ -42,18 +43,31 @@ class Trainer:
         """Publish by files."""
         return self._pool.save_and_publish(self._tensors, next(self._versions), folder)
 
+    def answer(self, body: Mapping[str, object]) -> list[int]:
+        """Return the tokens that the worker answers a request with."""
+        answer = self._worker.data.post("/v1/generate", json=body)
+        assert answer.status_code == 200, answer.text
+        tokens: list[int] = answer.json()["outputs"][0]["token_ids"]
+        return tokens
+
     def stage(self, folder: Path) -> float:
         """Have files staged and return the seconds that took."""
         return self._worker.stage_seconds(next(self._versions), folder)
 
 
 @contextmanager
-def trainer(model: Path, tensors: Mapping[str, torch.Tensor], folder: Path) -> Iterator[Trainer]:
-    """Start an hf worker on a model, and a pool of it; files are exchanged in `folder`."""
+def trainer(
+    model: Path,
+    tensors: Mapping[str, torch.Tensor],
+    folder: Path,
+    kind: EngineKind = KINDS["hf"],
+    more: Sequence[str] = (),
+) -> Iterator[Trainer]:
+    """Start a worker on a model, and a pool of it; files are exchanged in `folder`; `more` flags."""
     flags = ["--weights-port", "0", "--weights-socket", str(folder / "weights.sock")]
-    flags += ["--dtype", "bfloat16", "--weights-roots", str(folder)]
+    flags += ["--dtype", "bfloat16", "--weights-roots", str(folder), *more]
     with ExitStack() as stack:
-        worker = Observed(KINDS["hf"], model, folder / "worker.log", flags)
+        worker = Observed(kind, model, folder / "worker.log", flags)
         stack.callback(worker.finish)
         data, control = (str(each.base_url).rstrip("/") for each in (worker.data, worker.control))
         pool = RolloutPool.from_urls([data], control_urls=[control], direct=DirectOptions())
@@ -93,11 +107,15 @@ def newest(folder: Path) -> Path:
     return max(folder.iterdir(), key=lambda each: each.stat().st_mtime)
 
 
-def over_loopback(source: memoryview | int) -> float:
-    """Return the seconds that bytes, or so many zeros, take from one thread to fresh memory of another by plain TCP."""
+def over_loopback(source: memoryview | int, *, shared: bool = False) -> float:
+    """Return the seconds that bytes, or so many zeros, take from one thread to fresh memory of another by plain TCP.
+
+    `shared`: whether that is memory that other processes can map.
+    """
     if isinstance(source, int):
         source = memoryview(bytearray(source))
-    nbytes, target = len(source), bytearray(len(source))
+    nbytes = len(source)
+    target = mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED) if shared else bytearray(nbytes)
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = threading.Thread(target=_send, args=(server.getsockname()[1], source))
         sender.start()

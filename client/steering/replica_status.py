@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_client.errors import EpochLost, PublishFailed, SteeringFailed, Superseded
+from rollout_client.errors import EpochLost, PublishFailed, StateTaken, SteeringFailed, Superseded
 from rollout_client.kube.access import Obj
 from rollout_worker.schemas import WeightsId, WeightsSource
 
@@ -131,11 +131,12 @@ def reached(pool: Obj, state: PoolState, generation: int) -> bool:
     """Whether every worker has come to a state, as the operator noted it.
 
     Raises:
-        SteeringFailed: Somebody else changed the state, or suspended the pool.
+        StateTaken: Somebody else changed the state.
+        SteeringFailed: Somebody suspended the pool.
     """
     wanted = wanted_state(pool)
     if wanted != state:
-        raise SteeringFailed(f"somebody set spec.state to {wanted} while it should become {state}")
+        raise StateTaken(wanted, state)
     if pool["spec"].get("suspend"):
         raise SteeringFailed(f"the pool is suspended: it can't become {state}")
     status = pool.get("status") or {}

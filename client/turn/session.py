@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_client.errors import ClusterError, RolloutError, SteeringFailed
+from rollout_client.errors import ClusterError, RolloutError, StateTaken, SteeringFailed
 from rollout_client.steering.protocol import PoolState, Steering
 from rollout_client.steering.verbs import SteeringVerbs
 
@@ -129,9 +129,9 @@ class Session:
         while True:
             try:
                 return await self._pool.sleep(seconds=self._left)
-            except SteeringFailed:
+            except SteeringFailed as error:
                 # Another trainer's turn has ended meanwhile, and it woke the pool: once more.
-                if self._left < AGAIN_SECONDS or await steering.state() != "Active":
+                if self._left < AGAIN_SECONDS or not await _became("Active", error, steering):
                     raise
             await asyncio.sleep(AGAIN_SECONDS)
 
@@ -184,8 +184,8 @@ class Session:
         while True:
             try:
                 return await pool.wake(seconds=max(0.0, until - time.monotonic()))
-            except SteeringFailed:
-                if time.monotonic() > until or await steering.state() != "Asleep":
+            except SteeringFailed as error:
+                if time.monotonic() > until or not await _became("Asleep", error, steering):
                     raise
             # It wakes the pool at its end; asking before would only keep it from its turn.
             await _until_awake(steering, until)
@@ -205,6 +205,16 @@ async def _state(steering: Steering, seconds: float) -> PoolState | None:
             if not error.passing or time.monotonic() > until:
                 raise
         await asyncio.sleep(AGAIN_SECONDS)
+
+
+async def _became(state: PoolState, error: SteeringFailed, steering: Steering) -> bool:
+    """Whether it was another trainer's turn that got in the way, which wants this state.
+
+    By now it may have ended, and the pool be asked for the former state again.
+    """
+    if isinstance(error, StateTaken):
+        return error.wanted == state
+    return await steering.state() == state
 
 
 async def _until_awake(steering: Steering, until: float) -> None:

@@ -55,8 +55,8 @@ def outputs(scene: Scene) -> str:
         PROMPT, output["token_ids"], SamplingParams.model_validate(sampling)
     )
     off = _off(output["logprobs"], expected)
-    # Rounding may move a token over the edge of the nucleus, but not half of them.
-    most = off[-1] if scene.exact else off[len(off) // 2]
+    # Rounding may move a token over the edge of the nucleus: one in sixteen steps, on a GPU one in two.
+    most = off[-1 - len(off) // (16 if scene.exact else 2)]
     if most > scene.tolerance:
         raise Wrong(f"logprobs under top-p 0.9 are up to {most:.2g} nats off")
     return f"{GREEDY_TOKENS} greedy tokens right, top-p logprobs within {most:.1g} nats"

@@ -200,7 +200,9 @@ async def test_a_claim_that_is_replaced_replaces_the_pod_and_counts_no_failure(
     await lab.until("the pod follows", lambda: list(lab.pods("follows")) == ["follows-1-0"])
     writes = [w for w in lab.writes() if w.name == "follows-0-0"]
     kinds = [(w.verb, w.resource) for w in writes if w.resource in ("pods", "pods/status")]
-    assert kinds == [("patch", "pods/status"), ("delete", "pods")], "its gate went off first"
+    # Who has not seen its end yet may write the gate once more.
+    assert kinds[:2] == [("patch", "pods/status"), ("delete", "pods")], "its gate went off first"
+    assert ("delete", "pods") not in kinds[2:]
     claim = job.add_claim(0, owner=job.add_pod(0))
     job.allocate(0)
     job.bind(0)

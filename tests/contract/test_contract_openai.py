@@ -91,7 +91,7 @@ def test_a_streamed_completion_adds_up(client: Any) -> None:
     usage = {"include_usage": True}
     chunks: list[Any] = list(client.completions.create(stream=True, stream_options=usage, **asked))
     pieces = [choice for chunk in chunks for choice in chunk.choices]
-    assert len(pieces) > 3
+    assert len(pieces) > 1  # a reader that is late gets several tokens at once
     assert "".join(piece.text for piece in pieces) == whole.text
     assert [i for piece in pieces for i in getattr(piece, "token_ids", [])] == whole.token_ids
     logprobs = [p for piece in pieces if piece.logprobs for p in piece.logprobs.token_logprobs]

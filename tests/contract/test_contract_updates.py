@@ -136,7 +136,8 @@ def test_an_exact_version_never_spans_a_sleep(
     """Whether another version is committed before the memory goes or between the two wakes."""
     if policy not in worker.able["in_flight"] or not worker.able["sleep_levels"]:
         pytest.skip(f"{worker.kind} declares no {policy}, or no sleep")
-    sampling = {"max_tokens": 700, "ignore_eos": True}
+    # The first runs until the commit, which a busy machine reaches late; pinned ones run to their end.
+    sampling = {"max_tokens": 700 if policy == "Pin" else 1500, "ignore_eos": True}
     versions: list[tuple[int, int]] = []
     exact: list[Any] = []
 

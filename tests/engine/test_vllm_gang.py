@@ -5,11 +5,14 @@ Both nodes are this machine; tests/unit/test_worker_gang.py has everything that 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -75,6 +78,14 @@ def test_an_update_under_load_reaches_all_ranks(
 def test_pushed_updates_reach_all_ranks(
     both: Gang, tiny_models: TinyModels, reference: Reference, reference_2: Reference
 ) -> None:
+    pushed(both, tiny_models, reference, reference_2)
+    assert not any(line["left_alone"] for line in fetched(both)), "each rank has a slice of each"
+
+
+def pushed(
+    both: Gang, tiny_models: TinyModels, reference: Reference, reference_2: Reference
+) -> None:
+    """Publish twice, over both ways; the tokens are those of what was published."""
     data, control = (str(each.base_url).rstrip("/") for each in (both.head.data, both.head.control))
     ways: list[tuple[Transport, int, Reference]] = [("tcp", 1, reference), ("shm", 2, reference_2)]
     with RolloutPool.from_urls([data], control_urls=[control], direct=DirectOptions()) as pool:
@@ -87,6 +98,11 @@ def test_pushed_updates_reach_all_ranks(
             active = both.head.state()["weights"]["active"]
             assert (active["epoch"], active["version"]) == (epoch, version)
             assert active["root_hash"] == done.root_hash
+
+
+def fetched(both: Gang) -> list[dict[str, Any]]:
+    """What the member says of each push that it has fetched."""
+    return [line for line in both.member.logged() if line["message"].startswith("fetched ")]
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -104,6 +120,38 @@ def test_a_pipeline_over_two_nodes_makes_the_tokens_of_one(
         assert greedy(both) == reference.greedy(PROMPT, 12)
         both.head.update(1, 1, tiny_models.weights(2))
         assert greedy(both) == reference_2.greedy(PROMPT, 12)
+        # What its rank read of that is all that the member takes from now on.
+        pushed(both, tiny_models, reference, reference_2)
+        names = load_file(Path(tiny_models.weights(1)) / "model.safetensors").keys()
+        first_stage = [name for name in names if name.startswith("model.layers.0.")]
+        for line in fetched(both):
+            assert line["left_alone"] == len(first_stage)
+            assert 0 < line["bytes_read"] < line["bytes_total"]
+        for level in (1, 2):  # what the head keeps comes again, to the member in part
+            assert both.head.post("sleep", level=level).status_code == 200
+            assert both.head.post("wake").status_code == 200
+            assert greedy(both) == reference_2.greedy(PROMPT, 12)
+        both.head.update(999, 1, tiny_models.weights(1))  # from files, of which it keeps a part
+        assert greedy(both) == reference.greedy(PROMPT, 12)
+        # Were that wrong, the commit would fail by the tensor's name, and nobody would serve.
+        missed = "model.layers.1.mlp.up_proj.weight"
+        leave_alone(both, missed)
+        assert both.head.stage(1000, 1, tiny_models.weights(1))["phase"] == "Staged"
+        answer = both.head.in_background(
+            lambda: both.head.post("weights/commit", epoch=1000, version=1)
+        )
+        ends(both, member=EXIT_GANG)
+        assert f"the loader reads tensor {missed!r}" in reason(both)
+        with suppress(httpx.HTTPError):
+            assert answer.result(10).status_code == 503
+
+
+def leave_alone(both: Gang, name: str) -> None:
+    """Have the member believe that its ranks don't read this tensor."""
+    home = Path(tempfile.gettempdir())
+    (told,) = home.glob(f"rollout-slots-{both.member.process.pid}-*/rank-*.json")
+    said = json.loads(told.read_text())
+    told.write_text(json.dumps({**said, "unread": [*said["unread"], name]}))
 
 
 def test_both_nodes_take_and_give_their_turns_together(

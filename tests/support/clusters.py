@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from localkube import Cluster
 from localkube.home import exclusive
+from waiting import until_sync
 
 _OURS = re.compile(r"test-[a-z0-9-]+-(?P<pid>\d+)")
 
@@ -71,8 +73,12 @@ def remove_left_behind() -> None:
 def await_crd(cluster: Cluster, seconds: float = 30) -> None:
     """Wait until the API server serves the CustomResourceDefinition.
 
-    By a path: `--for=condition=` fails at once on a definition that has no conditions yet.
+    Look by look: `kubectl wait` fails at once on a definition that has no conditions yet.
     """
-    path = "jsonpath={.status.conditions[?(@.type=='Established')].status}=True"
-    crd = "crd/rolloutreplicas.rollout.dev"
-    cluster.kubectl("wait", f"--for={path}", crd, f"--timeout={seconds:g}s", timeout=seconds + 30)
+    look = ("get", "crd/rolloutreplicas.rollout.dev", "-o", "jsonpath={.status.conditions}")
+
+    def established() -> bool:
+        conditions = json.loads(cluster.kubectl(*look) or "[]") or []
+        return any((each["type"], each["status"]) == ("Established", "True") for each in conditions)
+
+    until_sync(established, seconds, what="the API server to serve RolloutReplicas")

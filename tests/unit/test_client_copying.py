@@ -6,12 +6,22 @@ The device is a fake one: it writes nothing before it is waited for, and writes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from cuda_driver import Driver
-from rollout_client.steering.pushing.copying import AHEAD, PIECE_BYTES, PINNED_BYTES, Copier
+from rollout_client.steering.pushing.copying import (
+    AHEAD,
+    DEVICE_PIECE_BYTES,
+    PIECE_BYTES,
+    PINNED_BYTES,
+    TOLD_BYTES,
+    Copier,
+)
 from rollout_client.steering.pushing.devices import accelerator_of
 from rollout_client.steering.pushing.filling import Filling
 from rollout_client.steering.pushing.tensors import given
@@ -21,8 +31,8 @@ from rollout_worker.transfer.locked import lock
 
 SIZES = {
     "one-byte": 1,
-    "one-piece": PIECE_BYTES,
-    "more-pieces-than-are-ahead": (AHEAD + 2) * PIECE_BYTES + 3,
+    "one-piece": DEVICE_PIECE_BYTES,
+    "more-pieces-than-are-ahead": (AHEAD + 2) * DEVICE_PIECE_BYTES + 3,
     "more-than-both-buffers": 2 * PINNED_BYTES + 5,
 }
 
@@ -127,11 +137,81 @@ def test_a_device_tensor_of_any_strides_comes_in_its_order(driver: Driver, slot:
     assert bytes(view) == tensor.contiguous().numpy().tobytes()
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        noise(TOLD_BYTES + PIECE_BYTES + 3),
+        noise(1)[0],
+        torch.randn(3000, 700).t(),
+        torch.randn(7, 5, 3).permute(2, 0, 1),
+        torch.randn(1).expand(600_000),
+        torch.randn(2, 700_000)[:, ::2],
+        torch.randn(5, dtype=torch.complex64).conj(),
+    ],
+    ids=["pieces", "number", "transposed", "permuted", "expanded", "steps", "conjugated"],
+)
+def test_what_lies_in_main_memory_is_copied_told_of_and_hashed_in_order(
+    tensor: torch.Tensor,
+) -> None:
+    slot, told, running = Slot(tensor.nbytes), [0], xxhash.xxh3_128()
+    view = slot.bytes(0, tensor.nbytes)
+    flat = tensor.contiguous().resolve_conj().reshape(-1).view(torch.uint8)
+    expected = flat.numpy().tobytes()
+
+    def done(count: int) -> None:
+        assert told[-1] < count
+        assert view[told[-1] : count] == expected[told[-1] : count]
+        told.append(count)
+
+    Copier().copy("a", tensor, view, done, hashed=running.update)
+    assert told[-1] == tensor.nbytes
+    assert all(end - begin >= TOLD_BYTES for begin, end in pairwise(told[:-1]))
+    assert running.digest() == xxhash.xxh3_128_digest(expected)
+    view.release()
+    slot.close()
+
+
 def test_a_tensor_without_values_is_refused_by_name(slot: Slot) -> None:
     tensor = torch.empty(4, device="meta")
     assert accelerator_of(tensor) is None
     with pytest.raises(LayoutError, match="'a' has no plain values"):
         Copier().copy("a", tensor, slot.bytes(0, 16), lambda _: None, slot.page_locked)
+
+
+def test_a_tensor_whose_memory_was_freed_is_refused_by_name() -> None:
+    slot, tensor = Slot(64), torch.ones(16)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(LayoutError, match="the memory of tensor 'a' was freed"):
+        Copier().copy("a", tensor, slot.bytes(0, 64), lambda _: None)
+    slot.close()
+
+
+def test_a_tensor_that_only_acts_like_one_is_copied_by_torch() -> None:
+    class Wrapped(torch.Tensor):
+        """Has no memory of its own, as quantised tensors of other libraries."""
+
+        held: torch.Tensor
+
+        @staticmethod
+        def __new__(cls, inner: torch.Tensor) -> Wrapped:
+            made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+            made.held = inner
+            return made
+
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            plain = [each.held if isinstance(each, Wrapped) else each for each in args]
+            made = func(*plain, **(kwargs or {}))
+            return cls(made) if isinstance(made, torch.Tensor) and made is not args[0] else made
+
+    slot, inner = Slot(64), torch.randn(16)
+    told: list[int] = []
+    Copier().copy("a", Wrapped(inner), slot.bytes(0, 64), told.append)
+    assert bytes(slot.bytes(0, 64)) == inner.numpy().tobytes()
+    assert told == [64]
+    slot.close()
 
 
 def test_a_slot_is_locked_once_and_has_the_same_content_as_without_a_device(driver: Driver) -> None:

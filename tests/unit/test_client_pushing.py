@@ -22,7 +22,8 @@ from rollout_client import (
 )
 from rollout_client.steering import barrier
 from rollout_client.steering.pushing.copying import Copier
-from rollout_client.steering.pushing.filling import Filling
+from rollout_client.steering.pushing.filling import Filling, GivenUp
+from rollout_client.steering.pushing.merging import Merging
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_worker.transfer.arena import Arena
 from rollout_worker.transfer.connection import Connection
@@ -158,10 +159,46 @@ def test_a_program_without_a_loop_fills_in_its_own_thread(tmp_path: Path) -> Non
 def test_what_was_given_up_before_it_was_planned_hashes_nothing() -> None:
     """Whoever gives up is in another thread than who plans."""
     arena = Arena()
-    filling = Filling(arena, None, Copier())
+    filling = Merging(arena, Copier())
     filling.fail()
     filling.plan((("a", "F32", (4,)),))
+    filling.begin()
     assert "weights-hash" not in {thread.name for thread in threading.enumerate()}
+    filling.close()
+    arena.close()
+
+
+def test_the_first_reason_for_which_it_was_given_up_counts() -> None:
+    """A rank's failure ends the senders, whose end is no news to the rank that leads."""
+    arena = Arena()
+    filling = Merging(arena, Copier())
+    filling.plan((("a", "F32", (4,)),))
+    filling.begin()
+    filling.fail(LayoutError("rank 1 has no values"))
+    filling.fail()
+    filling.fail(PublishFailed("it can't be brought there: it was given up"))
+    with pytest.raises(LayoutError, match="rank 1 has no values"):
+        filling.all_written()
+    filling.close()
+    arena.close()
+
+
+def test_what_is_given_up_at_the_end_of_a_stream_lacks_no_tensor() -> None:
+    """The first stream is copied at its end: from then on a replica's refusal may come."""
+
+    class Refused(Copier):
+        def copy(self, *args: Any, **kwargs: Any) -> None:
+            super().copy(*args, **kwargs)
+            filling.fail()
+
+    arena = Arena()
+    filling = Filling(arena, None, Refused())
+    filling.plan(None)
+    for name in "ab":
+        filling.take(name, torch.ones(3))
+    filling.end()
+    with pytest.raises(GivenUp):
+        filling.wait_end(0)
     filling.close()
     arena.close()
 

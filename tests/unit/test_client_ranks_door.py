@@ -21,7 +21,9 @@ from rollout_client.steering.pushing.door import ANYHOW, Door, Reach, call
 from rollout_client.steering.pushing.following import Following
 from rollout_client.steering.pushing.leading import Leading
 from rollout_client.steering.pushing.options import PushPlan
+from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import Kind, TransferError
+from waiting import until_sync
 
 # Who gets in.
 
@@ -56,6 +58,49 @@ def test_ranks_get_in_beside_silent_callers_and_nobody_else_does(
             stack.callback(connection.close)
             ranks[rank].send(Kind.PROGRESS, {"rank": rank})
             assert connection.receive().head == {"rank": rank}
+
+
+def test_who_was_just_told_that_it_is_let_in_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank may be further than the thread that has told it so."""
+    send = Connection.send
+
+    def late(connection: Connection, kind: Kind, *rest: Any, **more: Any) -> None:
+        send(connection, kind, *rest, **more)
+        if kind is Kind.READY:
+            time.sleep(0.5)
+
+    monkeypatch.setattr(Connection, "send", late)
+    with nothing_left(), contextlib.ExitStack() as stack:
+        door = Door.open(2, ANYHOW, afar=False)
+        stack.callback(door.close)
+        rank = stack.enter_context(contextlib.closing(call(door.places, 1, here=True)))
+        (taken,) = door.take().values()
+        stack.callback(taken.close)
+        rank.send(Kind.PROGRESS, {"rank": 1})
+        assert taken.receive().head == {"rank": 1}
+
+
+def test_who_could_not_be_told_that_it_is_let_in_may_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send, failed = Connection.send, threading.Event()
+
+    def cut(connection: Connection, kind: Kind, *rest: Any, **more: Any) -> None:
+        if kind is Kind.READY and not failed.is_set():
+            failed.set()
+            connection.interrupt()
+        send(connection, kind, *rest, **more)
+
+    monkeypatch.setattr(Connection, "send", cut)
+    with nothing_left(), contextlib.ExitStack() as stack:
+        door = Door.open(2, ANYHOW, afar=False)
+        stack.callback(door.close)
+        with pytest.raises(TransferError):
+            call(door.places, 1, here=True)
+        until_sync(lambda: not door._strangers, what="the end of the first call")
+        stack.enter_context(contextlib.closing(call(door.places, 1, here=True)))
+        (taken,) = door.take().values()
+        taken.close()
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def published(
     with nothing_left():
         ends = {rank: wired() for rank in says}
         leader = Leading({rank: near for rank, (near, _) in ends.items()}, ends.keys())
-        filling = Merging(leader.arena, None, Copier())
+        filling = Merging(leader.arena, Copier())
         threads = []
         for rank, (_, far) in ends.items():
             run = Far(rank, far).run

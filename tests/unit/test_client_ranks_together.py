@@ -176,7 +176,7 @@ def test_a_box_is_a_run_of_bytes_if_only_rows_are_cut() -> None:
 @given(st.permutations(range(12)))
 def test_bytes_that_come_in_any_order_are_hashed_in_theirs(order: list[int]) -> None:
     arena = Arena()
-    filling = Merging(arena, None, Copier())
+    filling = Merging(arena, Copier())
     specs = (("a", "U8", (300,)), ("b", "U8", (0,)), ("c", "U8", (700,)), ("d", "U8", (0, 2)))
     pieces = [
         (n, at, min(at + 90, size))
@@ -206,7 +206,7 @@ def test_bytes_that_come_in_any_order_are_hashed_in_theirs(order: list[int]) -> 
 
 def test_bytes_that_no_tensor_has_are_refused() -> None:
     arena = Arena()
-    filling = Merging(arena, None, Copier())
+    filling = Merging(arena, Copier())
     filling.plan((("a", "U8", (300,)),))
     filling.begin()
     filling.arrived("a", 0, 100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ import pytest
 import xxhash
 
 from pushing import Version, held, push, quiet, stage, trainer
+from rollout_worker.engines.mapped import index_in
 from rollout_worker.gang import head as heads
 from rollout_worker.ports.weights import WeightsPort
 from rollout_worker.schemas import DiscardRequest, StagedWeights, WeightsId
 from rollout_worker.settings import BadSettings
 from rollout_worker.sources import giving
+from rollout_worker.sources.incoming import End
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
 from rollout_worker.wire.problems import ProblemError
+from rollout_worker.wire.roothash import Hashed, root_hash_of
 from tiny_engine import LAYOUT
 from tiny_gang import NODES, Node, TinyGang, hash_of_checkpoint, hasten, head, node
 from tiny_worker import settings
@@ -37,9 +41,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "LOOK_SECONDS", 0.01)
 
 
-@pytest.fixture
-async def member(tmp_path: Path) -> AsyncIterator[Node]:
+@pytest.fixture(params=[(), ("rest",)], ids=["all", "part"])
+async def member(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Node]:
+    """A member whose ranks read all tensors, or not all of them."""
     async with node(tmp_path, await hash_of_checkpoint(tmp_path)) as member:
+        member.member.left_alone = frozenset(request.param)
         yield member
 
 
@@ -66,6 +72,15 @@ async def gang(tmp_path: Path, member: Node) -> AsyncIterator[TinyGang]:
 def votes(member: Node) -> list[tuple[str, str | None]]:
     """Phase and content of the member's slots."""
     return [(slot.phase, slot.root_hash) for slot in member.worker.state().slots]
+
+
+def content(member: Node, slot: str) -> dict[str, bytes]:
+    """The first bytes of each tensor that a slot of the member has."""
+    handle = os.open(member.member.slots / slot, os.O_RDONLY)
+    try:
+        return {name: os.pread(handle, 1, at) for name, at in index_in(handle).items()}
+    finally:
+        os.close(handle)
 
 
 def memory() -> set[str]:
@@ -98,7 +113,7 @@ async def test_what_is_pushed_to_the_head_is_staged_on_every_node(
     assert (staged.phase, staged.root_hash, staged.error) == ("Staged", given.root_hash, None)
     assert votes(member) == [("Filled", given.root_hash)]
     (slot,) = member.worker.state().slots
-    assert (member.member.slots / slot.id).read_bytes()[0] == 7
+    assert content(member, slot.id)["number"] == b"\7"
     await gang.commit(1, root_hash=given.root_hash)
     assert gang.active == WeightsId(epoch=1, version=1)
     await gang.update(2, 8)
@@ -155,6 +170,79 @@ async def test_the_members_fetch_while_the_bytes_still_arrive(
     assert votes(member) == [("Filled", end.version.root_hash)]
     await gang.commit(1)
     assert gang.engine.active.number == 7
+
+
+PART = pytest.mark.parametrize("member", [("rest",)], indirect=True, ids=["part"])
+
+
+@PART
+async def test_a_member_has_nothing_of_what_its_ranks_do_not_read(
+    gang: TinyGang, member: Node
+) -> None:
+    """Pushed, from what the head keeps, and from files, which it reads for their hash."""
+    given = Version(7)
+    await push(gang, 1, given, "tcp")
+    (slot,) = member.worker.state().slots
+    assert content(member, slot.id) == {"number": b"\7"}
+    assert (slot.bytes_done, slot.bytes_total) == (1, 1), "of two"
+    await gang.commit(1)
+    sink = await gang.updates.refill(on_disk=False)
+    assert content(member, sink.slot) == {"number": b"\7"}
+    sink.close()
+    await gang.stage(2, 8)
+    (slot,) = member.worker.state().slots
+    assert content(member, slot.id) == {"number": b"\10"}
+    assert (slot.phase, slot.bytes_total) == ("Filled", 2)
+
+
+async def test_a_member_that_is_told_so_takes_all(tmp_path: Path) -> None:
+    root_hash = await hash_of_checkpoint(tmp_path)
+    async with node(tmp_path, root_hash, "--gang-fetch", "all") as member:
+        member.member.left_alone = frozenset({"rest"})
+        async with pushed_head(tmp_path, member) as gang:
+            await push(gang, 1, Version(7), "tcp")
+            (slot,) = member.worker.state().slots
+            assert content(member, slot.id) == {"number": b"\7", "rest": b"\0"}
+
+
+@pytest.mark.parametrize("left_alone", [(), ("number",)], ids=["all", "part"])
+async def test_a_member_is_charged_for_what_it_fetches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_alone: tuple[str, ...]
+) -> None:
+    root_hash = await hash_of_checkpoint(tmp_path)
+    async with node(tmp_path, root_hash, "--staging-memory", "2Mi") as member:
+        member.member.left_alone = frozenset(left_alone)
+        async with (
+            pushed_head(tmp_path, member) as gang,
+            begun(gang, monkeypatch, 6) as (end, _),
+        ):
+            end.end()
+            answer = await asyncio.to_thread(end.answer)
+            assert answer.kind is (Kind.STAGED if left_alone else Kind.FAILED)
+
+
+@PART
+async def test_a_head_whose_hashes_lie_of_what_stays_there_finds_another_root_hash(
+    gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the member is told fits together; the head has read the bytes."""
+    before = len(memory())
+
+    def lied(end: End | None) -> dict[str, object]:
+        if end is None:
+            return {}
+        digests = {**end.digests, "rest": end.digests["number"]}
+        root = root_hash_of({name: Hashed("U8", (1,), each) for name, each in digests.items()})
+        return {"root_hash": root, "digests": digests}
+
+    with monkeypatch.context() as lying:
+        lying.setattr(giving, "_hashes", lied)
+        given = Version(7)
+        await push(gang, 1, given, "tcp")
+        why = await failed(gang, member, before)
+    assert f"rank 1 at 127.0.0.1:{member.port} found root_hash" in why
+    assert f"where the head found {given.root_hash}" in why
+    assert (await push(gang, 1, Version(7), "tcp")).phase == "Staged", "and it goes on"
 
 
 # Faults: the old weights serve, and nothing is left on either node.

@@ -148,7 +148,7 @@ async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     monkeypatch.setattr(files, "CHUNK_BYTES", ALIGN)
-    size, slots, staging = 1024 * ALIGN, tmp_path / "slots", Staging(1024 * ALIGN)
+    size, slots, staging = 1024 * ALIGN, tmp_path / "slots", Staging(1025 * ALIGN)  # and its index
     slots.mkdir()
     save_file({"w": np.zeros(size, np.uint8)}, tmp_path / "model.safetensors")
     reading = threading.Event()
@@ -186,7 +186,7 @@ async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
             await filling
     assert open_files() == before
     assert list(slots.iterdir()) == []
-    staging.claim(size)()
+    staging.claim(1025 * ALIGN)()
 
 
 def test_a_view_that_somebody_forgot_keeps_nothing_else(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rollout_worker.schemas import (
 )
 from tiny_engine import Gate, raising, write_weights
 from tiny_worker import TinyWorker, refused, tiny_worker
-from waiting import until
+from waiting import until, until_sync
 
 
 @pytest.fixture
@@ -244,6 +244,26 @@ async def test_what_a_dead_engine_had_staged_is_freed_and_staged_anew(worker: Ti
     with refused("not-staged"):
         await worker.commit(1)
     assert (await worker.update(1, 7)).commit_seq == 1
+
+
+async def test_a_process_that_does_not_let_go_of_staged_bytes_holds_up_no_other_engine(
+    worker: TinyWorker,
+) -> None:
+    """As a stopped rank: it never answers, and nobody waits for it once the engine is stopped."""
+    await worker.stage(1, 7)
+    first = worker.engine
+    (sink,) = first.sinks
+    close = sink.close
+
+    def blocked() -> None:
+        until_sync(lambda: first.stopped, what="the engine's stop")
+        close()
+
+    vars(sink)["close"] = blocked
+    worker.runtime.crashed("gone")
+    await until(lambda: worker.runtime.restarts == 1, what="the restart")
+    await worker.reaches(Lifecycle.ACTIVE)
+    assert first.sinks == []
 
 
 # States.

@@ -20,6 +20,7 @@ ELSEWHERE = {
             "rank",
             "leader_address",
             "gang_port",
+            "gang_fetch",
             "gang_token_file",
             "member_addresses",
         ),

@@ -16,15 +16,16 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollout_worker.engines.mapped import located
+from rollout_worker.engines.mapped import index_in, located
 from rollout_worker.engines.mappings import Place, tensors_in, views
 from rollout_worker.engines.ranks import LOCKED, MAPPED
+from rollout_worker.engines.watching import Absent
 from rollout_worker.transfer.arena import to_be_read
 from rollout_worker.transfer.locked import current_context, lock
 
@@ -54,7 +55,7 @@ def hold(
 
     Args:
         where: As in its ticket.
-        size: Its bytes.
+        size: Its bytes; in a gang the head's.
         tally: Path and first words of a file that gets one byte more once it is there.
         lent: It is somebody else's, to be read only.
         gpu: The calling thread computes on one.
@@ -62,7 +63,8 @@ def hold(
     drop(where)
     for each in [each for each in _held if not each.there]:
         _let_go(each)  # nobody has told us that it is over
-    _held.append(Held(path_of(where), size, tally, lent=lent, gpu=gpu))
+    path = path_of(where)
+    _held.append(Held(path, _size(path, where, size), tally, lent=lent, gpu=gpu))
 
 
 def find(where: Mapping[str, Any]) -> Held | None:
@@ -79,17 +81,50 @@ def drop(where: Mapping[str, Any]) -> None:
 
 
 def tensors_of(ticket: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a sink has, named by its `MappedSink.ticket`; mapped now, unless it is held."""
+    """Yield what a sink has, named by its `MappedSink.ticket`; mapped now, unless it is held.
+
+    In a gang that is what this node's slot has. In the place of any other tensor comes `Absent`.
+    """
     sink = json.loads(ticket)
-    held = find(sink)
-    if held is not None:
-        return held.tensors(sink["tensors"])
     handle = os.open(path_of(sink), os.O_RDONLY)
     try:
-        memory = mmap.mmap(handle, sink["size"], flags=mmap.MAP_PRIVATE)
+        places = sink["tensors"]
+        starts = index_in(handle) if sink.get("slot") else {name: at for name, _, _, at in places}
+        there = [(*what, starts[what[0]]) for *what, _ in places if what[0] in starts]
+        held = find(sink)
+        if held is None:
+            memory = mmap.mmap(handle, _size(handle, sink, sink["size"]), flags=mmap.MAP_PRIVATE)
+            found = tensors_in(memory, there)
+        else:
+            found = held.tensors(there)
     finally:
         os.close(handle)
-    return tensors_in(memory, sink["tensors"])
+    return _in_order(places, starts, found)
+
+
+def _in_order(
+    places: Iterable[Place], there: Collection[str], found: Iterator[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what was found in its place among all."""
+    for name, dtype, shape, _ in places:
+        yield next(found) if name in there else (name, Absent.of(name, dtype, shape))
+
+
+def absent(ticket: str) -> bool:
+    """Whether a sink lacks tensors here that its ticket names."""
+    sink = json.loads(ticket)
+    if not sink.get("slot"):
+        return False
+    handle = os.open(path_of(sink), os.O_RDONLY)
+    try:
+        return not {name for name, *_ in sink["tensors"]} <= index_in(handle).keys()
+    finally:
+        os.close(handle)
+
+
+def _size(where: int | str, sink: Mapping[str, Any], told: int) -> int:
+    """Return how much of a sink is here: in a gang each node may have another part of it."""
+    return os.stat(where).st_size if sink.get("slot") else told
 
 
 def check(where: Mapping[str, Any]) -> None:

@@ -39,6 +39,7 @@ class MappedSink:
         entries: What it has room for.
         folder: Where its unnamed file is to be; None: in memory.
         header: Begin with a header of safetensors, so that it can be read as such a file.
+            Without one, in a gang's folder, it begins with an index of its own (`index_in`).
         skip: Names whose values aren't needed.
         staging: What it is charged to if it is in memory, until it is closed.
         slots: The gang's folder of slots: the sink is found there by its id as long as it is open.
@@ -67,7 +68,8 @@ class MappedSink:
         slot: str | None = None,
     ) -> None:
         kept = [entry for entry in entries if entry.name not in skip]
-        first, self._starts, size = _safetensors(kept) if header else _aligned(kept)
+        laid = _safetensors if header else _aligned if slots is None else _indexed
+        first, self._starts, size = laid(kept)
         self._entries = kept
         self._size = max(size, 1)
         self._on_disk = folder is not None
@@ -276,6 +278,30 @@ def _aligned(entries: Sequence[Entry]) -> tuple[bytes, Mapping[str, int], int]:
     return b"", starts, end
 
 
+def _indexed(entries: Sequence[Entry]) -> tuple[bytes, Mapping[str, int], int]:
+    """Return the same for memory that begins with its index."""
+    _, starts, size = _aligned(entries)
+    first = _headed(starts)
+    return first, {name: len(first) + start for name, start in starts.items()}, len(first) + size
+
+
+def index_in(handle: int) -> dict[str, int]:
+    """Return where each tensor begins in what lies in a gang's folder, by its own word.
+
+    Each node may hold others of a version's tensors, so the head's ticket can't say it. What is not named is not there.
+    """
+    length = int.from_bytes(os.pread(handle, 8, 0), "little")
+    starts: dict[str, int] = json.loads(os.pread(handle, length, 8))
+    return {name: 8 + length + start for name, start in starts.items()}
+
+
+def _headed(fields: Mapping[str, Any]) -> bytes:
+    """Return a header as safetensors begin with: its length, and what is where behind it."""
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
 def _safetensors(entries: Sequence[Entry]) -> tuple[bytes, Mapping[str, int], int]:
     """Return the same for a file of safetensors, which knows no gaps."""
     fields: dict[str, Any] = {}
@@ -287,9 +313,7 @@ def _safetensors(entries: Sequence[Entry]) -> tuple[bytes, Mapping[str, int], in
             "shape": list(entry.spec.shape),
             "data_offsets": [begin, end],
         }
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGN)
-    first = len(text).to_bytes(8, "little") + text
+    first = _headed(fields)
     starts = {name: len(first) + field["data_offsets"][0] for name, field in fields.items()}
     return first, starts, len(first) + end
 

@@ -34,7 +34,14 @@ def gang_of(settings: Settings) -> Gang | None:
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
             shutil.rmtree(folder, ignore_errors=True)
     slots = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir=home))
-    return Gang(settings.nodes, settings.rank, settings.leader_address, settings.gang_port, slots)
+    return Gang(
+        settings.nodes,
+        settings.rank,
+        settings.leader_address,
+        settings.gang_port,
+        slots,
+        in_part=settings.gang_fetch == "needed",
+    )
 
 
 def members(settings: Settings) -> tuple[str, ...]:

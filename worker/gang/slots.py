@@ -19,12 +19,14 @@ from rollout_worker.engine import (
 )
 from rollout_worker.schemas import CHECKPOINT, PushedBytes
 from rollout_worker.settings import Settings
+from rollout_worker.sources.arrived import content_bytes
 from rollout_worker.sources.fetching import Fetching
-from rollout_worker.sources.filling import Located, fill, locate, resolve_within
+from rollout_worker.sources.filling import Located, OpenSlot, fill, locate, resolve_within
 from rollout_worker.sources.incoming import Incoming
 from rollout_worker.sources.memory import Memory
 from rollout_worker.sources.outward import Outward
 from rollout_worker.sources.pushed import receive
+from rollout_worker.transfer.frames import CHUNK_BYTES
 from rollout_worker.weights import check_layout
 from rollout_worker.wire.gang import GangSlot, SlotRequest
 from rollout_worker.wire.problems import ProblemError
@@ -45,6 +47,8 @@ class Held:
         self.request = request
         self.done = 0
         self.total = 0
+        self.unread: frozenset[str] = frozenset()
+        """Names of the tensors that no rank of this node reads."""
         self.root_hash: str | None = None
         self.error: str | None = None
         self.sink: Sink | None = None
@@ -140,11 +144,24 @@ class Slots:
 
     async def _fill(self, held: Held, member: Member, info: MemberInfo) -> None:
         seconds, pushed = held.request.deadline_seconds, held.request.source.pushed
-        open_slot = partial(member.open_slot, held.id, on_disk=held.request.on_disk)
+
+        def unread(entries: Sequence[Entry]) -> frozenset[str]:
+            if self._settings.gang_fetch == "needed":
+                held.unread = member.unread(entries)
+            return held.unread
+
+        async def open_slot(entries: Sequence[Entry], given: Given | None = None) -> Sink:
+            # Given memory isn't passed on: ranks find a slot in its folder, so it is copied there.
+            if pushed is None:
+                await asyncio.to_thread(unread, entries)
+            return await member.open_slot(
+                held.id, entries, on_disk=held.request.on_disk, unread=held.unread
+            )
+
         try:
             async with asyncio.timeout(seconds):
                 if pushed is not None:
-                    held.sink = await self._fetch(held, pushed, member, info)
+                    held.sink = await self._fetch(held, pushed, info, open_slot, unread)
                     return
                 located = await self._located(held.request, info)
                 held.sink = await fill(open_slot, info.layout, located, held.verify, held.report)
@@ -157,30 +174,41 @@ class Slots:
             held.error = f"internal error: {error}"
 
     async def _fetch(
-        self, held: Held, pushed: PushedBytes, member: Member, info: MemberInfo
+        self,
+        held: Held,
+        pushed: PushedBytes,
+        info: MemberInfo,
+        open_slot: OpenSlot,
+        unread: Callable[[Sequence[Entry]], frozenset[str]],
     ) -> Sink:
-        """Fetch pushed bytes from the head, and keep none beside the sink."""
+        """Fetch pushed bytes from the head, those that ranks read here, and keep none beside the sink."""
         check = partial(check_layout, info.layout, where="what was pushed")
-        incoming = Incoming(CHECKPOINT, pushed, check, self._room)  # its identity is the head's
 
-        async def open_slot(entries: Sequence[Entry], given: Given | None = None) -> Sink:
-            # Ranks look where the head's sink has its tensors, so given memory is copied on all nodes.
-            return await member.open_slot(held.id, entries, on_disk=held.request.on_disk)
+        def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
+            return self._room(nbytes, nbytes - incoming.chunks_left_out * CHUNK_BYTES)
 
+        # Its identity is the head's.
+        incoming = Incoming(CHECKPOINT, pushed, check, room, unread=unread)
         Fetching(incoming, pushed.peers, self._outward).start()
         try:
-            return await receive(open_slot, info.layout, incoming, held.verify, held.report)
+            sink = await receive(open_slot, info.layout, incoming, held.verify, held.report)
         finally:
             incoming.close("the slot is filled, or was given up")
+        _tell(held, incoming)
+        return sink
 
-    def _room(self, nbytes: int) -> tuple[Memory, Callable[[], None]]:
+    def _room(self, nbytes: int, needed: int) -> tuple[Memory, Callable[[], None]]:
         """Take memory for what is fetched; returns what takes it off the budget, too.
+
+        Args:
+            nbytes: Of the whole version, whose offsets are kept.
+            needed: What of it comes: no other pages are touched.
 
         Raises:
             EngineError: There is none.
             ArenaError: The kernel gives none.
         """
-        give_back = self._claim(nbytes)
+        give_back = self._claim(max(needed, 0))
         try:
             return Memory(max(nbytes, 1), hollow=True, private=True), give_back
         except BaseException:
@@ -190,3 +218,19 @@ class Slots:
     async def _located(self, request: SlotRequest, info: MemberInfo) -> Located:
         resolved = await resolve_within(request.source.named, self._settings, LOOK_UP_SECONDS)
         return locate(resolved, self._settings, Path(info.model))
+
+
+def _tell(held: Held, incoming: Incoming) -> None:
+    """Log what of a version came."""
+    assert incoming.layout is not None, "it was received"
+    chunks = incoming.chunks + incoming.chunks_left_out
+    logger.info(
+        "fetched %d of %d chunks from the head",
+        incoming.chunks,
+        chunks,
+        extra={
+            "bytes_read": held.total,
+            "bytes_total": content_bytes(incoming.layout),
+            "left_alone": len(held.unread),
+        },
+    )

@@ -42,6 +42,8 @@ HEALTHY_SECONDS = 600.0
 """An engine that lives this long resets the back-off."""
 WATCH_SECONDS = 0.5
 STOP_SECONDS = 30.0
+LET_GO_SECONDS = 1.0
+"""How long the processes of an engine that is to end get to let go of staged bytes before it does."""
 HEARTBEAT_SECONDS = 30.0
 SEED_SECONDS = 1800.0
 CALL_SECONDS = 600.0
@@ -247,9 +249,10 @@ class Supervisor:
         async with runtime.exclusive:
             runtime.last_error, runtime.progress = reason, None
             runtime.lifecycle.move(Lifecycle.FAILED)
-            await self._updates.engine_lost()
+            lost = await self._let_go()
             self._flights.fail()
             await self._stop_engine()
+            await lost
 
     async def end(self) -> None:
         """Free the engine for good, once nothing that is under way uses it any more."""
@@ -257,15 +260,27 @@ class Supervisor:
         runtime.shutting_down = True
         runtime.crashed("the worker has ended")  # so no verb goes on with it
         self._flights.fail()
+        lost = None
         try:
             async with asyncio.timeout(STOP_SECONDS), runtime.exclusive:
-                await self._updates.engine_lost()
+                lost = await self._let_go()
         except TimeoutError:
             logger.warning("a verb still uses the engine after %g s", STOP_SECONDS)
         await self._stop_engine()
+        if lost is not None:
+            await lost
         self._updates.pushes.close()
         if runtime.turn is not None and not self._spent:
             runtime.turn.close()
+
+    async def _let_go(self) -> asyncio.Task[None]:
+        """Give the staged bytes up; returns what ends once they are, which may take until the engine is stopped.
+
+        Its processes are told, and one that stands still never answers.
+        """
+        lost = asyncio.create_task(self._updates.engine_lost())
+        await asyncio.wait({lost}, timeout=LET_GO_SECONDS)
+        return lost
 
     async def _stop_engine(self) -> None:
         """Stop the engine; give up on it after `STOP_SECONDS`.

@@ -19,6 +19,7 @@ from rollout_worker.engines.room import Staging
 from rollout_worker.gang.places import EXIT_GANG, GangBroken, gang_of
 from rollout_worker.service import Worker, member_factory
 from rollout_worker.settings import BadSettings, Settings
+from rollout_worker.transfer import delta
 from rollout_worker.wire.problems import ProblemError
 
 from . import connections, tls
@@ -240,7 +241,8 @@ async def serve_until(
 ) -> BaseException | None:
     """Serve until `stop`, then drain and free everything; returns what ended it before, if so."""
     data, control = servers.ports
-    logger.info("serving", extra={"data_port": data, "control_port": control})
+    said = {"data_port": data, "control_port": control, "deltas_by": delta.WAY}
+    logger.info("serving", extra=said)
     serving = asyncio.create_task(servers.run())
     running = asyncio.create_task(worker.run())
     asked = asyncio.create_task(stop.wait())

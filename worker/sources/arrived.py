@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rollout_worker.engine import Entry, TensorSpec, WeightsRejected
@@ -14,7 +14,7 @@ from .files import ReadCancelled
 from .memory import Memory
 
 if TYPE_CHECKING:
-    from .incoming import Incoming
+    from .incoming import End, Incoming
 
 
 class Arrived:
@@ -28,8 +28,25 @@ class Arrived:
 
     @property
     def bytes_total(self) -> int:
-        """Bytes of all tensors."""
-        return content_bytes(self.layout)
+        """See `Readable.bytes_total`."""
+        return content_bytes(self.layout, self.left_out)
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """See `Readable.left_out`."""
+        return self._incoming.left_out
+
+    def promised(self) -> Mapping[str, str]:
+        """See `Readable.promised`: what the sender says at the end."""
+        if not self.left_out:
+            return {}
+        said = self._end().digests
+        return {name: said[name] for name in self.left_out}
+
+    def _end(self) -> End:
+        self._follow(lambda: self._incoming.end is not None)
+        assert self._incoming.end is not None
+        return self._incoming.end
 
     def chunks(
         self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
@@ -48,9 +65,7 @@ class Arrived:
 
     def check(self, digests: Mapping[str, str], root: str) -> None:
         """See `Readable.check`: what the sender says at the end."""
-        self._follow(lambda: self._incoming.end is not None)
-        end = self._incoming.end
-        assert end is not None
+        end = self._end()
         for name, digest in digests.items():
             if end.digests.get(name) != digest:
                 raise WeightsRejected(
@@ -93,9 +108,9 @@ def _copied(part: memoryview, view: memoryview | None, begin: int) -> Iterator[m
             yield there
 
 
-def content_bytes(layout: PushLayout) -> int:
-    """Return the bytes of all tensors of a layout, without the gaps between them."""
-    return sum(placed.nbytes for placed in layout.tensors)
+def content_bytes(layout: PushLayout, left_out: Collection[str] = ()) -> int:
+    """Return the bytes of all other tensors of a layout, without the gaps between them."""
+    return sum(placed.nbytes for placed in layout.tensors if placed.name not in left_out)
 
 
 def entries_of(layout: PushLayout) -> tuple[Entry, ...]:

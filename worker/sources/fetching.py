@@ -108,8 +108,11 @@ class Fetching:
             memory = self._incoming.take_room()
             if self._todo is None:
                 self._root = None if end is None else end.root_hash
-                self._missing = -(-layout.nbytes // CHUNK_BYTES)
-                self._todo = deque(range(0, self._missing, RANGE_CHUNKS))
+                chunks = range(-(-layout.nbytes // CHUNK_BYTES))
+                missing = [each for each in chunks if not self._incoming.has(each)]
+                self._missing = len(missing)
+                starts = {each // RANGE_CHUNKS * RANGE_CHUNKS for each in missing}
+                self._todo = deque(sorted(starts))
             return memory
 
     def _take(self) -> int | None:

@@ -62,8 +62,19 @@ class Manifest:
     digests: Mapping[str, str]
 
 
+class Whole:
+    """A version all of whose bytes are read here; see `Readable`."""
+
+    __slots__ = ()
+    left_out: frozenset[str] = frozenset()
+
+    def promised(self) -> Mapping[str, str]:
+        """See `Readable.promised`: nothing is left out."""
+        return {}
+
+
 @dataclass(frozen=True, slots=True)
-class Source:
+class Source(Whole):
     """An opened source: its headers were read and are sound, its bytes were not."""
 
     path: Path
@@ -97,7 +108,19 @@ class Readable(Protocol):
 
     @property
     def bytes_total(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors that are read."""
+        ...
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Names of the tensors whose bytes aren't read: nobody needs them here."""
+        ...
+
+    def promised(self) -> Mapping[str, str]:
+        """Return the hashes of those, as their sender says; waits for its word.
+
+        They go into the root hash, so a wrong one is another root hash than everybody else's.
+        """
         ...
 
     def chunks(
@@ -255,7 +278,9 @@ def read(
     report: Report,
     cancelled: Callable[[], bool],
 ) -> str:
-    """Read all tensors into the buffers of `allocate`, check ties and manifest; return root_hash.
+    """Read all tensors that aren't left out into the buffers of `allocate`, check ties and manifest.
+
+    Returns the root hash of the whole version.
 
     Blocks; call it in a thread. `tied`: as `Layout.tied`. `cancelled` is asked between chunks.
 
@@ -274,6 +299,7 @@ def read(
         report(done, total)
 
     digests = _digest_all(source, allocate, advance, cancelled)
+    digests.update(source.promised())
     check_ties(tied, digests)
     root = root_hash(source.entries, digests)
     source.check(digests, root)
@@ -289,6 +315,11 @@ def _digest_all(
     digests: dict[str, str] = {}
     for entry in source.entries:
         view = allocate(entry)
+        if entry.name in source.left_out:
+            if view is not None:  # never serve what nobody has written
+                why = f"the bytes of tensor {entry.name!r} are left out, but the engine needs them"
+                raise WeightsRejected(why, tensor=entry.name)
+            continue
         digest = xxhash.xxh3_128()
         with memoryview(b"") if view is None else view:  # a traceback would hold on to it
             for chunk in source.chunks(entry, view, cancelled):

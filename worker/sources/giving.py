@@ -18,6 +18,7 @@ from rollout_worker.transfer.layout import PushLayout
 
 from .arrived import chunks_of, content_bytes, entries_of
 from .basis import Patch
+from .files import Whole
 from .incoming import End, Incoming
 from .memory import Memory, TransferFailed
 from .outward import Outward
@@ -26,7 +27,7 @@ MAX_RANGES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Whole):
     """A committed version whose bytes are still here; `release` gives them up."""
 
     identity: WeightsId

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollout_worker.engine import EngineError, Entry, WeightsRejected
@@ -77,6 +77,7 @@ class Incoming:
         check: Refuses tensors that aren't the model's (`WeightsRejected`).
         room: Takes memory of our own.
         basis: What a delta of it is applied to; None: all bytes have to come.
+        unread: Says which tensors nobody needs here; their bytes are not waited for.
     """
 
     def __init__(
@@ -86,8 +87,14 @@ class Incoming:
         check: Callable[[Sequence[Entry]], None],
         room: Room,
         basis: Basis | None = None,
+        unread: Callable[[Sequence[Entry]], frozenset[str]] = lambda entries: frozenset(),
     ) -> None:
         self.identity = identity
+        self._unread = unread
+        self.left_out: frozenset[str] = frozenset()
+        """The names of those tensors, once the layout is there."""
+        self.chunks_left_out = 0
+        """How many chunks hold nothing else."""
         self._wanted, self._check, self._room = wanted, check, room
         self.basis = basis
         self.deltas: dict[int, Delta] = {}
@@ -198,7 +205,7 @@ class Incoming:
             if self.memory is None or self.layout is None:
                 return 0
             if self.memory.own:
-                return self._done.count(1)
+                return self._done.count(1) - self.chunks_left_out
             return -(-self._upto // CHUNK_BYTES)
 
     # What connections bring.
@@ -264,9 +271,13 @@ class Incoming:
             self._check(entries_of(layout))
         except WeightsRejected as error:
             raise Refusal("weights-rejected", str(error), error.tensor) from error
+        left_out = self._unread(entries_of(layout))
         with self._state:
-            self.layout = layout
-            self._done = bytearray(-(-layout.nbytes // CHUNK_BYTES))
+            self.layout, self.left_out = layout, left_out
+            # What nobody needs counts as there: nobody asks for it, or waits for it.
+            self._done = _without(layout, left_out)
+            self.chunks_left_out = self._done.count(1)
+            self._upto = self._front()
         return []
 
     def _have(self) -> list[tuple[int, int]]:
@@ -371,10 +382,15 @@ class Incoming:
                 self._hashes[chunk] = digest
             first = self._upto // CHUNK_BYTES
             if chunk == first:
-                gap = self._done.find(0, first)
-                end = len(self._done) if gap < 0 else gap
-                self._upto = min(end * CHUNK_BYTES, self.layout.nbytes)
+                self._upto = self._front()
                 self._state.notify_all()
+
+    def _front(self) -> int:
+        """Return where the first gap begins."""
+        assert self.layout is not None
+        gap = self._done.find(0, self._upto // CHUNK_BYTES)
+        end = len(self._done) if gap < 0 else gap
+        return min(end * CHUNK_BYTES, self.layout.nbytes)
 
     def advance(self, upto: int) -> None:
         """Note that shared memory is final up to there."""
@@ -435,6 +451,18 @@ class Incoming:
             if self._connections or self._wanted.peers:  # who fetches says when it can't
                 return LEASE_SECONDS
             return self._lost + self._lease - time.monotonic()
+
+
+def _without(layout: PushLayout, left_out: Collection[str]) -> bytearray:
+    """Return by number of the chunk whether it has nothing of all other tensors."""
+    if not left_out:
+        return bytearray(-(-layout.nbytes // CHUNK_BYTES))
+    unneeded = bytearray(b"\1" * -(-layout.nbytes // CHUNK_BYTES))
+    for placed in layout.tensors:
+        if placed.nbytes and placed.name not in left_out:
+            first, after = placed.start // CHUNK_BYTES, -(-placed.end // CHUNK_BYTES)
+            unneeded[first:after] = bytes(after - first)
+    return unneeded
 
 
 def _nothing() -> None:

@@ -18,7 +18,7 @@ from rollout_worker.threads import in_thread
 from rollout_worker.transfer.layout import TORCH_NAMES
 from rollout_worker.weights import check_layout
 
-from .files import CHUNK_BYTES, Report, read
+from .files import CHUNK_BYTES, Report, Whole, read
 from .filling import OpenSlot, pour
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
 
 
 @dataclass(frozen=True)
-class HandedOver:
+class HandedOver(Whole):
     """Tensors as a source; see `files.Readable`."""
 
     tensors: Mapping[str, Tensor]

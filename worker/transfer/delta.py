@@ -1,47 +1,35 @@
 """What differs between two versions of the same bytes: found, written down, and written into memory.
 
-Bytes count as words of two, since a trainer's update leaves most words of a 16-bit model as they were.
-Blocks have 64 Ki words, so that the offset of a word takes two bytes, too. A delta holds *new* values:
-applied twice it is the same as once, and it may be applied to a run that has some of them already.
-
-    u32 blocks | u32 index, u32 count for each | u16 offsets | u16 values | the last byte, if the size is odd
-
-all little-endian; blocks and the offsets within one ascend. Needs numpy, which is imported by its functions.
+`vectors` tells the format. It is also how numpy does both, which is what there is on a plain checkout; wheels and
+images bring `native`, code of our own that makes the same deltas, gives the same verdicts and takes a half
+to a third of the time. Which one it is: `WAY`, in the log of every worker that starts.
 """
 
 from __future__ import annotations
 
-import struct
-import threading
-from typing import TYPE_CHECKING, Any
+from . import native, vectors
+from .vectors import BLOCK_BYTES, BLOCK_WORDS, DeltaError
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+__all__ = [
+    "BLOCK_BYTES",
+    "BLOCK_WORDS",
+    "SPAN_BYTES",
+    "WAY",
+    "WORTH",
+    "DeltaError",
+    "apply",
+    "encode",
+]
 
-    Words = npt.NDArray[np.uint16]
-    Places = npt.NDArray[np.int64]
-
-BLOCK_WORDS = 1 << 16
-BLOCK_BYTES = 2 * BLOCK_WORDS
 SPAN_BYTES = 8 << 20
 """What one delta of a transfer covers: enough for numpy to be fast, little enough to stay in a cache."""
 WORTH = 0.08
-"""Most bytes of a delta for a byte that it covers: 4 % of the words. With more, finding them takes longer than
-sending all bytes over loopback (`python -m bench delta`: as long at 3 to 4 %)."""
+"""Most bytes of a delta for a byte that it covers: 4 % of the words. With more, numpy takes longer to find and apply
+them than loopback to send all bytes. Native code would gain up to three times as many; but neither end knows
+what the other one has, and a step of training changes 1 %."""
 
-_FOUR, _EIGHT = 4, 8
-_SPARSE = 0.02
-"""Share of the words that differ below which it is faster to compare four at once, then those that were unequal."""
-_PIECE_BLOCKS = 8
-_PIECE_WORDS = _PIECE_BLOCKS * BLOCK_WORDS
-"""What is worked on at once: what numpy takes for it comes from memory that it has already."""
-_HEAD = struct.Struct("<I")
-_own = threading.local()
-
-
-class DeltaError(ValueError):
-    """This is no delta of these bytes; the text says why. Nothing was written."""
+WAY = "native code" if native.LIBRARY is not None else "numpy"
+"""Who finds and applies deltas in this process."""
 
 
 def encode(
@@ -60,158 +48,22 @@ def encode(
     Raises:
         ValueError: They have different sizes.
     """
-    import numpy as np
-
-    size = len(new)
-    if len(base) != size:
-        raise ValueError(f"the base has {len(base)} bytes, the new version {size}")
-    words = size // 2
-    before = np.frombuffer(base, dtype="<u2", count=words)
-    after = np.frombuffer(new, dtype="<u2", count=words)
-    # Each word takes four bytes of a delta, and two of what it covers.
-    left = words if most is None else int(most * size / 4)
-    ends, offsets, values = [], [], []
-    edges = np.arange(BLOCK_WORDS, _PIECE_WORDS + BLOCK_WORDS, BLOCK_WORDS)
-    sparse, total = True, 0
-    for begin in range(0, words, _PIECE_WORDS):
-        piece = after[begin : begin + _PIECE_WORDS]
-        changed = _changed(before[begin : begin + _PIECE_WORDS], piece, left, sparse=sparse)
-        if changed is None:
-            return None
-        places, found = changed
-        left -= len(places)
-        sparse = len(places) < _SPARSE * len(piece)
-        ends.append(total + places.searchsorted(edges[: -(-len(piece) // BLOCK_WORDS)]))
-        total += len(places)
-        offsets.append(places.astype("<u2"))  # the lower half: where in its block
-        values.append(found)
-    count = np.diff(np.concatenate(([0], *ends)))
-    index = np.flatnonzero(count)
-    table = np.column_stack((index, count[index])).astype("<u4")
-    last = bytes(new[size - 1 :]) if size % 2 else b""
-    parts = [each.tobytes() for each in (table, *offsets, *values)]
-    return b"".join((_HEAD.pack(len(index)), *parts, last))
+    if native.LIBRARY is None:
+        return vectors.encode(base, new, most)
+    return native.encode(native.LIBRARY, base, new, most)
 
 
 def apply(delta: memoryview | bytes, memory: memoryview) -> None:
     """Write a delta into the bytes that it was made for; all of it, or nothing.
 
     Args:
-        delta: As `encode` returned it.
+        delta: As `encode` returned it, in memory that nobody writes meanwhile.
         memory: [bytes] the base, writable, or what has the new values in part.
 
     Raises:
         DeltaError: It is none, or of other bytes.
     """
-    import numpy as np
-
-    words, odd = divmod(len(memory), 2)
-    index, counts, offsets, values = _read(delta, words, odd)
-    there = np.frombuffer(memory, dtype="<u2", count=words)
-    places = np.repeat(index * BLOCK_WORDS, counts)
-    places += offsets
-    there[places] = values
-    if odd:
-        memory[len(memory) - 1 :] = delta[len(delta) - 1 :]
-
-
-def _changed(
-    before: Words, after: Words, most: int, *, sparse: bool
-) -> tuple[Places, Words] | None:
-    """Return where words differ, in order, and what they are now; None: at more than `most` places.
-
-    `sparse`: whether few are expected, so that four words are best compared as one number.
-    """
-    import numpy as np
-
-    if not sparse:
-        places = _unequal(before, after, most)
-        return None if places is None else (places, after.take(places))
-    end = len(after) // _FOUR * _FOUR
-    old, new = before[:end].view("<u8"), after[:end].view("<u8")
-    fours = _unequal(old, new, most)
-    if fours is None:
-        return None
-    words = new.take(fours).view("<u2")
-    within = (old.take(fours).view("<u2") != words).nonzero()[0]
-    places, values = _unfold(fours, within, _FOUR), words.take(within)
-    if end < len(after):
-        rest = end + (before[end:] != after[end:]).nonzero()[0]
-        places, values = np.append(places, rest), np.append(values, after[rest])
-    return (places, values) if len(places) <= most else None
-
-
-def _unequal(before: npt.NDArray[Any], after: npt.NDArray[Any], most: int) -> Places | None:
-    """Return where numbers differ, in order; None: at more than `most` places.
-
-    Eight results of the comparison are one number: with few changes most of these are 0 and looked at once.
-    """
-    import numpy as np
-
-    differ = _scratch(-(-len(after) // _EIGHT) * _EIGHT)
-    np.not_equal(before, after, out=differ[: len(after)])
-    differ[len(after) :] = False
-    by_eight = differ.view(np.uint64)
-    rows = (by_eight != 0).nonzero()[0]
-    if len(rows) > most:
-        return None
-    within = by_eight.take(rows).view(bool).nonzero()[0]
-    return _unfold(rows, within, _EIGHT) if len(within) <= most else None
-
-
-def _unfold(rows: Places, within: Places, width: int) -> Places:
-    """Return the places in what has rows of this width, a power of two: `within` are those in the chosen rows."""
-    shift = width.bit_length() - 1  # numpy divides ten times slower
-    places = rows.take(within >> shift)
-    places <<= shift
-    places += within & (width - 1)
-    return places
-
-
-def _scratch(size: int) -> npt.NDArray[np.bool_]:
-    """Return memory of this thread, used again and again: fresh pages cost more than the comparison."""
-    import numpy as np
-
-    there: npt.NDArray[np.bool_] | None = getattr(_own, "differ", None)
-    if there is None or len(there) < size:
-        there = _own.differ = np.empty(size, dtype=bool)
-    return there[:size]
-
-
-def _read(delta: memoryview | bytes, words: int, odd: int) -> tuple[Places, Places, Words, Words]:
-    """Return blocks, how many words of each change, where in it, and to what.
-
-    Raises:
-        DeltaError: It is none, or would write elsewhere.
-    """
-    import numpy as np
-
-    size = len(delta)
-    if size < _HEAD.size:
-        raise DeltaError(f"a delta of {size} bytes has no head")
-    (blocks,) = _HEAD.unpack_from(delta)
-    begin = _HEAD.size + 8 * blocks
-    if begin > size:
-        raise DeltaError(f"a delta of {size} bytes can't have {blocks} blocks")
-    table = np.frombuffer(delta, dtype="<u4", offset=_HEAD.size, count=2 * blocks).reshape(-1, 2)
-    index, counts = table[:, 0].astype(np.int64), table[:, 1].astype(np.int64)
-    total = int(counts.sum())
-    if begin + 4 * total + odd != size:
-        raise DeltaError(f"a delta of {size} bytes can't have {total} words, as its blocks say")
-    if not counts.all():
-        raise DeltaError("a block of the delta has no words")
-    offsets = np.frombuffer(delta, dtype="<u2", offset=begin, count=total)
-    values = np.frombuffer(delta, dtype="<u2", offset=begin + 2 * total, count=total)
-    _check_places(index, counts, offsets, words)
-    return index, counts, offsets, values
-
-
-def _check_places(index: Places, counts: Places, offsets: Words, words: int) -> None:
-    """Refuse words that are out of order, and so words that come twice, and what lies outside."""
-    rising = offsets[1:] > offsets[:-1]
-    rising[counts.cumsum()[:-1] - 1] = True  # where a block begins
-    if not rising.all() or not (index[1:] > index[:-1]).all():
-        raise DeltaError("the words of the delta are not in order")
-    last = int(index[-1]) * BLOCK_WORDS + int(offsets[-1]) if len(index) else -1
-    if last >= words:
-        raise DeltaError(f"word {last} of the delta lies outside: there are {words}")
+    if native.LIBRARY is None:
+        vectors.apply(delta, memory)
+    else:
+        native.apply(native.LIBRARY, delta, memory)

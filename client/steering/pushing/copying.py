@@ -6,20 +6,29 @@ two pinned buffers.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rollout_worker.transfer.buckets import flat_bytes
+from rollout_worker.transfer.layout import LayoutError
 
 from .devices import Device, accelerator_of
 
 if TYPE_CHECKING:
     import torch
 
-PIECE_BYTES = 4 << 20
-"""What is copied at once: it is still in the processor's cache when it is hashed."""
+PIECE_BYTES = 512 << 10
+"""What a processor copies at once: half of the smallest second-level cache of today's servers, so that it is
+still there when it is hashed."""
+
+TOLD_BYTES = 4 << 20
+"""What is told of at once, at least; the rest of a tensor at its end."""
+
+DEVICE_PIECE_BYTES = 4 << 20
+"""What a device copies at once."""
 
 PINNED_BYTES = 32 << 20
 """Of each of the two buffers that a device's bytes come through."""
@@ -29,6 +38,9 @@ AHEAD = 4
 
 Done = Callable[[int], None]
 """Told how many bytes of the tensor are there."""
+
+Hashed = Callable[[memoryview], None]
+"""Given the bytes of the tensor, run by run, in order."""
 
 
 class Copier:
@@ -51,6 +63,7 @@ class Copier:
         view: memoryview,
         done: Done,
         page_locked: Callable[[], bool] = lambda: False,
+        hashed: Hashed | None = None,
     ) -> None:
         """Copy a tensor's bytes in its order; nothing is written any more once it has returned or raised.
 
@@ -60,6 +73,7 @@ class Copier:
             view: Where to, writable; exactly its size.
             done: Told of progress: what it is told of is there.
             page_locked: Locks the pages of `view`, if it can; asked for tensors of a device.
+            hashed: Hashes what was copied, in this thread.
 
         Raises:
             LayoutError: It has no plain values.
@@ -68,23 +82,26 @@ class Copier:
 
         if not len(view):
             return
-        there = torch.frombuffer(view, dtype=torch.uint8)
+        done = _told(view, done, hashed)
         if (device := self._device(tensor)) is not None:
             with self._lock:
                 device.settle()
-                flat = flat_bytes(name, tensor)
+                there, flat = torch.frombuffer(view, dtype=torch.uint8), flat_bytes(name, tensor)
                 if device.lockable and page_locked():
                     _straight(device, flat, there, done)
                 else:
                     self._through_pinned(device, flat, there, done)
             return
         if tensor.device.type == "cpu" and not tensor.is_contiguous():
-            _copy_strided(name, tensor, there)
-            done(len(view))
-            return
+            return _copy_strided(name, tensor, view, done)
         flat = flat_bytes(name, tensor)
+        if type(flat) is not torch.Tensor:  # it may have no memory of its own
+            torch.frombuffer(view, dtype=torch.uint8).copy_(flat)
+            return done(len(view))
+        # The C library's copy leaves what it overwrites unread, where torch's reads it first.
+        source, target = _address(name, flat), ctypes.addressof(ctypes.c_char.from_buffer(view))
         for begin, end in _pieces(len(view), PIECE_BYTES):
-            there[begin:end].copy_(flat[begin:end])
+            ctypes.memmove(target + begin, source + begin, end - begin)
             done(end)
 
     def _device(self, tensor: torch.Tensor) -> Device | None:
@@ -113,7 +130,7 @@ class Copier:
 def _straight(device: Device, flat: torch.Tensor, there: torch.Tensor, done: Done) -> None:
     """Let the device write where the bytes belong, some pieces ahead of what is told."""
     with _Ahead(AHEAD, lambda _, end: done(end)) as ahead:
-        for begin, end in _pieces(flat.numel(), PIECE_BYTES):
+        for begin, end in _pieces(flat.numel(), DEVICE_PIECE_BYTES):
             ahead.began(begin, end, device.begin(flat[begin:end], there[begin:end]))
 
 
@@ -151,14 +168,51 @@ class _Ahead:
                 piece[2]()
 
 
-def _copy_strided(name: str, tensor: torch.Tensor, there: torch.Tensor) -> None:
-    """Copy a tensor whose elements don't lie in order, without another copy of it."""
+def _address(name: str, flat: torch.Tensor) -> int:
+    """Return where a tensor's bytes lie.
+
+    Raises:
+        LayoutError: They are gone.
+    """
+    storage = flat.untyped_storage()
+    if storage.nbytes() < flat.storage_offset() + flat.numel():
+        raise LayoutError(
+            f"the memory of tensor {name!r} was freed, as FSDP does between two uses: give a state dict,"
+            " whose tensors are there",
+            tensor=name,
+        )
+    return flat.data_ptr()
+
+
+def _told(view: memoryview, done: Done, hashed: Hashed | None) -> Done:
+    """Return what has bytes hashed, and tells of them once they are some megabytes, or the last ones."""
+    there = told = 0
+
+    def came(end: int) -> None:
+        nonlocal there, told
+        if hashed is not None:
+            hashed(view[there:end])
+        there = end
+        if end - told >= TOLD_BYTES or end == len(view):
+            told = end
+            done(end)
+
+    return came
+
+
+def _copy_strided(name: str, tensor: torch.Tensor, view: memoryview, done: Done) -> None:
+    """Copy a tensor whose elements don't lie in order, rows by rows, without another copy of it."""
     import torch
 
+    there = torch.frombuffer(view, dtype=torch.uint8)
     if tensor.layout != torch.strided or tensor.is_quantized:
         there.copy_(flat_bytes(name, tensor))  # says what is wrong with it
         return
-    there.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    source, target = tensor.detach(), there.view(tensor.dtype).view(tensor.shape)
+    row = tensor.nbytes // len(tensor)
+    for begin, end in _pieces(len(tensor), max(1, PIECE_BYTES // row)):
+        target[begin:end].copy_(source[begin:end])
+        done(end * row)
 
 
 def _pieces(size: int, step: int) -> Iterator[tuple[int, int]]:

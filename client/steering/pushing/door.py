@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -128,7 +128,7 @@ class Door:
         Raises:
             TransferError: They have not.
         """
-        self._shut()
+        self._shut(self._found.values())
         found, self._found = self._found, {}
         missing = set(range(1, self._count)) - found.keys()
         if missing:
@@ -139,12 +139,13 @@ class Door:
 
     def close(self) -> None:
         """Let nobody in any more, and nobody stay who was not taken; however often it is called."""
-        self._shut()
+        self._shut(())
         for connection in self._found.values():
             connection.close()
         self._found = {}
 
-    def _shut(self) -> None:
+    def _shut(self, let_in: Collection[Connection]) -> None:
+        """Let nobody in any more, and end whoever was not; who was may still be under way from being told so."""
         self._closed.set()
         for sock in self._listening:
             with contextlib.suppress(OSError):
@@ -156,7 +157,8 @@ class Door:
         with self._lock:
             strangers = dict(self._strangers)
         for connection, thread in strangers.items():
-            connection.interrupt()
+            if connection not in let_in:
+                connection.interrupt()
             thread.join()
 
     def _accept(self, listening: socket.socket) -> None:
@@ -194,6 +196,10 @@ class Door:
                 connection.close()
             with self._lock:
                 del self._strangers[connection]
+                if not kept:  # who could not be told that it is let in may come again
+                    self._found = {
+                        r: each for r, each in self._found.items() if each is not connection
+                    }
 
     def _let_in(self, connection: Connection, frame: Frame) -> bool:
         """Whether this is a rank, and the first to say so; it is told."""

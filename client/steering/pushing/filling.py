@@ -1,12 +1,11 @@
-"""A version on its way from tensors into shared memory, hashed beside; senders follow as it grows.
+"""A version on its way from tensors into shared memory, hashed as it is copied; senders follow as it grows.
 
-One thread fills (`plan`, `take`, `end`), one hashes, any number of senders wait for bytes. Whoever
-gives up, says so once (`fail`), and nobody waits any longer.
+One thread fills (`plan`, `take`, `end`), any number of senders wait for bytes. Whoever gives up, says
+so once (`fail`), and nobody waits any longer.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -45,7 +44,9 @@ class Filling:
         """By name of the tensors that were begun: how many of their bytes are there."""
         self._next = 0
         self._loose: dict[str, torch.Tensor] = {}
-        self._hashing = _Hashing()
+        self._awaited: list[int] = []
+        """The positions that senders wait for."""
+        self._digests: dict[str, str] = {}
         self._root_hash: str | None = None
         self._given_up = False
         self._why: BaseException | None = None
@@ -61,6 +62,8 @@ class Filling:
             LayoutError: A name came twice, or a tensor is impossible.
             ArenaError: There is no room.
         """
+        import xxhash  # noqa: F401  # what is missing is told before anything is sent
+
         layout = self._known if specs is None else PushLayout.plan(specs)
         if layout is None:
             return
@@ -71,7 +74,6 @@ class Filling:
             self._layout, self._slot, self._release = layout, slot, release
             self.planned_at = time.monotonic()
             self._news.notify_all()
-        self._hashing.start(slot)
 
     def take(self, name: str, tensor: Any) -> None:
         """Copy a tensor; once it was given up, do nothing: a stream is taken to its end all the same.
@@ -89,15 +91,17 @@ class Filling:
             return
         placed = self._place(self._layout, spec)
         assert self._slot is not None
+        import xxhash
 
         def done(count: int) -> None:
-            begin = self._there[name]
-            self._hashing.add(placed, begin, count)
             self._advance(name, count)
 
         self._there[name] = 0
-        slot = self._slot
-        self._copier.copy(name, tensor, slot.view(placed), done, slot.page_locked)
+        slot, running = self._slot, xxhash.xxh3_128()
+        self._copier.copy(
+            name, tensor, slot.view(placed), done, slot.page_locked, hashed=running.update
+        )
+        self._digests[name] = running.hexdigest()
         if not placed.nbytes:
             done(0)
 
@@ -131,7 +135,10 @@ class Filling:
                 if self._there.get(each.name, -1) < each.nbytes:
                     break
                 self._next += 1
-            self._news.notify_all()
+            upto = self._upto()
+            # A sender waits for megabytes: woken for each piece, it would take the processor from the copy.
+            if any(position <= upto for position in self._awaited):
+                self._news.notify_all()
 
     def end(self) -> None:
         """Return once all of it is there and hashed.
@@ -148,13 +155,13 @@ class Filling:
                 self.take(name, loose.pop(name))
         assert self._layout is not None
         missing = [each.name for each in self._layout.tensors if each.name not in self._there]
-        if missing:
+        if missing and not self._given_up:  # nothing more is taken once it is
             raise LayoutError(
                 f"tensor {missing[0]!r} did not come, which the version before had: a stream brings "
                 "the same tensors in each version",
                 tensor=missing[0],
             )
-        digests = self._hashing.end()
+        digests = self._hashes()
         if self._given_up:
             return
         root = root_hash_of(
@@ -165,13 +172,19 @@ class Filling:
             self.filled_at = time.monotonic()
             self._news.notify_all()
 
+    def _hashes(self) -> dict[str, str]:
+        """Return the hash of each tensor, once all are there."""
+        return self._digests
+
     def fail(self, why: BaseException | None = None) -> None:
-        """Give it up: nobody waits for it any more. At its end, nothing comes of it."""
+        """Give it up: nobody waits for it any more. At its end nothing comes of it, nor of a second reason.
+
+        Whoever sends gives up in turn, and may be heard before the thread that fills has seen the first one.
+        """
         with self._news:
-            if self._root_hash is None:
+            if self._root_hash is None and not self._given_up:
                 self._given_up, self._why = True, why
             self._news.notify_all()
-        self._hashing.stop()
 
     def close(self) -> None:
         """Let the memory go, as far as this process filled it; senders have lent it themselves."""
@@ -197,7 +210,7 @@ class Filling:
     @property
     def digests(self) -> dict[str, str]:
         """By name: the hash of a tensor's bytes; whole once `wait_end` has returned."""
-        return self._hashing.digests
+        return self._digests
 
     @property
     def planned(self) -> bool:
@@ -223,7 +236,9 @@ class Filling:
             GivenUp: No more will come.
         """
         with self._news:
+            self._awaited.append(position)
             self._news.wait_for(lambda: self._upto() >= position or self._given_up, seconds)
+            self._awaited.remove(position)
             self._check()
             return self._upto()
 
@@ -250,50 +265,3 @@ class Filling:
     def _check(self) -> None:
         if self._given_up:
             raise GivenUp("the publish was given up") from self._why
-
-
-class _Hashing:
-    """Hashes what was copied, in a thread of its own: while one piece is hashed the next one comes."""
-
-    def __init__(self) -> None:
-        self.digests: dict[str, str] = {}
-        self._jobs: queue.SimpleQueue[tuple[Placed, int, int] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._stopped = False
-
-    def start(self, slot: Slot) -> None:
-        """Begin, unless somebody else's thread has stopped it already."""
-        import xxhash  # what is missing is told before anything is sent
-
-        def run() -> None:
-            running = xxhash.xxh3_128()
-            while (job := self._jobs.get()) is not None and not self._stopped:
-                placed, begin, end = job
-                running.update(slot.bytes(placed.start + begin, placed.start + end))
-                if end == placed.nbytes:
-                    self.digests[placed.name] = running.hexdigest()
-                    running.reset()
-
-        with self._lock:
-            if not self._stopped:
-                self._thread = threading.Thread(target=run, name="weights-hash", daemon=True)
-                self._thread.start()
-
-    def add(self, placed: Placed, begin: int, end: int) -> None:
-        """Hash these bytes of a tensor next; those of one tensor come in order and without a break."""
-        self._jobs.put((placed, begin, end))
-
-    def end(self) -> dict[str, str]:
-        """Return the hashes once all of them are there."""
-        self.stop(at_once=False)
-        return self.digests
-
-    def stop(self, *, at_once: bool = True) -> None:
-        """End the thread."""
-        with self._lock:
-            self._stopped |= at_once
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join()

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from rollout_worker.transfer.layout import LayoutError
+import queue
+import threading
 
+from rollout_worker.transfer.arena import Arena, Slot
+from rollout_worker.transfer.layout import LayoutError, Placed
+
+from .copying import Copier
 from .filling import Filling, GivenUp
 
 WAIT_SECONDS = 0.5
 
 
 class Merging(Filling):
-    """A `Filling` whose bytes come from several ranks at once; hashed in order all the same."""
+    """A `Filling` whose bytes come from several ranks at once; a thread hashes them in order all the same.
+
+    Args:
+        arena: As `Filling` takes it.
+        copier: As `Filling` takes it.
+    """
+
+    def __init__(self, arena: Arena, copier: Copier) -> None:
+        super().__init__(arena, None, copier)
+        self._hashing = _Hashing()
 
     def begin(self) -> None:
         """Expect all tensors of the layout; those without bytes are there."""
+        self._hashing.start(self.slot, self._digests)
         with self._news:
             self._runs: dict[str, dict[int, int]] = {each.name: {} for each in self.layout.tensors}
             self._there = dict.fromkeys(self._runs, 0)
@@ -86,7 +101,58 @@ class Merging(Filling):
             self._news.wait_for(lambda: self._given_up, seconds)
             return self._why
 
+    def fail(self, why: BaseException | None = None) -> None:
+        """See `Filling.fail`."""
+        super().fail(why)
+        self._hashing.stop()
+
+    def _hashes(self) -> dict[str, str]:
+        """See `Filling._hashes`."""
+        self._hashing.stop(at_once=False)
+        return super()._hashes()
+
     @property
     def given_up(self) -> bool:
         """Whether nobody wants it any more."""
         return self._given_up
+
+
+class _Hashing:
+    """Hashes what was written, in a thread of its own: no rank that writes waits for it."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Placed, int, int] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def start(self, slot: Slot, digests: dict[str, str]) -> None:
+        """Begin, unless somebody else's thread has stopped it already; `digests` gets the hashes, by name."""
+        import xxhash
+
+        def run() -> None:
+            running = xxhash.xxh3_128()
+            while (job := self._jobs.get()) is not None and not self._stopped:
+                placed, begin, end = job
+                running.update(slot.bytes(placed.start + begin, placed.start + end))
+                if end == placed.nbytes:
+                    digests[placed.name] = running.hexdigest()
+                    running.reset()
+
+        with self._lock:
+            if not self._stopped:
+                self._thread = threading.Thread(target=run, name="weights-hash", daemon=True)
+                self._thread.start()
+
+    def add(self, placed: Placed, begin: int, end: int) -> None:
+        """Hash these bytes of a tensor next; those of one tensor come in order and without a break."""
+        self._jobs.put((placed, begin, end))
+
+    def stop(self, *, at_once: bool = True) -> None:
+        """End the thread, once all is hashed if not at once."""
+        with self._lock:
+            self._stopped |= at_once
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()

@@ -40,7 +40,7 @@ DIAL_SECONDS = 5.0
 WAIT_SECONDS = 1.0
 """How long a sender waits for bytes before it looks whether its connection still stands."""
 
-FOLLOW_BYTES = 16 << 20
+FOLLOW_BYTES = 8 << 20
 """How many bytes more a receiver of shared memory is told of at once."""
 
 

@@ -107,7 +107,7 @@ class Together:
     def _begin(self, ranks: Leading, work: Work) -> Push:
         """Return a push of what all ranks have."""
         copier = self._pusher.copier
-        filling = Merging(ranks.arena, None, copier)
+        filling = Merging(ranks.arena, copier)
 
         def fill() -> None:
             ranks.fill(filling, copier, work.tensors, work.version, work.seconds)

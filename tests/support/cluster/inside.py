@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import rollout_local
-from apiclient import PODS, Obj
+from apiclient import PODS, ApiError, Obj
 from localkube import Cluster
 from pools import Pool
 
@@ -101,6 +101,11 @@ class Inside(Pool):
         return self.api.get(f"{PODS.format(self.namespace)}/{self.trainer}-{replica}")
 
     def address(self, replica: int) -> str:
-        """Where that pod answers; empty until it has an address."""
-        found: str = self.pod(replica)["status"].get("podIP", "")
+        """Where that pod answers; empty until it has an address, and while it is made anew."""
+        try:
+            found: str = self.pod(replica)["status"].get("podIP", "")
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return ""
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -102,6 +102,8 @@ class TinyMember:
         """Slots are given once it is set."""
         self.go.set()
         self.asked: list[tuple[str, bool]] = []
+        self.left_alone: frozenset[str] = frozenset()
+        """Names of the tensors that no rank reads."""
 
     async def start(self, report: Callable[[Progress], None]) -> MemberInfo:
         report(Progress(message="loading"))
@@ -110,14 +112,22 @@ class TinyMember:
             raise EngineError(self.start_fails)
         return self.info
 
+    def unread(self, entries: Sequence[Entry]) -> frozenset[str]:
+        return self.left_alone & {entry.name for entry in entries}
+
     async def open_slot(
-        self, slot: str, entries: Sequence[Entry], *, on_disk: bool = False
+        self,
+        slot: str,
+        entries: Sequence[Entry],
+        *,
+        on_disk: bool = False,
+        unread: Collection[str] = (),
     ) -> Sink:
         self.asked.append((slot, on_disk))
         await self.go.wait()
         if not self.room:
             raise EngineError("no room here")
-        return await open_mapped(entries, slots=self.slots, slot=slot)
+        return await open_mapped(entries, slots=self.slots, slot=slot, skip=unread)
 
     def alive(self) -> str | None:
         return self.wrong

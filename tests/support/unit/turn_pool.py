@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ class PlayedPool:
         """States that were asked for, in order."""
         self.overruled: list[str] = []
         """States that somebody asks for right after a trainer asked for another one."""
+        self.after_read: Callable[[], None] = lambda: None
+        """Called once the object was shown."""
         self.epoch = 0
         self._generation = 1
         self._task: asyncio.Task[None] | None = None
@@ -94,7 +96,9 @@ class PlayedPool:
     async def _read(self, request: web.Request) -> web.StreamResponse:
         if self.away:
             return web.json_response({"message": "overloaded"}, status=503)
-        return web.json_response(self._pool())
+        shown = self._pool()
+        self.after_read()
+        return web.json_response(shown)
 
     async def _write(self, request: web.Request) -> web.StreamResponse:
         if self.refuses is not None:

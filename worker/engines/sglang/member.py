@@ -6,7 +6,7 @@ and watch them, and to give memory where their loader looks for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rollout_worker.engine import EngineError, Entry, MemberInfo, Sink
 from rollout_worker.engines import EngineOptions
@@ -32,8 +32,17 @@ class SglangMember:
         self._model = loaded.model
         return MemberInfo(str(self._options.model), loaded.root_hash, loaded.model.layout)
 
+    def unread(self, entries: Sequence[Entry]) -> frozenset[str]:
+        """See `Member.unread`: each rank has a slice of every tensor, for there are no pipelines."""
+        return frozenset()
+
     async def open_slot(
-        self, slot: str, entries: Sequence[Entry], *, on_disk: bool = False
+        self,
+        slot: str,
+        entries: Sequence[Entry],
+        *,
+        on_disk: bool = False,
+        unread: Collection[str] = (),
     ) -> Sink:
         """See `Member.open_slot`; the engine never asks for one on disk."""
         if self._model is None:

@@ -6,6 +6,7 @@ steps. New tensors come as the checkpoint has them; vLLM takes the parts that ar
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -15,17 +16,20 @@ import random
 import select
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rollout_worker.engines import held
+from rollout_worker.engines import held, reads
+from rollout_worker.engines.mapped import SLOTS_VARIABLE
+from rollout_worker.engines.watching import Watching
 from rollout_worker.observe.processes import find
 from rollout_worker.turn.sharing import join
 
-from .settings import MEMBER_VARIABLE
+from .settings import MEMBER_VARIABLE, WATCH_VARIABLE
 from .under_ray import HEAD_VARIABLE
 
 PR_SET_PDEATHSIG = 1
@@ -121,8 +125,10 @@ class Extension:
         """Make the weights of a sink the model's; a failure leaves the model unusable."""
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self.vllm_config):
-            self.model_runner.reload_weights(weights_iterator=held.tensors_of(ticket))
+        # Which experts are here changes between loads where vLLM balances them.
+        settled = not self.vllm_config.parallel_config.enable_eplb
+        with set_current_vllm_config(self.vllm_config), _seen(ticket, settled) as tensors:
+            self.model_runner.reload_weights(weights_iterator=tensors)
             if self.device.type == "cpu":
                 _repack_heads(self.model_runner.get_model())
             else:
@@ -171,6 +177,24 @@ class Extension:
         if self.device.type != "cpu":
             worker: Any = self
             worker.wake_up(tags)
+
+
+@contextlib.contextmanager
+def _seen(ticket: str, settled: bool) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """Give what a sink has; a member's rank tells its worker what of it the load left alone.
+
+    Args:
+        ticket: Of the sink.
+        settled: Whether the next load reads the same tensors.
+    """
+    tensors = held.tensors_of(ticket)
+    if WATCH_VARIABLE not in os.environ or not settled or held.absent(ticket):
+        yield tensors
+        return
+    with Watching(tensors) as watching:
+        yield iter(watching)
+    told = [(name, dtype, shape) for name, dtype, shape, _ in json.loads(ticket)["tensors"]]
+    reads.tell(Path(os.environ[SLOTS_VARIABLE]), told, watching.untouched)
 
 
 def _repack_heads(model: Any) -> None:

@@ -6,13 +6,13 @@ import asyncio
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollout_worker.engine import EngineError, Entry, MemberInfo, Sink
-from rollout_worker.engines import EngineOptions
+from rollout_worker.engines import EngineOptions, reads
 from rollout_worker.engines.checkpoint import layout_of
 from rollout_worker.engines.folder import read_config
 from rollout_worker.engines.mapped import open_mapped
@@ -31,6 +31,8 @@ class Ranks:
     executor: Any
     info: MemberInfo
     processes: set[processes.Process]
+    ids: set[int]
+    """Process ids of all."""
 
 
 class VllmMember:
@@ -71,14 +73,28 @@ class VllmMember:
             raise
         return self._ranks.info
 
+    def unread(self, entries: Sequence[Entry]) -> frozenset[str]:
+        """See `Member.unread`."""
+        ranks = set() if self._ranks is None else self._ranks.ids
+        return reads.unread(self._gang.slots, ranks, entries)
+
     async def open_slot(
-        self, slot: str, entries: Sequence[Entry], *, on_disk: bool = False
+        self,
+        slot: str,
+        entries: Sequence[Entry],
+        *,
+        on_disk: bool = False,
+        unread: Collection[str] = (),
     ) -> Sink:
         """See `Member.open_slot`."""
         spill_dir = self._options.spill_dir or Path(tempfile.gettempdir())
-        folder = spill_dir if on_disk else None
         return await open_mapped(
-            entries, folder, slots=self._gang.slots, slot=slot, staging=self._options.staging
+            entries,
+            spill_dir if on_disk else None,
+            skip=unread,
+            slots=self._gang.slots,
+            slot=slot,
+            staging=self._options.staging,
         )
 
     def alive(self) -> str | None:
@@ -118,6 +134,8 @@ def launch_ranks(
     # Not forked: the worker has threads, and its sockets are nobody else's.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ[settings.MEMBER_VARIABLE] = str(os.getpid())
+    if options.gang.in_part:
+        os.environ[settings.WATCH_VARIABLE] = "1"
 
     before = processes.descendants(os.getpid())
     executor, root_hash = beside_hash(
@@ -125,7 +143,7 @@ def launch_ranks(
     )
     ranks = {worker.proc.pid for worker in executor.workers}
     running = {each for each in processes.descendants(os.getpid()) - before if each.pid in ranks}
-    return Ranks(executor, MemberInfo(str(options.model), root_hash, layout), running)
+    return Ranks(executor, MemberInfo(str(options.model), root_hash, layout), running, ranks)
 
 
 def _executor(config: Any) -> Any:

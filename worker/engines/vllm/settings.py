@@ -17,6 +17,9 @@ from .under_ray import check_flags
 MEMBER_VARIABLE = "ROLLOUT_VLLM_MEMBER"
 """Tells ranks that a worker started, and no engine core, which process it is."""
 
+WATCH_VARIABLE = "ROLLOUT_VLLM_WATCH"
+"""Tells a member's ranks to see what they read of the weights that they are loaded from."""
+
 WORLD = {
     "tensor_parallel_size": "ROLLOUT_TENSOR",
     "pipeline_parallel_size": "ROLLOUT_PIPELINE",
