@@ -213,6 +213,7 @@ class Worker:
         if self.runtime.info is None or self.runtime.engine is None:
             raise _starting()
         engine, info = self.runtime.engine, self.runtime.info
+        kinds = sorted(engine.capabilities.logprobs, key=self.settings.logprobs.__ne__)
         return WorkerInfo(
             engine=info.engine,
             engine_version=info.engine_version,
@@ -220,7 +221,7 @@ class Worker:
             max_length=info.max_length,
             eos_token_ids=tuple(sorted(info.eos_token_ids)),
             capabilities=engine.capabilities.model_copy(
-                update={"chat": chat, "tool_parser": tool_parser}
+                update={"chat": chat, "tool_parser": tool_parser, "logprobs": tuple(kinds)}
             ),
         )
 

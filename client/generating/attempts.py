@@ -30,9 +30,11 @@ from rollout_worker.schemas import (
     AbortReason,
     GenerateOutput,
     GenerateRequest,
+    LogprobsOf,
     StopReason,
     StreamDelta,
     StreamDone,
+    WorkerInfo,
 )
 
 from .continuation import bounds_of_rest, rest_of, rewind_of
@@ -108,8 +110,8 @@ class Generation:
         self._sampling_since = 0.0
         self._last_url: str | None = None
         self._rewind = 0
-        self._end_tokens: frozenset[int] | None = None
-        """What ends outputs where the last token was made; None: that worker has not told."""
+        self._info: WorkerInfo | None = None
+        """What the worker is that made the last token; None: it has not told."""
         self._ended: GenerateOutput | None = None
         self._asked = Bounds(request.epoch, request.min_version, request.exact_version)
 
@@ -119,11 +121,19 @@ class Generation:
         output = self._ended or self.draft.output(
             StopReason.ABORTED, abort_reason=AbortReason.CLIENT, logprobs=self._wants_logprobs
         )
-        return self._tally.report(output)
+        return self._tally.report(output, self._logprobs_of if output.logprobs else None)
 
     @property
     def _wants_logprobs(self) -> bool:
         return self._request.logprobs != "none"
+
+    @property
+    def _logprobs_of(self) -> LogprobsOf | None:
+        """Which logprobs these are, unless a worker said so at the end of a stream; None: not known."""
+        asked = self._request.logprobs
+        if asked is not None:
+            return None if asked == "none" else asked
+        return next(iter(self._info.capabilities.logprobs), None) if self._info else None
 
     async def run(self) -> None:
         """See the output through.
@@ -246,7 +256,7 @@ class Generation:
             last=self.draft.last,
             failures=self._failures,
             dry=self._dry,
-            end_tokens=self._end_tokens or frozenset(),
+            end_tokens=frozenset(self._info.eos_token_ids if self._info else ()),
         )
 
     # What comes in.
@@ -258,12 +268,12 @@ class Generation:
         self.draft.take(delta)
         if self._policy.one_version and self.draft.last != self.draft.first:
             raise _WeightsChanged
-        self._end_tokens = self._shared.router.balancer.end_tokens(url)
+        self._info = self._shared.router.balancer.info(url)
         self._update_retractable()
         self._on_tokens()
 
     def _update_retractable(self) -> None:
-        tokens, end_known = len(self.draft), self._end_tokens is not None
+        tokens, end_known = len(self.draft), self._info is not None
         self._rewind = rewind_of(self._request.sampling, tokens, end_known=end_known)
         restarts = self._policy.on_version_change == "restart"
         self.retractable = tokens if restarts else self._rewind

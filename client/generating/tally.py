@@ -44,11 +44,17 @@ class Tally:
         self._queued += done.timing.queued_seconds
         self._preemptions += done.timing.preemptions
 
-    def report(self, output: GenerateOutput) -> OutputReport:
-        """Return the output with all that was added up."""
+    def report(self, output: GenerateOutput, logprobs_of: LogprobsOf | None) -> OutputReport:
+        """Return the output with all that was added up.
+
+        Args:
+            output: As it is.
+            logprobs_of: Which logprobs it has, should no worker have ended a stream: one that was
+                killed between the last token and the stream's end has not said so.
+        """
         return OutputReport(
             output=output,
-            logprobs_of=self._logprobs_of,
+            logprobs_of=self._logprobs_of or logprobs_of,
             cached_tokens=self._cached,
             queued_seconds=self._queued,
             first_token_seconds=self._first_token_seconds,

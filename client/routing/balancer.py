@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 
 from rollout_client.discovery.members import Member
-from rollout_worker.schemas import WeightsId
+from rollout_worker.schemas import WeightsId, WorkerInfo
 
 from .bounds import ANY, Bounds
 from .records import MemberRecord
@@ -187,7 +187,7 @@ class Balancer:
         record.excluded, record.excluded_until, record.probe_at = why, until, now
         if until is None:
             # What comes back may be another process, with another model.
-            record.end_tokens, record.ends_at = None, now
+            record.info, record.info_at = None, now
 
     def readmit(self, url: str) -> None:
         """Give it requests again: it answered that it serves."""
@@ -201,10 +201,10 @@ class Balancer:
         if record is not None:
             record.active = active
 
-    def end_tokens(self, url: str) -> frozenset[int] | None:
-        """Return the ids with which its model ends outputs; None: not known."""
+    def info(self, url: str) -> WorkerInfo | None:
+        """Return what it says of itself; None: nothing yet."""
         record = self._records.get(url)
-        return None if record is None else record.end_tokens
+        return None if record is None else record.info
 
     def saw_pace(self, url: str, seconds_per_token: float, now: float) -> None:
         """Note how fast it sampled, and compare all members anew."""

@@ -86,8 +86,8 @@ class Health:
         suspects: dict[str, list[Lease]] = {}
         for url in {lease.member.url for lease in self._router.leases}:
             known = self._router.balancer.records.get(url)
-            if known and known.present and known.end_tokens is None and now >= known.ends_at:
-                self._start(("ends", url), partial(self._ask_ends, known))
+            if known and known.present and known.info is None and now >= known.info_at:
+                self._start(("info", url), partial(self._ask_info, known))
         for lease in self._router.leases:
             silent = now - lease.heard_at
             found = self._router.balancer.records.get(lease.member.url)
@@ -150,17 +150,17 @@ class Health:
             return None
         return None if state.active is None else state.active.identity
 
-    async def _ask_ends(self, record: MemberRecord) -> None:
-        """Ask with which ids a member's model ends outputs; an older worker does not tell."""
+    async def _ask_info(self, record: MemberRecord) -> None:
+        """Ask what a member's worker is; an older one tells less than is wanted."""
         asked_at = time.monotonic()
         try:
             answer = await self._get(record.member.url, "/v1/info")
             info = WorkerInfo.model_validate_json(answer.content, extra="ignore")
         except (httpx.HTTPError, ValidationError):
-            record.ends_at = time.monotonic() + LONGEST_PAUSE
+            record.info_at = time.monotonic() + LONGEST_PAUSE
             return
-        if record.ends_at <= asked_at:
-            record.end_tokens = frozenset(info.eos_token_ids)
+        if record.info_at <= asked_at:
+            record.info = info
 
     async def _ask_silent(self, url: str, leases: Sequence[Lease]) -> None:
         """Ask once whether the member on which all of these heard nothing is alive."""

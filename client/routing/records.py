@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollout_client.discovery.members import Member
-from rollout_worker.schemas import WeightsId
+from rollout_worker.schemas import WeightsId, WorkerInfo
 
 from .bounds import ANY, Bounds
 
@@ -35,10 +35,10 @@ class MemberRecord:
     """The balancer's turn in which it was chosen last."""
     probe_at: float = 0.0
     """When it may be probed again."""
-    end_tokens: frozenset[int] | None = None
-    """Ids with which its model ends outputs; None: it has not said yet."""
-    ends_at: float = 0.0
-    """When it may be asked for them."""
+    info: WorkerInfo | None = None
+    """What it says of itself; None: nothing yet."""
+    info_at: float = 0.0
+    """When it may be asked for that."""
 
     @property
     def load(self) -> float:

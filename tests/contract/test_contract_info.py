@@ -50,7 +50,10 @@ def test_the_page_is_complete(worker: Served) -> None:
     assert info.max_length == 2048
     assert info.eos_token_ids == tuple(sorted(EOS)), "those of generation_config.json"
     assert set(proofs(0)) == set(SAMPLING_FIELDS)
-    assert info.capabilities.logprobs
+    plain = worker.data.post(
+        "/v1/generate", json={"token_ids": [60], "sampling": {"max_tokens": 1}}
+    )
+    assert info.capabilities.logprobs[0] == plain.json()["logprobs_of"]
     assert "Drain" in info.capabilities.in_flight
     assert "Abort" in info.capabilities.in_flight
     state = WorkerState.model_validate(worker.control.get("/v1/state").json())

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def told(pool: AsyncRolloutPool, worker: ScriptedWorker, step: Step) -> Step:
     records = pool._router.balancer.records
 
     async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await until(lambda: records[worker.url].end_tokens is not None, what="the EOS ids")
+        await until(lambda: records[worker.url].info is not None, what="what it is")
         return await step(request, body)
 
     return answer
@@ -122,6 +122,24 @@ async def test_an_eos_before_the_cut_is_the_end(
     assert again.output.stop_match is not None
     assert again.output.stop_match.token_id == 2
     assert len(worker.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_of"), [(None, "raw"), ("sampling", "sampling"), ("none", None)]
+)
+async def test_an_end_that_no_worker_told_keeps_the_kind_of_its_logprobs(
+    pool: AsyncRolloutPool,
+    worker: ScriptedWorker,
+    asked: Literal["sampling", "none"] | None,
+    is_of: str | None,
+) -> None:
+    """A worker that is killed right after the last token has not said what its logprobs are."""
+    worker.says_ends(2, logprobs=("raw", "sampling"))
+    worker.steps = [told(pool, worker, tokens([4, 2], None))]
+    result = await pool.generate(PROMPT, sampling={"max_tokens": 6}, logprobs=asked)
+    assert [each.outcome for each in result.attempts] == ["broken"]
+    assert result.token_ids == (4, 2)
+    assert result.logprobs_of == is_of
 
 
 async def test_what_ended_one_output_ends_no_other(

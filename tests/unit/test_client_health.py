@@ -95,12 +95,13 @@ async def test_where_requests_run_the_ends_of_outputs_are_asked_for_once(watched
     async with watching(watched):
         await watched.router.choose(None, time.monotonic())
         with watched.router.lease(watched.member):
-            await until(lambda: watched.record.end_tokens, what="the EOS ids")
+            await until(lambda: watched.record.info, what="what it is")
             await asyncio.sleep(0.3)
-        assert watched.record.end_tokens == frozenset({2, 9})
+        assert watched.record.info is not None
+        assert watched.record.info.eos_token_ids == (2, 9)
         assert watched.asked("/v1/info") == 1
         watched.exclude()
-        assert watched.record.end_tokens is None, "another process may come back"
+        assert watched.record.info is None, "another process may come back"
 
 
 async def test_an_older_worker_does_not_say_what_ends_outputs(watched: Watched) -> None:
@@ -108,9 +109,9 @@ async def test_an_older_worker_does_not_say_what_ends_outputs(watched: Watched) 
     async with watching(watched):
         await watched.router.choose(None, time.monotonic())
         with watched.router.lease(watched.member):
-            await until(lambda: watched.record.ends_at, what="the answer")
+            await until(lambda: watched.record.info_at, what="the answer")
             await asyncio.sleep(0.3)
-    assert watched.record.end_tokens is None
+    assert watched.record.info is None
     assert watched.asked("/v1/info") == 1, "not asked again at once"
 
 

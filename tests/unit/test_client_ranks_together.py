@@ -213,10 +213,23 @@ def test_bytes_that_no_tensor_has_are_refused() -> None:
     for name, begin, end in (("b", 0, 1), ("a", 50, 60), ("a", 200, 301), ("a", 200, 200)):
         with pytest.raises(LayoutError, match="there are no bytes"):
             filling.arrived(name, begin, end)
-    filling.fail()
-    assert not filling.all_written()
-    filling.fail(ValueError("a rank is gone"))
-    with pytest.raises(ValueError, match="a rank is gone"):
-        filling.all_written()
     filling.close()
     arena.close()
+
+
+def test_why_a_version_was_given_up_first_is_why_it_was() -> None:
+    gone = ValueError("a rank is gone")
+    for reasons in ((None,), (None, gone), (gone,), (gone, None), (gone, ValueError("given up"))):
+        arena = Arena()
+        filling = Merging(arena, Copier())
+        filling.plan((("a", "U8", (300,)),))
+        filling.begin()
+        for why in reasons:
+            filling.fail(why)
+        if reasons[0] is None:
+            assert not filling.all_written()
+        else:
+            with pytest.raises(ValueError, match="a rank is gone"):
+                filling.all_written()
+        filling.close()
+        arena.close()

@@ -38,7 +38,7 @@ def test_waits_and_preemptions_add_up_and_the_cache_is_that_of_the_prompt() -> N
     tally.end(done(7, 0.5, 1, "raw"))
     tally.attempts.append(ATTEMPT)
     tally.end(done(100, 0.25, 2, None))
-    report = tally.report(OUTPUT)
+    report = tally.report(OUTPUT, None)
     assert (report.cached_tokens, report.queued_seconds, report.preemptions) == (7, 0.75, 3)
     assert report.logprobs_of == "raw"
     assert report.attempts == (ATTEMPT,)
@@ -47,15 +47,15 @@ def test_waits_and_preemptions_add_up_and_the_cache_is_that_of_the_prompt() -> N
 
 def test_the_first_token_is_the_first_one_of_all_attempts() -> None:
     tally = Tally(began=10.0)
-    assert tally.report(OUTPUT).first_token_seconds is None
+    assert tally.report(OUTPUT, None).first_token_seconds is None
     tally.token(12.5)
     tally.token(15.0)
-    assert tally.report(OUTPUT).first_token_seconds == 2.5
+    assert tally.report(OUTPUT, None).first_token_seconds == 2.5
 
 
 def test_an_attempt_that_told_nothing_counts_for_nothing() -> None:
     tally = Tally(began=10.0)
     tally.attempts.append(ATTEMPT)
     tally.end(done(5, 0.0, 0, "sampling"))
-    report = tally.report(OUTPUT)
+    report = tally.report(OUTPUT, None)
     assert (report.cached_tokens, report.logprobs_of) == (0, "sampling")

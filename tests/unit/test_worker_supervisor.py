@@ -58,6 +58,17 @@ async def test_a_start_tells_its_progress_and_what_it_loaded(tmp_path: Path) -> 
         assert worker.updates.active.root_hash == worker.runtime.loaded()[1].root_hash
 
 
+@pytest.mark.parametrize(
+    ("kind", "told"), [("sampling", ("sampling", "raw")), ("raw", ("raw", "sampling"))]
+)
+async def test_the_kind_of_logprobs_that_nobody_has_to_ask_for_is_told_first(
+    tmp_path: Path, kind: str, told: tuple[str, ...]
+) -> None:
+    async with tiny_worker(tmp_path, "--logprobs", kind) as worker:
+        info = worker.worker.info(chat=False, tool_parser=None)
+    assert info.capabilities.logprobs == told
+
+
 async def test_a_death_ends_requests_as_aborted_and_is_told(worker: TinyWorker) -> None:
     running, gate = await worker.runs("r"), Gate()
     worker.before_start["start"] = gate

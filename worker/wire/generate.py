@@ -225,7 +225,8 @@ class Capabilities(Wire):
     """What the engine supports; anything else is refused (422 naming the field), never ignored."""
 
     logprobs: tuple[LogprobsOf, ...] = Field(
-        description="Kinds it records. Either kind is served when both have the same values."
+        description="Kinds it records, that of requests that name none first. Either kind is served when"
+        " both have the same values."
     )
     sampling: tuple[str, ...] = Field(
         default=SAMPLING_FIELDS, description="Fields of `sampling` that it supports."

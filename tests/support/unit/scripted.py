@@ -36,9 +36,9 @@ class ScriptedWorker:
         body: dict[str, Any] = {"status": "ready"} if status == 200 else {"detail": "asleep"}
         self.server.answer("GET", "/ready", body, status)
 
-    def says_ends(self, *ids: int) -> None:
-        """Set the ids that `GET /v1/info` names as the model's EOS; none is said before."""
-        able: dict[str, Any] = {"logprobs": [], "in_flight": [], "sleep_levels": []}
+    def says_ends(self, *ids: int, logprobs: Sequence[str] = ("sampling",)) -> None:
+        """Set the ids that `GET /v1/info` names as the model's EOS, and its kinds of logprobs."""
+        able: dict[str, Any] = {"logprobs": logprobs, "in_flight": [], "sleep_levels": []}
         flags = ("seed", "priority", "stop_strings", "memory_release", "prefix_cache", "cache_salt")
         page = {"engine": "scripted", "engine_version": "1", "model": "m", "max_length": 64}
         page |= {"eos_token_ids": ids, "capabilities": able | dict.fromkeys(flags, False)}
