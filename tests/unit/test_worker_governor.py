@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from rollout_worker.schemas import (
     RequireRequest,
     StopReason,
 )
+from rollout_worker.transfer.arena import Slot
+from rollout_worker.transfer.spare import Used
 from tiny_engine import ABLE, Gate, raising, write_weights
 from tiny_worker import LONG, TinyWorker, made_by, refused, tiny_worker
 from waiting import until
@@ -346,6 +349,23 @@ async def test_sleep_gives_staged_weights_back_too(worker: TinyWorker, level: in
         await worker.commit(1)
     await worker.update(1, 7)
     assert worker.engine.active.number == 7
+
+
+async def test_sleep_waits_for_memory_that_is_still_being_freed(worker: TinyWorker) -> None:
+    """Some of it becomes the spare at its end, which would stay otherwise."""
+    let, spare = threading.Event(), worker.updates.pushes.spare
+
+    def free() -> None:
+        assert let.wait(10)
+        spare.put(Used(Slot(600), None))
+
+    worker.updates.freeing.add(free)
+    sleeping = asyncio.create_task(worker.sleep())
+    await until(lambda: worker.state is not Lifecycle.ACTIVE, what="the sleep to begin")
+    assert not (await asyncio.wait({sleeping}, timeout=0.2))[0]
+    let.set()
+    await sleeping
+    assert spare.nbytes == 0
 
 
 async def test_sleep_ends_a_stage_under_way(worker: TinyWorker) -> None:

@@ -287,6 +287,8 @@ class Governor:
             if staged is not None:
                 logger.info("falling asleep: weights %s are given up", staged.identity)
             await self._updates.clear_slot()
+            # What is still being freed may become the spare.
+            await self._updates.settle()
             self._updates.pushes.spare.drop()
             await self._end_pinned()
             await self._sleep(target)

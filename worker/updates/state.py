@@ -58,7 +58,7 @@ class Updates:
     def __init__(self, runtime: Runtime, staging: Staging) -> None:
         self._runtime = runtime
         self.pushes = Pushes(runtime, staging)
-        self.freeing = staging.freeing
+        self.freeing, self._settle = staging.freeing, staging.settle
         self.active: ActiveWeights | None = None
         self.source = CHECKPOINT_SOURCE
         """Where the active weights' bytes are, resolved; sleep at level 2 and restarts read it."""
@@ -75,6 +75,10 @@ class Updates:
         """Held while a slot is filled: a thread that is slow to give up still holds its memory."""
         self.fence = Fence()
         self.commit_seq = 0
+
+    async def settle(self) -> None:
+        """Return once memory of former weights is free; not for ever."""
+        await asyncio.to_thread(self._settle)
 
     @property
     def identity(self) -> WeightsId | None:

@@ -163,6 +163,11 @@ class Memory:
         """Call this in a thread, once the engine steps again; who takes memory next waits for it."""
         self._staging.freeing.add(free)
 
+    def give_back(self) -> None:
+        """Return once what was let go of is the system's again, also what a thread still frees; not for ever."""
+        self._staging.settle()
+        release_freed()
+
     def check(self) -> None:
         """Refuse to compute with tensors of somebody else that were changed meanwhile.
 
@@ -236,7 +241,7 @@ class Memory:
             ) from error
 
     def drop(self) -> None:
-        """Let go of the weights; `release_freed` gives their memory back."""
+        """Let go of the weights; `give_back` gives their memory back."""
         for tensor in self._all:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._watch.end()

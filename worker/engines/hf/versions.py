@@ -27,7 +27,7 @@ from rollout_worker.threads import in_thread, opened_in_thread
 
 from .buffers import Buffers
 from .core import Core
-from .memory import NOT_UPDATABLE, Memory, release_freed
+from .memory import NOT_UPDATABLE, Memory
 from .thread import StepThread
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Versions:
                 await self._command(self._core.lose_kv)
             if "weights" in tags:
                 await self._sleep_weights(level)
-            await in_thread(lambda _: release_freed(), threading.Event())
+            await in_thread(lambda _: self._memory.give_back(), threading.Event())
 
     async def _sleep_weights(self, level: Literal[1, 2]) -> None:
         self._empty = False
