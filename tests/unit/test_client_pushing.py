@@ -21,16 +21,22 @@ from rollout_client import (
     RolloutPool,
 )
 from rollout_client.steering import barrier
+from rollout_client.steering.pushing.board import Board
 from rollout_client.steering.pushing.copying import Copier
 from rollout_client.steering.pushing.filling import Filling, GivenUp
 from rollout_client.steering.pushing.merging import Merging
 from rollout_client.steering.pushing.pusher import Pusher
+from rollout_client.steering.pushing.routes import Receiver as Waiting
+from rollout_client.steering.pushing.routes import Route
+from rollout_client.steering.pushing.sending import Link, Sender
+from rollout_worker.schemas import Transfer
 from rollout_worker.transfer.arena import Arena
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import Frame, Kind
 from rollout_worker.transfer.layout import LayoutError
 from rollout_worker.transfer.pace import BURST_SECONDS
 from scripted_control import ScriptedControl, scripted_controls
+from waiting import until
 
 MEBI = 1 << 20
 
@@ -246,7 +252,27 @@ async def test_one_refusal_ends_it_for_all_and_names_the_replica(
             await pool.publish_weights(1, tensors=stream(), transport=transport)
         assert taken == list(tensors())  # other ranks wait in a stream
         assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
-        assert pool._pusher._arena.nbytes == 0 or not pool._pusher._arena._slots[0].lent
+        # Whoever was about to send finds out that nobody listens.
+        slots = pool._pusher._arena._slots
+        await until(lambda: not any(slot.lent for slot in slots), what="the memory to come back")
+
+
+def test_a_sender_whose_pool_was_closed_says_so() -> None:
+    """One that was not stopped in time: there is no memory any more that it could send."""
+    arena, receiver = Arena(), Receiver("w0:8000")
+    filling = Filling(arena, None, Copier())
+    filling.plan(None)
+    filling.take("a", torch.ones(3))
+    filling.end()
+    board = Board([receiver.name], filling.layout.nbytes, lambda: None)
+    to = Waiting(receiver.name, "127.0.0.1", Transfer.model_validate(receiver.transfer()))
+    sender = Sender(Route("tcp", (to,)), filling, board, Link())
+    arena.close()
+    sender.start()
+    assert sender.join(30)
+    assert board.of(receiver.name).why == "this memory was given up"
+    filling.close()
+    receiver.close()
 
 
 async def test_a_replica_whose_port_is_closed_is_named_with_the_reason(world: World) -> None:

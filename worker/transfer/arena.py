@@ -170,9 +170,10 @@ class Slot:
 
     def bytes(self, begin: int, end: int) -> memoryview:
         """Return a run of it, writable."""
-        if self._map is None or self._closed:
+        mapped = self._map  # which may be given up just now
+        if mapped is None or self._closed:
             raise ArenaError("this memory was given up")
-        return memoryview(self._map)[begin:end]
+        return memoryview(mapped)[begin:end]
 
     def page_locked(self) -> bool:
         """Whether a GPU writes it at full speed: its pages are locked the first time this is asked.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout_worker.transfer.arena import ArenaError
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.delta import SPAN_BYTES
 from rollout_worker.transfer.dialing import dial, dial_unix
@@ -21,6 +22,7 @@ from rollout_worker.transfer.frames import (
     HOP_SECONDS,
     LEASE_SECONDS,
     PROTOCOL,
+    Ended,
     Frame,
     Kind,
     Malformed,
@@ -268,7 +270,10 @@ class Sender:
         import xxhash
 
         total = self._filling.layout.nbytes
-        view = self._filling.slot.bytes(begin, min(begin + CHUNK_BYTES, total))
+        try:
+            view = self._filling.slot.bytes(begin, min(begin + CHUNK_BYTES, total))
+        except ArenaError as error:  # the pool was closed
+            raise Ended(str(error)) from error
         connection.wait_for(self._link.pace, len(view))
         digest = xxhash.xxh3_128_hexdigest(view)
         send = connection.hurry if others else connection.send
