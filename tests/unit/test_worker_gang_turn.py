@@ -307,8 +307,9 @@ async def test_two_gangs_in_opposite_orders_both_go_on(
 
 
 async def test_memory_of_each_node_is_looked_at_before_its_ranks_load(
-    tmp_path: Path, nodes: Nodes, root_hash: str
+    tmp_path: Path, nodes: Nodes, root_hash: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(whole_turn, "PATIENCE_SECONDS", 0.5)  # a busy machine says nothing for 0.1
     there = asyncio.Event()
     grown = 0
 
