@@ -370,6 +370,33 @@ async def test_what_is_under_way_when_the_head_ends_gets_no_answer() -> None:
         await line.close_slot("0" * 32)
 
 
+async def test_a_line_that_is_closed_leaves_no_connection_whatever_a_call_was_about() -> None:
+    """Also not one that was still being made, which httpx overlooks."""
+    held: set[asyncio.StreamWriter] = set()
+    came = 0
+
+    async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal came
+        came += 1
+        held.add(writer)
+        await reader.read()
+        held.discard(writer)
+        writer.close()
+
+    async with await asyncio.start_server(hold, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for steps in range(30):
+            line = Line(1, address, "a", settings())
+            call = asyncio.create_task(line.state(started=False))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            await line.close()
+            with pytest.raises(NoAnswer, match="the head ends"):
+                await call
+        await until(lambda: not held, what="their end")
+    assert came > 10
+
+
 # The member's port.
 
 

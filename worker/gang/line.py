@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 import httpx
@@ -17,6 +18,7 @@ from .trust import Trust
 ANSWER_SECONDS = 3.0
 """What a member gets to answer: from memory, so it is the network's time."""
 TOKEN_SECONDS = 1.0
+ENDS = "the head ends"
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -53,6 +55,7 @@ class Line:
         self._trust = None if secure is None else Trust(secure, f"trust-{rank}")
         self._http = self._connected()
         self._former: httpx.AsyncClient | None = None
+        self._calls: set[asyncio.Task[httpx.Response]] = set()
 
     def _connected(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(
@@ -104,7 +107,10 @@ class Line:
         return await self._call(GangTurn, "DELETE", f"turn/{attempt}", started=str(started).lower())
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; calls under way fail."""
+        # First: httpx overlooks a connection that is still being made, and nobody would close it.
+        for call in self._calls:
+            call.cancel()
         await self._http.aclose()
         if self._former is not None:
             await self._former.aclose()
@@ -113,10 +119,8 @@ class Line:
         self, kind: type[M], method: str, path: str, body: BaseModel | None = None, **query: str
     ) -> M:
         await self._renew()
-        if self._http.is_closed:  # what is under way when the head ends
-            raise NoAnswer("the head ends")
         try:
-            answer = await self._http.request(
+            answer = await self._answer(
                 method,
                 path,
                 params={"leader": self._leader, **query},
@@ -135,6 +139,20 @@ class Line:
             raise NoAnswer(
                 f"it answered what no member does: {error.errors()[0]['msg']}"
             ) from error
+
+    async def _answer(self, method: str, path: str, **fields: Any) -> httpx.Response:
+        if self._http.is_closed:
+            raise NoAnswer(ENDS)
+        call = asyncio.create_task(self._http.request(method, path, **fields))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and not caller.cancelling():
+                raise NoAnswer(ENDS) from None  # `close` did it
+            raise
 
     async def _headers(self) -> dict[str, str]:
         if self._token is None:
