@@ -262,7 +262,9 @@ class RolloutPool:
             return push(
                 partial(pool._pusher.begin, tensors, plan.transport, plan.rate, delta=plan.delta)
             )
-        work = Work(plan.ranks, version, tensors, seconds, plan.transport, plan.rate, plan.reach)
+        work = Work(
+            plan.ranks, version, tensors, seconds, plan.transport, plan.rate, plan.delta, plan.reach
+        )
         return pool._together.publish_here(work, push)
 
     def _push(

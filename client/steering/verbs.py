@@ -128,7 +128,9 @@ class SteeringVerbs:
             return await push(
                 partial(self._pusher.begin, tensors, plan.transport, plan.rate, delta=plan.delta)
             )
-        work = Work(plan.ranks, version, tensors, seconds, plan.transport, plan.rate, plan.reach)
+        work = Work(
+            plan.ranks, version, tensors, seconds, plan.transport, plan.rate, plan.delta, plan.reach
+        )
         return await self._together.publish(work, push)
 
     async def _push(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Literal
 import pytest
 from safetensors.torch import load_file
 
+import delta_rank
+from ranks import ranks
 from rollout_client import AsyncRolloutPool, DirectOptions
 from tinymodels import TinyModels
 from waiting import until
@@ -112,6 +115,36 @@ async def test_the_next_version_goes_as_what_differs_from_the_one_that_serves(
         assert again.report is not None
         assert again.report.deltas == 0
     assert made != before
+
+
+async def test_several_ranks_publish_what_differs_too_and_all_get_the_same_report(
+    pool: AsyncRolloutPool, workers: list[InProcess], tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    weights, versions = str(tiny_models.weights(2)), [next(VERSIONS) for _ in range(3)]
+    story = {
+        "urls": [str(each.data.base_url).rstrip("/") for each in workers],
+        "control": [str(each.control.base_url).rstrip("/") for each in workers],
+        "token": TOKEN,
+        "weights": weights,
+        "versions": versions,
+    }
+    with ranks(delta_rank.main, 2, tmp_path, json.dumps(story)) as started:
+        for rank in started:
+            assert rank.status(120) == 0, rank.said
+    first, second, third = json.loads((tmp_path / "report-0").read_text())
+    assert json.loads((tmp_path / "report-1").read_text()) == [first, second, third]
+    assert (first["deltas"], first["bytes_sent"]) == (0, first["bytes"])
+    for report in (second, third):
+        assert report["deltas"] == 2
+        assert 0 < report["bytes_sent"] < report["bytes"] / 10
+    made = [tokens(each) for each in workers]
+    tensors = load_file(Path(weights) / "model.safetensors")
+    for _ in range(2):
+        for tensor in tensors.values():
+            tensor.view(-1)[::500] *= -1
+    whole = await pool.publish_weights(next(VERSIONS), tensors=tensors, base=None)
+    assert whole.root_hash == third["root"]
+    assert [tokens(each) for each in workers] == made
 
 
 async def test_a_replica_that_serves_something_else_gets_all_bytes(

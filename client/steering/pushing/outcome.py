@@ -42,7 +42,7 @@ def of_json(told: Mapping[str, Any]) -> Published:
     report = told["report"]
     if report is not None:
         replicas = {name: PushedTo(**each) for name, each in report["replicas"].items()}
-        report = PublishReport(report["bytes"], report["seconds"], replicas)
+        report = PublishReport(**{**report, "replicas": replicas})
     fields = {name: told[name] for name in ("root_hash", "replicas", "seconds", "pause_seconds")}
     return Published(
         identity=WeightsId(epoch=epoch, version=version),

@@ -52,11 +52,20 @@ class Pusher:
         """
         found = given(tensors)
         with self._lock:
-            if not delta:
-                self._forget()
             filling = Filling(self._arena, self._known, self.copier)
-            before = self._before
+        before = self._base(delta)
         return Push(found, filling, transport, self._settled, rate, before=before, delta=delta)
+
+    def _base(self, delta: bool) -> Before | None:
+        """Return what a push may differ from; without `delta` it is let go."""
+        if not delta:
+            self.forget()
+        return self._before
+
+    def forget(self) -> None:
+        """Let the version before go: the next one goes out as all its bytes."""
+        with self._lock:
+            self._forget()
 
     def _forget(self) -> None:
         before, self._before = self._before, None
@@ -69,10 +78,15 @@ class Pusher:
         fill: Callable[[], None],
         transport: Transport,
         rate: float | None = None,
+        *,
+        delta: bool = False,
     ) -> Push:
         """Return a push that this fills, as several ranks do."""
         found = Given((), None, at_rest=True)
-        return Push(found, filling, transport, self._settled, rate, fill)
+        before = self._base(delta)
+        return Push(
+            found, filling, transport, self._settled, rate, fill, before=before, delta=delta
+        )
 
     def _settled(self, push: Push) -> None:
         """Take over what a push leaves: memory that replicas read goes with its last reader."""

@@ -35,6 +35,7 @@ class Work:
     seconds: float
     transport: Transport
     rate: float | None = None
+    delta: bool = False
     reach: Reach = ANYHOW
 
 
@@ -84,9 +85,9 @@ class Together:
         try:
             done = push(partial(self._begin, ranks, work))
         except BaseException as error:
-            ranks.tell(error)
+            self._tell(ranks, error)
             raise
-        ranks.tell(done)
+        self._tell(ranks, done)
         return done
 
     async def publish(
@@ -99,10 +100,18 @@ class Together:
         try:
             done = await push(partial(self._begin, ranks, work))
         except BaseException as error:
-            await to_its_end(ranks.tell, error)
+            await to_its_end(self._tell, ranks, error)
             raise
-        await to_its_end(ranks.tell, done)
+        await to_its_end(self._tell, ranks, done)
         return done
+
+    def _tell(self, ranks: Leading, outcome: Published | BaseException) -> None:
+        """Tell all ranks how it went."""
+        ranks.tell(outcome)
+        if (
+            ranks.broken
+        ):  # who stands still may write on one day, into what is kept as the base, too
+            self._pusher.forget()
 
     def _begin(self, ranks: Leading, work: Work) -> Push:
         """Return a push of what all ranks have."""
@@ -112,7 +121,7 @@ class Together:
         def fill() -> None:
             ranks.fill(filling, copier, work.tensors, work.version, work.seconds)
 
-        return self._pusher.begin_filled(filling, fill, work.transport, work.rate)
+        return self._pusher.begin_filled(filling, fill, work.transport, work.rate, delta=work.delta)
 
     def close(self) -> None:
         """Leave the ranks."""
