@@ -143,8 +143,8 @@ class StateTaken(SteeringFailed):
         wanted: Which one.
     """
 
-    def __init__(self, wanted: str, instead_of: str) -> None:
-        super().__init__(f"somebody set spec.state to {wanted} while it should become {instead_of}")
+    def __init__(self, cause: str, *, replica: str | None = None, wanted: str = "") -> None:
+        super().__init__(cause, replica=replica)
         self.wanted = wanted
 
 

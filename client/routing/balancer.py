@@ -96,7 +96,8 @@ class Balancer:
                 self._forget_if_done(url)
         for url, member in wanted.items():
             known = self._records.get(url)
-            if known is None or not known.present:
+            # Under another name it is another pod, which has the former one's address.
+            if known is None or not known.present or known.member.name != member.name:
                 self._add(member, known, now)
                 continue
             if member.ready and not known.member.ready:

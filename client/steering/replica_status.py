@@ -136,7 +136,9 @@ def reached(pool: Obj, state: PoolState, generation: int) -> bool:
     """
     wanted = wanted_state(pool)
     if wanted != state:
-        raise StateTaken(wanted, state)
+        raise StateTaken(
+            f"somebody set spec.state to {wanted} while it should become {state}", wanted=wanted
+        )
     if pool["spec"].get("suspend"):
         raise SteeringFailed(f"the pool is suspended: it can't become {state}")
     status = pool.get("status") or {}

@@ -160,6 +160,30 @@ class Transport(ApiModel):
         "which the chart's workers.controlTLS brings, and trainers and workers check it; a change "
         "replaces the pods.",
     )
+    egress: Quantity | None = Field(
+        default=None,
+        description="Most bytes a second, such as 500M, that a worker sends of weights to others: to the "
+        "next of a chain, to joiners and to the other nodes of its replica together. If unset, no limit. "
+        "A change replaces the pods.",
+        json_schema_extra=rules(
+            cel(
+                "type(self) == int ? self > 0 : quantity(self).isGreaterThan(quantity('0'))",
+                "spec.weights.transport.egress must be more than 0: give bytes a second, such as "
+                "500M, or leave it out",
+            ),
+            cel(
+                "type(self) == int || quantity(self).isLessThan(quantity('1E'))",
+                "spec.weights.transport.egress must be less than 1E (10^18 bytes a second): give what "
+                "the network takes, or leave it out",
+            ),
+        ),
+    )
+    gang_fetch: Literal["Needed", "All"] = Field(
+        default="Needed",
+        description="What the nodes of a replica take of pushed weights. Needed: what their ranks read, as "
+        "far as that was seen. All: everything, for a model whose loader changes its mind. A change "
+        "replaces the pods.",
+    )
 
 
 class Weights(ApiModel):

@@ -45,6 +45,7 @@ OTHER: dict[Path, Any] = {
     ("spec", "engine", "image"): "registry.example/other:1",
     ("spec", "sleep", "spill", "sizeLimit"): "50Gi",
     ("spec", "weights", "stagingMemory"): "50Gi",
+    ("spec", "weights", "transport", "egress"): "50M",
     ("spec", "resources", "requests"): {"cpu": "1"},
     ("spec", "resources", "limits"): {"cpu": "3"},
     ("spec", "podTemplate", "affinity"): {"podAffinity": {}},

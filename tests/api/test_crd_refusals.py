@@ -130,6 +130,21 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         )
         for size in (0, "0Gi", "0.0")
     },
+    **{
+        f"egress of {rate}": (
+            {"weights": {"transport": {"egress": rate}}},
+            "spec.weights.transport.egress must be more than 0: give bytes a second",
+        )
+        for rate in (0, "0M")
+    },
+    "egress beyond measure": (
+        {"weights": {"transport": {"egress": "1E"}}},
+        "spec.weights.transport.egress must be less than 1E (10^18 bytes a second)",
+    ),
+    "gang fetch of another kind": (
+        {"weights": {"transport": {"gangFetch": "Some"}}},
+        'supported values: "Needed", "All"',
+    ),
     "staging memory beyond measure": (
         {"weights": {"stagingMemory": "1e100"}},
         "spec.weights.stagingMemory must be less than 1E (10^18 bytes)",

@@ -224,6 +224,17 @@ def test_without_a_key_the_first_by_url_is_deterministic() -> None:
     assert [chosen(found) for _ in range(3)] == ["w0"] * 3
 
 
+def test_nothing_is_known_of_another_pod_at_the_same_address() -> None:
+    found = balancer(1)
+    found.choose(None, 0.0)
+    record = found.records["http://w0:8000"]
+    record.excluded, record.info_at = "it broke", 99.0
+    found.set_members([Member("http://w0:8000", "another")], 1.0)
+    successor = found.records["http://w0:8000"]
+    assert (successor.excluded, successor.info_at) == ("", 0.0)
+    assert (successor.member.name, successor.in_flight) == ("another", 1)
+
+
 def test_counts_survive_a_member_that_goes_and_comes_back() -> None:
     found = balancer(2)
     for _ in range(6):
@@ -310,10 +321,10 @@ def test_a_member_that_becomes_ready_is_probed_at_once() -> None:
     found.set_members([Member("http://w0:8000", "w0", ready=False)], 2.0)
     found.set_members([Member("http://w0:8000", "w0", ready=False)], 3.0)
     assert record.probe_at == 1.0
-    found.set_members([Member("http://w0:8000", "renamed")], 4.0)
+    found.set_members([Member("http://w0:8000", "w0", "http://w0:8001")], 4.0)
     assert record.probe_at == 4.0
-    assert record.member.name == "renamed"
-    found.set_members([Member("http://w0:8000", "renamed")], 5.0)
+    assert record.member.control_url == "http://w0:8001"
+    found.set_members([Member("http://w0:8000", "w0")], 5.0)
     assert record.probe_at == 4.0
 
 

@@ -23,6 +23,7 @@ from rollout_client import (
     RolloutPool,
 )
 from rollout_client.control import ControlError, ControlUnreachable
+from rollout_client.errors import StateTaken
 from rollout_client.generating.prompts import OWN_OPTIONS, GenerateOptions
 from rollout_client.integrations.ray import PoolActor
 from rollout_client.pool.options import PoolOptions
@@ -127,6 +128,7 @@ def kinds(base: type[RolloutError]) -> Iterator[type[RolloutError]]:
             RolloutError.__init__, rollout_client.RequestError.__init__)),
         RequestRefused("too long", replica="p-0", status=413, slug="too-long"),
         rollout_client.ClusterError("no", status=403, reason="Forbidden"),
+        StateTaken("taken", wanted="Asleep"),
         rollout_client.TurnFailed("no", waiting_for={"gpu-0": "trainer-1"}),
         ManyFailed([NoReplica("nobody", replica="p-1"), RequestRefused("x", status=422)]),
         ControlError(409, "held", "asleep", {"holders": ["x"]}),

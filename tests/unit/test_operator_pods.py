@@ -167,6 +167,16 @@ def test_a_pod_takes_weights_over_tls_alone_where_its_pool_requires_that() -> No
     assert "ROLLOUT_WEIGHTS_TLS" in {flag.env for flag in FLAGS}
 
 
+def test_a_worker_is_told_how_much_it_may_send_and_what_it_fetches() -> None:
+    names = {"ROLLOUT_WEIGHTS_EGRESS", "ROLLOUT_GANG_FETCH"}
+    assert names <= {flag.env for flag in FLAGS}
+    assert not names & env(build()).keys()
+    told = {"transport": {"egress": "500M", "gangFetch": "All"}}
+    for pod in (build(weights=told), build(rank=1, weights=told, **GPU)):
+        values = env(pod)
+        assert (values["ROLLOUT_WEIGHTS_EGRESS"], values["ROLLOUT_GANG_FETCH"]) == ("500M", "all")
+
+
 def test_pods_that_must_speak_tls_are_not_made_without_a_certificate() -> None:
     required = spec_of(weights={"transport": {"tls": "Required"}})
     theirs = {"name": CONTROL_TLS_CERT, "value": "/rollout/control-tls/tls.crt"}
@@ -340,7 +350,7 @@ def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
         {"sleep": {"level": 2}},
         {"weights": {"strategy": "Eager"}},
         {"weights": {"transport": {}}},
-        {"weights": {"transport": {"port": 8002, "tls": "Off"}}},
+        {"weights": {"transport": {"port": 8002, "tls": "Off", "gangFetch": "Needed"}}},
         {"updateStrategy": {"maxUnavailable": 3}},
         {"restartPolicy": {"maxRestarts": 3}},
     ]
@@ -355,6 +365,8 @@ def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
         {"weights": {"stagingMemory": "80Gi"}},
         {"weights": {"transport": {"port": 9002}}},
         {"weights": {"transport": {"tls": "Required"}}},
+        {"weights": {"transport": {"egress": "500M"}}},
+        {"weights": {"transport": {"gangFetch": "All"}}},
     ]
     assert all(is_current(revision(spec_of()), spec_of(**change)) for change in same)
     assert not any(is_current(revision(spec_of()), spec_of(**change)) for change in other)

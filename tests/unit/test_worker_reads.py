@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -137,6 +138,23 @@ def test_what_torch_has_compiled_is_watched_and_compiled_again_after() -> None:
     assert eager == [True]
     assert doubled(torch.ones(3)).sum() == 6
     assert eager[1:] in ([], [False])
+
+
+def test_a_note_that_cannot_be_written_fails_no_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reads.tell(tmp_path, DESCRIBED, {"a"})
+    before = sorted(each.name for each in tmp_path.iterdir())
+
+    def full(file: Path, content: str) -> None:
+        file.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    reads.tell(tmp_path, DESCRIBED, {"b"})
+    assert "No space left on device" in caplog.text
+    assert sorted(each.name for each in tmp_path.iterdir()) == before, "no half of it"
+    assert reads.unread(tmp_path, [os.getpid()], ENTRIES) == {"a"}
 
 
 def test_only_what_all_ranks_left_alone_is_unread(tmp_path: Path) -> None:

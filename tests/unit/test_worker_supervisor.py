@@ -334,6 +334,18 @@ async def test_an_engine_that_does_not_stop_is_left_behind(
 # The end.
 
 
+async def test_the_end_does_not_wait_for_a_volume_that_does_not_answer(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "LET_GO_SECONDS", 0.01)
+    gate = Gate()
+    monkeypatch.setattr(worker.updates, "engine_lost", gate.__call__)
+    await asyncio.wait_for(worker.worker.supervisor.end(), 5)
+    assert "staged weights are not given up after 0.05 s" in caplog.text
+    gate.open()
+
+
 @pytest.mark.parametrize("policy", ["Drain", "Pin"])
 async def test_a_commit_under_way_ends_before_the_engine(worker: TinyWorker, policy: str) -> None:
     await worker.runs("r")

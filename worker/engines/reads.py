@@ -7,7 +7,9 @@ might read others. So long as not all ranks of the node have told of just these,
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -15,6 +17,8 @@ from pathlib import Path
 import xxhash
 
 from rollout_worker.engine import Entry
+
+logger = logging.getLogger(__name__)
 
 Described = tuple[str, str, Sequence[int]]
 """Name, dtype as safetensors call it, and shape."""
@@ -29,6 +33,8 @@ def mark_of(tensors: Iterable[Described]) -> str:
 def tell(folder: Path, tensors: Sequence[Described], unread: Collection[str]) -> None:
     """Let the worker of this node know which of these tensors this rank, which is this process, left alone.
 
+    What was loaded is sound whether or not that can be written: else the next version comes whole, too.
+
     Args:
         folder: The gang's, of slots.
         tensors: All that it was loaded from.
@@ -37,8 +43,13 @@ def tell(folder: Path, tensors: Sequence[Described], unread: Collection[str]) ->
     told = {"mark": mark_of(tensors), "unread": sorted(unread)}
     file = _file(folder, os.getpid())
     partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(told))
-    partial.replace(file)
+    try:
+        partial.write_text(json.dumps(told))
+        partial.replace(file)
+    except OSError as error:
+        logger.warning("which tensors this rank reads can't be noted: %s", error)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def unread(folder: Path, ranks: Collection[int], entries: Iterable[Entry]) -> frozenset[str]:

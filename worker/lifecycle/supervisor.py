@@ -249,7 +249,8 @@ class Supervisor:
         async with runtime.exclusive:
             runtime.last_error, runtime.progress = reason, None
             runtime.lifecycle.move(Lifecycle.FAILED)
-            lost = await self._let_go()
+            lost = self._let_go()
+            await asyncio.wait({lost}, timeout=LET_GO_SECONDS)
             self._flights.fail()
             await self._stop_engine()
             await lost
@@ -260,27 +261,30 @@ class Supervisor:
         runtime.shutting_down = True
         runtime.crashed("the worker has ended")  # so no verb goes on with it
         self._flights.fail()
-        lost = None
+        lost: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(STOP_SECONDS), runtime.exclusive:
-                lost = await self._let_go()
+                lost = self._let_go()
+                await asyncio.wait({lost}, timeout=LET_GO_SECONDS)
         except TimeoutError:
             logger.warning("a verb still uses the engine after %g s", STOP_SECONDS)
         await self._stop_engine()
         if lost is not None:
-            await lost
+            await asyncio.wait({lost}, timeout=STOP_SECONDS)
+            if lost.done():
+                lost.result()
+            else:  # a thread that reads a volume which does not answer can't be ended
+                logger.warning("staged weights are not given up after %g s", STOP_SECONDS)
         self._updates.pushes.close()
         if runtime.turn is not None and not self._spent:
             runtime.turn.close()
 
-    async def _let_go(self) -> asyncio.Task[None]:
+    def _let_go(self) -> asyncio.Task[None]:
         """Give the staged bytes up; returns what ends once they are, which may take until the engine is stopped.
 
         Its processes are told, and one that stands still never answers.
         """
-        lost = asyncio.create_task(self._updates.engine_lost())
-        await asyncio.wait({lost}, timeout=LET_GO_SECONDS)
-        return lost
+        return asyncio.create_task(self._updates.engine_lost())
 
     async def _stop_engine(self) -> None:
         """Stop the engine; give up on it after `STOP_SECONDS`.

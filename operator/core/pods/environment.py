@@ -37,6 +37,10 @@ def settings(
         values["ROLLOUT_WEIGHTS_PORT"] = str(spec.weights.transport.port)
     if spec.weights.transport.tls == "Required":
         values["ROLLOUT_WEIGHTS_TLS"] = "required"
+    if spec.weights.transport.egress is not None:
+        values["ROLLOUT_WEIGHTS_EGRESS"] = str(spec.weights.transport.egress)
+    if spec.weights.transport.gang_fetch == "All":
+        values["ROLLOUT_GANG_FETCH"] = "all"
     if spec.model.max_length is not None:
         values["ROLLOUT_MAX_LENGTH"] = str(spec.model.max_length)
     if spec.weights.staging_memory is not None:
