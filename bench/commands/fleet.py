@@ -1,9 +1,9 @@
 """A push through the operator until 8 replicas have committed it, against a bare PATCH.
 
 The operator and the API server are real; workers are real processes over an engine whose weights are
-two bytes, so that what is left of an update is steering. The clock runs from the moment when the
-last replica has said that it staged, over the trainer's patch of the target and the operator's
-barrier, until the trainer has seen in status that all have committed. The baseline is the bare PATCH
+two bytes, so that what is left of an update is steering: from the call of `publish_weights` over the
+calls that open the replicas' slots, the trainer's patch of the target and the operator's barrier until
+the trainer has seen in status that all have committed. The baseline is the bare PATCH
 of an annotation until a watch shows it: less than that no controller can take three times over, which
 is what the barrier needs (staging, committing and committed are each written before the next step).
 """
@@ -38,7 +38,7 @@ class Marks(dict[str, float]):
 
 def run(options: Options) -> Result:
     """Measure."""
-    rounds = options.count(50, 8)
+    rounds = options.count(100, 8)
     with control_plane(NAMESPACE) as cluster:
         cluster.kubectl("apply", "--server-side", "-f", REPOSITORY / "operator" / "crd.yaml")
         await_crd(cluster)
@@ -46,7 +46,7 @@ def run(options: Options) -> Result:
 
 
 async def _measure(cluster: Cluster, rounds: int) -> Result:
-    added, data, decided, calls, bare = [], [], [], list[int](), []
+    whole, added, before_that, decided, calls, bare = [], [], [], [], list[int](), []
     path = POOLS.format(NAMESPACE)
     async with push_lab(cluster, NAMESPACE, REPLICAS) as lab:
         with Api(cluster) as api, watching(cluster, path) as (pools,):
@@ -57,20 +57,23 @@ async def _measure(cluster: Cluster, rounds: int) -> Result:
                 marks = Marks()
                 done = await lab.publish(marks.saw)
                 assert done.report is not None
-                added.append(done.report.seconds["commit"])
+                seconds = done.report.seconds
+                whole.append(sum(seconds.values()) - seconds["transfer"])
+                added.append(seconds["commit"])
+                before_that.append(whole[-1] - added[-1])
                 if "Committing" in marks:  # else the watch showed the end of it at once
                     decided.append(marks["Complete"] - marks["Committing"])
-                data.append(sum(done.report.seconds.values()) - added[-1])
                 calls += [now - then for now, then in zip(lab.calls(), before, strict=True)]
                 bare.append(await asyncio.to_thread(_round_trip, api, pools, index))
     return Result(
         "fleet",
         f"A push to {REPLICAS} replicas through the operator",
         [
-            figure("all staged until all have committed", added, baseline=bare,
+            figure("publish until all have committed, less the bytes' own time", whole, baseline=bare,
                    against="a bare PATCH until a watch shows it", goal=GOAL),
-            figure("from the call until all have staged (two bytes of weights)", data),
-            figure("of the first, since the decision to commit was seen in status", decided),
+            figure("… until all have staged", before_that),
+            figure("… all staged until all have committed", added, goal=GOAL),
+            figure("… of that, since the decision to commit was seen in status", decided),
             figure("calls of one replica's control port", list(map(float, calls)), unit="calls",
                    goal=Goal(median=4)),
         ],
