@@ -41,11 +41,10 @@ class NativeHook(BuildHookInterface):  # type: ignore[misc]
         library = Path(self._folder, LIBRARY)
         try:
             tag = compiled(root / SOURCE, library)
+            if version == "editable":
+                return place(library, root / Path(SOURCE).with_name(LIBRARY))
         except (OSError, subprocess.SubprocessError) as error:
             self.app.display_warning(f"{SOURCE} is left out, numpy does it: {reason(error)}")
-            return
-        if version == "editable":
-            place(library, root / Path(SOURCE).with_name(LIBRARY))
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{tag}"

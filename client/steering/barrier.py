@@ -163,7 +163,8 @@ class Barrier:
                 break
             self._news.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), POLL_SECONDS)
+                async with asyncio.timeout(POLL_SECONDS):  # `wait_for` may swallow a cancellation
+                    await self._news.wait()
             await self._look()
         if len(set(self.staged.values())) > 1:
             where = f"at {self.version.source.path}" if push is None else "that were pushed"

@@ -180,7 +180,7 @@ class _Writer:
         if name in self._places:
             raise ValueError(f"the tensor {name!r} came twice")
         if not hasattr(tensor, "element_size"):
-            raise TypeError(f"{name!r} is no tensor but a {type(tensor).__name__}: leave it out")
+            raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor: leave it out")
         size = tensor.numel() * tensor.element_size()
         if self._shard and self._bytes + size > self._limit:
             self._write()
@@ -208,7 +208,7 @@ class _Writer:
     def end(self) -> str:
         """Write the last shard, the index and the manifest; the folder gets its name."""
         if not self._places:
-            raise ValueError("there was no tensor")
+            raise ValueError("no tensors were given")
         self._write()
         count = len(self._shards)
         names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]

@@ -130,7 +130,7 @@ FULL: Document = {
         "inFlight": {"policy": "Keep", "deadlineSeconds": 5, "onDeadline": "Keep"},
         "deadlineSeconds": 60,
         "stagingMemory": "80Gi",
-        "transport": {"port": 9002, "tls": "Required"},
+        "transport": {"port": 9002, "tls": "Required", "egress": "500M", "gangFetch": "All"},
     },
     "updateStrategy": {"maxUnavailable": 2},
     "restartPolicy": {"baseDelaySeconds": 1, "maxDelaySeconds": 60, "maxRestarts": 5},

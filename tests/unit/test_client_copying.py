@@ -5,6 +5,8 @@ The device is a fake one: it writes nothing before it is waited for, and writes 
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -24,8 +26,12 @@ from rollout_client.steering.pushing.copying import (
 )
 from rollout_client.steering.pushing.devices import accelerator_of
 from rollout_client.steering.pushing.filling import Filling
-from rollout_client.steering.pushing.tensors import given
+from rollout_client.steering.pushing.shards import Part, part_of
+from rollout_client.steering.pushing.streaming import Streaming
+from rollout_client.steering.pushing.tensors import check_there, given
+from rollout_client.steering.pushing.writing import InMemory
 from rollout_worker.transfer.arena import Arena, Slot
+from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.layout import LayoutError
 from rollout_worker.transfer.locked import lock
 
@@ -178,12 +184,81 @@ def test_a_tensor_without_values_is_refused_by_name(slot: Slot) -> None:
         Copier().copy("a", tensor, slot.bytes(0, 16), lambda _: None, slot.page_locked)
 
 
-def test_a_tensor_whose_memory_was_freed_is_refused_by_name() -> None:
-    slot, tensor = Slot(64), torch.ones(16)
-    tensor.untyped_storage().resize_(0)
+def freed(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
+    tensor.untyped_storage().resize_(left)
+    return tensor
+
+
+@pytest.mark.parametrize("device", [True, False], ids=["device", "main"])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        freed(torch.ones(16)),
+        freed(torch.ones(4, 4).t()),
+        freed(torch.ones(2, 16)[:, ::2]),
+        freed(torch.ones(17)[1:], 67),
+        freed(torch.nn.Parameter(torch.ones(16))),
+        freed(torch.ones(8, dtype=torch.complex64).conj()),
+        freed(torch.ones(4, 1).expand(4, 4), 15),
+    ],
+    ids=["whole", "transposed", "steps", "in-part", "parameter", "conjugated", "expanded"],
+)
+def test_a_tensor_whose_memory_was_freed_is_refused_by_name(
+    driver: Driver, tensor: torch.Tensor, device: bool
+) -> None:
+    slot, copier = Slot(64), Copier(lambda _: Lazy(driver) if device else None)
     with pytest.raises(LayoutError, match="the memory of tensor 'a' was freed"):
-        Copier().copy("a", tensor, slot.bytes(0, 64), lambda _: None)
+        copier.copy("a", tensor, slot.bytes(0, 64), lambda _: None)
     slot.close()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(17)[1:],
+        torch.ones(16, 2)[:, 1],
+        torch.ones(1).expand(16),
+        torch.ones(16, dtype=torch.complex64).conj().imag,
+        freed(torch.ones(0)),
+    ],
+    ids=["the-last", "steps", "expanded", "negative", "empty"],
+)
+def test_a_tensor_whose_memory_is_there_is_not_refused(tensor: torch.Tensor) -> None:
+    check_there("a", tensor)
+
+
+def test_a_stream_of_a_freed_tensor_is_refused_by_name() -> None:
+    arena = Arena()
+    filling = Filling(arena, None, Copier())
+    filling.plan(None)
+    with pytest.raises(LayoutError, match="the memory of tensor 'a' was freed"):
+        filling.take("a", freed(torch.ones(300, 300)))
+    filling.close()
+    arena.close()
+
+
+def test_a_freed_tensor_of_a_rank_of_another_node_is_refused_by_name() -> None:
+    """Before a byte of what lies there now is sent."""
+    near, far = socket.socketpair()
+    with contextlib.closing(Connection(near)) as here, contextlib.closing(Connection(far)) as there:
+        tensor = torch.ones(200, 200)
+        part = part_of("a", tensor)
+        with pytest.raises(LayoutError, match="the memory of tensor 'a' was freed"):
+            Streaming(there, Copier(), lambda: False).put(part, freed(tensor), ((0, 200), (0, 200)))
+        assert here.poll(0) is None
+
+
+def test_a_freed_shard_of_columns_is_refused_by_name() -> None:
+    written = bytearray(4 * 300 * 600)
+
+    def told(*_: object) -> None:
+        raise AssertionError("nothing is there")
+
+    place = InMemory(lambda *_: memoryview(written), told, told, Copier())
+    part = Part(("a", "F32", (300, 600)), ((0, 300), (0, 300)))
+    with pytest.raises(LayoutError, match="the memory of tensor 'a' was freed"):
+        place.put(part, freed(torch.ones(300, 300)), ((0, 300), (0, 300)))
+    assert not any(written)
 
 
 def test_a_tensor_that_only_acts_like_one_is_copied_by_torch() -> None:

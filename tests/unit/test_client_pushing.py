@@ -23,20 +23,21 @@ from rollout_client import (
 from rollout_client.steering import barrier
 from rollout_client.steering.pushing.board import Board
 from rollout_client.steering.pushing.copying import Copier
+from rollout_client.steering.pushing.deltas import Before, Deltas
 from rollout_client.steering.pushing.filling import Filling, GivenUp
 from rollout_client.steering.pushing.merging import Merging
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.pushing.routes import Receiver as Waiting
 from rollout_client.steering.pushing.routes import Route
 from rollout_client.steering.pushing.sending import Link, Sender
-from rollout_worker.schemas import Transfer
-from rollout_worker.transfer.arena import Arena
+from rollout_worker.schemas import Transfer, WeightsId
+from rollout_worker.transfer.arena import Arena, ArenaError
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import Frame, Kind
 from rollout_worker.transfer.layout import LayoutError
 from rollout_worker.transfer.pace import BURST_SECONDS
 from scripted_control import ScriptedControl, scripted_controls
-from waiting import until
+from waiting import until, until_sync
 
 MEBI = 1 << 20
 
@@ -275,6 +276,59 @@ def test_a_sender_whose_pool_was_closed_says_so() -> None:
     receiver.close()
 
 
+def test_ranks_whose_pool_is_closed_are_told_so_where_their_bytes_were_hashed() -> None:
+    arena = Arena()
+    filling = Merging(arena, Copier())
+    filling.plan((("a", "U8", (100,)), ("b", "U8", (100,))))
+    filling.begin()
+    filling.arrived("a", 0, 100)
+    until_sync(lambda: "a" in filling.digests, what="the first hash")
+    arena.close()
+    filling.arrived("b", 0, 100)
+    with pytest.raises(ArenaError, match="this memory was given up"):
+        filling.end()
+    filling.close()
+
+
+def test_what_was_given_up_before_its_pool_was_closed_tells_nothing_of_that() -> None:
+    arena = Arena()
+    filling = Merging(arena, Copier())
+    filling.plan((("a", "U8", (100,)),))
+    filling.begin()
+    arena.close()
+    filling.arrived("a", 0, 100)
+    until_sync(lambda: filling._hashing.why is not None, what="the end of the hashing")
+    filling.fail(LayoutError("rank 1 has no values"))
+    assert filling._hashes() == {}
+    filling.close()
+
+
+@pytest.mark.parametrize("closed", ["memory", "before"])
+def test_what_differs_is_not_looked_for_once_the_pool_is_closed(
+    closed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena, values = Arena(), torch.ones(100)
+    first, second = (Filling(arena, None, Copier()) for _ in range(2))
+    for filling in (first, second):
+        filling.plan((("a", "F32", (100,)),))
+    first.take("a", values)
+    first.end()
+    before = Before.of(first, WeightsId(epoch=1, version=1))
+    assert before is not None
+    deltas = Deltas(before, second)
+    second.take("a", values)
+    before.close()
+    if closed == "memory":
+        arena.close()
+    deltas.start()
+    assert deltas.ready(0, 30)
+    deltas.stop()
+    assert not deltas.any
+    assert not caplog.messages
+    for each in (first, second, arena):
+        each.close()
+
+
 async def test_a_replica_whose_port_is_closed_is_named_with_the_reason(world: World) -> None:
     world.receivers[2].close()
     async with world.pool() as pool:
@@ -292,8 +346,8 @@ async def test_a_chain_goes_on_behind_a_hop_that_died(
 
     def die(receiver: Receiver, connection: Connection, frame: Frame) -> None:
         if receiver.chunks == 2:
+            world.controls[0].slot = None  # as a worker that was restarted, before that is seen
             receiver.close()
-            world.controls[0].slot = None  # as a worker that was restarted
             connection.interrupt()
 
     world.receivers[0].faults[Kind.DATA] = die
@@ -403,8 +457,8 @@ async def test_tensors_that_do_not_come_in_time_are_the_reason(world: World) -> 
         await released.wait()
 
     async with world.pool() as pool:
-        publishing = asyncio.ensure_future(pool.publish_weights(1, tensors=stream(), seconds=0.5))
-        asyncio.get_running_loop().call_later(1, released.set)
+        publishing = asyncio.ensure_future(pool.publish_weights(1, tensors=stream(), seconds=2))
+        asyncio.get_running_loop().call_later(2.5, released.set)
         with pytest.raises(PublishFailed, match="their tensors did not all come"):
             await publishing
 
@@ -429,9 +483,9 @@ async def test_arguments_that_mean_nothing_are_refused(
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
-        ({"x": 3.5}, "'x' is no tensor but a float: leave it out"),
+        ({"x": 3.5}, "'x' is a float, not a tensor: leave it out"),
         ({"x": torch.ones(2, dtype=torch.complex128)}, "'x' has the dtype torch.complex128"),
-        ({}, "there was no tensor"),
+        ({}, "no tensors were given"),
     ],
 )
 async def test_what_is_no_tensor_is_refused_by_name(
@@ -448,9 +502,12 @@ async def test_what_is_no_tensor_is_refused_by_name(
     [
         (PublishFailed("rank 1: its tensor is odd"), "rank 1: its tensor is odd"),
         (ValueError("no such file"), "the publish was given up: no such file"),
+        (None, "the publish was given up"),
     ],
 )
-async def test_who_waits_for_tensors_is_told_why_none_come(why: Exception, told: str) -> None:
+async def test_who_waits_for_tensors_is_told_why_none_come(
+    why: Exception | None, told: str
+) -> None:
     """Which of the waiting ones hears of it first is chance; what a trainer reads is not."""
     pusher = Pusher()
     push = pusher.begin({"x": torch.ones(2)})

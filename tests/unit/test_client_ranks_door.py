@@ -205,7 +205,7 @@ def test_rank_0_that_does_not_know_its_addresses_leaves_nobody_waiting(
         raised = met(monkeypatch)
     for each in raised:
         assert isinstance(each, PublishFailed), each
-        assert "rank 0 on node-a can't be called by the others" in str(each)
+        assert "rank 0 on node-a can't be reached by the other ranks" in str(each)
         assert str(error) in str(each)
         assert "see ranks_host" in str(each)
 

@@ -202,8 +202,8 @@ def test_a_rank_that_sends_something_else_fails_the_publish_and_writes_nowhere_e
     [
         (lambda far: far.hello(version=2), "rank 1 publishes version 2, rank 0 1"),
         (lambda far: far.chunk("m"), "rank 1 sent DATA out of its turn"),
-        (lambda far: far.hello(tensors=None), "rank 1 says what it has in another way"),
-        (lambda far: far.hello(tensors=[["m"]]), "rank 1 says what it has in another way"),
+        (lambda far: far.hello(tensors=None), "rank 1 describes its tensors in a format"),
+        (lambda far: far.hello(tensors=[["m"]]), "rank 1 describes its tensors in a format"),
         *(
             (
                 lambda far, box=box: far.hello(tensors=[["rows", "U8", [9], box, False]]),

@@ -146,6 +146,9 @@ def test_more_than_there_is_is_refused_before_any_of_it_is_taken() -> None:
     assert found is not None
     with pytest.raises(ArenaError, match=r"are left of .*, and \d+ stay free"):
         Slot(found[0] * 2)
+    Slot(4 * PAGE, hollow=True, private=True, expected=0).close()
+    with pytest.raises(ArenaError, match="there is no room"):
+        Slot(4 * PAGE, hollow=True, private=True, expected=found[0] * 2)
 
 
 def test_a_slot_that_was_given_up_is_not_written() -> None:
@@ -154,6 +157,15 @@ def test_a_slot_that_was_given_up_is_not_written() -> None:
     slot.close()
     with pytest.raises(ArenaError, match="given up"):
         slot.bytes(0, 1)
+
+
+def test_a_slot_that_is_given_up_just_now_says_so() -> None:
+    slot = Slot(PAGE)
+    assert slot._map is not None
+    slot._map.close()
+    with pytest.raises(ArenaError, match="given up"):
+        slot.bytes(0, 1)
+    slot.close()
 
 
 def test_two_slots_take_turns_and_grow() -> None:

@@ -15,13 +15,17 @@ import xxhash
 from pushing import Version, held, push, quiet, stage, trainer
 from rollout_worker.engines.mapped import index_in
 from rollout_worker.gang import head as heads
+from rollout_worker.gang.slots import Slots
 from rollout_worker.ports.weights import WeightsPort
 from rollout_worker.schemas import DiscardRequest, StagedWeights, WeightsId
 from rollout_worker.settings import BadSettings
 from rollout_worker.sources import giving
 from rollout_worker.sources.incoming import End
+from rollout_worker.transfer import arena
+from rollout_worker.transfer.arena import ArenaError
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
+from rollout_worker.transfer.room import MARGIN_BYTES
 from rollout_worker.wire.problems import ProblemError
 from rollout_worker.wire.roothash import Hashed, root_hash_of
 from tiny_engine import LAYOUT
@@ -219,6 +223,25 @@ async def test_a_member_is_charged_for_what_it_fetches(
             end.end()
             answer = await asyncio.to_thread(end.answer)
             assert answer.kind is (Kind.STAGED if left_alone else Kind.FAILED)
+
+
+def test_a_member_needs_room_for_what_it_fetches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 2 * CHUNK_BYTES
+    monkeypatch.setattr(arena, "memory_left", lambda: (MARGIN_BYTES + room, "the limit"))
+    claimed: list[int] = []
+
+    def claim(nbytes: int) -> Callable[[], None]:
+        claimed.append(nbytes)
+        return claimed.clear
+
+    slots = Slots(settings(), claim)
+    memory, give_back = slots._room(5 * CHUNK_BYTES, room)
+    assert (memory.size, claimed) == (5 * CHUNK_BYTES, [room])
+    memory.hold()()
+    give_back()
+    with pytest.raises(ArenaError, match=f"no room for {room + 1} bytes"):
+        slots._room(5 * CHUNK_BYTES, room + 1)
+    assert not claimed
 
 
 @PART

@@ -11,32 +11,23 @@ import json
 import os
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pushing import Trainer, Version, base_of, held, push, pushed_worker, quiet, stage, trainer
-from rollout_worker.ports import weights as port
+from arrows import DELTA, KINDS, ROOM, STEPS, differs, do, hurry, left, serves
+from pushing import Trainer, Version, base_of, push, pushed_worker, quiet, stage, trainer
 from rollout_worker.schemas import DiscardRequest, Transfer
-from rollout_worker.sources import incoming
-from rollout_worker.transfer import connection
 from rollout_worker.transfer.arena import Slot
 from rollout_worker.transfer.frames import MAX_HEAD_BYTES, Kind, TransferError
 from tiny_worker import TinyWorker, refused
 from waiting import until
 
 PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
-STEPS = {
-    "shared memory": ("HELLO", "MEMORY", "FILLED", "END"),
-    "TCP": ("HELLO", "DATA", "END"),
-    "TCP with a base": ("HELLO", "DELTA", "END"),
-}
 ARROWS = ("HELLO", "MEMORY", "FILLED", "DATA", "DELTA", "END")
-KINDS = {"shared memory": "unix", "TCP": "tcp", "TCP with a base": "tcp"}
-DELTA = ("TCP with a base",)
 AGAIN = "the chunk is sent again"
 GONE = "the sender is gone"
 NOBODY = "no sender came"
@@ -45,7 +36,7 @@ Act = Callable[[Trainer, Transfer, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that goes wrong in the place of a frame, and what the slot says then.
+    """Something that goes wrong instead of a frame, and what the slot says then.
 
     `at`: the arrows where it can happen. `says`: in the slot's error; empty: it is staged all the
     same, for the reason in `fine`. `early`: what it says where the ticket was not used yet. `ways`:
@@ -67,30 +58,6 @@ def frame(kind: int, head: bytes, length: int | None = None) -> bytes:
 
 def raw(end: Trainer, sent: bytes) -> None:
     end.connection._sock.sendall(sent)
-
-
-def do(end: Trainer, transfer: Transfer, step: str) -> None:
-    """What a sound trainer does at an arrow."""
-    match step:
-        case "HELLO":
-            end.hello(transfer)
-            end.ready()
-        case "MEMORY":
-            end.memory()
-        case "FILLED":
-            end.filled()
-        case "DATA":
-            end.data(0)
-        case "DELTA":
-            differs(end)
-        case "END":
-            end.end()
-
-
-def differs(end: Trainer, **fields: Any) -> None:
-    """Send what differs from the base."""
-    assert end.base is not None
-    end.delta(end.base, **fields)
 
 
 def cut(end: Trainer, transfer: Transfer, step: str) -> None:
@@ -273,15 +240,15 @@ FAULTS = (
     Fault("the connection is cut", cut, GONE, early=NOBODY),
     Fault("silence, as of a frozen trainer", silence, GONE, early=NOBODY),
     Fault("a frame cut in half", truncated, GONE, early=NOBODY),
-    Fault("a frame of no kind", unknown, "no frame of kind", early=NOBODY),
+    Fault("a frame of unknown kind", unknown, "no frame of kind", early=NOBODY),
     Fault("a head that is too large", huge, "are the most", early=NOBODY),
     Fault("a head that is nested too deeply", nested, "not JSON", early=NOBODY),
     Fault("a frame that is not due", not_due, "READY came", early=NOBODY),
-    Fault("another's ticket", wrong_ticket, NOBODY, ("HELLO",)),
+    Fault("an unknown ticket", wrong_ticket, NOBODY, ("HELLO",)),
     Fault("another model's tensors", other_model, "is missing", ("HELLO",)),
     Fault("tensors that overlap", other_layout, "overlaps", ("HELLO",)),
-    Fault("another protocol", other_protocol, "HELLO.protocol", ("HELLO",)),
-    Fault("hops that are none", bad_hops, "HELLO.port", ("HELLO",)),
+    Fault("another protocol", other_protocol, "speaks protocol 2", ("HELLO",)),
+    Fault("malformed hops", bad_hops, "HELLO.port", ("HELLO",)),
     Fault("no descriptor", no_memory, "without a descriptor", ("MEMORY",)),
     Fault("memory that is too small", short_memory, "not 512 as was said", ("MEMORY",)),
     Fault("memory that may shrink", shrinking, "may shrink", ("MEMORY",)),
@@ -291,9 +258,7 @@ FAULTS = (
     Fault("a bit flipped twice", flipped_twice, "damaged twice", ("DATA",)),
     Fault("a bit flipped before it was sent", flipped_and_hashed, "arrived with", ("DATA",)),
     Fault("a chunk in the wrong place", elsewhere, "a chunk begins at", ("DATA",)),
-    Fault(
-        "another base than the stage's", other_base, "the stage's base is", ("HELLO",), ways=DELTA
-    ),
+    Fault("another base than the stage's", other_base, "the stage names", ("HELLO",), ways=DELTA),
     Fault("deltas of no base", no_base, "DELTA came", ("HELLO",), ways=DELTA),
     Fault("a delta in the wrong place", delta_elsewhere, "no whole chunks", ("DELTA",)),
     Fault("a delta of more than there is", delta_beyond, "DELTA.bytes", ("DELTA",)),
@@ -305,7 +270,11 @@ FAULTS = (
     Fault("a bit of a delta flipped on the way", delta_flipped_once, "", ("DELTA",)),
     Fault("a bit of a delta flipped twice", delta_flipped_twice, "damaged twice", ("DELTA",)),
     Fault(
-        "a delta that comes twice", delta_twice, "", ("DELTA",), fine="the second is read and left"
+        "a delta that comes twice",
+        delta_twice,
+        "",
+        ("DELTA",),
+        fine="the second is read and ignored",
     ),
     Fault("another hash of a tensor", other_digest, "arrived with", ("END",)),
     Fault("another root hash", other_root, "its sender says", ("END",)),
@@ -322,12 +291,8 @@ CASES = [
 @pytest.fixture
 async def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinyWorker]:
     """A worker that waits for nobody for long."""
-    monkeypatch.setattr(incoming, "LEASE_SECONDS", 0.5)
-    monkeypatch.setattr(incoming, "RESUME_SECONDS", 0.2)
-    monkeypatch.setattr(port, "LEASE_SECONDS", 0.5)
-    monkeypatch.setattr(port, "GREETING_SECONDS", 0.5)
-    monkeypatch.setattr(connection, "PING_SECONDS", 0.1)
-    async with pushed_worker(tmp_path / "a") as made:
+    hurry(monkeypatch)
+    async with pushed_worker(tmp_path / "a", *ROOM) as made:
         yield made
 
 
@@ -351,8 +316,7 @@ async def test_whatever_goes_wrong_the_old_weights_serve(
 ) -> None:
     await push(worker, 1, Version(1), "tcp")
     await worker.commit(1)
-    await quiet()
-    before = len(held())
+    before = await left(worker)
     pushed = {"base": base_of(1, Version(1))} if way in DELTA else {}
     begun = await stage(worker, 2, source={"pushed": pushed})
     slot = worker.updates.slot
@@ -360,7 +324,8 @@ async def test_whatever_goes_wrong_the_old_weights_serve(
     assert begun.transfer is not None
     failing = asyncio.create_task(asyncio.to_thread(fail, way, step, fault, begun.transfer))
     await until(lambda: slot.view().phase != "Staging", what="the slot to end")
-    view = slot.view()
+    ended, view = time.monotonic(), slot.view()
+    await serves(worker, 1, ended)
     if fault.says:
         says = (step == "HELLO" and fault.early) or fault.says
         assert view.phase == "Failed"
@@ -369,68 +334,14 @@ async def test_whatever_goes_wrong_the_old_weights_serve(
             await worker.commit(2)
     else:
         assert view.phase == "Staged", view.error
-    assert worker.engine.active.number == 1, "the old weights serve"
     if not fault.says:
         await worker.updates.discard("me", DiscardRequest(epoch=1, version=2))
     await failing
-    await quiet()
-    worker.updates.pushes.spare.drop()
-    assert len(held()) == before
+    assert await left(worker) == before
     again = await push(worker, 3, Version(3), KINDS[way])
     assert again.error is None
     await worker.commit(3)
-    assert worker.engine.active.number == 3
-
-
-async def test_a_ticket_that_is_in_use_is_no_second_trainers(
-    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(incoming, "TAKEOVER_SECONDS", 1.0)
-    monkeypatch.setattr(port, "LEASE_SECONDS", 10.0)
-    begun = await stage(worker, 1)
-    assert begun.transfer is not None
-    with trainer(begun.transfer, Version(7), "tcp") as first:
-        first.connection.keep_alive()
-        first.hello(begun.transfer)
-        await asyncio.to_thread(first.ready)
-        with trainer(begun.transfer, Version(8), "tcp") as second:
-            beating = asyncio.create_task(asyncio.to_thread(beat, first))
-            second.hello(begun.transfer)
-            answer = await asyncio.to_thread(second.answer)
-            assert (answer.kind, answer.text("slug")) == (Kind.ERROR, "bad-ticket")
-            await beating
-        first.data(0)
-        first.end()
-        assert (await asyncio.to_thread(first.answer)).kind is Kind.STAGED
-
-
-def beat(end: Trainer) -> None:
-    """Be there, for longer than a takeover takes."""
-    import time
-
-    until_ = time.monotonic() + 1.5
-    while time.monotonic() < until_:
-        end.connection.send(Kind.PING)
-        time.sleep(0.1)
-
-
-async def test_a_later_stage_supersedes_a_transfer_and_an_earlier_one_is_refused(
-    worker: TinyWorker,
-) -> None:
-    begun = await stage(worker, 2)
-    assert begun.transfer is not None
-    with trainer(begun.transfer, Version(7), "unix") as end:
-        end.connection.keep_alive()
-        end.hello(begun.transfer)
-        await asyncio.to_thread(end.ready)
-        with refused("version-regressed"):
-            await stage(worker, 1)
-        assert (await push(worker, 3, Version(3), "tcp")).phase == "Staged"
-        answer = await asyncio.to_thread(end.answer)
-        assert answer.kind is Kind.FAILED
-        assert "given up" in answer.text("detail")
-    await worker.commit(3)
-    assert worker.engine.active.number == 3
+    await serves(worker, 3)
 
 
 async def test_a_base_that_serves_no_more_ends_the_delta_and_is_refused_from_then_on(
@@ -455,35 +366,6 @@ async def test_a_base_that_serves_no_more_ends_the_delta_and_is_refused_from_the
         await stage(worker, 4, source=source)
 
 
-async def test_an_engine_that_dies_in_a_transfer_ends_it(worker: TinyWorker) -> None:
-    begun = await stage(worker, 1)
-    assert begun.transfer is not None
-    with trainer(begun.transfer, Version(7), "unix") as end:
-        end.connection.keep_alive()
-        end.hello(begun.transfer)
-        await asyncio.to_thread(end.ready)
-        end.memory()
-        worker.engine.die()
-        answer = await asyncio.to_thread(end.answer)
-        assert answer.kind is Kind.FAILED
-    await until(lambda: len(worker.engines) == 2, what="another engine")
-    await quiet()
-
-
-async def test_no_room_is_told_to_the_trainer(tmp_path: Path) -> None:
-    async with pushed_worker(tmp_path, "--staging-memory", "100") as worker:
-        begun = await stage(worker, 1)
-        assert begun.transfer is not None
-        with trainer(begun.transfer, Version(7), "tcp") as end:
-            end.hello(begun.transfer)
-            answer = await asyncio.to_thread(end.answer)
-        assert answer.text("slug") == "no-room"
-        assert "stagingMemory" in answer.text("detail")
-        slot = worker.updates.slot
-        assert slot is not None
-        await until(lambda: slot.view().phase == "Failed", what="the slot to end")
-
-
 async def test_who_has_no_ticket_is_turned_away_at_once(worker: TinyWorker) -> None:
     address = worker.updates.pushes.desk.address
     assert address.port is not None
@@ -496,12 +378,12 @@ async def test_who_has_no_ticket_is_turned_away_at_once(worker: TinyWorker) -> N
 
 def table() -> str:
     """The faults as docs/weights.md shows them."""
-    lines = ["| fault | in the place of | the slot |", "|---|---|---|"]
+    lines = ["| fault | instead of | the slot |", "|---|---|---|"]
     for fault in FAULTS:
         arrows = [step for step in ARROWS if step in fault.at]
         outcome = f"`Failed`: “…{fault.says}…”" if fault.says else f"`Staged`: {fault.fine}"
         if fault.early:
-            outcome += f"; before `HELLO`: “…{fault.early}…”"
+            outcome += f"; instead of `HELLO`: “…{fault.early}…”"
         lines.append(f"| {fault.name} | {', '.join(f'`{step}`' for step in arrows)} | {outcome} |")
     return "\n".join(lines) + "\n"
 

@@ -208,9 +208,11 @@ class Slots:
             EngineError: There is none.
             ArenaError: The kernel gives none.
         """
-        give_back = self._claim(max(needed, 0))
+        expected = max(needed, 0)
+        give_back = self._claim(expected)
         try:
-            return Memory(max(nbytes, 1), hollow=True, private=True), give_back
+            memory = Memory(max(nbytes, 1), hollow=True, private=True, expected=expected)
+            return memory, give_back
         except BaseException:
             give_back()
             raise

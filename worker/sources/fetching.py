@@ -29,13 +29,20 @@ class Fetching:
         incoming: What is fetched.
         peers: Who has it.
         outward: How they are reached.
+        root_hash: Of the version that is wanted; None: the first peer says.
     """
 
-    def __init__(self, incoming: Incoming, peers: Sequence[Peer], outward: Outward) -> None:
+    def __init__(
+        self,
+        incoming: Incoming,
+        peers: Sequence[Peer],
+        outward: Outward,
+        root_hash: str | None = None,
+    ) -> None:
         self._incoming = incoming
         self._lock = threading.Condition()
         self._todo: deque[int] | None = None
-        self._root: str | None = None
+        self._root = root_hash
         self._missing = 0
         self._reasons: list[str] = []
         self._left = len(peers)
@@ -56,7 +63,7 @@ class Fetching:
                 self._fetch(connection, peer)
             finally:
                 connection.close()
-            why = "" if self._incoming.end is not None else "it has nothing that is missing"
+            why = "" if self._incoming.end is not None else "it has none of the missing chunks"
         except Refusal as refusal:
             why = str(refusal)
         except (TransferError, TransferFailed, LayoutError) as error:
@@ -96,18 +103,19 @@ class Fetching:
             self._incoming.finish(end)
 
     def _begin(self, layout: PushLayout, end: End | None) -> Memory:
-        """Take the first peer's layout; all others must have the same content.
+        """Take the first peer's layout; all others must have the same content, that which is wanted.
 
         Raises:
             Refusal: This one has another, or there is no room.
         """
         with self._lock:
             if end is not None and self._root not in (None, end.root_hash):
-                raise Refusal("other-content", f"it has root_hash {end.root_hash}")
+                raise Refusal("other-content", f"its content differs (root_hash {end.root_hash})")
             self._incoming.begin(layout)
             memory = self._incoming.take_room()
             if self._todo is None:
-                self._root = None if end is None else end.root_hash
+                if end is not None:
+                    self._root = end.root_hash
                 chunks = range(-(-layout.nbytes // CHUNK_BYTES))
                 missing = [each for each in chunks if not self._incoming.has(each)]
                 self._missing = len(missing)

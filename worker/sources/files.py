@@ -216,7 +216,7 @@ def _read_header(file: Path) -> list[tuple[Entry, int]]:
         size = file.stat().st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise _broken(file, "its header is cut off or is none")
+            raise _broken(file, "its header is cut off or missing")
         raw = stream.read(length)
     try:
         header = json.loads(raw)
@@ -227,7 +227,7 @@ def _read_header(file: Path) -> list[tuple[Entry, int]]:
     end = 8 + length
     for entry, offset in sorted(found, key=lambda each: (each[1], each[0].spec.nbytes)):
         if offset != end:
-            raise _broken(file, f"tensor {entry.name!r} does not begin where the former ends")
+            raise _broken(file, f"tensor {entry.name!r} does not begin where the previous one ends")
         end += entry.spec.nbytes
     if end != size:
         raise _broken(file, f"it has {size} bytes, its header promises {end}")
@@ -243,7 +243,7 @@ def _entry(name: str, fields: Mapping[str, Any], base: int) -> tuple[Entry, int]
 
 
 def _broken(file: Path, why: str) -> WeightsRejected:
-    wrong = f"{str(file)!r} is truncated or no safetensors file: {why}"
+    wrong = f"{str(file)!r} is truncated or not a safetensors file: {why}"
     return WeightsRejected(f"{wrong}; publish it again under a new path")
 
 

@@ -135,7 +135,7 @@ class Forwarding:
         """
         try:
             self._feed(hop, rest)
-            why = "it ended the connection before it said what became of the weights"
+            why = "it closed the connection without reporting what became of the weights"
         except (Refused, Slow) as error:
             why = str(error)
         except (TransferError, TransferFailed) as error:

@@ -93,7 +93,7 @@ def give(connection: Connection, source: Gives, outward: Outward) -> None:
     """
     layout, memory = source.layout, source.memory
     if layout is None or memory is None:
-        raise TransferFailed("nothing has come of these weights yet")
+        raise TransferFailed("none of these weights has arrived yet")
     release = memory.hold()
     try:
         connection.keep_alive()

@@ -136,8 +136,10 @@ class Incoming:
             if left <= 0:
                 self.fail(self._why_nobody())
                 break
+            # Not `wait_for`, which before Python 3.12 loses a cancellation beside what it waits for.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._opened.wait(), min(left, 1.0))
+                async with asyncio.timeout(min(left, 1.0)):
+                    await self._opened.wait()
         if self.failure is not None or self.layout is None or self.memory is None:
             raise TransferFailed(self.failure or "it was given up")
         return Arrived(self, self.layout, self.memory)
@@ -236,7 +238,7 @@ class Incoming:
             )
             if not gone:
                 self._connections.remove(connection)
-                raise Refusal("bad-ticket", "the former connection does not end: stage again")
+                raise Refusal("bad-ticket", "the previous connection has not ended: stage again")
 
     def detach(self, connection: Connection, why: str) -> None:
         """Note that a connection has ended; without another one it is the end after a while."""
@@ -259,13 +261,14 @@ class Incoming:
             why = f"the layout is {layout.layout_id}, the stage announced {wanted.layout_id}"
             raise Refusal("wrong-layout", why)
         if wanted.bytes not in (None, layout.nbytes):
-            why = f"{layout.nbytes} bytes would come, the stage announced {wanted.bytes}"
+            why = f"the sender has {layout.nbytes} bytes, the stage announced {wanted.bytes}: stage again"
             raise Refusal("wrong-layout", why)
         with self._state:
             known = self.layout
         if known is not None:
             if known.layout_id != layout.layout_id:
-                raise Refusal("wrong-layout", f"{known.layout_id} has begun to arrive")
+                why = f"layout {known.layout_id} is already arriving: stage again"
+                raise Refusal("wrong-layout", why)
             return self._have()
         try:
             self._check(entries_of(layout))
@@ -335,8 +338,8 @@ class Incoming:
         """
         named = None if self.basis is None else self.basis.named.model_dump()
         if named is None or base != named:
-            why = f"deltas of {base} would come, the stage's base is {named}: stage with this base"
-            raise Refusal("wrong-base", why)
+            why = f"the sender's deltas are based on {_told(base)}, the stage names {_told(named)}"
+            raise Refusal("wrong-base", f"{why}: stage with the sender's base")
         assert self.basis is not None
         assert self.layout is not None
         if self.basis.layout_id != self.layout.layout_id:
@@ -463,6 +466,14 @@ def _without(layout: PushLayout, left_out: Collection[str]) -> bytearray:
             first, after = placed.start // CHUNK_BYTES, -(-placed.end // CHUNK_BYTES)
             unneeded[first:after] = bytes(after - first)
     return unneeded
+
+
+def _told(base: object) -> str:
+    """Return a base in a few words, whatever a sender named as one."""
+    if not isinstance(base, Mapping):
+        return "none" if base is None else "no version"
+    epoch, version, root = (str(base.get(key))[:64] for key in ("epoch", "version", "root_hash"))
+    return f"({epoch}, {version}) with root_hash {root}"
 
 
 def _nothing() -> None:

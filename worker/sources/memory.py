@@ -31,6 +31,7 @@ class Memory:
         recycle: Takes our own once nobody holds it; None: it is given up.
         hollow: Whether every byte comes by `take`, which spares fresh memory of our own a half of what it costs.
         private: Whether our own is for this process alone, and has no descriptor.
+        expected: How many bytes of hollow memory of our own are written; None: all.
 
     Raises:
         ArenaError: There is no room, or the trainer's memory can't be relied on.
@@ -46,6 +47,7 @@ class Memory:
         recycle: Callable[[Used], None] | None = None,
         hollow: bool = False,
         private: bool = False,
+        expected: int | None = None,
     ) -> None:
         self.size = size
         self.held_before = None if used is None else used.root_hash
@@ -60,7 +62,11 @@ class Memory:
         self._lock = threading.Lock()
         self._holders = 0
         if handle is None:
-            slot = Slot(size, hollow=hollow, private=private) if used is None else used.slot
+            slot = (
+                Slot(size, hollow=hollow, private=private, expected=expected)
+                if used is None
+                else used.slot
+            )
             self._hollow = slot if hollow and used is None else None
             self.handle = None if slot.private else slot.handle
             self._view = slot.bytes(0, slot.size)

@@ -6,6 +6,7 @@ memory comes, and how far it is filled. Runs in the connection's thread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from rollout_worker.transfer.delta import DeltaError
 from rollout_worker.transfer.frames import (
     CHUNK_BYTES,
     PROTOCOL,
+    Ended,
     Frame,
     Kind,
     Malformed,
@@ -110,7 +112,11 @@ class Receiving:
     def _receive(self) -> None:
         """Bring everything there."""
         hello, incoming = self._hello, self._incoming
-        hello.integer("protocol", PROTOCOL, PROTOCOL)
+        if (spoken := hello.integer("protocol")) != PROTOCOL:
+            raise Malformed(
+                f"the sender speaks protocol {spoken}, this worker {PROTOCOL}: use the same release at"
+                " both ends"
+            )
         try:
             layout = PushLayout.from_json(hello.head.get("layout"))
         except LayoutError as error:
@@ -209,7 +215,7 @@ class Receiving:
         if offset in self._damaged:
             raise Malformed(f"the chunk at {offset} arrived damaged twice: check the network")
         self._damaged.add(offset)
-        why = f"the chunk at {offset} has another hash than it should: send it again"
+        why = f"the chunk at {offset} has the wrong hash: send it again"
         head = {"slug": "bad-chunk", "detail": why, "offset": offset, "delta": delta}
         self._connection.send(Kind.ERROR, head)
 
@@ -218,7 +224,9 @@ class Receiving:
         if now - self._told >= PROGRESS_SECONDS:
             self._told = now
             head = {"name": self._name, "bytes_done": self._incoming.upto}
-            self._connection.send(Kind.PROGRESS, head)
+            # Who is gone may have sent all of it: what came is read to its end first.
+            with contextlib.suppress(Ended):
+                self._connection.send(Kind.PROGRESS, head)
 
     def _tell(self) -> None:
         """Say what became of it, here and behind; over a Unix socket stay until the memory is free."""

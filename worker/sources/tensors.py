@@ -38,7 +38,7 @@ class HandedOver(Whole):
         """Its tensors, in the order of their names.
 
         Raises:
-            WeightsRejected: safetensors have no such dtype.
+            WeightsRejected: safetensors has no such dtype.
         """
         return entries_of(self.tensors)
 
@@ -86,7 +86,7 @@ def _plain(name: str, tensor: Any) -> Tensor:
 
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
-        raise WeightsRejected(f"{name!r} is a {kind}: hand over tensors of torch", tensor=name)
+        raise WeightsRejected(f"{name!r} is a {kind}: hand over torch tensors", tensor=name)
     if hasattr(tensor, "full_tensor"):
         raise WeightsRejected(
             f"tensor {name!r} is a shard of several ranks: hand over its full_tensor()", tensor=name
@@ -102,14 +102,14 @@ def entries_of(tensors: Mapping[str, Tensor]) -> tuple[Entry, ...]:
     """Describe tensors as their checkpoint's file would, ordered by name.
 
     Raises:
-        WeightsRejected: safetensors have no such dtype.
+        WeightsRejected: safetensors has no such dtype.
     """
     found = []
     for name, tensor in sorted(tensors.items()):
         dtype = _DTYPES.get(str(tensor.dtype))
         if dtype is None:
             raise WeightsRejected(
-                f"tensor {name!r} has the dtype {tensor.dtype}, which safetensors have not",
+                f"tensor {name!r} has the dtype {tensor.dtype}, which safetensors does not support",
                 tensor=name,
             )
         found.append(Entry(name, TensorSpec(dtype, tuple(tensor.shape))))

@@ -56,6 +56,7 @@ class Slot:
             alone until all is there: half the cost of a page is to clear it and to map it for writing.
         private: Whether it is this process's alone, and has no descriptor. Its pages are large ones, where the
             kernel has them for who asks.
+        expected: How many of its bytes are written, if it is hollow; None: all.
 
     Raises:
         ArenaError: There is no room.
@@ -69,8 +70,9 @@ class Slot:
         *,
         hollow: bool = False,
         private: bool = False,
+        expected: int | None = None,
     ) -> None:
-        _check_room(nbytes)
+        _check_room(nbytes if expected is None else expected)
         self.size = max(nbytes, 1)
         self.private = private
         self._news = threading.Condition()
@@ -170,10 +172,11 @@ class Slot:
 
     def bytes(self, begin: int, end: int) -> memoryview:
         """Return a run of it, writable."""
-        mapped = self._map  # which may be given up just now
-        if mapped is None or self._closed:
-            raise ArenaError("this memory was given up")
-        return memoryview(mapped)[begin:end]
+        mapped = self._map  # which may be given up just now, and closed
+        if mapped is not None and not self._closed:
+            with contextlib.suppress(ValueError):
+                return memoryview(mapped)[begin:end]
+        raise ArenaError("this memory was given up")
 
     def page_locked(self) -> bool:
         """Whether a GPU writes it at full speed: its pages are locked the first time this is asked.
@@ -327,7 +330,7 @@ def _check_room(nbytes: int) -> None:
 
 def _no_room(nbytes: int, why: str) -> ArenaError:
     return ArenaError(
-        f"there is no room for {nbytes} bytes of weights in memory: {why}; give the trainer more "
+        f"there is no room for {nbytes} bytes of weights in memory: {why}; give this process more "
         "memory, or publish by files"
     )
 

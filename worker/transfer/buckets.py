@@ -171,7 +171,7 @@ def flat_bytes(name: str, tensor: Any) -> torch.Tensor:
 
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
-        raise LayoutError(f"{name!r} is no tensor but a {kind}: leave it out", tensor=name)
+        raise LayoutError(f"{name!r} is a {kind}, not a tensor: leave it out", tensor=name)
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise LayoutError(
             f"tensor {name!r} has no plain values to send (sparse, quantised or on the meta device):"

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-from .arena import map_private
+from .arena import ArenaError, map_private
 
 
 class Maps:
@@ -41,7 +41,7 @@ class Maps:
         """Return a mapping of this memory: writing to it changes nothing there.
 
         Raises:
-            ArenaError: It can't be relied on.
+            ArenaError: It can't be relied on, or the kernel does not map it.
         """
         with self._lock:
             if self._spare is not None and self._spare[0] == _named(handle):
@@ -49,7 +49,13 @@ class Maps:
                 if found is not None and len(found) == size:
                     return found
                 _unmap(found)
-        return map_private(handle, size)
+        try:
+            return map_private(handle, size)
+        except OSError as error:
+            why = f"{size} bytes of the sender's memory can't be mapped: {error}"
+            raise ArenaError(
+                f"{why}; give this process more memory, or publish over TCP"
+            ) from error
 
     def give(self, handle: int, mapped: mmap.mmap) -> None:
         """Take back a mapping of this memory that nobody reads any more."""

@@ -86,7 +86,7 @@ class Pushes:
         room = partial(self._room_for, hollow=basis is None, private=private)
         incoming = Incoming(identity, pushed, check, room, basis)
         if pushed.peers:
-            Fetching(incoming, pushed.peers, self.desk.outward).start()
+            Fetching(incoming, pushed.peers, self.desk.outward, request.root_hash).start()
         return incoming
 
     def ticketed(self, caller: str, slot: Slot) -> StagedWeights:

@@ -180,7 +180,8 @@ class StagedWeights(Wire):
         default=None, description="Names the tensor or file at fault, and the fix."
     )
     chunks: int = Field(
-        default=0, description="Pushed chunks of 1 MiB that are there and verified; 0 for files."
+        default=0,
+        description="Pushed chunks of 1 MiB that are there: over TCP verified, in shared memory filled; 0 for files.",
     )
     transfer: Transfer | None = Field(
         default=None,

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rollout_worker.transfer.buckets import flat_bytes
-from rollout_worker.transfer.layout import LayoutError
 
 from .devices import Device, accelerator_of
+from .tensors import check_there
 
 if TYPE_CHECKING:
     import torch
@@ -76,12 +76,13 @@ class Copier:
             hashed: Hashes what was copied, in this thread.
 
         Raises:
-            LayoutError: It has no plain values.
+            LayoutError: It has no plain values, or its memory was freed.
         """
         import torch
 
         if not len(view):
             return
+        check_there(name, tensor)
         done = _told(view, done, hashed)
         if (device := self._device(tensor)) is not None:
             with self._lock:
@@ -99,7 +100,7 @@ class Copier:
             torch.frombuffer(view, dtype=torch.uint8).copy_(flat)
             return done(len(view))
         # The C library's copy leaves what it overwrites unread, where torch's reads it first.
-        source, target = _address(name, flat), ctypes.addressof(ctypes.c_char.from_buffer(view))
+        source, target = flat.data_ptr(), ctypes.addressof(ctypes.c_char.from_buffer(view))
         for begin, end in _pieces(len(view), PIECE_BYTES):
             ctypes.memmove(target + begin, source + begin, end - begin)
             done(end)
@@ -166,22 +167,6 @@ class _Ahead:
         finally:
             for piece in self._begun:
                 piece[2]()
-
-
-def _address(name: str, flat: torch.Tensor) -> int:
-    """Return where a tensor's bytes lie.
-
-    Raises:
-        LayoutError: They are gone.
-    """
-    storage = flat.untyped_storage()
-    if storage.nbytes() < flat.storage_offset() + flat.numel():
-        raise LayoutError(
-            f"the memory of tensor {name!r} was freed, as FSDP does between two uses: give a state dict,"
-            " whose tensors are there",
-            tensor=name,
-        )
-    return flat.data_ptr()
 
 
 def _told(view: memoryview, done: Done, hashed: Hashed | None) -> Done:

@@ -54,6 +54,17 @@ class Before:
         named = Base(epoch=identity.epoch, version=identity.version, root_hash=root_hash)
         return cls(named, layout.layout_id, memory, give_back)
 
+    def bytes(self, begin: int, end: int) -> memoryview:
+        """Return a run of it.
+
+        Raises:
+            ArenaError: It was let go.
+        """
+        try:
+            return self.memory[begin:end]
+        except ValueError as error:
+            raise ArenaError(str(error)) from error
+
     def close(self) -> None:
         """Let it go; who still reads a part of it keeps the pages until then."""
         with contextlib.suppress(BufferError):
@@ -116,7 +127,7 @@ class Deltas:
             for begin in range(0, total, SPAN_BYTES):
                 if not self._find(begin, min(begin + SPAN_BYTES, total)):
                     break
-        except GivenUp:
+        except (GivenUp, ArenaError):  # nobody fills it any more, or the pool was closed
             pass
         except Exception:  # what was not found is sent whole
             logger.exception("what differs from weights %s can't be found", self._before.named)
@@ -131,7 +142,7 @@ class Deltas:
             if self._over:
                 return False
         new = self._filling.slot.bytes(begin, end)
-        made = encode(self._before.memory[begin:end], new, WORTH)
+        made = encode(self._before.bytes(begin, end), new, WORTH)
         with self._news:
             self._made.append(made)
             self._news.notify_all()

@@ -15,7 +15,7 @@ from rollout_worker.transfer.layout import LayoutError, Placed, PushLayout
 from rollout_worker.wire.roothash import Hashed, root_hash_of
 
 from .copying import Copier
-from .tensors import Spec, spec_of
+from .tensors import Spec, check_there, spec_of
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ class Filling:
         if layout is None:
             return
         if not layout.tensors:
-            raise LayoutError("there was no tensor")
+            raise LayoutError("no tensors were given")
         slot, release = self._arena.take(layout.nbytes)
         with self._news:
             self._layout, self._slot, self._release = layout, slot, release
@@ -79,7 +79,7 @@ class Filling:
         """Copy a tensor; once it was given up, do nothing: a stream is taken to its end all the same.
 
         Raises:
-            LayoutError: It came before, or is not what was planned.
+            LayoutError: It came before, is not what was planned, or its memory was freed.
         """
         if self._given_up:
             return
@@ -87,6 +87,7 @@ class Filling:
         if self._layout is None:
             if name in self._loose:
                 raise LayoutError(f"the tensor {name!r} came twice", tensor=name)
+            check_there(name, tensor)
             self._loose[name] = tensor.detach().to("cpu", copy=True)
             return
         placed = self._place(self._layout, spec)
@@ -157,7 +158,7 @@ class Filling:
         missing = [each.name for each in self._layout.tensors if each.name not in self._there]
         if missing and not self._given_up:  # nothing more is taken once it is
             raise LayoutError(
-                f"tensor {missing[0]!r} did not come, which the version before had: a stream brings "
+                f"tensor {missing[0]!r} is missing, but the previous version had it: a stream must bring "
                 "the same tensors in each version",
                 tensor=missing[0],
             )

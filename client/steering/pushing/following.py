@@ -111,7 +111,7 @@ class Following:
                         wrong = error
                         connection.send(Kind.FAILED, {"detail": f"{type(error).__name__}: {error}"})
                 case Kind.RELEASED:
-                    raise TransferError("it has lost another rank, and meets all of them anew")
+                    raise TransferError("it lost another rank and must reconnect to all of them")
                 case _:
                     raise Malformed(f"{frame.kind.name} came in the middle of a publish")
         beat.stop()

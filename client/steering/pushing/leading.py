@@ -188,8 +188,8 @@ def _parts(rank: int, frame: Frame) -> list[Part]:
         return [Part.from_json(row) for row in frame.head["tensors"]]
     except (KeyError, TypeError, ValueError) as error:
         raise PublishFailed(
-            f"rank {rank} says what it has in another way ({type(error).__name__}: {error}): all ranks"
-            " need the same release of the client"
+            f"rank {rank} describes its tensors in a format this release doesn't know"
+            f" ({type(error).__name__}: {error}): all ranks need the same release of the client"
         ) from error
 
 

@@ -118,7 +118,7 @@ def _check(unreached: Sequence[str | None], facts: Sequence[_Fact], reach: Reach
 
 
 def _unopened(fact: _Fact, why: str) -> str:
-    return f"rank 0 on {fact.host} can't be called by the others: {why}; see ranks_host and ranks_ports"
+    return f"rank 0 on {fact.host} can't be reached by the other ranks: {why}; see ranks_host and ranks_ports"
 
 
 def _said(error: Exception) -> str:

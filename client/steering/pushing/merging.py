@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 
-from rollout_worker.transfer.arena import Arena, Slot
+from rollout_worker.transfer.arena import Arena, ArenaError, Slot
 from rollout_worker.transfer.layout import LayoutError, Placed
 
 from .copying import Copier
@@ -107,8 +107,14 @@ class Merging(Filling):
         self._hashing.stop()
 
     def _hashes(self) -> dict[str, str]:
-        """See `Filling._hashes`."""
+        """See `Filling._hashes`.
+
+        Raises:
+            ArenaError: The pool was closed before all was hashed.
+        """
         self._hashing.stop(at_once=False)
+        if self._hashing.why is not None and not self._given_up:
+            raise self._hashing.why
         return super()._hashes()
 
     @property
@@ -125,6 +131,8 @@ class _Hashing:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopped = False
+        self.why: ArenaError | None = None
+        """Why it ended before all was hashed: the pool was closed."""
 
     def start(self, slot: Slot, digests: dict[str, str]) -> None:
         """Begin, unless somebody else's thread has stopped it already; `digests` gets the hashes, by name."""
@@ -134,7 +142,11 @@ class _Hashing:
             running = xxhash.xxh3_128()
             while (job := self._jobs.get()) is not None and not self._stopped:
                 placed, begin, end = job
-                running.update(slot.bytes(placed.start + begin, placed.start + end))
+                try:
+                    running.update(slot.bytes(placed.start + begin, placed.start + end))
+                except ArenaError as error:
+                    self.why = error
+                    return
                 if end == placed.nbytes:
                     digests[placed.name] = running.hexdigest()
                     running.reset()

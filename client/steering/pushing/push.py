@@ -287,4 +287,6 @@ class Push:
 
 def _why(error: GivenUp) -> PublishFailed:
     cause = error.__cause__
-    return cause if isinstance(cause, PublishFailed) else PublishFailed(f"{error}: {cause}")
+    if isinstance(cause, PublishFailed):
+        return cause
+    return PublishFailed(str(error) if cause is None else f"{error}: {cause}")

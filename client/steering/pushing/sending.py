@@ -173,7 +173,7 @@ class Sender:
             return str(error)
         except TransferError as error:
             return str(error)
-        return "it ended the connection without a word"
+        return "it closed the connection without an answer"
 
     def _dial(self, first: Receiver, silence: float) -> Connection:
         where = first.transfer

@@ -17,7 +17,7 @@ from rollout_worker.transfer.layout import ITEM_BYTES, LayoutError, Placed, Push
 from .boxes import Box, inside, nbytes_of, pieces_of, rows_of, run_of, shape_of
 from .copying import Copier
 from .merging import Merging
-from .tensors import Spec, torch_dtype
+from .tensors import Spec, check_there, torch_dtype
 from .writing import scatter
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Streaming:
         """Send what this rank has of a tensor, unless it is stopped.
 
         Raises:
-            LayoutError: It has no plain values, or other ones than its placements say.
+            LayoutError: It has no plain values, or other ones than its placements say, or was freed.
             TransferError: Rank 0 is gone.
         """
         import torch
@@ -66,6 +66,7 @@ class Streaming:
                 f" would be {list(shape_of(box))}",
                 tensor=name,
             )
+        check_there(name, mine)
         for piece in _chunks(part.spec, box):
             if self._stopped():
                 return

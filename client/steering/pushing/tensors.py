@@ -72,10 +72,10 @@ def spec_of(name: object, tensor: Any) -> Spec:
     import torch
 
     if not isinstance(name, str):
-        raise LayoutError(f"a tensor's name is a text, not {name!r}")
+        raise LayoutError(f"a tensor's name must be a string, not {name!r}")
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
-        raise LayoutError(f"{name!r} is no tensor but a {kind}: leave it out", tensor=name)
+        raise LayoutError(f"{name!r} is a {kind}, not a tensor: leave it out", tensor=name)
     dtype = _dtypes().get(tensor.dtype)
     if dtype is None:
         raise LayoutError(
@@ -94,6 +94,28 @@ def _dtypes() -> dict[Any, str]:
     found = {getattr(torch, name, None): dtype for dtype, name in TORCH_NAMES.items()}
     found.pop(None, None)
     return found
+
+
+def check_there(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose memory is gone, which torch itself reads all the same.
+
+    Raises:
+        LayoutError: It was freed.
+    """
+    import torch
+
+    plain = tensor.detach()
+    # What only acts like a tensor may have no memory of its own, and a sparse one has none.
+    if type(plain) is not torch.Tensor or plain.layout != torch.strided or not plain.numel():
+        return
+    last = sum((size - 1) * step for size, step in zip(plain.shape, plain.stride(), strict=True))
+    end = (plain.storage_offset() + last + 1) * plain.element_size()
+    if plain.untyped_storage().nbytes() < end:
+        raise LayoutError(
+            f"the memory of tensor {name!r} was freed, as FSDP does between two uses: give a state dict,"
+            " whose tensors are there",
+            tensor=name,
+        )
 
 
 def torch_dtype(name: str) -> Any:

@@ -12,6 +12,7 @@ from rollout_client.steering.spool import is_sharded, whole
 from .boxes import Box, Run, rows_of
 from .copying import Copier
 from .shards import Part, part_of
+from .tensors import check_there
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ def state_of(tensors: Any) -> Mapping[str, Any]:
     """
     state = tensors.state_dict() if hasattr(tensors, "state_dict") else tensors
     if not isinstance(state, Mapping):
-        raise TypeError("ranks: with several ranks give a model or its state dict, no stream")
+        raise TypeError("ranks: with several ranks give a model or its state dict, not a stream")
     return state
 
 
@@ -45,7 +46,7 @@ class Place(Protocol):
         """Write what this rank has of a tensor: the values of the box.
 
         Raises:
-            LayoutError: It has no plain values.
+            LayoutError: It has no plain values, or its memory was freed.
         """
         ...
 
@@ -73,6 +74,7 @@ class InMemory:
         if run is not None:
             self._copy(name, mine, run)
         else:
+            check_there(name, mine)
             shape = part.spec[2]
             whole_bytes = self.view(name, 0, mine.element_size() * math.prod(shape))
             scatter(whole_bytes, shape, box, mine)
@@ -108,7 +110,7 @@ class Writing:
         ranks wait in it.
 
         Raises:
-            LayoutError: A tensor has no plain values.
+            LayoutError: A tensor has no plain values, or its memory was freed.
         """
         names = iter(sorted(self._state))
         try:

@@ -1,0 +1,108 @@
+"""The arrows of a push as a sound trainer plays them, and what must hold once something went wrong at one."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pushing import Trainer, Version, held, push, quiet
+from rollout_worker.ports import weights as port
+from rollout_worker.schemas import Lifecycle, Transfer
+from rollout_worker.sources import incoming, outward, receiving
+from rollout_worker.transfer import connection
+from tiny_worker import TinyWorker, made_by
+from waiting import until
+
+STEPS = {
+    "shared memory": ("HELLO", "MEMORY", "FILLED", "END"),
+    "TCP": ("HELLO", "DATA", "END"),
+    "TCP with a base": ("HELLO", "DELTA", "END"),
+}
+KINDS = {"shared memory": "unix", "TCP": "tcp", "TCP with a base": "tcp"}
+DELTA = ("TCP with a base",)
+ROOM = ("--staging-memory", "600")
+"""For one version at a time: one whose charge is left behind has no other beside it."""
+SECONDS = 1.0
+"""How soon the weights that serve answer after a fault."""
+NEXT = 9
+"""The version, and what its weights are, that comes once all is over."""
+_ASKED = itertools.count()
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a worker wait for nobody for long."""
+    monkeypatch.setattr(incoming, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(incoming, "RESUME_SECONDS", 0.2)
+    monkeypatch.setattr(port, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(port, "GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(outward, "HOP_SECONDS", 0.5)
+    monkeypatch.setattr(receiving, "LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "PING_SECONDS", 0.1)
+
+
+def do(end: Trainer, transfer: Transfer, step: str) -> None:
+    """What a sound trainer does at an arrow."""
+    match step:
+        case "HELLO":
+            end.hello(transfer)
+            end.ready()
+        case "MEMORY":
+            end.memory()
+        case "FILLED":
+            end.filled()
+        case "DATA":
+            end.data(0)
+        case "DELTA":
+            differs(end)
+        case "END":
+            end.end()
+
+
+def differs(end: Trainer, **fields: Any) -> None:
+    """Send what differs from the base."""
+    assert end.base is not None
+    end.delta(end.base, **fields)
+
+
+async def serves(worker: TinyWorker, number: int, since: float | None = None) -> None:
+    """See that these weights alone answer whoever asks, within a second of that time, or of now."""
+    since = time.monotonic() if since is None else since
+    output = await worker.ends(await worker.begin(f"asked-{next(_ASKED)}", tokens=3))
+    took = time.monotonic() - since
+    assert output.token_ids == [number] * 3
+    assert len(made_by(output)) == 1
+    assert took < SECONDS, f"the answer came after {took:.2f} s"
+
+
+async def not_ready_or_serves(worker: TinyWorker, number: int) -> None:
+    """See that a worker whose engine died serves nothing, and then these weights."""
+    not_ready = worker.worker.readiness
+    await until(lambda: not_ready() or len(worker.engines) > 1, SECONDS, what="it to be NotReady")
+    await until(lambda: len(worker.engines) > 1, what="another engine")
+    await worker.reaches(Lifecycle.ACTIVE)
+    await serves(worker, number)
+
+
+async def left(worker: TinyWorker) -> tuple[int, int]:
+    """Return how many descriptors and mappings of pushed weights there are, with no thread at them."""
+    await quiet()
+    await worker.updates.settle()
+    worker.updates.pushes.spare.drop()
+    return len(held()), _mapped()
+
+
+async def goes_on(worker: TinyWorker, before: tuple[int, int]) -> None:
+    """See that the next version comes and serves, and that nothing is left of what was before."""
+    again = await push(worker, NEXT, Version(NEXT), "tcp")
+    assert again.error is None
+    await worker.commit(NEXT)
+    await serves(worker, NEXT)
+    assert await left(worker) == before
+
+
+def _mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:rollout-push")
