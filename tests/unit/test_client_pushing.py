@@ -359,6 +359,24 @@ async def test_a_chain_goes_on_behind_a_hop_that_died(
     assert {name for name, each in done.report.replicas.items() if each.error} == {"w0:8000"}
 
 
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_first_hop_whose_connection_breaks_gets_the_rest(world: World, count: int) -> None:
+    def cut(receiver: Receiver, connection: Connection, frame: Frame) -> None:
+        if receiver.chunks == 2:
+            del receiver.faults[Kind.DATA]
+            connection.interrupt()
+
+    world.controls, world.receivers = world.controls[:count], world.receivers[:count]
+    world.receivers[0].faults[Kind.DATA] = cut
+    async with world.pool() as pool:
+        done = await pool.publish_weights(1, tensors=tensors(), transport="tcp")
+    assert done.replicas == count
+    assert [each.content for each in world.receivers] == [content(tensors())] * count
+    assert done.report is not None
+    assert not any(each.error for each in done.report.replicas.values())
+    assert len(world.receivers[0].hellos) == 2
+
+
 async def test_a_hop_that_only_the_trainer_reaches_gets_them_from_there(world: World) -> None:
     world.receivers[0].cut_off = True
     world.controls, world.receivers = world.controls[:2], world.receivers[:2]

@@ -125,9 +125,10 @@ class Sender:
 
     def join(self, seconds: float) -> bool:
         """Whether it has ended, and freed all, within these seconds."""
+        until = time.monotonic() + seconds
         self._thread.join(seconds)
         return not self._thread.is_alive() and all(
-            each.join(0) for each in list(self._beside.values())
+            each.join(max(0.0, until - time.monotonic())) for each in list(self._beside.values())
         )
 
     def _run(self) -> None:
@@ -147,7 +148,7 @@ class Sender:
         return self._board.settled(name) or name in self._beside
 
     def aside(self, late: Receiver, why: str) -> None:
-        """Try a part of the chain by itself, with all patience, while the others go on."""
+        """Try a part of the chain by itself, once more and with all patience, while the others go on."""
         with self._lock:
             if self._stopped.is_set() or late.name in self._beside:
                 return
@@ -158,8 +159,10 @@ class Sender:
 
     def _carry(self, chain: Sequence[Receiver]) -> str:
         """Carry all of it to the first of a chain; return what went wrong for who has not settled."""
+        met = False
         try:
             connection = self._dial(chain[0], HOP_SECONDS if len(chain) > 1 else LEASE_SECONDS)
+            met = True
             try:
                 self._talk(connection, chain)
             finally:
@@ -169,6 +172,11 @@ class Sender:
             return "the publish was given up"
         except Silent as error:
             if len(chain) > 1:
+                self.aside(chain[0], str(error))
+            return str(error)
+        except Ended as error:
+            # Perhaps the connection alone: for a while the replica keeps what came, for the same ticket.
+            if met and self._route.kind == "tcp" and not self._why:
                 self.aside(chain[0], str(error))
             return str(error)
         except TransferError as error:
@@ -273,7 +281,7 @@ class Sender:
         try:
             view = self._filling.slot.bytes(begin, min(begin + CHUNK_BYTES, total))
         except ArenaError as error:  # the pool was closed
-            raise Ended(str(error)) from error
+            raise TransferError(str(error)) from error
         connection.wait_for(self._link.pace, len(view))
         digest = xxhash.xxh3_128_hexdigest(view)
         send = connection.hurry if others else connection.send
