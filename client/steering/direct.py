@@ -198,11 +198,10 @@ class DirectSteering:
         """
         names = list(await self._ports.states())
         keeper = self._keeper
-        keeper.state = state
-        keeper.start()
         try:
-            async with asyncio.timeout(seconds):
-                answers = await self._ports.ask(names, lambda c: keeper.change_state(c, state))
+            with keeper.ordering(state):
+                async with asyncio.timeout(seconds):
+                    answers = await self._ports.ask(names, lambda c: keeper.change_state(c, state))
         except TimeoutError:
             why = f"not all replicas were {state} within {seconds:g} s"
             raise SteeringFailed(why) from None

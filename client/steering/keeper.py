@@ -7,9 +7,10 @@ them. The keeper looks at all replicas every second and gives each what it lacks
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from rollout_client.control import ControlError, WorkerControl
 from rollout_worker.schemas import (
@@ -63,6 +64,8 @@ class Keeper:
         """The state that every replica must come to; None: nobody asked for one."""
         self.lock = asyncio.Lock()
         """Held while weights are published or given to who lacks them: never both at once."""
+        self._orders, self._ordering = 0, 0
+        """How often the pool itself has ordered a state so far, and how many of these are under way."""
         self._ports = ports
         self._options = options
         self._on_weights = on_weights
@@ -103,7 +106,10 @@ class Keeper:
     async def _mend(self, control: WorkerControl) -> bool:
         """Give one replica what it lacks; whether it was given weights."""
         seeded = self.target is not None and await self._seed(self.target, control)
+        orders = self._orders
         state = await control.state()
+        if self._ordering or self._orders != orders:
+            return seeded  # what it seems to lack may be on its way: the next look tells
         held = {hold.state for hold in state.holds if hold.holder == state.caller}
         wanted = self.state
         while wanted in ("Asleep", "Paused") and wanted not in held:
@@ -152,6 +158,18 @@ class Keeper:
             )
             raise ControlError(409, "no-copy", why)
         return tuple(found[:PEERS])
+
+    @contextlib.contextmanager
+    def ordering(self, state: PoolState) -> Iterator[None]:
+        """Note what every replica must come to, while the pool itself orders that."""
+        self.state = state
+        self._orders += 1
+        self._ordering += 1
+        self.start()
+        try:
+            yield
+        finally:
+            self._ordering -= 1
 
     async def change_state(self, control: WorkerControl, state: PoolState) -> None:
         """Move one replica to a state."""

@@ -306,6 +306,21 @@ async def test_who_was_restarted_comes_back_to_the_pools_state(steered: Steered)
     await until(lambda: steered.controls[0].holds == ["Paused"], what="the keeper to pause it")
 
 
+async def test_who_is_about_to_have_the_state_is_not_told_twice(steered: Steered) -> None:
+    """A wake takes its time, and drops the hold that the pause after it brings back."""
+    await steered.direct.change_state("Asleep", 10)
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(0.5)
+        return await steered.controls[0]._answer(request)
+
+    steered.controls[0].server.answers["POST", "/v1/pause"] = slow
+    await steered.direct.change_state("Paused", 10)
+    await asyncio.sleep(0.5)
+    for control in steered.controls:
+        assert control.verbs == ["sleep", "wake", "wake", "pause"]
+
+
 async def test_a_hold_of_somebody_else_does_not_stand_for_the_pools(steered: Steered) -> None:
     await steered.direct.change_state("Paused", 10)
     steered.controls[0].holds_of_others = ["Paused"]
