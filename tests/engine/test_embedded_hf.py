@@ -189,7 +189,7 @@ def test_other_tensors_than_the_models_are_refused_by_name(
         worker.hand_over(version, half)
     with pytest.raises(Exception, match=f"{name}.* is handed over twice"):
         worker.hand_over(version, [*tensors.items(), (name, tensors[name])])
-    with pytest.raises(Exception, match=f"{name}.* is a list: hand over tensors"):
+    with pytest.raises(Exception, match=f"{name}.* is a list: hand over torch tensors"):
         worker.hand_over(version, {**tensors, name: [1.0]})
     active = worker.state().weights.active
     assert active is not None
