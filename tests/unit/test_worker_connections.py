@@ -277,9 +277,10 @@ async def test_a_body_in_tiny_chunks_holds_nothing(tmp_path: Path) -> None:
                     await writer.drain()
                 assert b" 413 " in await asyncio.wait_for(reader.readline(), 30)
             held.append(watch.seconds)
-            if watch.seconds < 0.1:
+            # A slow processor takes 0.08 to 0.12, and 0.35 to 0.55 in reads of asyncio's own size.
+            if watch.seconds < 0.2:
                 break
-        assert min(held) < 0.1
+        assert min(held) < 0.2
 
 
 def test_the_limit_of_descriptors_is_raised_and_shared_out(few_descriptors: None) -> None:
