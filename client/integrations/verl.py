@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from rollout_client.generating.prompts import DEADLINE_SECONDS, GenerateOptions
 from rollout_client.pool import AsyncRolloutPool
 from rollout_client.steering.options import DirectOptions
-from rollout_client.steering.spool import SHARD_BYTES
+from rollout_client.steering.pushing.routes import TRANSPORTS, Transport
 from rollout_client.steering.versions import KEEP
 from rollout_worker.schemas import GenerateOutput, SamplingParams, StopReason, WorkerInfo
 
@@ -41,10 +41,11 @@ class PoolSettings:
         urls: Of the workers' data ports.
         control_urls: Of their control ports; default: port 8001 beside data port 8000.
         token_file: With the token of those control ports.
-        folder: Where the first rank of the trainer writes weights.
+        transport: How weights get to the replicas: `auto`, `shm` or `tcp`, see `PushOptions`.
+        folder: Where the first rank of the trainer also writes weights; default: nowhere, they are in
+            the replicas' memory alone.
         mounted_at: The same folder as the workers see it; default: at the same place.
         keep: How many committed versions stay there.
-        shard_bytes: Size of the files that weights are written to.
         deadline_seconds: Of each generation; default: the pool's.
     """
 
@@ -54,10 +55,10 @@ class PoolSettings:
     urls: Sequence[str] = ()
     control_urls: Sequence[str | None] | None = None
     token_file: str | None = None
+    transport: Transport = "auto"
     folder: str | None = None
     mounted_at: str | None = None
     keep: int = KEEP
-    shard_bytes: int = SHARD_BYTES
     deadline_seconds: float | None = None
 
     @classmethod
@@ -78,6 +79,10 @@ class PoolSettings:
         found = cls(**section)
         if bool(found.name) == bool(found.urls):
             raise ValueError(f"custom.{SECTION} must have either a name or urls")
+        if found.transport not in TRANSPORTS:
+            raise ValueError(
+                f"custom.{SECTION}.transport must be one of {', '.join(TRANSPORTS)}, not {found.transport!r}"
+            )
         return found
 
     def open(self) -> AsyncRolloutPool:

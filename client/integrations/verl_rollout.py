@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rollout_client.steering.pushing.options import PushOptions
 from rollout_client.steering.spool import drain
 
 from .verl import PoolSettings, _Pools
@@ -40,12 +41,9 @@ class VerlRollout:
         self.is_leader_rank = int(os.environ.get("RANK", "0") if rank is None else rank) == 0
         self.replica_rank = 0
         self._settings = PoolSettings.of(config)
-        if self._settings.folder is None:
-            raise ValueError("custom.pool must have a folder: where weights are written")
-        self._folder = self._settings.folder
         self._pools = _Pools(self._settings.open)
         self._epoch: int | None = None
-        self._version = 0
+        self._step: int | None = None
 
     async def close(self) -> None:
         """Close the pool of the loop that runs."""
@@ -77,18 +75,23 @@ class VerlRollout:
         peft_config: object | None = None,
         base_sync_done: bool = True,
     ) -> None:
-        """Take all tensors on every rank; the first writes and publishes them, and deletes old ones.
+        """Take all tensors on every rank; the first one publishes them from its memory.
+
+        The version is the step, so that verl's staleness filters see the steps of its own trainer.
+        Without a step verl sends again what it sent last (after a colocated reward model had the
+        devices): the same version, which the pool refuses if its content is another.
 
         Args:
-            weights: Plain or asynchronous generator of (name, tensor), each a whole parameter.
+            weights: Plain or asynchronous generator of (name, tensor), each a whole parameter. Tensors
+                are cast to the checkpoint's dtype: verl's FSDP keeps its own in float32.
             wire_format: Only `named_tensors`.
-            global_steps: The trainer's step; becomes the version if that makes it rise.
+            global_steps: The trainer's step, which becomes the version.
             peft_config: Not supported: merge adapters first (`model.lora.merge`).
             base_sync_done: As verl passes it; without an adapter it has no meaning.
 
         Raises:
             NotImplementedError: Another wire format, or an adapter. All tensors were taken.
-            OSError, PublishError: See `AsyncRolloutPool.save_and_publish`.
+            OSError, PublishError: See `AsyncRolloutPool.publish_weights`.
         """
         if wire_format != "named_tensors" or peft_config is not None:
             await drain(weights)
@@ -97,19 +100,21 @@ class VerlRollout:
         if not self.is_leader_rank:
             await drain(weights)
             return
-        pool, settings = self._pools.here(), self._settings
+        pool = self._pools.here()
         # verl may call from another loop, and so another pool, than before: the trainer is the same.
         pool.epoch = self._epoch
-        version = max(self._version + 1, global_steps or 0)
+        step = (self._step or 0) if global_steps is None else global_steps
         try:
-            await pool.save_and_publish(
-                weights,
-                version,
-                self._folder,
-                mounted_at=settings.mounted_at,
-                keep=settings.keep,
-                shard_bytes=settings.shard_bytes,
-            )
+            await pool.publish_weights(step, tensors=weights, **self._options(step))
         finally:
             self._epoch = pool.epoch
-        self._version = version
+        self._step = step
+
+    def _options(self, step: int) -> PushOptions:
+        """Return how a step is published; a step that was written to the folder is there already."""
+        settings = self._settings
+        options: PushOptions = {"cast": True, "transport": settings.transport}
+        if settings.folder is not None and step != self._step:
+            options |= {"spool": settings.folder, "mounted_at": settings.mounted_at}
+            options["keep"] = settings.keep
+        return options
