@@ -329,8 +329,9 @@ class RolloutPool:
         except BaseException:
             drain_here(weights)
             raise
-        spool_here(weights, versions.place(identity), shard_bytes)
-        return self._thread.call(pool._publish_saved(versions, identity, seconds, progress))
+        root_hash = spool_here(weights, versions.place(identity), shard_bytes)
+        saved = pool._publish_saved(versions, identity, root_hash, seconds, progress)
+        return self._thread.call(saved)
 
     def sleep(self, *, seconds: float = STATE_SECONDS) -> None:
         """Free the engines' memory."""

@@ -80,6 +80,55 @@ def test_pushed_tensors_serve_as_the_same_files_would(
         assert {span.version for span in result.output.weights} == {version}
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_other_content_under_the_version_that_serves_is_refused_and_told(
+    pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels, transport: Any
+) -> None:
+    pool.acquire()
+    right, other = weights(tiny_models, 2), weights(tiny_models, 3)
+    pool.publish_weights(4, tensors=other, transport=transport)
+    done = pool.publish_weights(5, tensors=right, transport=transport)  # as a delta, by TCP
+    before = active(workers)
+    ways: list[dict[str, Any]] = [
+        {"tensors": other, "transport": transport},
+        {"tensors": iter(other.items()), "transport": transport},
+        {"path": str(tiny_models.weights(3))},
+    ]
+    for way in ways:
+        with pytest.raises(PublishFailed, match=r"content-mismatch: .*version") as raised:
+            pool.publish_weights(5, **way)
+        assert raised.value.replica is not None
+        assert root_hash(tiny_models, 2) in str(raised.value)
+        if "tensors" in way:
+            assert root_hash(tiny_models, 3) in str(raised.value)
+        assert active(workers) == before
+        assert [each.state()["weights"]["staged"] for each in workers] == [None] * 2
+    with pytest.raises(
+        PublishFailed, match=r"are below \(\d+, 5\), which this pool published last"
+    ):
+        pool.publish_weights(4, tensors=other)
+    again = pool.publish_weights(5, tensors=right, transport=transport)
+    assert (again.identity, again.root_hash) == (done.identity, done.root_hash)
+    assert active(workers) == before
+
+
+def test_of_two_trainers_of_one_epoch_the_later_one_hears_that_it_lost(
+    pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    epoch = pool.acquire()
+    data = [str(each.data.base_url).rstrip("/") for each in workers]
+    control = [str(each.control.base_url).rstrip("/") for each in workers]
+    pool.publish_weights(1, tensors=weights(tiny_models, 2))
+    before = active(workers)
+    with RolloutPool.from_urls(data, control_urls=control) as rival:
+        rival.asynchronous.epoch = epoch
+        with pytest.raises(PublishFailed, match="content-mismatch"):
+            rival.publish_weights(1, tensors=weights(tiny_models, 3))
+        with pytest.raises(PublishFailed, match="content-mismatch"):
+            rival.save_and_publish(weights(tiny_models, 3), 1, tmp_path)
+    assert active(workers) == before
+
+
 def test_what_one_worker_refuses_serves_nowhere_and_is_named(
     pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels
 ) -> None:
