@@ -359,7 +359,7 @@ class RolloutPool:
     def turn(self, **options: Unpack[TurnOptions]) -> Iterator[HeldTurn]:
         """Have the devices that this process shares with the pool for a block."""
         pool = self.asynchronous
-        session = Session(pool, Plan(**options), pool._find_devices)
+        session = Session(pool, Plan.of(options), pool._find_devices)
         follow_here(session, self._thread)
         try:
             yield session.held

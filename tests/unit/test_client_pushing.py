@@ -488,6 +488,10 @@ async def test_tensors_that_do_not_come_in_time_are_the_reason(world: World) -> 
         ({"path": "x", "tensors": {}}, "not both"),
         ({"path": "x", "transport": "shm"}, "transport: only a publish of tensors"),
         ({"tensors": {}, "keep": 3}, "give spool, too"),
+        ({"tensors": {}, "spol": "/w"}, "no argument 'spol': do you mean 'spool'"),
+        ({"tensors": {}, "rank": None}, "no argument 'rank': do you mean 'ranks'"),
+        ({"path": "x", "second": 5}, "no argument 'second': do you mean 'seconds'"),
+        ({"path": "x", "timeout": 5}, "no argument 'timeout': known are transport, .*seconds"),
     ],
 )
 async def test_arguments_that_mean_nothing_are_refused(
@@ -496,6 +500,7 @@ async def test_arguments_that_mean_nothing_are_refused(
     async with world.pool() as pool:
         with pytest.raises(TypeError, match=message):
             await pool.publish_weights(1, **arguments)
+    assert world.verbs == [[]] * 3
 
 
 @pytest.mark.parametrize(
