@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout_client import PublishFailed, RolloutPool, WeightsId
+from rollout_client import PublishFailed, RequestFailed, RolloutPool, WeightsId
 from rollout_client.steering import keeper
 from tinymodels import TinyModels
 from waiting import eventually
@@ -127,6 +127,27 @@ def test_of_two_trainers_of_one_epoch_the_later_one_hears_that_it_lost(
         with pytest.raises(PublishFailed, match="content-mismatch"):
             rival.save_and_publish(weights(tiny_models, 3), 1, tmp_path)
     assert active(workers) == before
+
+
+def test_weights_that_give_no_finite_logits_are_told_by_name_and_end_no_engine(
+    pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels
+) -> None:
+    epoch = pool.acquire()
+    restarts = [each.state()["restarts"] for each in workers]
+    sound = weights(tiny_models, 2)
+    bad = {name: torch.full_like(tensor, torch.nan) for name, tensor in sound.items()}
+    pool.publish_weights(1, tensors=bad)
+    with pytest.raises(RequestFailed) as raised:
+        pool.generate([5, 6, 7], sampling={"max_tokens": 4})
+    assert raised.value.cause.startswith(
+        f"weights ({epoch}, 1) give logits that are not finite (NaN or infinite): publish sound"
+    )
+    assert raised.value.kept is None or len(raised.value.kept.attempts) == 1
+    answer = workers[0].generate(token_ids=[5, 6, 7])
+    assert answer.json()["outputs"][0]["abort_slug"] == "not-finite"
+    assert [each.state()["restarts"] for each in workers] == restarts
+    pool.publish_weights(2, tensors=sound)
+    assert pool.generate([5, 6, 7], sampling={"max_tokens": 4}).output.weights[0].version == 2
 
 
 def test_what_one_worker_refuses_serves_nowhere_and_is_named(
