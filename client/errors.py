@@ -4,7 +4,7 @@
     ├── RequestError            a generation failed; `kept` is what had been received
     │   ├── RequestRefused      the request itself is wrong: trying again can't help
     │   ├── NoReplica           no replica could take it before the deadline
-    │   ├── RequestFailed       too many attempts broke
+    │   ├── RequestFailed       too many attempts broke, or the weights make no token
     │   ├── DeadlineExceeded    the request's own time is up
     │   ├── VersionChanged      the weights changed, and the caller asked to be told
     │   └── PoolClosed          the pool was closed
@@ -85,7 +85,10 @@ class NoReplica(RequestError):
 
 
 class RequestFailed(RequestError):
-    """More than `max_failures` attempts broke: perhaps the request crashes engines."""
+    """More than `max_failures` attempts broke: perhaps the request crashes engines.
+
+    Or the weights give logits that are not finite (NaN), which no other attempt mends; the cause names them.
+    """
 
 
 class DeadlineExceeded(RequestError):

@@ -109,7 +109,8 @@ class EngineDelta:
     `spans` count from the output's first token and cover exactly this delta: none if it is empty.
     `cached_tokens`: of the prompt, found in the prefix cache; `preemptions`: how often it lost its
     KV to others; of both, the greatest of all deltas counts. `queued_seconds`: what the request
-    waited in the engine before its first step, the same in every delta.
+    waited in the engine before its first step, the same in every delta. `not_finite`: the weights whose
+    logits were not, which aborted the output.
     """
 
     token_ids: tuple[int, ...]
@@ -118,6 +119,7 @@ class EngineDelta:
     stop_reason: StopReason | None = None
     stop_match: StopMatch | None = None
     abort_reason: AbortReason | None = None
+    not_finite: WeightsId | None = None
     cached_tokens: int = 0
     preemptions: int = 0
     queued_seconds: float = 0.0

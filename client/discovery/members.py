@@ -20,7 +20,7 @@ class Member:
         name: For people: the pod's name where there is one.
         control_url: Of its control port; None: not known.
         ready: Whether discovery says that it may get requests. The worker's own answers count, too.
-        proven: False: it must answer `GET /ready` before it gets requests.
+        proven: False: nobody says that it is there, so it must answer `GET /ready` before it gets requests.
     """
 
     url: str
@@ -83,7 +83,8 @@ def static_members(
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not a URL: write http://HOST:PORT")
         data = url.rstrip("/")
-        found[data] = Member(data, parts.netloc, control.rstrip("/") if control else None)
+        control_url = control.rstrip("/") if control else None
+        found[data] = Member(data, parts.netloc, control_url, proven=False)
     return tuple(found.values())
 
 

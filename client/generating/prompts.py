@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, Literal, Protocol, TypedDict, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from rollout_client.spelling import check_names, did_you_mean
 from rollout_worker.schemas import GenerateRequest, SamplingParams
 
 OnVersionChange = Literal["continue", "restart", "fail"]
@@ -77,10 +77,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         TypeError: As Python's own for a keyword argument that does not exist.
         ValueError: `on_version_change` has a value that it can't have.
     """
-    known = GenerateOptions.__annotations__
-    for name in options:
-        if name not in known:
-            raise TypeError(f"generate has no argument {name!r}{_did_you_mean(name, known)}")
+    check_names("generate", options, GenerateOptions.__annotations__)
     choices = get_args(OnVersionChange)
     if (chosen := options.get("on_version_change", "continue")) not in choices:
         raise ValueError(f"on_version_change is {chosen!r}: use one of {', '.join(choices)}")
@@ -150,13 +147,8 @@ def _said(error: ValidationError) -> str:
         if each["type"] == "extra_forbidden":
             fields = SamplingParams if each["loc"][0] == "sampling" else GenerateRequest
             name = str(each["loc"][-1])
-            wrong.append(f"{path} does not exist{_did_you_mean(name, fields.model_fields)}")
+            wrong.append(f"{path} does not exist{did_you_mean(name, fields.model_fields)}")
         else:
             wrong.append(f"{path}: {each['msg']}, not {str(each['input'])[:80]!r}")
     more = error.error_count() - len(wrong)
     return "; ".join(wrong) + (f"; and {more} more" if more else "")
-
-
-def _did_you_mean(name: str, known: Mapping[str, object]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f": do you mean {close[0]!r}?" if close else f": known are {', '.join(known)}"

@@ -3,6 +3,7 @@
 stop, length                         → Finish
 aborted: weights, sleep, control     → Continue, after the tokens so far
 aborted: engine, client; broken, 5xx → Continue, but at most `max_failures` times
+aborted: the logits are not finite   → GiveUp: all replicas have these weights
 429, 503, weights too old            → Continue elsewhere or later, until the deadline
 new weights, and the caller minds    → StartOver, or GiveUp
 4xx, aborted: deadline               → GiveUp, with what was received
@@ -23,6 +24,7 @@ from rollout_client.errors import (
 )
 from rollout_client.results import Outcome
 from rollout_worker.schemas import (
+    NOT_FINITE,
     AbortReason,
     DoneOutput,
     SamplingParams,
@@ -164,6 +166,10 @@ def after_answer(output: DoneOutput | None, at: Standing) -> Verdict:
         return after_break("it ended a stream without an output", at)
     if output.stop_reason is not StopReason.ABORTED:
         return Verdict("finished", "", Finish(output.stop_reason, output.stop_match))
+    if output.abort_slug == NOT_FINITE:
+        why = output.abort_detail or NOT_FINITE
+        failed = GiveUp(RequestFailed(why, replica=at.replica))
+        return Verdict("aborted", why, finished_by(at) or failed)
     match output.abort_reason or AbortReason.ENGINE:
         case AbortReason.DEADLINE as reason:
             return Verdict("aborted", reason, GiveUp(overdue(at)))

@@ -33,6 +33,7 @@ from rollout_client.routing.balancer import MAX_IMBALANCE, Balancer
 from rollout_client.routing.connections import Connections
 from rollout_client.routing.health import SILENT_SECONDS, Health
 from rollout_client.routing.router import Router
+from rollout_client.spelling import check_names
 from rollout_client.steering.cluster import ClusterSteering
 from rollout_client.steering.control_ports import ControlPorts, Token, mounted_token
 from rollout_client.steering.direct import DirectSteering
@@ -44,7 +45,7 @@ from rollout_worker.schemas import WeightsId
 from rollout_worker.transfer.tls import TLS_NAME
 
 from .background import Background
-from .options import PoolOptions
+from .options import POOL_OPTIONS, PoolOptions
 from .presence import Presence
 
 logger = logging.getLogger(__name__)
@@ -131,6 +132,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
             name: For logs and metrics.
             **options: See `PoolOptions`.
         """
+        check_names("from_urls", options, (*POOL_OPTIONS, "control_urls", "direct"))
         members = StaticDiscovery(static_members(urls, control_urls))
         pool = cls(members, name=name, **options)
         pool._steering = DirectSteering(
@@ -159,6 +161,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
             name: For logs and metrics; default: the host.
             **options: See `PoolOptions`.
         """
+        check_names("from_dns", options, (*POOL_OPTIONS, "port", "ttl_seconds"))
         return cls(DnsDiscovery(host, port, ttl_seconds), name=name or host, **options)
 
     @classmethod
@@ -193,6 +196,8 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         Raises:
             ClusterError: There are no usable credentials.
         """
+        own = ("namespace", "kubeconfig", "context", "control_token", "control_ca")
+        check_names("from_cluster", options, (*POOL_OPTIONS, *own))
         found = access(kubeconfig, context)
         namespace, kube = namespace or found.namespace, Kube(found)
         tls = control_ca is not None

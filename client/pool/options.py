@@ -29,3 +29,7 @@ class PoolOptions(TypedDict, total=False):
     deadline_seconds: float
     hook: Hook | None
     max_staleness: int | None
+
+
+POOL_OPTIONS = ("name", *PoolOptions.__annotations__)
+"""Names that every way to make a pool takes."""

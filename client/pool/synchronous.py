@@ -329,8 +329,9 @@ class RolloutPool:
         except BaseException:
             drain_here(weights)
             raise
-        spool_here(weights, versions.place(identity), shard_bytes)
-        return self._thread.call(pool._publish_saved(versions, identity, seconds, progress))
+        root_hash = spool_here(weights, versions.place(identity), shard_bytes)
+        saved = pool._publish_saved(versions, identity, root_hash, seconds, progress)
+        return self._thread.call(saved)
 
     def sleep(self, *, seconds: float = STATE_SECONDS) -> None:
         """Free the engines' memory."""
@@ -358,7 +359,7 @@ class RolloutPool:
     def turn(self, **options: Unpack[TurnOptions]) -> Iterator[HeldTurn]:
         """Have the devices that this process shares with the pool for a block."""
         pool = self.asynchronous
-        session = Session(pool, Plan(**options), pool._find_devices)
+        session = Session(pool, Plan.of(options), pool._find_devices)
         follow_here(session, self._thread)
         try:
             yield session.held

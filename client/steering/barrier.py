@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout_client.control import ControlError, ControlUnreachable
 from rollout_client.errors import EpochLost, PublishFailed
@@ -22,7 +22,7 @@ from rollout_worker.schemas import (
 )
 
 from .control_ports import ControlPorts
-from .protocol import OnProgress, PublishProgress
+from .protocol import MISMATCH, OnProgress, PublishProgress, mismatch
 from .pushing.push import Push
 from .pushing.routes import Receiver
 
@@ -42,6 +42,8 @@ class Version:
 
     identity: WeightsId
     source: WeightsSource
+    root_hash: str | None = None
+    """Of their content; None: not known before replicas have read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,8 @@ class Barrier:
         """By name of who is still staging: when it answered last."""
         self._all = list(self._heard_at)
         self._pushed_to: frozenset[str] = frozenset()
+        self._foreign: frozenset[str] = frozenset()
+        """Who has other content under this identity, which is not ours to discard."""
         self._based: frozenset[str] = frozenset()
         """Who takes what differs from what it serves."""
 
@@ -123,7 +127,8 @@ class Barrier:
             tell: Called with how far it is.
 
         Raises:
-            PublishFailed: A replica can't use the weights, or it took too long.
+            PublishFailed: A replica can't use the weights, has other content under their identity, or it
+                took too long.
             EpochLost: A newer trainer owns a worker.
         """
         seconds = max(0.001, until - time.monotonic())
@@ -149,6 +154,7 @@ class Barrier:
             epoch=identity.epoch,
             version=identity.version,
             source=StageSource.of(self.version.source) if push is None else push.source,
+            root_hash=self.version.root_hash,
             deadline_seconds=seconds,
         )
         answers = await self._begin(request, None if push is None else push.based)
@@ -166,15 +172,27 @@ class Barrier:
                 async with asyncio.timeout(POLL_SECONDS):  # `wait_for` may swallow a cancellation
                     await self._news.wait()
             await self._look()
-        if len(set(self.staged.values())) > 1:
-            where = f"at {self.version.source.path}" if push is None else "that were pushed"
-            raise PublishFailed(f"the bytes {where} differ between replicas")
         if push is not None:
             if not self.staged:
                 raise PublishFailed(
                     "no replica takes the weights, so their bytes would be nowhere: wake the pool"
                 )
+            self._compare(await push.ended())
             await push.durable()
+        if len(set(self.staged.values())) > 1:
+            raise PublishFailed(f"the bytes at {self.version.source.path} differ between replicas")
+
+    def _compare(self, sent: str) -> None:
+        """Leave out, or end it for, who has other content than what was sent under this identity."""
+        found = {name: has for name, has in self.staged.items() if has != sent}
+        self._foreign = frozenset(found)
+        for name, has in sorted(found.items()):
+            error = mismatch(self.version.identity, sent, has, replica=name)
+            if name not in self._spared:
+                raise error
+            logger.warning("publishing goes on without %s", error)
+            del self.staged[name]
+        self.version = replace(self.version, root_hash=sent)
 
     async def _begin(
         self, request: StageRequest, based: StageSource | None
@@ -301,7 +319,8 @@ class Barrier:
         if self._push is not None:
             self._push.stop()
         request = DiscardRequest(**self.version.identity.model_dump())
-        await self._ports.ask(self._all, lambda control: control.discard(request))
+        ours = [name for name in self._all if name not in self._foreign]
+        await self._ports.ask(ours, lambda control: control.discard(request))
 
 
 def _takes_no_delta(answer: StagedWeights | ControlError | ControlUnreachable) -> bool:
@@ -313,4 +332,6 @@ def refused(name: str, identity: WeightsId, error: ControlError) -> PublishFaile
     """Return the trainer's error for a worker's refusal of new weights."""
     if error.slug == "stale-epoch":
         return EpochLost(error.detail, replica=name)
+    if error.slug == MISMATCH:
+        return PublishFailed(f"{MISMATCH}: {error.detail}", replica=name)
     return PublishFailed(f"weights {identity}: {error.detail}", replica=name)

@@ -30,7 +30,7 @@ from rollout_worker.schemas import WeightsId, WeightsSource
 from .barrier import Version
 from .control_ports import ControlPorts
 from .heads import stage_on_heads
-from .protocol import OnProgress, PoolState, Published, PublishProgress
+from .protocol import OnProgress, PoolState, Published, PublishProgress, mismatch
 from .pushing.push import Push
 from .replica_status import (
     ANNOTATION_EPOCH,
@@ -150,12 +150,13 @@ class ClusterSteering:
         seconds: float,
         tell: OnProgress,
         push: Push | None = None,
+        root_hash: str | None = None,
     ) -> Published:
         """Move the target and follow the status until it serves; `push` brings the bytes first.
 
         Raises:
-            PublishFailed: In the operator's or the API server's words, or a replica can't use the
-                bytes that were pushed.
+            PublishFailed: In the operator's or the API server's words, a replica can't use the bytes that
+                were pushed, or other content has this identity.
             Superseded: Newer weights took their place.
             EpochLost: Another trainer has the pool.
         """
@@ -163,7 +164,7 @@ class ClusterSteering:
         barrier = None
         if push is not None:
             check_epoch(await self._kube.get(self._path, seconds=seconds), identity.epoch)
-            version = Version(identity, source)
+            version = Version(identity, source, root_hash)
             barrier = await stage_on_heads(self._heads, version, push, began + seconds, tell)
         try:
             pool = await self._move(identity, source, seconds - (time.monotonic() - began))
@@ -173,9 +174,15 @@ class ClusterSteering:
                 await barrier.discard()
             raise
         generation = pool["metadata"]["generation"]
+        if barrier is not None:
+            root_hash = barrier.version.root_hash
 
         def judge(pool: Obj) -> Published | Underway:
-            return published(pool, identity, generation, time.monotonic() - began)
+            found = published(pool, identity, generation, time.monotonic() - began)
+            has = found.root_hash if isinstance(found, Published) else None
+            if root_hash is not None and has not in (None, root_hash):
+                raise mismatch(identity, root_hash, has)
+            return found
 
         done = await self._follow(judge, seconds - (time.monotonic() - began), tell, identity)
         return done if push is None else push.reported(done)

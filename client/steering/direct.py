@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from rollout_client.control import QUICK_SECONDS, ControlError, ControlUnreachable
 from rollout_client.discovery.members import Member
@@ -104,12 +105,13 @@ class DirectSteering:
         seconds: float,
         tell: OnProgress,
         push: Push | None = None,
+        root_hash: str | None = None,
     ) -> Published:
         """Stage on all live replicas, then commit on all; `push` brings the bytes, if there is one.
 
         Raises:
-            PublishFailed: Nothing changed: a replica can't use the weights, or time ran out. Or no
-                replica answered to the commit in time: each gets the weights once it answers.
+            PublishFailed: Nothing changed: a replica can't use the weights, has other content under their
+                identity, or time ran out. Or no replica answered to the commit in time: each gets the weights once it answers.
             EpochLost: A newer trainer owns a worker.
         """
         if push is None and source.pushed is not None:
@@ -123,7 +125,8 @@ class DirectSteering:
             async with self._keeper.lock:
                 states = await self._ports.states()
                 live = [name for name, state in states.items() if state.resident.weights]
-                barrier = Barrier(self._ports, Version(identity, source), live, push=push)
+                version = Version(identity, source, root_hash)
+                barrier = Barrier(self._ports, version, live, push=push)
                 await barrier.stage(until, tell)
                 done = await self._commit(barrier, len(states), began, until, tell)
                 return done if push is None else push.reported(done)
@@ -140,7 +143,8 @@ class DirectSteering:
         message = f"committing weights {identity} on {count} replicas"
         tell(PublishProgress("Committing", 0, count, message))
         left = max(0.0, until - time.monotonic())
-        order = self._options.commit_request(identity, left)
+        root_hash = next(iter(barrier.staged.values()), version.root_hash)
+        order = self._options.commit_request(identity, left, root_hash)
         try:
             answers = await self._ports.ask(
                 list(barrier.staged), lambda c: c.commit(order, timeout=left + QUICK_SECONDS)
@@ -155,7 +159,7 @@ class DirectSteering:
             await barrier.discard()
             name, error = next(iter(errors.items()))
             raise refused(name, identity, error)
-        self._keeper.target = version
+        self._keeper.target = version = replace(version, root_hash=root_hash)
         await self._fence(version)
         if answers and not done:
             why = f"no replica answered to the commit of {identity} in time"
@@ -169,7 +173,7 @@ class DirectSteering:
         tell(PublishProgress("Complete", len(done), total, message))
         return Published(
             identity=identity,
-            root_hash=next(iter(barrier.staged.values()), None),
+            root_hash=root_hash,
             replicas=len(done),
             seconds=time.monotonic() - began,
             pause_seconds=max((a.pause_seconds for a in done.values()), default=None),

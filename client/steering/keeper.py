@@ -132,11 +132,16 @@ class Keeper:
         source = StageSource.of(version.source)
         if version.source.pushed is not None:
             source = StageSource(pushed=PushedBytes(peers=await self._peers(identity)))
-        await control.stage(
-            StageRequest(epoch=identity.epoch, version=identity.version, source=source)
+        request = StageRequest(
+            epoch=identity.epoch,
+            version=identity.version,
+            source=source,
+            root_hash=version.root_hash,
         )
+        await control.stage(request)
         await _until_staged(identity, control)
-        await control.commit(self._options.commit_request(identity))
+        order = self._options.commit_request(identity, root_hash=version.root_hash)
+        await control.commit(order)
         return True
 
     async def _peers(self, identity: WeightsId) -> tuple[Peer, ...]:

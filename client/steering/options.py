@@ -42,12 +42,15 @@ class DirectOptions:
         self.commit_request(WeightsId(epoch=0, version=0))
         self.sleep_request()
 
-    def commit_request(self, identity: WeightsId, seconds: float | None = None) -> CommitRequest:
-        """Return the order to flip to staged weights, drained in at most so many seconds."""
+    def commit_request(
+        self, identity: WeightsId, seconds: float | None = None, root_hash: str | None = None
+    ) -> CommitRequest:
+        """Return the order to flip to staged weights of this content, drained in at most so many seconds."""
         drain = self.drain_seconds if seconds is None else min(self.drain_seconds, seconds)
         return CommitRequest(
             epoch=identity.epoch,
             version=identity.version,
+            root_hash=root_hash,
             in_flight=self.in_flight,
             deadline_seconds=drain,
             on_deadline=self.on_deadline,

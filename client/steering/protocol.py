@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from rollout_client.errors import PublishFailed
 from rollout_worker.schemas import WeightsId, WeightsSource
 
 if TYPE_CHECKING:
     from .pushing.push import Push
 
 PoolState = Literal["Active", "Paused", "Asleep"]
+
+MISMATCH = "content-mismatch"
 
 PUBLISH_SECONDS = 600.0
 STATE_SECONDS = 600.0
@@ -121,6 +124,10 @@ class HandedOver(Protocol):
     def version(self) -> int:
         """Theirs."""
 
+    @property
+    def root_hash(self) -> str:
+        """Of their content."""
+
 
 def identity_handed_over(handed: HandedOver, epoch: int | None) -> WeightsId:
     """Return the identity to move the target to.
@@ -135,6 +142,17 @@ def identity_handed_over(handed: HandedOver, epoch: int | None) -> WeightsId:
             "pool.acquire() once, and give each hand_over epoch=pool.epoch"
         )
     return WeightsId(epoch=handed.epoch, version=handed.version)
+
+
+def mismatch(
+    identity: WeightsId, sent: str, found: str | None, replica: str | None = None
+) -> PublishFailed:
+    """Return the error for an identity that is bound to other content than what was sent."""
+    return PublishFailed(
+        f"{MISMATCH}: weights {identity} have root_hash {found}, and what was published has {sent}:"
+        " publish new content under a higher version",
+        replica=replica,
+    )
 
 
 class Steering(Protocol):
@@ -154,8 +172,13 @@ class Steering(Protocol):
         seconds: float,
         tell: OnProgress,
         push: Push | None = None,
+        root_hash: str | None = None,
     ) -> Published:
-        """Publish weights to all replicas; with `push` its bytes go to them first."""
+        """Publish weights to all replicas; with `push` its bytes go to them first.
+
+        `root_hash`: of their content, where it is known already; replicas with other content under
+        this identity fail it.
+        """
 
     async def change_state(self, state: PoolState, seconds: float) -> int:
         """Move all replicas to a state; return how many of them serve then."""

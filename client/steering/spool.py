@@ -177,10 +177,17 @@ class _Writer:
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor; it is copied, since its storage may be used again at once."""
+        import torch
+
         if name in self._places:
             raise ValueError(f"the tensor {name!r} came twice")
         if not hasattr(tensor, "element_size"):
             raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor: leave it out")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            raise ValueError(
+                f"tensor {name!r} is nested or sparse, and files take dense ones: give it in the shape that"
+                " it has in the model's checkpoint"
+            )
         size = tensor.numel() * tensor.element_size()
         if self._shard and self._bytes + size > self._limit:
             self._write()

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from types import EllipsisType
 from typing import TYPE_CHECKING, Self, Unpack
 
-from rollout_client.errors import RolloutError, SteeringFailed
+from rollout_client.errors import PublishFailed, RolloutError, SteeringFailed
 from rollout_client.hooks import Hook
 from rollout_worker.schemas import Pushed, WeightsId, WeightsSource
 
@@ -61,6 +61,8 @@ class SteeringVerbs:
         self._steering = steering
         self._steering_hook = hook
         self._max_staleness = max_staleness
+        self._last: WeightsId | None = None
+        """What was published here last."""
         self._pusher = Pusher()
         self._together = Together(self._pusher)
 
@@ -97,8 +99,8 @@ class SteeringVerbs:
         memory. If this trainer dies meanwhile, the pool ends up consistent: all old, or all new.
 
         Args:
-            version: Must be higher than the last one of this epoch. A trainer without an epoch
-                takes the next one first.
+            version: Must be higher than the last one of this epoch; the last one again succeeds if it has
+                the same content. A trainer without an epoch takes the next one first.
             path: Folder of safetensors as the workers see it, which must not change any more;
                 None: the model's own checkpoint.
             tensors: Instead of a path: a model, its state dict, or a plain or asynchronous generator
@@ -109,7 +111,8 @@ class SteeringVerbs:
             **options: Of tensors alone, see `PushOptions`.
 
         Raises:
-            PublishFailed: The operator, or a worker that can't use the weights, says why.
+            PublishFailed: The operator, or a worker that can't use the weights, says why; or this version
+                has other content already (`content-mismatch`), or is below the last one.
             Superseded: Newer weights took their place.
             EpochLost: Another trainer has the pool now.
             ValueError: A tensor can't be published; names it. Or there is no memory for them.
@@ -174,7 +177,8 @@ class SteeringVerbs:
         handed nothing fetches it from the others. Raises what `publish_weights` raises.
         """
         version = identity_handed_over(handed, self.epoch).version
-        return await self._publish(version, WeightsSource(pushed=Pushed()), seconds, progress)
+        source = WeightsSource(pushed=Pushed())
+        return await self._publish(version, source, seconds, progress, root_hash=handed.root_hash)
 
     async def _send(
         self,
@@ -203,13 +207,14 @@ class SteeringVerbs:
         seconds: float,
         progress: OnProgress,
         push: Push | None = None,
+        root_hash: str | None = None,
     ) -> Published:
         began, outcome = time.monotonic(), "cancelled"
         steering = await self._steer()
         try:
             identity = await self._identity(version)
-            done = await steering.publish(identity, source, seconds, progress, push)
-            outcome = "ok"
+            done = await steering.publish(identity, source, seconds, progress, push, root_hash)
+            outcome, self._last = "ok", identity
         except RolloutError as error:
             outcome = type(error).__name__
             raise
@@ -263,24 +268,37 @@ class SteeringVerbs:
         except BaseException:
             await drain(weights)
             raise
-        await spool(weights, versions.place(identity), shard_bytes)
-        return await self._publish_saved(versions, identity, seconds, progress)
+        root_hash = await spool(weights, versions.place(identity), shard_bytes)
+        return await self._publish_saved(versions, identity, root_hash, seconds, progress)
 
     async def _identity(self, version: int) -> WeightsId:
-        """Return the identity of a version of this trainer, which takes an epoch if it has none."""
+        """Return the identity of a version of this trainer, which takes an epoch if it has none.
+
+        Raises:
+            PublishFailed: A higher one was published here.
+        """
         if self.epoch is None:
             await self.acquire()
         assert self.epoch is not None
-        return WeightsId(epoch=self.epoch, version=version)
+        identity = WeightsId(epoch=self.epoch, version=version)
+        if self._last is not None and identity < self._last:
+            raise PublishFailed(
+                f"weights {identity} are below {self._last}, which this pool published last: give a"
+                " higher version, or acquire() a higher epoch to go back"
+            )
+        return identity
 
     async def _publish_saved(
-        self, versions: Versions, identity: WeightsId, seconds: float, progress: OnProgress
+        self,
+        versions: Versions,
+        identity: WeightsId,
+        root_hash: str,
+        seconds: float,
+        progress: OnProgress,
     ) -> Published:
         """Publish what was written, then delete what nobody needs any more."""
-        path = versions.seen(identity)
-        done = await self.publish_weights(
-            identity.version, path, seconds=seconds, progress=progress
-        )
+        source = source_of(versions.seen(identity))
+        done = await self._publish(identity.version, source, seconds, progress, root_hash=root_hash)
         await asyncio.to_thread(versions.prune, done.identity)
         return done
 

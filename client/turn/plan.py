@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+from rollout_client.spelling import check_names
 from rollout_client.steering.protocol import STATE_SECONDS
 
 DIRECTORY = Path("/rollout/turn")
@@ -85,6 +86,16 @@ class Plan:
             )
         if isinstance(self.devices, str):
             raise ValueError(f"devices must be a list of names, not the text {self.devices!r}")
+
+    @classmethod
+    def of(cls, options: TurnOptions) -> Plan:
+        """Return the plan for these options.
+
+        Raises:
+            TypeError: One does not exist.
+        """
+        check_names("turn", options, TurnOptions.__annotations__)
+        return cls(**options)
 
     def agreed(self, yes: bool) -> bool:
         """Return whether all ranks say yes."""

@@ -47,7 +47,7 @@ class TurnVerbs(SteeringVerbs):
             SteeringFailed: The pool did not fall asleep, or did not serve afterwards, in time.
             EpochLost, ClusterError: See `sleep`.
         """
-        session = Session(self, Plan(**options), self._find_devices)
+        session = Session(self, Plan.of(options), self._find_devices)
         await follow(session)
         try:
             yield session.held

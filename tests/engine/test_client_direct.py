@@ -25,6 +25,7 @@ from rollout_client import (
     PublishProgress,
     RolloutPool,
     SteeringFailed,
+    WeightsId,
 )
 from tinymodels import TinyModels
 from waiting import until
@@ -172,7 +173,7 @@ async def test_a_worker_that_comes_back_gets_the_weights(
     with ExitStack() as stack:
         third = stack.enter_context(in_process(model, *flags, token=TOKEN))
         async with new_pool([*workers, third]) as pool:
-            await pool.acquire()
+            epoch = await pool.acquire()
             version = next(VERSIONS)
             await asyncio.to_thread(stack.close)
             # A dead member is nobody's reason to wait.
@@ -186,6 +187,9 @@ async def test_a_worker_that_comes_back_gets_the_weights(
             )
             await until(lambda: active(again)[1] == version, 30, what="the weights")
             await pool.wait_serving(3, seconds=20)
+            records = pool._router.balancer.records.values()
+            served = WeightsId(epoch=epoch, version=version)  # as the pool hears from its keeper
+            await until(lambda: {r.active for r in records} == {served}, 20, what="the news")
             batch = await pool.generate_many([PROMPT] * 9, sampling={"max_tokens": 2})
             assert {r.output.weights[0].version for r in batch} == {version}
             assert len({r.attempts[-1].replica for r in batch}) == 3

@@ -48,6 +48,7 @@ def control_url(worker: InProcess | Command) -> str:
 @pytest.fixture
 async def pool(workers: list[InProcess]) -> AsyncIterator[AsyncRolloutPool]:
     async with AsyncRolloutPool.from_urls([url(w) for w in workers]) as pool:
+        await pool.wait_serving(len(workers))
         yield pool
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout_client import PublishFailed, RolloutPool, WeightsId
+from rollout_client import PublishFailed, RequestFailed, RolloutPool, WeightsId
 from rollout_client.steering import keeper
 from tinymodels import TinyModels
 from waiting import eventually
@@ -78,6 +78,76 @@ def test_pushed_tensors_serve_as_the_same_files_would(
         }
         result = pool.generate([5, 6, 7], sampling={"max_tokens": 4, "temperature": 0})
         assert {span.version for span in result.output.weights} == {version}
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_other_content_under_the_version_that_serves_is_refused_and_told(
+    pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels, transport: Any
+) -> None:
+    pool.acquire()
+    right, other = weights(tiny_models, 2), weights(tiny_models, 3)
+    pool.publish_weights(4, tensors=other, transport=transport)
+    done = pool.publish_weights(5, tensors=right, transport=transport)  # as a delta, by TCP
+    before = active(workers)
+    ways: list[dict[str, Any]] = [
+        {"tensors": other, "transport": transport},
+        {"tensors": iter(other.items()), "transport": transport},
+        {"path": str(tiny_models.weights(3))},
+    ]
+    for way in ways:
+        with pytest.raises(PublishFailed, match=r"content-mismatch: .*version") as raised:
+            pool.publish_weights(5, **way)
+        assert raised.value.replica is not None
+        assert root_hash(tiny_models, 2) in str(raised.value)
+        if "tensors" in way:
+            assert root_hash(tiny_models, 3) in str(raised.value)
+        assert active(workers) == before
+        assert [each.state()["weights"]["staged"] for each in workers] == [None] * 2
+    with pytest.raises(
+        PublishFailed, match=r"are below \(\d+, 5\), which this pool published last"
+    ):
+        pool.publish_weights(4, tensors=other)
+    again = pool.publish_weights(5, tensors=right, transport=transport)
+    assert (again.identity, again.root_hash) == (done.identity, done.root_hash)
+    assert active(workers) == before
+
+
+def test_of_two_trainers_of_one_epoch_the_later_one_hears_that_it_lost(
+    pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    epoch = pool.acquire()
+    data = [str(each.data.base_url).rstrip("/") for each in workers]
+    control = [str(each.control.base_url).rstrip("/") for each in workers]
+    pool.publish_weights(1, tensors=weights(tiny_models, 2))
+    before = active(workers)
+    with RolloutPool.from_urls(data, control_urls=control) as rival:
+        rival.asynchronous.epoch = epoch
+        with pytest.raises(PublishFailed, match="content-mismatch"):
+            rival.publish_weights(1, tensors=weights(tiny_models, 3))
+        with pytest.raises(PublishFailed, match="content-mismatch"):
+            rival.save_and_publish(weights(tiny_models, 3), 1, tmp_path)
+    assert active(workers) == before
+
+
+def test_weights_that_give_no_finite_logits_are_told_by_name_and_end_no_engine(
+    pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels
+) -> None:
+    epoch = pool.acquire()
+    restarts = [each.state()["restarts"] for each in workers]
+    sound = weights(tiny_models, 2)
+    bad = {name: torch.full_like(tensor, torch.nan) for name, tensor in sound.items()}
+    pool.publish_weights(1, tensors=bad)
+    with pytest.raises(RequestFailed) as raised:
+        pool.generate([5, 6, 7], sampling={"max_tokens": 4})
+    assert raised.value.cause.startswith(
+        f"weights ({epoch}, 1) give logits that are not finite (NaN or infinite): publish sound"
+    )
+    assert raised.value.kept is None or len(raised.value.kept.attempts) == 1
+    answer = workers[0].generate(token_ids=[5, 6, 7])
+    assert answer.json()["outputs"][0]["abort_slug"] == "not-finite"
+    assert [each.state()["restarts"] for each in workers] == restarts
+    pool.publish_weights(2, tensors=sound)
+    assert pool.generate([5, 6, 7], sampling={"max_tokens": 4}).output.weights[0].version == 2
 
 
 def test_what_one_worker_refuses_serves_nowhere_and_is_named(

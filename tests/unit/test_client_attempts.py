@@ -261,6 +261,7 @@ async def test_an_output_that_has_ended_is_streamed_whole_though_another_goes_on
 async def test_a_replica_that_is_behind_is_known_by_its_weights(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
+    await pool.wait_serving()
     active = {"epoch": 0, "version": 3, "root_hash": "h", "labels": {}}
     worker.server.answer("GET", "/v1/weights", {"active": active, "commit_seq": 1})
     worker.steps = [problem(409, "version-not-met", active=active)]
@@ -285,6 +286,7 @@ async def test_a_full_queue_is_left_alone_no_shorter_than_it_said(
 async def test_only_an_answer_of_its_own_brings_a_broken_replica_back(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
+    await pool.wait_serving()
     worker.ready(503)
     worker.steps = [tokens([1], None), tokens([2], "stop")]
     with pytest.raises(DeadlineExceeded):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from aiohttp import web
 
 from loopback import Loopback, kubeconfig, loopback
@@ -26,6 +27,7 @@ from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.verbs import SteeringVerbs
 from rollout_worker.embedded.handing import HandedOver
 from rollout_worker.schemas import Pushed, WeightsSource
+from rollout_worker.wire.roothash import Hashed, root_hash_of
 from scripted_control import ScriptedControl, scripted_controls
 
 COLLECTION = "/apis/rollout.dev/v1alpha1/namespaces/train/rolloutreplicas"
@@ -100,9 +102,9 @@ class FlakyApi:
             return web.Response()
         return web.json_response({"message": "overloaded"}, status=status)
 
-    def commits(self, epoch: int, version: int) -> None:
+    def commits(self, epoch: int, version: int, root_hash: str = "h") -> None:
         """Note what an operator would, ahead of the order."""
-        committed = {"epoch": epoch, "version": version, "rootHash": "h"}
+        committed = {"epoch": epoch, "version": version, "rootHash": root_hash}
         self.pool["status"] = {"observedGeneration": 99, "weights": {"committed": committed}}
 
 
@@ -202,6 +204,12 @@ async def test_an_api_server_that_stays_away_is_named_at_the_deadline(
     assert json.dumps(api.pool["spec"]) == "{}", "it was Active already: nothing was written"
 
 
+PUSHED = {"a": torch.arange(7.0)}
+PUSHED_HASH = root_hash_of(
+    {"a": Hashed("F32", (7,), xxhash.xxh3_128_hexdigest(PUSHED["a"].numpy().data))}
+)
+
+
 @contextlib.asynccontextmanager
 async def pushing(
     api: FlakyApi, home: Path, controls: Sequence[ScriptedControl]
@@ -214,7 +222,7 @@ async def pushing(
     heads = ControlPorts(lambda: [each.member for each in controls], None)
     steering = ClusterSteering(kube, "math", "train", heads)
     pusher = Pusher()
-    push = pusher.begin({"a": torch.arange(7.0)})
+    push = pusher.begin(PUSHED)
     pushed = WeightsSource(pushed=Pushed())
     sending = asyncio.ensure_future(
         steering.publish(WeightsId(epoch=1, version=1), pushed, 20, lambda _: None, push)
@@ -238,7 +246,7 @@ async def test_a_head_that_is_slow_to_answer_is_not_left_out(
     async with scripted_controls(2) as controls:
         for index in slow:
             controls[index].slow["state"] = 1
-        api.commits(1, 1)
+        api.commits(1, 1, PUSHED_HASH)
         async with pushing(api, tmp_path, controls) as (receivers, sending):
             await sending
             assert [bool(each.content) for each in receivers] == [True, True]
@@ -250,7 +258,7 @@ async def test_pushed_weights_are_on_every_head_before_the_target_moves(
     async with scripted_controls(3) as controls:
         controls[2].resident = False  # asleep: it takes them from the others once it wakes
         async with pushing(api, tmp_path, controls) as (receivers, sending):
-            api.commits(1, 1)
+            api.commits(1, 1, PUSHED_HASH)
             done = await sending
             target = api.pool["spec"]["weights"]["target"]
             assert {kind: v for kind, v in target["source"].items() if v is not None} == {
@@ -287,7 +295,7 @@ async def test_only_heads_that_serve_can_keep_the_target_from_moving(
     async with scripted_controls(2) as controls:
         controls[1].serving = serving
         controls[1].refuse["stage"] = (409, "asleep")
-        api.commits(1, 1)
+        api.commits(1, 1, PUSHED_HASH)
         async with pushing(api, tmp_path, controls) as (_, sending):
             if serving:
                 with pytest.raises(PublishFailed, match=r"w1: .*no stage: asleep"):
@@ -298,6 +306,30 @@ async def test_only_heads_that_serve_can_keep_the_target_from_moving(
                 await sending
                 assert controls[0].verbs == ["stage"]
                 assert "target" in api.pool["spec"]["weights"]
+
+
+async def test_a_version_that_is_committed_with_other_content_is_not_published(
+    api: FlakyApi, tmp_path: Path
+) -> None:
+    async with scripted_controls(1) as controls:
+        api.commits(1, 1, "other")  # by a trainer of the same epoch, which was faster
+        async with pushing(api, tmp_path, controls) as (_, sending):
+            with pytest.raises(PublishFailed) as raised:
+                await sending
+    assert str(raised.value).startswith("content-mismatch: weights (1, 1) have root_hash other, ")
+    assert PUSHED_HASH in str(raised.value)
+
+
+async def test_a_head_that_has_other_content_keeps_the_target_and_its_bytes(
+    api: FlakyApi, tmp_path: Path
+) -> None:
+    async with scripted_controls(2) as controls:
+        controls[1].active = (1, 1)
+        async with pushing(api, tmp_path, controls) as (_, sending):
+            with pytest.raises(PublishFailed, match=r"w1: content-mismatch: .* active, .*xxh3"):
+                await sending
+        assert "weights" not in api.pool["spec"]
+        assert [each.verbs for each in controls] == [["stage", "discard"], ["stage"]]
 
 
 async def test_without_a_mounted_token_the_fix_is_named(tmp_path: Path) -> None:

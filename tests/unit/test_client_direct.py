@@ -100,6 +100,7 @@ async def test_all_stage_then_all_commit_and_all_are_fenced(steered: Steered) ->
         assert each.active == (1, 5)
         commit = each.body("commit")
         assert (commit["epoch"], commit["version"], commit["in_flight"]) == (1, 5, "Abort")
+        assert commit["root_hash"] == "h"  # what all have staged
         assert commit["deadline_seconds"] == 7
         assert each.body("require") == {"epoch": 1, "min_version": 5}
     assert steered.serving == [("http://w0:8000", NEW), ("http://w1:8000", NEW)]

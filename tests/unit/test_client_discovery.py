@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -217,6 +218,16 @@ async def test_addresses_of_a_name_must_prove_themselves() -> None:
             found = await pool.wait_serving(seconds=10)
             assert f"http://127.0.0.1:{port}" in {member.url for member in found}
             assert ("GET", "/ready", "") in server.requests
+
+
+async def test_a_port_that_refuses_does_not_serve() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with loopback() as server, AsyncRolloutPool.from_urls([url, server.url]) as pool:
+        server.answer("GET", "/ready", {})
+        assert [each.url for each in await pool.wait_serving(seconds=10)] == [server.url]
+        with pytest.raises(NoReplica, match=r"1 of 2 replicas serve \(.*ConnectError"):
+            await pool.wait_serving(2, seconds=1)
 
 
 async def test_a_name_that_is_nobodys_is_said() -> None:

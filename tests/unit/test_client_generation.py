@@ -275,6 +275,7 @@ async def test_a_full_queue_is_asked_again_when_it_said(
 async def test_who_sleeps_is_asked_only_whether_it_is_ready(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
+    await pool.wait_serving()
     worker.ready(503)
     worker.steps = [problem(503, "asleep", retry=5), tokens([1], "stop")]
     running = asyncio.create_task(pool.generate(PROMPT))

@@ -49,6 +49,43 @@ def test_the_synchronous_pool_has_the_same_methods_with_the_same_arguments() -> 
             assert parameters(ours[name]) == parameters(method), name
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: RolloutPool.from_urls(NOWHERE, control_url=[]), "from_urls .*'control_urls'"),
+        (lambda: RolloutPool.from_dns("localhost", ttl_second=3), "from_dns .*'ttl_seconds'"),
+        (
+            lambda: RolloutPool.from_cluster("m", "n", max_failure=2),
+            "from_cluster .*'max_failures'",
+        ),
+    ],
+)
+def test_a_pool_refuses_options_that_do_not_exist(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_every_verb_refuses_options_that_do_not_exist() -> None:
+    with RolloutPool.from_urls(NOWHERE) as pool:
+        verbs: dict[str, Any] = {
+            "generate": lambda **odd: pool.generate([1], **odd),
+            "stream": lambda **odd: pool.stream([1], **odd).__enter__(),
+            "generate_many": lambda **odd: pool.generate_many([[1]], **odd),
+            "as_completed": lambda **odd: list(pool.as_completed([[1]], **odd)),
+            "publish_weights": lambda **odd: pool.publish_weights(1, "/w", **odd),
+            "turn": lambda **odd: pool.turn(**odd).__enter__(),
+        }
+        for name, method in public(RolloutPool).items():
+            kinds = (
+                {p.kind for p in inspect.signature(method).parameters.values()}
+                if callable(method)
+                else ()
+            )
+            if inspect.Parameter.VAR_KEYWORD in kinds and not name.startswith("from_"):
+                with pytest.raises(TypeError, match=r"has no argument 'odd_name'"):
+                    verbs[name](odd_name=1)
+
+
 def test_the_actor_has_what_crosses_processes() -> None:
     ours, theirs = public(PoolActor), public(AsyncRolloutPool)
     missing = {"stream", "as_completed", "generating", "save_and_publish", "turn"}

@@ -143,6 +143,14 @@ def test_what_fails_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
+def test_what_is_no_dense_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for odd in (jagged, torch.ones(2, 2).to_sparse()):
+        with pytest.raises(ValueError, match="tensor 'odd' is nested or sparse, and files"):
+            spool_here({"odd": odd}, tmp_path / "1")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_other_ranks_are_never_left_waiting(tmp_path: Path) -> None:
     """A folder that can't be made: the stream is taken to its end all the same."""
     (tmp_path / "file").touch()

@@ -594,8 +594,9 @@ async def test_the_code_of_the_page_runs(
 
 async def test_a_pool_without_an_operator_takes_turns_at_its_control_ports(directory: Path) -> None:
     async with scripted_controls(2) as controls:
-        urls = [each.member.url for each in controls]
-        ports = [each.server.url for each in controls]
+        urls = ports = [each.server.url for each in controls]
+        for each in controls:
+            each.server.answer("GET", "/ready", {})
         async with AsyncRolloutPool.from_urls(urls, control_urls=ports) as pool:
             async with pool.turn(seconds=20):
                 assert [each.verbs for each in controls] == [["sleep"]] * 2

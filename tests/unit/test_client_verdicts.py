@@ -95,6 +95,18 @@ def test_who_fell_asleep_gets_nothing_more() -> None:
     )
 
 
+def test_weights_that_make_no_token_are_told_at_once() -> None:
+    why = "weights (1, 5) give logits that are not finite"
+    output = aborted(AbortReason.ENGINE).model_copy(
+        update={"abort_slug": "not-finite", "abort_detail": why}
+    )
+    verdict = after_answer(output, BEGUN)
+    error = error_of(verdict.next)
+    assert isinstance(error, RequestFailed)
+    assert (error.cause, error.replica) == (why, "w0")
+    assert (verdict.broke, verdict.exclusion) == (False, None)
+
+
 @pytest.mark.parametrize("reason", [AbortReason.ENGINE, AbortReason.CLIENT, None])
 def test_an_abort_that_nobody_asked_for_is_a_failure(reason: AbortReason | None) -> None:
     verdict = after_answer(aborted(reason), BEGUN)

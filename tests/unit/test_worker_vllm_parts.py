@@ -25,8 +25,9 @@ from rollout_worker.engines.vllm.intake import Model, check
 from rollout_worker.engines.vllm.labels import Labels
 from rollout_worker.engines.vllm.launch import Steps
 from rollout_worker.engines.vllm.steering import Steering
+from rollout_worker.engines.vllm.streams import Stream
 from rollout_worker.observe.processes import Standing, descendants, end, find
-from rollout_worker.schemas import Progress, SamplingParams, WeightsId
+from rollout_worker.schemas import Progress, SamplingParams, StopReason, WeightsId
 from rollout_worker.sources.files import ReadCancelled
 from rollout_worker.turn.sharing import SOCKET
 from tiny_engine import write_weights
@@ -59,6 +60,23 @@ def test_a_label_that_was_never_adopted_means_nothing() -> None:
     lost = labels.next(WeightsId(epoch=1, version=1), kept=True)
     assert labels.next(WeightsId(epoch=1, version=2), kept=True) == lost
     assert labels.identity == WeightsId(epoch=0, version=0)
+
+
+def test_a_token_without_a_finite_logprob_names_the_weights_that_made_it() -> None:
+    labels = Labels()
+    commit(labels, 1, kept=True)
+    request = EngineRequest("r", (1,), SamplingParams(max_tokens=8), "sampling")
+    stream = Stream(request, 0, None)
+    spans = [SimpleNamespace(version="0", start=0), SimpleNamespace(version="1", start=1)]
+    completion = SimpleNamespace(
+        token_ids=[7, 8],
+        logprobs=SimpleNamespace(logprobs=[-0.5, float("nan")]),
+        weight_versions=spans,
+        finish_reason=None,
+    )
+    delta = stream.take(SimpleNamespace(outputs=[completion], num_cached_tokens=0), labels)
+    assert (delta.token_ids, delta.stop_reason) == ((7,), StopReason.ABORTED)
+    assert delta.not_finite == WeightsId(epoch=1, version=1)
 
 
 async def test_the_gate_lets_in_by_priority_then_arrival() -> None:

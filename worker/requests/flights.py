@@ -126,6 +126,7 @@ class Flight:
                     stop_reason=output.stop_reason or StopReason.ABORTED,
                     stop_match=output.stop_match,
                     abort_reason=output.abort_reason,
+                    **output.abort_cause,
                 )
                 for output in self.outputs
             ),

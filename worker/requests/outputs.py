@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.schemas import (
+    NOT_FINITE,
     AbortReason,
     GenerateOutput,
     StopMatch,
     StopReason,
     StreamDelta,
+    WeightsId,
     WeightsSpan,
 )
 
@@ -28,6 +30,8 @@ class Output:
     stop_reason: StopReason | None = None
     stop_match: StopMatch | None = None
     abort_reason: AbortReason | None = None
+    not_finite: WeightsId | None = None
+    """The weights whose logits were not, which aborted it."""
     cached_tokens: int = 0
     preemptions: int = 0
     queued_seconds: float = 0.0
@@ -51,6 +55,7 @@ class Output:
             self.stop_reason = delta.stop_reason
             self.stop_match = delta.stop_match
             self.abort_reason = delta.abort_reason
+            self.not_finite = delta.not_finite
 
     def _append_span(self, span: WeightsSpan) -> None:
         last = self.spans[-1] if self.spans else None
@@ -84,6 +89,17 @@ class Output:
         if self.stop_reason is None:
             self.stop_reason, self.abort_reason = StopReason.ABORTED, reason
 
+    @property
+    def abort_cause(self) -> dict[str, str]:
+        """`abort_slug` and `abort_detail`, where there are such."""
+        if self.not_finite is None:
+            return {}
+        detail = (
+            f"weights {self.not_finite} give logits that are not finite (NaN or infinite): publish sound"
+            " weights under a higher version"
+        )
+        return {"abort_slug": NOT_FINITE, "abort_detail": detail}
+
     def result(self) -> GenerateOutput:
         """The finished output, as the client receives it."""
         assert self.stop_reason is not None
@@ -94,6 +110,7 @@ class Output:
             stop_reason=self.stop_reason,
             stop_match=self.stop_match,
             abort_reason=self.abort_reason,
+            **self.abort_cause,
             weights=tuple(self.spans),
         )
 

@@ -114,6 +114,10 @@ class AbortReason(StrEnum):
     ENGINE = "engine"
 
 
+NOT_FINITE = "not-finite"
+"""`abort_slug` of an output whose weights gave logits from which nothing can be sampled."""
+
+
 class Lifecycle(StrEnum):
     """State of a worker; `core/states.py` holds the table of allowed moves."""
 

@@ -157,6 +157,14 @@ class GenerateOutput(Wire):
     stop_reason: StopReason
     stop_match: StopMatch | None = None
     abort_reason: AbortReason | None = None
+    abort_slug: str | None = Field(
+        default=None,
+        exclude_if=_absent,
+        description="What aborted it, where trying again can't help: `not-finite`.",
+    )
+    abort_detail: str | None = Field(
+        default=None, exclude_if=_absent, description="The same in a sentence, with the fix."
+    )
     weights: tuple[WeightsSpan, ...]
 
 
@@ -203,6 +211,14 @@ class DoneOutput(Wire):
     stop_reason: StopReason
     stop_match: StopMatch | None = None
     abort_reason: AbortReason | None = None
+    abort_slug: str | None = Field(
+        default=None,
+        exclude_if=_absent,
+        description="What aborted it, where trying again can't help: `not-finite`.",
+    )
+    abort_detail: str | None = Field(
+        default=None, exclude_if=_absent, description="The same in a sentence, with the fix."
+    )
 
 
 class StreamDone(Wire):

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from rollout_client.spelling import check_names
 from rollout_client.steering.versions import KEEP, Versions
 
 from .door import ANYHOW, Reach
@@ -81,11 +82,13 @@ class PushPlan:
         """Return the options of a publish of tensors.
 
         Raises:
-            TypeError: There is a path, too, or an option that belongs to a folder or to ranks without them.
+            TypeError: There is a path, too, an option that belongs to a folder or to ranks without them, or
+                one that does not exist.
             ValueError: There are no such transport, base, host or ports, or nothing would go out at this rate.
         """
         if path is not ...:
             raise TypeError("give publish_weights a path or tensors, not both")
+        _check_names(options)
         transport = options.get("transport", "auto")
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
@@ -106,6 +109,11 @@ class PushPlan:
         mounted_at, keep = options.get("mounted_at"), options.get("keep", KEEP)
         versions = Versions.at(spool, mounted_at, keep)
         return cls(transport, versions, ranks, rate, base is not None, reach)
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    known = (*PushOptions.__annotations__, "path", "tensors", "seconds", "progress")
+    check_names("publish_weights", options, known)
 
 
 def _reach_of(options: Mapping[str, Any], ranks: object) -> Reach:
@@ -155,5 +163,6 @@ def check_path(path: object, options: Mapping[str, Any]) -> None:
     """
     if path is ...:
         raise TypeError("give publish_weights a path, or tensors=")
+    _check_names(options)
     if options:
         raise TypeError(f"{', '.join(sorted(options))}: only a publish of tensors takes this")

@@ -198,21 +198,28 @@ class Push:
         """Whether a replica's connection tells of it, so that nobody has to ask how far it is."""
         return any(sender.stands(name) for sender in self.senders)
 
+    async def ended(self) -> str:
+        """Return the root hash of what is sent, once all of it has come.
+
+        Raises:
+            PublishFailed: The tensors did not come.
+        """
+        root_hash: str | None = None
+        try:
+            while root_hash is None:
+                root_hash = await asyncio.to_thread(self.filling.wait_end, LOOK_SECONDS)
+        except GivenUp as error:
+            raise _why(error) from error
+        return root_hash
+
     async def durable(self) -> None:
-        """Write the folder, if one is wanted, and return once it is on the disk.
+        """Write the folder, if one is wanted, and return once it is on the disk; for what has `ended`.
 
         Raises:
             OSError: It can't be written.
-            PublishFailed: The tensors did not come.
         """
-        if self.spool is None:
-            return
-        try:
-            while await asyncio.to_thread(self.filling.wait_end, LOOK_SECONDS) is None:
-                pass
-        except GivenUp as error:
-            raise _why(error) from error
-        await to_its_end(spool_here, self._in_memory(), self.spool)
+        if self.spool is not None:
+            await to_its_end(spool_here, self._in_memory(), self.spool)
 
     def _in_memory(self) -> Mapping[str, Any]:
         """Return what was filled as tensors, without a copy."""

@@ -28,6 +28,7 @@ class Pusher:
         self._arena, self.copier = Arena(), Copier()
         self._lock = threading.Lock()
         self._known: PushLayout | None = None
+        """Of what was published last."""
         self._before: Before | None = None
         self._senders: list[Sender] = []
 
@@ -91,8 +92,9 @@ class Pusher:
     def _settled(self, push: Push) -> None:
         """Take over what a push leaves: memory that replicas read goes with its last reader."""
         with self._lock:
-            self._known = push.filling.layout if push.filling.root_hash else None
             if push.published is not None:
+                # What was refused says nothing of the next stream: it may be the corrected one.
+                self._known = push.filling.layout
                 self._forget()
                 if push.keeps:
                     self._before = Before.of(push.filling, push.published)

@@ -76,6 +76,12 @@ def spec_of(name: object, tensor: Any) -> Spec:
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
         raise LayoutError(f"{name!r} is a {kind}, not a tensor: leave it out", tensor=name)
+    if tensor.is_nested:
+        raise LayoutError(
+            f"tensor {name!r} is nested, and workers take dense ones: give it in the shape that it has in"
+            " the model's checkpoint",
+            tensor=name,
+        )
     dtype = _dtypes().get(tensor.dtype)
     if dtype is None:
         raise LayoutError(

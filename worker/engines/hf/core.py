@@ -282,7 +282,7 @@ class Core:
                 weights,
                 sequence.request.request_id,
             )
-            sequence.abort(AbortReason.ENGINE)
+            sequence.abort(AbortReason.ENGINE, not_finite=weights)
         if not waits:
             self._unsent.append(sequence)
 

@@ -51,6 +51,7 @@ class Sequence:
     _spans: list[tuple[WeightsId, bool, int]] = field(default_factory=list)
     _verdict: Verdict | None = None
     _abort: AbortReason | None = None
+    _not_finite: WeightsId | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.token_ids)
@@ -109,10 +110,10 @@ class Sequence:
         self._verdict = self.stop.check(token, start + 1)
         self.done = self._verdict is not None
 
-    def abort(self, reason: AbortReason) -> None:
-        """End it from outside; what it has stays."""
+    def abort(self, reason: AbortReason, not_finite: WeightsId | None = None) -> None:
+        """End it from outside, or because of weights whose logits are not finite; what it has stays."""
         self.done = True
-        self._abort = reason
+        self._abort, self._not_finite = reason, not_finite
 
     def delta(self) -> EngineDelta:
         """Return what is new since the last call; with the reason of the end once it is done."""
@@ -128,6 +129,7 @@ class Sequence:
             stop_reason=reason,
             stop_match=match,
             abort_reason=self._abort,
+            not_finite=self._not_finite,
             preemptions=self.preemptions,
             queued_seconds=(self.started or time.monotonic()) - self.entered,
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.stopping import StopChecker
-from rollout_worker.schemas import AbortReason, StopMatch, StopReason
+from rollout_worker.schemas import AbortReason, StopMatch, StopReason, WeightsId
 
 from .labels import Labels
 
@@ -50,7 +50,9 @@ class Stream:
         completion = output.outputs[0]
         tokens: Sequence[int] = completion.token_ids
         logprobs = None if self.request.logprobs is None else _logprobs(completion, len(tokens))
+        starts = self._starts(completion)
         count, ending = self._cut(tokens, logprobs)
+        bad = self._weights_of(self.produced + count, starts, labels) if ending is BROKEN else None
         if ending is None:
             ending = self._ending(completion)
         if self.state is not None and self.state.stats is not None:
@@ -62,14 +64,23 @@ class Stream:
         return EngineDelta(
             token_ids=tuple(tokens[:count]),
             logprobs=None if logprobs is None else tuple(logprobs[:count]),
-            spans=labels.spans(self._starts(completion), begin, self.produced),
+            spans=labels.spans(starts, begin, self.produced),
             stop_reason=reason,
             stop_match=match,
             abort_reason=abort,
+            not_finite=bad,
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
             queued_seconds=self._queued(),
         )
+
+    def _weights_of(
+        self, index: int, starts: Sequence[tuple[str, int]], labels: Labels
+    ) -> WeightsId:
+        """Return the weights that made the token at an index."""
+        for span in labels.spans(starts, index, index + 1):
+            return WeightsId(epoch=span.epoch, version=span.version)
+        return labels.identity
 
     def _starts(self, completion: Any) -> list[tuple[str, int]]:
         """Return where each label of weights began; a state is gone only with the last output."""
