@@ -193,7 +193,7 @@ $(ENV_RAY)/.installed: requirements/ray.txt | $(UV)
 
 # Made anew each time: what `--target` leaves of an older set would still be found.
 $(ENV_VERL)/.installed: requirements/verl.txt $(VENV) | $(UV)
-	@echo "installing verl for the test of its agent loops (once; 430 MB, about a minute)"
+	@echo "installing verl for the test of its trainer (once; 440 MB, about a minute)"
 	rm -rf $(ENV_VERL)
 	$(UV) pip install --quiet --no-deps --require-hashes --target $(ENV_VERL) --python $(BIN)/python -r requirements/verl.txt
 	touch $@

@@ -50,15 +50,16 @@ class VerlRollout:
         await self._pools.close()
 
     async def resume(self, tags: Sequence[str]) -> None:
-        """Wake the pool once `kv_cache` is asked for.
+        """Wake the pool: for `kv_cache`, and already for `weights` if these go from memory to memory.
 
-        With `weights` alone there is nothing to do: new weights are published to a sleeping pool and
-        loaded as it wakes, so memory is taken only after the trainer has freed its own.
+        A pool that sleeps takes new weights from a folder alone, and loads them as it wakes. With one,
+        memory is taken only after the trainer has freed its own; without, both need room at once.
         """
         unknown = sorted(set(tags) - set(TAGS))
         if unknown:
             raise ValueError(f"unknown tags {unknown}: use {', '.join(TAGS)}")
-        if self.is_leader_rank and "kv_cache" in tags:
+        needed = "kv_cache" if self._settings.folder is not None else "weights"
+        if self.is_leader_rank and {needed, "kv_cache"} & set(tags):
             await self._pools.here().wake()
 
     async def release(self) -> None:

@@ -173,9 +173,11 @@ class Barrier:
                     await self._news.wait()
             await self._look()
         if push is not None:
-            if not self.staged:
+            # A folder is loaded by who wakes; memory alone has to be somewhere.
+            if not self.staged and push.spool is None:
                 raise PublishFailed(
-                    "no replica takes the weights, so their bytes would be nowhere: wake the pool"
+                    "no replica takes the weights, so their bytes would be nowhere: wake the pool, or"
+                    " give spool="
                 )
             self._compare(await push.ended())
             await push.durable()

@@ -28,7 +28,7 @@ def _nothing(*_: object, **__: object) -> int:
 def _module() -> ModuleType:
     """Return what takes the place of `torch.cuda`."""
     module = ModuleType("verl_cpu_device")
-    module.__dict__.update({name: _nothing for name in ZEROS})
+    module.__dict__.update(dict.fromkeys(ZEROS, _nothing))
     module.__dict__.update(
         is_available=lambda: True,
         current_device=lambda: DEVICE,
