@@ -214,6 +214,11 @@ class Filling:
         return self._digests
 
     @property
+    def given_up(self) -> bool:
+        """Whether nobody wants it any more."""
+        return self._given_up
+
+    @property
     def planned(self) -> bool:
         """Whether memory was taken.
 

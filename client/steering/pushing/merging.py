@@ -117,11 +117,6 @@ class Merging(Filling):
             raise self._hashing.why
         return super()._hashes()
 
-    @property
-    def given_up(self) -> bool:
-        """Whether nobody wants it any more."""
-        return self._given_up
-
 
 class _Hashing:
     """Hashes what was written, in a thread of its own: no rank that writes waits for it."""

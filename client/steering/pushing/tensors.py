@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from rollout_client.steering.checkpoint_form import described, held, state_of
 from rollout_client.steering.spool import is_sharded, items_of
 from rollout_worker.transfer.layout import TORCH_NAMES, LayoutError
 
@@ -41,16 +42,16 @@ def given(tensors: Tensors) -> Given:
         LayoutError: Something is no tensor, or of a dtype that no worker takes; names it.
         TypeError: These are no tensors at all.
     """
-    state: Any = tensors.state_dict() if hasattr(tensors, "state_dict") else tensors
+    state = state_of(tensors)
     if isinstance(state, AsyncIterable):
         return Given(state, None, at_rest=False)
     if not isinstance(state, Mapping):
         return Given(items_of(state), None, at_rest=False)
-    specs = tuple(spec_of(name, tensor) for name, tensor in state.items())
-    if any(map(is_sharded, state.values())):
+    specs = tuple(spec_of(name, tensor) for name, tensor in described(state).items())
+    if any(map(is_sharded, held(state).values())):
         return Given(items_of(state), specs, at_rest=False)
     # In the order in which they lie, so that receivers can follow.
-    return Given([(name, state[name]) for name in sorted(state)], specs, at_rest=True)
+    return Given(((name, state[name]) for name in sorted(state)), specs, at_rest=True)
 
 
 def whole_tensors(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
