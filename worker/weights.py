@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from .engine import Entry, Layout, TensorSpec, WeightsRejected
+from .schemas import CASTABLE
 from .transfer.layout import ALIGN, LayoutError, PushLayout
 from .wire.roothash import HASH, OUTPUT_HEAD, Hashed, root_hash_of
 
@@ -73,9 +74,14 @@ def _check_spec(name: str, have: TensorSpec, want: TensorSpec) -> None:
         what = "shape" if have.dtype == want.dtype else "dtype"
         raise WeightsRejected(
             f"tensor {name!r} has the wrong {what}: it is {have}, the model's checkpoint has "
-            f"{want}; publish it as {want}",
+            f"{want}; publish it as {want}{_fix_dtype(have, want)}",
             tensor=name,
         )
+
+
+def _fix_dtype(have: TensorSpec, want: TensorSpec) -> str:
+    castable = have.shape == want.shape and {have.dtype, want.dtype} <= CASTABLE
+    return ", or tensors by publish_weights(…, cast=True)" if castable else ""
 
 
 def check_ties(tied: Mapping[str, str], digests: Mapping[str, str]) -> None:

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_client.steering.checkpoint_form import described, held, state_of
 from rollout_client.steering.spool import is_sharded, items_of
+from rollout_worker.schemas import CASTABLE
 from rollout_worker.transfer.layout import TORCH_NAMES, LayoutError
 
 if TYPE_CHECKING:
     import torch
 
     from rollout_client.steering.spool import Tensors
+
+Dtypes = Mapping[str, str]
+"""By name of a tensor: its dtype, as safetensors calls it."""
 
 Spec = tuple[str, str, tuple[int, ...]]
 """Name, dtype as safetensors call it, and shape."""
@@ -123,6 +127,30 @@ def check_there(name: str, tensor: torch.Tensor) -> None:
             " whose tensors are there",
             tensor=name,
         )
+
+
+def cast_specs(specs: Iterable[Spec], dtypes: Dtypes) -> tuple[Spec, ...]:
+    """Return what tensors are once they are `cast`."""
+    return tuple((name, cast_dtype(name, dtype, dtypes), shape) for name, dtype, shape in specs)
+
+
+def cast_dtype(name: str, dtype: str, dtypes: Dtypes) -> str:
+    """Return the dtype of a tensor once it is cast: only floating-point numbers are."""
+    wanted = dtypes.get(name, dtype)
+    return wanted if {dtype, wanted} <= CASTABLE else dtype
+
+
+def cast(name: str, tensor: Any, dtypes: Dtypes) -> Any:
+    """Return a tensor in the dtype that it is to have: itself if it has it, or is none of floating-point numbers.
+
+    Raises:
+        LayoutError: Its memory was freed.
+    """
+    wanted = dtypes.get(name)
+    if wanted not in CASTABLE or _dtypes().get(getattr(tensor, "dtype", None)) not in CASTABLE:
+        return tensor
+    check_there(name, tensor)
+    return tensor.detach().to(torch_dtype(wanted))
 
 
 def torch_dtype(name: str) -> Any:

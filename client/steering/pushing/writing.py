@@ -14,10 +14,12 @@ from rollout_client.steering.spool import is_sharded, whole
 from .boxes import Box, Run, rows_of
 from .copying import Copier
 from .shards import Part, part_of
-from .tensors import check_there
+from .tensors import cast, check_there
 
 if TYPE_CHECKING:
     import torch
+
+    from rollout_worker.transfer.layout import PushLayout
 
 View = Callable[[str, int, int], memoryview]
 """Returns the place of a run of a tensor's bytes."""
@@ -105,8 +107,14 @@ class Writing:
         self._state = state
         self.parts: Mapping[str, Part] = {name: _part_of(name, state) for name in state}
 
-    def write(self, boxes: Mapping[str, Box], place: Place, stopped: Callable[[], bool]) -> None:
-        """Write these boxes, in the order in which receivers take them.
+    def write(
+        self,
+        boxes: Mapping[str, Box],
+        place: Place,
+        stopped: Callable[[], bool],
+        layout: PushLayout,
+    ) -> None:
+        """Write these boxes, in the order in which receivers take them and in the dtypes of the layout.
 
         What has to be gathered is gathered to the end, also once this rank failed or was `stopped`: other
         ranks wait in it.
@@ -121,7 +129,9 @@ class Writing:
                 if box is None or stopped():
                     continue
                 mine = (tensor.to_local() if is_sharded(tensor) else tensor).detach()
-                place.put(self.parts[name], mine, box)
+                part, dtype = self.parts[name], layout[name].dtype
+                part = replace(part, spec=(name, dtype, part.spec[2]))
+                place.put(part, cast(name, mine, {name: dtype}), box)
         except BaseException:
             for name in names:
                 self._made(name)
