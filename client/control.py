@@ -33,6 +33,7 @@ from rollout_worker.schemas import (
     StagedWeights,
     StageRequest,
     WakeRequest,
+    WeightsDtypes,
     WeightsState,
     WorkerState,
 )
@@ -168,6 +169,10 @@ class WorkerControl:
     ) -> DiscardResponse:
         """Drop the staged weights of this identity, if they are staged."""
         return await self._ask("POST", "/v1/weights/discard", request, DiscardResponse, timeout)
+
+    async def dtypes(self, *, timeout: float = QUICK_SECONDS) -> WeightsDtypes:
+        """Return the dtypes of the model's checkpoint, which every version has to have."""
+        return await self._ask("GET", "/v1/weights/dtypes", None, WeightsDtypes, timeout)
 
     async def offer(
         self, request: OfferRequest, *, timeout: float = QUICK_SECONDS

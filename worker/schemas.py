@@ -69,6 +69,7 @@ from .wire.generate import (
     WorkerInfo,
 )
 from .wire.weights import (
+    CASTABLE,
     ActiveWeights,
     Base,
     Checkpoint,
@@ -87,6 +88,7 @@ from .wire.weights import (
     StageRequest,
     StageSource,
     Transfer,
+    WeightsDtypes,
     WeightsSource,
     WeightsState,
 )
@@ -108,6 +110,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "CASTABLE",
     "CHECKPOINT",
     "MAX_BATCH_N",
     "MAX_IDENTITY",
@@ -180,6 +183,7 @@ __all__ = [
     "TurnState",
     "Usage",
     "WakeRequest",
+    "WeightsDtypes",
     "WeightsId",
     "WeightsSource",
     "WeightsSpan",

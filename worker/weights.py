@@ -7,9 +7,11 @@ Every refusal is a `WeightsRejected` that names the tensor and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 
 from .engine import Entry, Layout, TensorSpec, WeightsRejected
+from .schemas import CASTABLE
 from .transfer.layout import ALIGN, LayoutError, PushLayout
 from .wire.roothash import HASH, OUTPUT_HEAD, Hashed, root_hash_of
 
@@ -24,6 +26,13 @@ __all__ = [
     "root_hash",
 ]
 
+_EXPERT, _FUSED = re.compile(r"\.experts\.\d+\."), re.compile(r"\.experts\.[a-z]")
+"""In the names of one expert's tensor, and of one that holds all experts of a layer."""
+_FIX_FUSED = (
+    "it holds all experts of a layer, which the model's checkpoint has one by one: publish the model of"
+    " transformers itself, not its state dict"
+)
+
 
 def check_layout(layout: Layout, entries: Sequence[Entry], where: str) -> None:
     """Refuse a missing, unexpected, ill-shaped or ill-typed tensor; `where` they were found."""
@@ -31,8 +40,7 @@ def check_layout(layout: Layout, entries: Sequence[Entry], where: str) -> None:
     for name, want in layout.required.items():
         if name not in have:
             raise WeightsRejected(
-                f"tensor {name!r} is missing in {where!r}: publish every tensor "
-                "of the model's checkpoint",
+                f"tensor {name!r} is missing in {where!r}: {_fix_missing(name, have)}",
                 tensor=name,
             )
         _check_spec(name, have[name], want)
@@ -40,12 +48,25 @@ def check_layout(layout: Layout, entries: Sequence[Entry], where: str) -> None:
         if name in layout.required:
             continue
         if name not in layout.optional:
+            names = "publish the tensors of the model's checkpoint under its names and nothing else"
+            fix = _FIX_FUSED if _FUSED.search(name) else names
             raise WeightsRejected(
-                f"tensor {name!r} in {where!r} is unknown to the model: publish "
-                "the tensors of the model's checkpoint under its names and nothing else",
+                f"tensor {name!r} in {where!r} is unknown to the model: {fix}",
                 tensor=name,
             )
         _check_spec(name, spec, layout.optional[name])
+
+
+def _fix_missing(name: str, have: Collection[str]) -> str:
+    """Return what to do about a tensor that is missing, by what is there instead."""
+    if longer := next((each for each in have if each.endswith(f".{name}")), None):
+        prefix = longer.removesuffix(name)
+        return (
+            f"{longer!r} is there: publish without the prefix {prefix!r}, as of the wrapped model"
+        )
+    if _EXPERT.search(name) and (fused := next(filter(_FUSED.search, have), None)):
+        return f"{fused!r} is there: {_FIX_FUSED}"
+    return "publish every tensor of the model's checkpoint"
 
 
 def _check_spec(name: str, have: TensorSpec, want: TensorSpec) -> None:
@@ -53,9 +74,14 @@ def _check_spec(name: str, have: TensorSpec, want: TensorSpec) -> None:
         what = "shape" if have.dtype == want.dtype else "dtype"
         raise WeightsRejected(
             f"tensor {name!r} has the wrong {what}: it is {have}, the model's checkpoint has "
-            f"{want}; publish it as {want}",
+            f"{want}; publish it as {want}{_fix_dtype(have, want)}",
             tensor=name,
         )
+
+
+def _fix_dtype(have: TensorSpec, want: TensorSpec) -> str:
+    castable = have.shape == want.shape and {have.dtype, want.dtype} <= CASTABLE
+    return ", or tensors by publish_weights(…, cast=True)" if castable else ""
 
 
 def check_ties(tied: Mapping[str, str], digests: Mapping[str, str]) -> None:

@@ -32,7 +32,7 @@ from rollout_client.steering.protocol import (
     Published,
 )
 from rollout_client.steering.pushing.options import PushOptions, PushPlan
-from rollout_client.steering.pushing.push import Push
+from rollout_client.steering.pushing.pusher import Begin
 from rollout_client.steering.pushing.together import Work
 from rollout_client.steering.spool import SHARD_BYTES, drain_here, spool_here
 from rollout_client.steering.versions import KEEP, Versions
@@ -255,7 +255,7 @@ class RolloutPool:
             )
         plan = PushPlan.of(path, options)
 
-        def push(begin: Callable[[], Push]) -> Published:
+        def push(begin: Begin) -> Published:
             return self._push(begin, version, tensors, plan, seconds, progress)
 
         if plan.ranks is None:
@@ -269,7 +269,7 @@ class RolloutPool:
 
     def _push(
         self,
-        begin: Callable[[], Push],
+        begin: Begin,
         version: int,
         tensors: Tensors,
         plan: PushPlan,
@@ -279,7 +279,7 @@ class RolloutPool:
         """Publish what this process has, or rank 0 with the others; in the caller's thread."""
         pool = self.asynchronous
         try:
-            push = begin()
+            push = begin(dtypes=self._thread.call(pool._casts(plan)) if plan.cast else None)
         except BaseException:
             drain_here(tensors)
             raise

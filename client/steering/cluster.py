@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 from rollout_client.errors import (
@@ -29,7 +29,7 @@ from rollout_worker.schemas import WeightsId, WeightsSource
 
 from .barrier import Version
 from .control_ports import ControlPorts
-from .heads import stage_on_heads
+from .heads import known, stage_on_heads
 from .protocol import OnProgress, PoolState, Published, PublishProgress, mismatch
 from .pushing.push import Push
 from .replica_status import (
@@ -186,6 +186,15 @@ class ClusterSteering:
 
         done = await self._follow(judge, seconds - (time.monotonic() - began), tell, identity)
         return done if push is None else push.reported(done)
+
+    async def dtypes(self) -> Mapping[str, str]:
+        """Return the dtypes that tensors must have, by name.
+
+        Raises:
+            PublishFailed: No control ports are known.
+            SteeringFailed: No head tells.
+        """
+        return await known(self._heads).dtypes()
 
     async def _move(self, identity: WeightsId, source: WeightsSource, seconds: float) -> Obj:
         """Move the target, and return the object that has it."""

@@ -16,7 +16,7 @@ from rollout_client.control import ControlError, ControlUnreachable, WorkerContr
 from rollout_client.discovery.members import Member
 from rollout_client.errors import SteeringFailed
 from rollout_client.routing.connections import authorities
-from rollout_worker.schemas import WorkerState
+from rollout_worker.schemas import WeightsDtypes, WorkerState
 from rollout_worker.transfer.tls import Trust
 
 BUSY_SECONDS = 20.0
@@ -119,6 +119,21 @@ class ControlPorts:
             said = "; ".join(str(answer) for answer in answers.values())
             raise SteeringFailed(f"no worker answers ({said or 'the pool has no members'})")
         return found
+
+    async def dtypes(self) -> Mapping[str, str]:
+        """Return the dtypes of the model's checkpoint, as the first member tells that answers.
+
+        Raises:
+            SteeringFailed: None does.
+        """
+        said = []
+        for name in self.names():
+            (answer,) = (await self.ask([name], lambda control: control.dtypes())).values()
+            if isinstance(answer, WeightsDtypes):
+                return answer.dtypes
+            said.append(f"{name}: {answer}")
+        why = "; ".join(said) or "the pool has no members"
+        raise SteeringFailed(f"cast: no worker tells the dtypes of its model ({why})")
 
     async def ask(
         self, names: Sequence[str], question: Callable[[WorkerControl], Awaitable[T]]

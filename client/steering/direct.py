@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from rollout_client.control import QUICK_SECONDS, ControlError, ControlUnreachable
@@ -133,6 +133,14 @@ class DirectSteering:
         finally:
             # After a failure, too: who comes back needs the weights of before.
             self._keeper.start()
+
+    async def dtypes(self) -> Mapping[str, str]:
+        """Return the dtypes that tensors must have, by name.
+
+        Raises:
+            SteeringFailed: No worker tells.
+        """
+        return await self._ports.dtypes()
 
     async def _commit(
         self, barrier: Barrier, total: int, began: float, until: float, tell: OnProgress

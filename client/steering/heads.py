@@ -33,8 +33,7 @@ async def stage_on_heads(
         SteeringFailed: No head answers, or one refuses to.
         EpochLost: Another trainer has the pool.
     """
-    if heads is None:
-        raise PublishFailed("this pool knows no control ports: make it with from_cluster")
+    heads = known(heads)
     patience = min(SLOW_SECONDS, until - time.monotonic())
     states = await heads.states(patience)
     loaded = [name for name, state in states.items() if state.resident.weights]
@@ -42,3 +41,14 @@ async def stage_on_heads(
     barrier = Barrier(heads, version, loaded, push=push, spared=waiting)
     await barrier.stage(until, tell)
     return barrier
+
+
+def known(heads: ControlPorts | None) -> ControlPorts:
+    """Return them.
+
+    Raises:
+        PublishFailed: There are none.
+    """
+    if heads is None:
+        raise PublishFailed("this pool knows no control ports: make it with from_cluster")
+    return heads

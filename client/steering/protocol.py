@@ -180,6 +180,9 @@ class Steering(Protocol):
         this identity fail it.
         """
 
+    async def dtypes(self) -> Mapping[str, str]:
+        """Return the dtypes that tensors must have, by name."""
+
     async def change_state(self, state: PoolState, seconds: float) -> int:
         """Move all replicas to a state; return how many of them serve then."""
 

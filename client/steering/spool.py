@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_worker.wire.roothash import HASH, Hashed, root_hash_of
 
+from .checkpoint_form import state_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -38,7 +40,7 @@ READABLE, LISTABLE = 0o644, 0o755
 
 def items_of(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
     """Return the (name, tensor) of a model, a state dict or a plain iterable."""
-    state: Any = tensors.state_dict() if hasattr(tensors, "state_dict") else tensors
+    state = state_of(tensors)
     kind = type(tensors).__name__
     if isinstance(state, AsyncIterable):
         raise TypeError(f"{kind}: an asynchronous stream of weights needs AsyncRolloutPool")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import PurePath
@@ -30,7 +30,7 @@ from .protocol import (
 )
 from .pushing.options import PushOptions, PushPlan, check_path
 from .pushing.push import Push
-from .pushing.pusher import Pusher
+from .pushing.pusher import Begin, Pusher
 from .pushing.together import Together, Work
 from .spool import SHARD_BYTES, drain, spool
 from .versions import KEEP, Versions
@@ -61,6 +61,7 @@ class SteeringVerbs:
         self._steering = steering
         self._steering_hook = hook
         self._max_staleness = max_staleness
+        self._dtypes: Mapping[str, str] | None = None
         self._last: WeightsId | None = None
         """What was published here last."""
         self._pusher = Pusher()
@@ -104,8 +105,8 @@ class SteeringVerbs:
             path: Folder of safetensors as the workers see it, which must not change any more;
                 None: the model's own checkpoint.
             tensors: Instead of a path: a model, its state dict, or a plain or asynchronous generator
-                of (name, tensor), with the names, shapes and dtypes of the model's checkpoint. A
-                generator is always taken to its end, also if this fails: other ranks wait in it.
+                of (name, tensor), with the names and shapes of the model's checkpoint, and its dtypes
+                unless `cast` is given. A generator is always taken to its end, also if this fails: other ranks wait in it.
             seconds: Deadline for all of it.
             progress: Called with how far it is.
             **options: Of tensors alone, see `PushOptions`.
@@ -124,7 +125,7 @@ class SteeringVerbs:
             return await self._publish(version, source_of(path), seconds, progress)
         plan = PushPlan.of(path, options)
 
-        async def push(begin: Callable[[], Push]) -> Published:
+        async def push(begin: Begin) -> Published:
             return await self._push(begin, version, tensors, plan, seconds, progress)
 
         if plan.ranks is None:
@@ -138,7 +139,7 @@ class SteeringVerbs:
 
     async def _push(
         self,
-        begin: Callable[[], Push],
+        begin: Begin,
         version: int,
         tensors: Tensors,
         plan: PushPlan,
@@ -147,7 +148,7 @@ class SteeringVerbs:
     ) -> Published:
         """Publish what this process has, or rank 0 with the others."""
         try:
-            push = begin()
+            push = begin(dtypes=await self._casts(plan))
         except BaseException:
             await drain(tensors)
             raise
@@ -163,6 +164,18 @@ class SteeringVerbs:
             return await sending
         finally:
             push.close()
+
+    async def _casts(self, plan: PushPlan) -> Mapping[str, str] | None:
+        """Return what floating-point tensors are cast to; a pool is of one model, so it is asked for once.
+
+        Raises:
+            SteeringFailed: No worker tells.
+        """
+        if not plan.cast:
+            return None
+        if self._dtypes is None:
+            self._dtypes = await (await self._steer()).dtypes()
+        return self._dtypes
 
     async def publish_handed_over(
         self,

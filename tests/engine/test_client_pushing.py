@@ -112,6 +112,29 @@ def test_other_content_under_the_version_that_serves_is_refused_and_told(
     assert active(workers) == before
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_tensors_of_another_dtype_are_cast_if_that_is_asked_for(
+    pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels, transport: Any
+) -> None:
+    pool.acquire()
+    for version, seed in enumerate((2, 3), 1):
+        wide = {name: tensor.double() for name, tensor in weights(tiny_models, seed).items()}
+        fix = r"wrong dtype: it is F64 .* publish_weights\(…, cast=True\)"
+        with pytest.raises(PublishFailed, match=fix):
+            pool.publish_weights(version, tensors=wide, transport=transport)
+        done = pool.publish_weights(version, tensors=wide, transport=transport, cast=True)
+        assert active(workers) == [(done.identity, root_hash(tiny_models, seed))] * 2
+    few = {name: tensor.clone() for name, tensor in wide.items()}
+    for tensor in few.values():
+        tensor.view(-1)[::500] *= -1
+    done = pool.publish_weights(3, tensors=few, transport=transport, cast=True)
+    assert done.report is not None
+    if transport == "tcp":
+        assert (done.report.deltas, done.report.bytes_sent < done.report.bytes / 10) == (2, True)
+    narrow = {name: tensor.float() for name, tensor in few.items()}
+    assert pool.publish_weights(4, tensors=narrow).root_hash == done.root_hash
+
+
 def test_of_two_trainers_of_one_epoch_the_later_one_hears_that_it_lost(
     pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels, tmp_path: Path
 ) -> None:

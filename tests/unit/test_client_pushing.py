@@ -30,6 +30,7 @@ from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.pushing.routes import Receiver as Waiting
 from rollout_client.steering.pushing.routes import Route
 from rollout_client.steering.pushing.sending import Link, Sender
+from rollout_client.steering.pushing.tensors import spec_of
 from rollout_worker.schemas import Transfer, WeightsId
 from rollout_worker.transfer.arena import Arena, ArenaError
 from rollout_worker.transfer.connection import Connection
@@ -245,6 +246,38 @@ async def test_the_corrected_tensors_are_taken_after_those_that_workers_refused(
             del one.refuse["stage"]
             await pool.publish_weights(version, tensors=iter(values.items()))
             assert [each.content for each in world.receivers] == [content(values)] * 3
+
+
+@pytest.mark.parametrize("given", [lambda values: iter(values.items()), dict])
+async def test_what_is_to_be_cast_has_the_dtypes_that_workers_tell(
+    world: World, given: Any
+) -> None:
+    wanted = tensors()
+    for control in world.controls[1:]:  # the first one doesn't answer, so the next one is asked
+        control.dtypes = {name: spec_of(name, tensor)[1] for name, tensor in wanted.items()}
+    world.controls[0].refuse["dtypes"] = (404, "not-found")
+    wide = {
+        name: tensor.double() if tensor.is_floating_point() else tensor
+        for name, tensor in wanted.items()
+    }
+    async with world.pool() as pool:
+        for version in (1, 2):
+            await pool.publish_weights(version, tensors=given(wide), cast=True)
+            assert [each.content for each in world.receivers] == [content(wanted)] * 3
+        await pool.publish_weights(3, tensors=wide)
+        assert [each.content for each in world.receivers] == [content(wide)] * 3
+    asked = [[verb for verb, _ in each.bodies].count("dtypes") for each in world.controls]
+    assert asked == [1, 1, 0]
+
+
+async def test_a_freed_tensor_is_not_cast(world: World) -> None:
+    for control in world.controls:
+        control.dtypes = {"x": "BF16"}
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    async with world.pool() as pool:
+        with pytest.raises(LayoutError, match="the memory of tensor 'x' was freed"):
+            await pool.publish_weights(1, tensors={"x": freed}, cast=True)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -62,6 +62,8 @@ async def story(name: str, count: int, folder: Path, nodes: str = "one") -> Asyn
     async with scripted_controls(1) as (control,):
         receiver = Receiver("w0:8000", folder)
         control.transfer, control.phase = receiver.transfer, "Staging"
+        own = rank_publish.state(1, count)
+        control.dtypes = {name: spec_of(name, tensor)[1] for name, tensor in own.items()}
         places = control.member.url, str(control.member.control_url)
         try:
             with ranks(rank_publish.main, count, folder, name, nodes, *places) as started:
@@ -83,8 +85,8 @@ def root_of(values: dict[str, torch.Tensor]) -> str:
 async def test_ranks_write_side_by_side_and_have_one_outcome(tmp_path: Path, nodes: str) -> None:
     async with story("together", 4, tmp_path, nodes) as trainer:
         # In the first publish each rank is on a node of its own; then two slots, used in turn; and once
-        # more after failures.
-        for version in (1, 2, 3, 4, 8):
+        # more after failures; and in a wider dtype, which is cast.
+        for version in (1, 2, 3, 4, 8, 9):
             for rank in range(4):
                 told = await trainer.tells(rank, version)
                 assert told.get("root") == root_of(rank_publish.state(version, 4)), told
@@ -100,7 +102,7 @@ async def test_ranks_write_side_by_side_and_have_one_outcome(tmp_path: Path, nod
         assert all("tensor 'plain' is I64" in each for each in errors[6]), errors
         assert all("'even': the ranks' shards don't make it whole" in each for each in errors[7])
         for rank in range(3):
-            told = await trainer.tells(rank, 9)
+            told = await trainer.tells(rank, 10)
             assert "rank 3 is gone" in told["error"]
             assert told["seconds"] < 20
 

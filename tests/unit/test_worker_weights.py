@@ -119,6 +119,19 @@ def test_a_tied_head_may_be_written_or_left_out(tmp_path: Path) -> None:
         ({"model__norm__weight": None}, "model.norm.weight", "missing"),
         ({"model__bogus": np.ones(1, dtype=np.float32)}, "model.bogus", "unknown to the model"),
         (
+            {
+                "model__norm__weight": None,
+                "wrapped__model__norm__weight": np.ones(3, dtype=np.float16),
+            },
+            "model.norm.weight",
+            "'wrapped.model.norm.weight' is there: publish without the prefix 'wrapped.'",
+        ),
+        (
+            {"mlp__experts__down_proj": np.ones(1, dtype=np.float32)},
+            "mlp.experts.down_proj",
+            "it holds all experts of a layer, which the model's checkpoint has one by one",
+        ),
+        (
             {"model__norm__weight": np.ones(4, dtype=np.float16)},
             "model.norm.weight",
             "wrong shape: it is F16 [4], the model's checkpoint has F16 [3]",
@@ -130,7 +143,7 @@ def test_a_tied_head_may_be_written_or_left_out(tmp_path: Path) -> None:
         ),
         ({"rotary__inv": np.ones(3, dtype=np.float32)}, "rotary.inv", "wrong shape"),
     ],
-    ids=["missing", "unknown", "shape", "dtype", "optional"],
+    ids=["missing", "unknown", "prefix", "fused", "shape", "dtype", "optional"],
 )
 def test_misfits_name_the_tensor(
     tmp_path: Path, changes: dict[str, Any], tensor: str, words: str

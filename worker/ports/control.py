@@ -27,6 +27,7 @@ from rollout_worker.schemas import (
     StagedWeights,
     StageRequest,
     WakeRequest,
+    WeightsDtypes,
     WeightsState,
     WorkerState,
 )
@@ -40,6 +41,7 @@ from .unguarded import Unguarded
 
 LESSER_RIGHTS: Final[Mapping[str, Right]] = {
     "/v1/state": SEE,
+    "/v1/weights/dtypes": SEE,
     "/openapi.json": SEE,
     "/v1/weights/stage": STAGE,
     "/v1/weights/discard": STAGE,
@@ -158,6 +160,11 @@ def _add_weights(app: FastAPI, worker: Worker) -> None:
         """Switch to the staged weights in one critical section."""
         done = await worker.commits.commit(caller, body)
         return Committed(**dict(done), state=worker.state(caller))
+
+    @app.get("/v1/weights/dtypes")
+    async def dtypes(caller: Caller) -> WeightsDtypes:
+        """Return the dtypes that every version of the weights has to have."""
+        return worker.updates.dtypes()
 
     @app.post("/v1/weights/discard")
     async def discard(caller: Caller, body: DiscardRequest) -> DiscardResponse:

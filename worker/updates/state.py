@@ -30,6 +30,7 @@ from rollout_worker.schemas import (
     StagedWeights,
     StageRequest,
     StageSource,
+    WeightsDtypes,
     WeightsId,
     WeightsSource,
     WeightsState,
@@ -101,6 +102,16 @@ class Updates:
             commit_seq=self.commit_seq,
             kept=self.pushes.view(),
         )
+
+    def dtypes(self) -> WeightsDtypes:
+        """Return the dtypes of the model's checkpoint, which every version has to have.
+
+        Raises:
+            ProblemError: No model is loaded.
+        """
+        layout = self._runtime.loaded()[1].layout
+        specs = {**layout.optional, **layout.required}
+        return WeightsDtypes(dtypes={name: spec.dtype for name, spec in specs.items()})
 
     def require(self, caller: str, request: RequireRequest) -> WeightsState:
         """Raise the fence.

@@ -232,6 +232,18 @@ class WeightsState(Wire):
     )
 
 
+CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
+"""Dtypes between which `publish_weights(…, cast=True)` casts."""
+
+
+class WeightsDtypes(Wire):
+    """Response of `GET /v1/weights/dtypes`."""
+
+    dtypes: Mapping[str, str] = Field(
+        description="By name of a tensor of the model's checkpoint: its dtype, as safetensors calls it."
+    )
+
+
 Labels = Annotated[
     Mapping[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=256)]],
     Field(max_length=32),

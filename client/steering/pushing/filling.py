@@ -15,7 +15,7 @@ from rollout_worker.transfer.layout import LayoutError, Placed, PushLayout
 from rollout_worker.wire.roothash import Hashed, root_hash_of
 
 from .copying import Copier
-from .tensors import Spec, check_there, spec_of
+from .tensors import Dtypes, Spec, cast, cast_specs, check_there, spec_of
 
 if TYPE_CHECKING:
     import torch
@@ -32,10 +32,18 @@ class Filling:
         arena: Where memory comes from.
         known: The layout of the version before: that of a stream isn't known before its end.
         copier: Copies tensors.
+        dtypes: What floating-point tensors are cast to.
     """
 
-    def __init__(self, arena: Arena, known: PushLayout | None, copier: Copier) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        known: PushLayout | None,
+        copier: Copier,
+        dtypes: Dtypes | None = None,
+    ) -> None:
         self._arena, self._known, self._copier = arena, known, copier
+        self._dtypes = dtypes or {}
         self._news = threading.Condition()
         self._layout: PushLayout | None = None
         self._slot: Slot | None = None
@@ -64,7 +72,9 @@ class Filling:
         """
         import xxhash  # noqa: F401  # what is missing is told before anything is sent
 
-        layout = self._known if specs is None else PushLayout.plan(specs)
+        layout = self._known
+        if specs is not None:
+            layout = PushLayout.plan(cast_specs(specs, self._dtypes))
         if layout is None:
             return
         if not layout.tensors:
@@ -83,6 +93,7 @@ class Filling:
         """
         if self._given_up:
             return
+        tensor = cast(name, tensor, self._dtypes)
         spec = spec_of(name, tensor)
         if self._layout is None:
             if name in self._loose:
@@ -212,6 +223,11 @@ class Filling:
     def digests(self) -> dict[str, str]:
         """By name: the hash of a tensor's bytes; whole once `wait_end` has returned."""
         return self._digests
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody wants it any more."""
+        return self._given_up
 
     @property
     def planned(self) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rollout_client.errors import PublishFailed, RolloutError
@@ -16,7 +15,7 @@ from rollout_worker.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed
 from rollout_worker.transfer.layout import LayoutError, PushLayout
 
 from .beating import Beat
-from .boxes import Box, box_of
+from .boxes import box_of
 from .copying import Copier
 from .outcome import of_json
 from .streaming import Streaming
@@ -151,10 +150,11 @@ class Following:
 
     def _write(self, frame: Frame, writing: Writing) -> None:
         boxes = {name: box_of(rows) for name, rows in frame.head["boxes"].items()}
-        if not self._connection.unix:
-            return self._send(boxes, writing)
-        self._keep(frame.head["slots"])
         layout = PushLayout.from_json(frame.head["layout"])
+        if not self._connection.unix:
+            place = Streaming(self._connection, self._copier, self._stopped)
+            return writing.write(boxes, place, self._stopped, layout)
+        self._keep(frame.head["slots"])
         connection = self._connection
 
         def view(name: str, begin: int, end: int) -> memoryview:
@@ -168,13 +168,9 @@ class Following:
             connection.send(Kind.FILLED, {"name": name, "block": nbytes})
 
         with memoryview(self._maps[frame.integer("slot")]) as memory:
-            place = InMemory(view, arrived, block, self._copier)
-            writing.write(boxes, place, self._stopped)
+            shared = InMemory(view, arrived, block, self._copier)
+            writing.write(boxes, shared, self._stopped, layout)
         return None
-
-    def _send(self, boxes: Mapping[str, Box], writing: Writing) -> None:
-        place = Streaming(self._connection, self._copier, self._stopped)
-        writing.write(boxes, place, self._stopped)
 
     def _stopped(self) -> bool:
         """Whether rank 0 wants no more of it."""

@@ -79,7 +79,7 @@ class Leading:
 
         place = InMemory(view, filling.arrived, filling.block, copier)
         try:
-            writing.write(shares.work[0].boxes, place, lambda: filling.given_up)
+            writing.write(shares.work[0].boxes, place, lambda: filling.given_up, layout)
         except RuntimeError as error:  # torch's, as when another rank is gone that gathers with us
             raise filling.why(DEATH_SECONDS) or PublishFailed(f"rank 0: {error}") from error
         if filling.all_written():

@@ -10,6 +10,7 @@ from rollout_worker.transfer.layout import LayoutError, Placed
 
 from .copying import Copier
 from .filling import Filling, GivenUp
+from .tensors import Dtypes
 
 WAIT_SECONDS = 0.5
 
@@ -20,10 +21,11 @@ class Merging(Filling):
     Args:
         arena: As `Filling` takes it.
         copier: As `Filling` takes it.
+        dtypes: As `Filling` takes them.
     """
 
-    def __init__(self, arena: Arena, copier: Copier) -> None:
-        super().__init__(arena, None, copier)
+    def __init__(self, arena: Arena, copier: Copier, dtypes: Dtypes | None = None) -> None:
+        super().__init__(arena, None, copier, dtypes)
         self._hashing = _Hashing()
 
     def begin(self) -> None:
@@ -116,11 +118,6 @@ class Merging(Filling):
         if self._hashing.why is not None and not self._given_up:
             raise self._hashing.why
         return super()._hashes()
-
-    @property
-    def given_up(self) -> bool:
-        """Whether nobody wants it any more."""
-        return self._given_up
 
 
 class _Hashing:

@@ -42,6 +42,9 @@ class PushOptions(TypedDict, total=False):
         ranks_host: Name or address by which ranks of other nodes reach rank 0; None: all addresses of its
             node are tried.
         ranks_ports: First and last of the ports of which rank 0 takes one for them; None: any.
+        cast: Tensors of floating-point numbers are cast to the dtype of the model's checkpoint on the way, one at
+            a time: for trainers that keep them in another one, such as float32. False (default): a tensor of
+            another dtype is refused.
         base: `auto` (default): over TCP, replicas that serve the version before get what differs from
             it, where that is less work; this process keeps its bytes. None: all bytes go to all.
     """
@@ -49,6 +52,7 @@ class PushOptions(TypedDict, total=False):
     transport: Transport
     rate: float | None
     base: Literal["auto"] | None
+    cast: bool
     spool: str | PurePath | None
     mounted_at: str | PurePath | None
     keep: int
@@ -68,6 +72,7 @@ class PushPlan:
         rate: Most bytes a second over TCP; None: no limit.
         delta: Whether what differs from the version before may go instead of all bytes.
         reach: How ranks of other nodes reach rank 0.
+        cast: Whether floating-point tensors are cast to the dtype of the model's checkpoint.
     """
 
     transport: Transport
@@ -76,6 +81,7 @@ class PushPlan:
     rate: float | None = None
     delta: bool = True
     reach: Reach = ANYHOW
+    cast: bool = False
 
     @classmethod
     def of(cls, path: str | PurePath | EllipsisType | None, options: Mapping[str, Any]) -> PushPlan:
@@ -99,16 +105,19 @@ class PushPlan:
         if base not in ("auto", None):
             raise ValueError(f"base must be 'auto' or None, not {base!r}")
         spool, ranks = options.get("spool"), options.get("ranks")
+        cast = options.get("cast", False)
+        if not isinstance(cast, bool):
+            raise ValueError(f"cast must be True or False, not {cast!r}")
         reach = _reach_of(options, ranks)
         if spool is None:
             if options.keys() & {"mounted_at", "keep"}:
                 raise TypeError(
                     "mounted_at and keep are about the folder of spool: give spool, too"
                 )
-            return cls(transport, None, ranks, rate, base is not None, reach)
+            return cls(transport, None, ranks, rate, base is not None, reach, cast)
         mounted_at, keep = options.get("mounted_at"), options.get("keep", KEEP)
         versions = Versions.at(spool, mounted_at, keep)
-        return cls(transport, versions, ranks, rate, base is not None, reach)
+        return cls(transport, versions, ranks, rate, base is not None, reach, cast)
 
 
 def _check_names(options: Mapping[str, Any]) -> None:

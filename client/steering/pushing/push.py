@@ -93,12 +93,15 @@ class Push:
             self.filling.plan(self._given.specs)
             for name, tensor in rest:
                 self.filling.take(name, tensor)
+                if self._given.at_rest and self.filling.given_up:
+                    return None
             self.filling.end()
         except BaseException as error:
             self.filling.fail(error)
-            for _ in rest:  # other ranks wait in it
+            for _ in () if self._given.at_rest else rest:  # other ranks wait in it
                 pass
             raise
+        return None
 
     async def fill(self) -> None:
         """Do what `fill_here` does beside everything else that the loop does."""

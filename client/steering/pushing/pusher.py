@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rollout_worker.transfer.arena import Arena
 from rollout_worker.transfer.layout import PushLayout
@@ -14,11 +14,18 @@ from .deltas import Before
 from .filling import Filling
 from .routes import Transport
 from .sending import Sender
-from .tensors import Given, given
+from .tensors import Dtypes, Given, given
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
 from .push import Push
+
+
+class Begin(Protocol):
+    """Begins a push."""
+
+    def __call__(self, *, dtypes: Dtypes | None) -> Push:
+        """Return it, to be filled, carried and closed; `dtypes`: what floating-point tensors are cast to."""
 
 
 class Pusher:
@@ -39,6 +46,7 @@ class Pusher:
         rate: float | None = None,
         *,
         delta: bool = False,
+        dtypes: Dtypes | None = None,
     ) -> Push:
         """Return a push of these tensors, which is to be filled, carried and closed.
 
@@ -47,13 +55,14 @@ class Pusher:
             transport: Which ways may be used.
             rate: Most bytes a second over TCP; None: no limit.
             delta: Whether what differs from the last one may go instead; else nothing is kept of it.
+            dtypes: What floating-point tensors are cast to.
 
         Raises:
             LayoutError: Something can't be published; names the tensor.
         """
         found = given(tensors)
         with self._lock:
-            filling = Filling(self._arena, self._known, self.copier)
+            filling = Filling(self._arena, self._known, self.copier, dtypes)
         before = self._base(delta)
         return Push(found, filling, transport, self._settled, rate, before=before, delta=delta)
 

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from rollout_client.steering.checkpoint_form import described, held, state_of
 from rollout_client.steering.spool import is_sharded, items_of
+from rollout_worker.schemas import CASTABLE
 from rollout_worker.transfer.layout import TORCH_NAMES, LayoutError
 
 if TYPE_CHECKING:
     import torch
 
     from rollout_client.steering.spool import Tensors
+
+Dtypes = Mapping[str, str]
+"""By name of a tensor: its dtype, as safetensors calls it."""
 
 Spec = tuple[str, str, tuple[int, ...]]
 """Name, dtype as safetensors call it, and shape."""
@@ -41,16 +46,16 @@ def given(tensors: Tensors) -> Given:
         LayoutError: Something is no tensor, or of a dtype that no worker takes; names it.
         TypeError: These are no tensors at all.
     """
-    state: Any = tensors.state_dict() if hasattr(tensors, "state_dict") else tensors
+    state = state_of(tensors)
     if isinstance(state, AsyncIterable):
         return Given(state, None, at_rest=False)
     if not isinstance(state, Mapping):
         return Given(items_of(state), None, at_rest=False)
-    specs = tuple(spec_of(name, tensor) for name, tensor in state.items())
-    if any(map(is_sharded, state.values())):
+    specs = tuple(spec_of(name, tensor) for name, tensor in described(state).items())
+    if any(map(is_sharded, held(state).values())):
         return Given(items_of(state), specs, at_rest=False)
     # In the order in which they lie, so that receivers can follow.
-    return Given([(name, state[name]) for name in sorted(state)], specs, at_rest=True)
+    return Given(((name, state[name]) for name in sorted(state)), specs, at_rest=True)
 
 
 def whole_tensors(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
@@ -122,6 +127,30 @@ def check_there(name: str, tensor: torch.Tensor) -> None:
             " whose tensors are there",
             tensor=name,
         )
+
+
+def cast_specs(specs: Iterable[Spec], dtypes: Dtypes) -> tuple[Spec, ...]:
+    """Return what tensors are once they are `cast`."""
+    return tuple((name, cast_dtype(name, dtype, dtypes), shape) for name, dtype, shape in specs)
+
+
+def cast_dtype(name: str, dtype: str, dtypes: Dtypes) -> str:
+    """Return the dtype of a tensor once it is cast: only floating-point numbers are."""
+    wanted = dtypes.get(name, dtype)
+    return wanted if {dtype, wanted} <= CASTABLE else dtype
+
+
+def cast(name: str, tensor: Any, dtypes: Dtypes) -> Any:
+    """Return a tensor in the dtype that it is to have: itself if it has it, or is none of floating-point numbers.
+
+    Raises:
+        LayoutError: Its memory was freed.
+    """
+    wanted = dtypes.get(name)
+    if wanted not in CASTABLE or _dtypes().get(getattr(tensor, "dtype", None)) not in CASTABLE:
+        return tensor
+    check_there(name, tensor)
+    return tensor.detach().to(torch_dtype(wanted))
 
 
 def torch_dtype(name: str) -> Any:

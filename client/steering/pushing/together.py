@@ -16,8 +16,9 @@ from .leading import Leading
 from .meeting import meet
 from .merging import Merging
 from .push import Push
-from .pusher import Pusher
+from .pusher import Begin, Pusher
 from .routes import Transport
+from .tensors import Dtypes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,9 +68,7 @@ class Together:
         self._met = group, met
         return met
 
-    def publish_here(
-        self, work: Work, push: Callable[[Callable[[], Push]], Published]
-    ) -> Published:
+    def publish_here(self, work: Work, push: Callable[[Begin], Published]) -> Published:
         """Publish with all other ranks of a group, in the trainer's thread.
 
         Args:
@@ -90,9 +89,7 @@ class Together:
         self._tell(ranks, done)
         return done
 
-    async def publish(
-        self, work: Work, push: Callable[[Callable[[], Push]], Awaitable[Published]]
-    ) -> Published:
+    async def publish(self, work: Work, push: Callable[[Begin], Awaitable[Published]]) -> Published:
         """Do the same in a loop: what blocks does it in threads."""
         ranks = await to_its_end(self.ranks, work.group, work.reach)
         if isinstance(ranks, Following):
@@ -113,10 +110,10 @@ class Together:
         ):  # who stands still may write on one day, into what is kept as the base, too
             self._pusher.forget()
 
-    def _begin(self, ranks: Leading, work: Work) -> Push:
+    def _begin(self, ranks: Leading, work: Work, *, dtypes: Dtypes | None = None) -> Push:
         """Return a push of what all ranks have."""
         copier = self._pusher.copier
-        filling = Merging(ranks.arena, copier)
+        filling = Merging(ranks.arena, copier, dtypes)
 
         def fill() -> None:
             ranks.fill(filling, copier, work.tensors, work.version, work.seconds)

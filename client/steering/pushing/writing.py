@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rollout_client.steering import checkpoint_form
+from rollout_client.steering.checkpoint_form import Unfused
 from rollout_client.steering.spool import is_sharded, whole
 
 from .boxes import Box, Run, rows_of
 from .copying import Copier
 from .shards import Part, part_of
-from .tensors import check_there
+from .tensors import cast, check_there
 
 if TYPE_CHECKING:
     import torch
+
+    from rollout_worker.transfer.layout import PushLayout
 
 View = Callable[[str, int, int], memoryview]
 """Returns the place of a run of a tensor's bytes."""
@@ -33,7 +37,7 @@ def state_of(tensors: Any) -> Mapping[str, Any]:
     Raises:
         TypeError: It is a stream.
     """
-    state = tensors.state_dict() if hasattr(tensors, "state_dict") else tensors
+    state = checkpoint_form.state_of(tensors)
     if not isinstance(state, Mapping):
         raise TypeError("ranks: with several ranks give a model or its state dict, not a stream")
     return state
@@ -101,10 +105,16 @@ class Writing:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
-        self.parts: Mapping[str, Part] = {name: part_of(name, state[name]) for name in state}
+        self.parts: Mapping[str, Part] = {name: _part_of(name, state) for name in state}
 
-    def write(self, boxes: Mapping[str, Box], place: Place, stopped: Callable[[], bool]) -> None:
-        """Write these boxes, in the order in which receivers take them.
+    def write(
+        self,
+        boxes: Mapping[str, Box],
+        place: Place,
+        stopped: Callable[[], bool],
+        layout: PushLayout,
+    ) -> None:
+        """Write these boxes, in the order in which receivers take them and in the dtypes of the layout.
 
         What has to be gathered is gathered to the end, also once this rank failed or was `stopped`: other
         ranks wait in it.
@@ -119,7 +129,9 @@ class Writing:
                 if box is None or stopped():
                     continue
                 mine = (tensor.to_local() if is_sharded(tensor) else tensor).detach()
-                place.put(self.parts[name], mine, box)
+                part, dtype = self.parts[name], layout[name].dtype
+                part = replace(part, spec=(name, dtype, part.spec[2]))
+                place.put(part, cast(name, mine, {name: dtype}), box)
         except BaseException:
             for name in names:
                 self._made(name)
@@ -129,6 +141,14 @@ class Writing:
         """Return a tensor, whole if it has to be gathered."""
         tensor = self._state[name]
         return whole(tensor) if self.parts[name].gathered else tensor
+
+
+def _part_of(name: str, state: Mapping[str, Any]) -> Part:
+    """Say what this rank has of a tensor; what is first made of others is whole on each."""
+    if not isinstance(state, Unfused) or name not in state.made:
+        return part_of(name, state[name])
+    gathered = any(map(is_sharded, state.held.values()))
+    return replace(part_of(name, state.described[name]), gathered=gathered)
 
 
 def scatter(memory: memoryview, shape: Sequence[int], box: Box, values: torch.Tensor) -> None:

@@ -98,8 +98,8 @@ class Rank:
         url, control = self._places
         return RolloutPool.from_urls([url], control_urls=[control])
 
-    def mine(self, step: int) -> dict[str, Any]:
-        """Return this rank's part."""
+    def mine(self, step: int, *, wide: bool = False) -> dict[str, Any]:
+        """Return this rank's part; `wide`: floating-point numbers with twice the bytes."""
         found: dict[str, Any] = {}
         for name, tensor in state(step, self.ranks).items():
             if name == "plain":
@@ -121,6 +121,8 @@ class Rank:
             else:
                 placement = {"columns": Shard(1), "same": Replicate()}.get(name, Shard(0))
                 found[name] = distribute_tensor(tensor, self.mesh, [placement])
+        if wide:
+            found = {name: widened(tensor) for name, tensor in found.items()}
         self.names.clear()
         self.names.update({id(tensor): name for name, tensor in found.items()})
         return found
@@ -131,6 +133,7 @@ class Rank:
         tensors: Any = None,
         pool: RolloutPool | None = None,
         seconds: float = 60,
+        **options: Any,
     ) -> None:
         """Publish, and note what came of it."""
         self.gathered.clear()
@@ -139,7 +142,11 @@ class Rank:
         begin = time.monotonic()
         try:
             done = (pool or self.pool).publish_weights(
-                version, tensors=given, ranks=distributed.group.WORLD, seconds=seconds
+                version,
+                tensors=given,
+                ranks=distributed.group.WORLD,
+                seconds=seconds,
+                **options,
             )
             told |= {"root": done.root_hash, "bytes": done.report and done.report.bytes}
         except (RolloutError, LayoutError) as error:
@@ -169,10 +176,17 @@ def together(rank: Rank) -> None:
         del without["even"]
     rank.publish(7, without)
     rank.publish(8)
+    rank.publish(9, rank.mine(9, wide=True), cast=True)
     if rank.rank == 3:
         rank.before_copy = die_at("bulk")
     # What is gathered waits for the dead as long as the group does.
-    rank.publish(9, {k: v for k, v in rank.mine(9).items() if k not in GATHERED})
+    rank.publish(10, {k: v for k, v in rank.mine(10).items() if k not in GATHERED})
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with twice the bytes, if it has floating-point numbers."""
+    wide = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
+    return tensor.to(wide.get(tensor.dtype, tensor.dtype))
 
 
 def fail_at(bad: str) -> Callable[[str], None]:

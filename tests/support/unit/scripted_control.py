@@ -42,9 +42,12 @@ class ScriptedControl:
         """By verb: how many of the next calls get no answer while somebody waits for one."""
         self.transfer: Callable[[], dict[str, Any]] | None = None
         """Set: how pushed bytes are taken; `phase` says then what `state` tells of them."""
+        self.dtypes: dict[str, str] = {}
+        """Of the model's checkpoint, by name of the tensor."""
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         for method, path in (
             ("GET", "state"),
+            ("GET", "weights/dtypes"),
             *(("POST", f"weights/{verb}") for verb in ("stage", "commit", "discard", "offer")),
             *(("POST", verb) for verb in ("require", "pause", "resume", "sleep", "wake")),
         ):
@@ -53,7 +56,7 @@ class ScriptedControl:
     @property
     def verbs(self) -> list[str]:
         """What was asked, beside the state."""
-        return [verb for verb, _ in self.bodies if verb != "state"]
+        return [verb for verb, _ in self.bodies if verb not in ("state", "dtypes")]
 
     def body(self, verb: str) -> dict[str, Any]:
         """Return the body of the last call of a verb."""
@@ -112,6 +115,9 @@ class ScriptedControl:
             self.slot["source"] = {"pushed": {}}
         transfer = {} if self.transfer is None else {"transfer": self.transfer()}
         return {**self.slot, "phase": "Staging", **transfer}
+
+    def _dtypes(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"dtypes": self.dtypes}
 
     def _offer(self, body: dict[str, Any]) -> dict[str, Any]:
         about = {"layout_id": "xxh3_128:0", "bytes": 256, "root_hash": self.root_hash}

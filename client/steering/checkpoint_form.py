@@ -1,0 +1,146 @@
+"""The state of a model under the names and in the shapes of its checkpoint.
+
+Models of transformers 5 hold some tensors otherwise than their checkpoints do: the experts of a layer are fused into
+one. `save_pretrained` reverts that for the whole state at once; here it is done layer by layer, so that no
+more than one layer's experts are there twice.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rollout_worker.transfer.layout import LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+State = Mapping[str, Any]
+Revert = Callable[[Any, dict[str, Any]], dict[str, Any]]
+
+_LAYER = re.compile(r".*?\.\d+\.")
+"""The first part of a name with a number: what is converted together lies in one layer."""
+_FUSED = re.compile(r"\.experts\.[a-z]")
+"""In a name of the experts of one layer, all in one tensor."""
+
+
+def state_of(tensors: Any) -> Any:
+    """Return the state of a model in the form of its checkpoint; what is no model, as it is.
+
+    Raises:
+        LayoutError: Its experts are fused, and this release of transformers can't revert that.
+    """
+    if not hasattr(tensors, "state_dict"):
+        return tensors
+    state: State = tensors.state_dict()
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(tensors, modeling.PreTrainedModel):
+        return state
+    try:
+        # No public name: what `save_pretrained` uses.
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return _unfused_already(state)
+    return _reverted(tensors, state, revert_weight_conversion)
+
+
+def described(state: State) -> Mapping[str, torch.Tensor]:
+    """Return tensors of the dtypes and (whole) shapes of a state, in its order; making them costs nothing."""
+    return state.described if isinstance(state, Unfused) else state
+
+
+def held(state: State) -> State:
+    """Return the tensors of which a state is made."""
+    return state.held if isinstance(state, Unfused) else state
+
+
+def _unfused_already(state: State) -> State:
+    import transformers
+
+    if fused := next(filter(_FUSED.search, state), None):
+        raise LayoutError(
+            f"tensor {fused!r} has the experts of a layer in one, and transformers {transformers.__version__} has no"
+            " revert_weight_conversion to write them as its checkpoint does: give a state dict with the names of the"
+            " checkpoint, or use transformers 5.16 to 5.19",
+            tensor=fused,
+        )
+    return state
+
+
+def _reverted(model: Any, state: State, revert: Revert) -> State:
+    import torch
+
+    meta = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in state.items()
+    }
+    whole = revert(model, dict(meta))
+    if all(meta.get(name) is tensor for name, tensor in whole.items()):
+        return state
+    layers: dict[str, list[str]] = defaultdict(list)
+    for name, tensor in meta.items():
+        if whole.get(name) is not tensor:
+            found = _LAYER.match(name)
+            layers[found[0] if found else ""].append(name)
+    made = {}
+    for layer, names in layers.items():
+        part = revert(model, {name: meta[name] for name in names})
+        made.update(dict.fromkeys(part, layer))
+    changed = {name for name, tensor in whole.items() if meta.get(name) is not tensor}
+    if made.keys() != changed:  # what is converted together lies in several layers
+        layers = {"": [name for names in layers.values() for name in names]}
+        made = dict.fromkeys(changed, "")
+    return Unfused(model, state, revert, whole, made, layers)
+
+
+class Unfused(Mapping[str, Any]):
+    """See the module. What its checkpoint has as well is given as it is held; the rest is made when it is asked for, whole.
+
+    Ranks that have parts of the tensors take all of them in the same order.
+
+    Args:
+        model: Whose state it is.
+        state: The tensors that it holds.
+        revert: Of transformers.
+        whole: What it comes to, without memory.
+        made: By name of what is not held: the layer of which it is made.
+        layers: By layer: the tensors that it holds instead.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        state: State,
+        revert: Revert,
+        whole: Mapping[str, torch.Tensor],
+        made: Mapping[str, str],
+        layers: Mapping[str, list[str]],
+    ) -> None:
+        self.held = state
+        self.described = {name: whole[name] for name in sorted(whole)}
+        self.made = made
+        self._model, self._revert, self._layers = model, revert, layers
+        self._last: tuple[str, Mapping[str, Any]] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        layer = self.made.get(name)
+        if layer is None:
+            return self.held[name]
+        if self._last is None or self._last[0] != layer:
+            self._last = None  # first: two layers would be there at once
+            parts = {part: _whole(self.held[part]) for part in self._layers[layer]}
+            self._last = layer, self._revert(self._model, parts)
+        return self._last[1][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.described)
+
+    def __len__(self) -> int:
+        return len(self.described)
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

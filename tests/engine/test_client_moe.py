@@ -1,0 +1,139 @@
+"""Models whose experts transformers 5 holds fused, published as models: what arrives, and what a worker makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from reference import Reference
+from rollout_client import PublishFailed, RolloutPool, whole_tensors
+from rollout_client.steering.checkpoint_form import Unfused, state_of
+from rollout_client.steering.spool import spool_here
+from workers import InProcess, in_process
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+    "pad_token_id": 0,
+}
+SMALL = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+HEADS = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {**SMALL, "num_experts": 4, "head_dim": 8},
+    "Mixtral": {"num_local_experts": 4},
+    "DeepseekV3": {
+        **SMALL,
+        **HEADS,
+        "qk_nope_head_dim": 8,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+}
+PROMPT = [5, 6, 7, 8, 9, 100]
+
+
+def model_of(kind: str, seed: int = 1) -> Any:
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**COMMON, **MODELS[kind])
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def loaded(folder: Path) -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(str(folder)).eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moe")
+    model_of("Qwen3Moe").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def worker(checkpoint: Path) -> Iterator[InProcess]:
+    with in_process(checkpoint, "--weights-port", "0") as worker:
+        yield worker
+
+
+@pytest.fixture
+def pool(worker: InProcess) -> Iterator[RolloutPool]:
+    data, control = (str(port.base_url).rstrip("/") for port in (worker.data, worker.control))
+    with RolloutPool.from_urls([data], control_urls=[control]) as pool:
+        pool.acquire()
+        yield pool
+
+
+@torch.no_grad()
+def stepped(model: Any, size: float) -> Any:
+    """As an optimizer would change it."""
+    torch.manual_seed(7)
+    for parameter in model.parameters():
+        parameter += size * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_state_is_as_save_pretrained_writes_it(kind: str, tmp_path: Path) -> None:
+    made = model_of(kind)
+    made.save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    for model in (made, loaded(tmp_path)):
+        state = state_of(model)
+        assert isinstance(state, Unfused)
+        assert sorted(state) == sorted(written)
+        assert all(torch.equal(state[name], written[name]) for name in sorted(written))
+        assert dict(whole_tensors(model)).keys() == written.keys()
+        # What is held as it is written is given as it is, and of the rest no more than one layer is there.
+        assert state["model.norm.weight"].data_ptr() == model.model.norm.weight.data_ptr()
+        assert state._last is not None
+        assert len(state._last[1]) < len(state.made)
+
+
+def test_a_state_that_needs_nothing_is_given_as_it_is(tmp_path: Path) -> None:
+    config = transformers.Qwen2Config(**COMMON)
+    model = transformers.Qwen2ForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    for each in (model, loaded(tmp_path)):
+        assert type(state_of(each)) is type(each.state_dict())
+    stream = iter(model.state_dict().items())
+    assert state_of(stream) is stream
+
+
+def test_a_model_that_was_written_makes_the_tokens_that_it_makes_itself(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    model = stepped(loaded(checkpoint), 0.1)
+    spool_here(model, tmp_path / "1")
+    model.save_pretrained(tmp_path / "2")
+    model.config.save_pretrained(tmp_path / "1")
+    tokens = Reference(tmp_path / "1").greedy(PROMPT, 12)
+    assert tokens == Reference(tmp_path / "2").greedy(PROMPT, 12)
+    assert tokens != Reference(checkpoint).greedy(PROMPT, 12)
+
+
+def test_its_state_dict_is_refused_with_what_to_give_instead(
+    pool: RolloutPool, checkpoint: Path
+) -> None:
+    model = loaded(checkpoint)
+    with pytest.raises(PublishFailed, match=r"experts\.down_proj.*: publish the model of transf"):
+        pool.publish_weights(5, tensors=model.state_dict())
+    wrapped = {f"module.{name}": tensor for name, tensor in whole_tensors(model)}
+    with pytest.raises(PublishFailed, match=r"is there: publish without the prefix 'module\.'"):
+        pool.publish_weights(5, tensors=wrapped)
