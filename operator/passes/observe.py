@@ -72,7 +72,7 @@ def _members(
 ) -> tuple[tuple[Pod, ...], Beside]:
     """The trainer's pods as members of a Hybrid pool; none while they are not listed."""
     assert spec.colocation is not None, "the CRD demands a selector"
-    found = ctx.neighbours.inside(key, spec.colocation.trainer_selector.text())
+    found = ctx.neighbours.inside(key, spec.colocation.trainer_selector)
     if found.unknown is not None:
         return (), Beside(unknown=found.unknown)
     gates = read_gates(ctx.store.slices(key), key.name, uid)
@@ -84,7 +84,7 @@ def _beside(ctx: Context, key: Key, spec: RolloutReplicaSpec) -> Beside:
     """What the trainer has; only colocated pools ask."""
     if spec.colocation is None:
         return Beside()
-    found = ctx.neighbours.look(key, spec.colocation.trainer_selector.text())
+    found = ctx.neighbours.look(key, spec.colocation.trainer_selector)
     if found.unknown is not None:
         return Beside(unknown=found.unknown)
     return Beside(

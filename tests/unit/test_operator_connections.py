@@ -17,6 +17,16 @@ from rollout_operator.api.names import CONTROL_TLS_NAME
 from rollout_operator.config import ConfigError
 from rollout_operator.workers.connections import Connections
 from rollout_worker.schemas import RequireRequest
+from waiting import until
+
+STATE = {
+    "boot_id": "b1",
+    "engine": "hf",
+    "lifecycle": "Active",
+    "serving": True,
+    "weights": {"active": None},
+    "resident": {"weights": True, "kv_cache": True},
+}
 
 
 async def no_token() -> str | None:
@@ -79,6 +89,24 @@ async def test_a_worker_that_went_away_between_two_requests_is_unreachable() -> 
     await asyncio.sleep(0)
     with pytest.raises(ControlUnreachable):
         await control.require(RequireRequest(epoch=1))
+    await connections.close()
+
+
+async def test_300_calls_that_wait_leave_room_for_the_polls_of_other_heads(
+    worker: Loopback,
+) -> None:
+    worker.delay("POST", "/v1/wake", STATE, 60)
+    connections = Connections()
+    async with loopback() as other:
+        other.answer("GET", "/v1/state", STATE)
+        control = WorkerControl(worker.url, no_token, connections.send)
+        calls = [asyncio.create_task(control.wake(timeout=60)) for _ in range(300)]
+        await until(lambda: worker.at_once == 300, what="all calls")
+        answer = await WorkerControl(other.url, no_token, connections.send).state(timeout=5)
+        assert answer.boot_id == "b1"
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
     await connections.close()
 
 
