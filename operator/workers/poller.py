@@ -1,11 +1,14 @@
 """Asks the heads for their state, a bounded number at once, and wakes a pool when one changes.
 
 Workers don't push: the operator asks `GET /v1/state` twice a second where something is under way
-and every five seconds elsewhere. With hundreds of heads under way, or thousands in all, both
-intervals stretch, so that neither makes more than `MAX_RATE` polls a second: pools that are
-starting must not take the time that their passes need. After a call of ours its worker is asked at
-once (`refresh`). A head that fails to answer is asked less and less often; its last answer stays,
-marked stale once it is too old to be trusted.
+and every five seconds elsewhere. A head that fails to answer is asked less and less often; its last
+answer stays, marked stale once it is too old to be trusted. With hundreds of heads under way, or
+thousands in all or that fail, each of these intervals stretches, so that none makes more than
+`MAX_RATE` polls a second: pools that are starting must not take the time that their passes need. After
+a call of ours its worker is asked at once (`refresh`).
+
+Silent heads must not delay the polls of others: they stretch no interval but that of heads that fail,
+and a poll that waits for its answer soon leaves its place to the next one.
 """
 
 from __future__ import annotations
@@ -27,6 +30,12 @@ from rollout_worker.schemas import WorkerState
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 64
+"""Polls that begin at once."""
+
+PLACE_SECONDS = 0.1
+"""How long a poll keeps the next one waiting. Healthy workers answer sooner, and at three times `MAX_RATE`
+polls that get no answer at all have 60 places."""
+
 FAST_SECONDS = 0.5
 SLOW_SECONDS = 5.0
 MAX_RATE = 200.0
@@ -73,6 +82,8 @@ class _Head:
     fingerprint: object = None
     error: str | None = None
     answered_at: float | None = None
+    patience: float = 0.0
+    """Seconds of silence that it had when it last answered: its next poll was put off accordingly."""
     failures: int = 0
     was_stale: bool = False
     slot: object = None
@@ -104,13 +115,17 @@ class Poller:
         self._clock = clock
         self._heads: dict[str, _Head] = {}
         self._fast: set[str] = set()
+        self._failing: set[str] = set()
+        """Heads whose last poll failed."""
+        self._brisk: set[str] = set()
+        """Of the fast ones, those that answer."""
         self._queue: WorkQueue[str] = WorkQueue(clock=clock)
 
     async def run(self) -> None:
         """Poll until cancelled."""
         async with asyncio.TaskGroup() as group:
             for number in range(AT_ONCE):
-                group.create_task(self._work(), name=f"poller {number}")
+                group.create_task(self._work(group), name=f"poller {number}")
 
     def watch(self, key: Key, pod_uid: str, address: str, fast: bool) -> None:
         """Poll this head from now on; a call with other arguments changes them."""
@@ -118,8 +133,11 @@ class Poller:
         hurried = fast and pod_uid not in self._fast
         eased = not fast and pod_uid in self._fast
         (self._fast.add if fast else self._fast.discard)(pod_uid)
-        if head is None or (head.key, head.address) != (key, address):
-            self._heads[pod_uid] = _Head(key, address, self._clock())
+        renewed = head is None or (head.key, head.address) != (key, address)
+        if head is None or renewed:
+            head = self._heads[pod_uid] = _Head(key, address, self._clock())
+        self._classify(pod_uid, head)
+        if renewed:
             self._queue.forget(pod_uid)
             self._queue.add(pod_uid)
         elif hurried:
@@ -131,13 +149,14 @@ class Poller:
     def unwatch(self, pod_uid: str) -> None:
         """Forget this head."""
         self._heads.pop(pod_uid, None)
-        self._fast.discard(pod_uid)
+        for known in (self._fast, self._failing, self._brisk):
+            known.discard(pod_uid)
 
     def take(self, pod_uid: str, state: WorkerState) -> None:
         """Note a state that a call of ours was answered: as good as a poll, and later than one under way."""
         head = self._heads.get(pod_uid)
         if head is not None:
-            self._note(head, state, None)
+            self._note(pod_uid, head, state, None)
 
     def poke(self, pod_uid: str) -> None:
         """Poll this head now."""
@@ -174,22 +193,25 @@ class Poller:
         stale = self._is_stale(head)
         return Observation(head.state, head.error, at, head.failures, stale, slot_seconds)
 
-    async def _work(self) -> None:
+    async def _work(self, group: asyncio.TaskGroup) -> None:
         while True:
             try:
                 uid = await self._queue.get()
             except QueueClosed:
                 return
-            try:
-                head = self._heads.get(uid)
-                early = 0.0 if head is None else head.due_at - self._clock()
-                if early > EARLY_SECONDS:
-                    # It was put off: in the queue the first due time stands.
-                    self._queue.add(uid, early)
-                else:
-                    await self._poll(uid)
-            finally:
-                self._queue.done(uid)
+            await asyncio.wait({group.create_task(self._one(uid))}, timeout=PLACE_SECONDS)
+
+    async def _one(self, uid: str) -> None:
+        try:
+            head = self._heads.get(uid)
+            early = 0.0 if head is None else head.due_at - self._clock()
+            if early > EARLY_SECONDS:
+                # It was put off: in the queue the first due time stands.
+                self._queue.add(uid, early)
+            else:
+                await self._poll(uid)
+        finally:
+            self._queue.done(uid)
 
     async def _poll(self, uid: str) -> None:
         head = self._heads.get(uid)
@@ -211,7 +233,7 @@ class Poller:
         if self._heads.get(uid) is not head:
             return  # no longer watched, or at another address
         overtaken = head.answered_at is not None and head.answered_at > asked_at
-        changed = not overtaken and self._note(head, state, error)
+        changed = not overtaken and self._note(uid, head, state, error)
         for waiter in waiters:
             waiter.set()
         interval = self._interval(uid, head)
@@ -221,13 +243,13 @@ class Poller:
         if changed:
             self._wake(head.key)
 
-    def _note(self, head: _Head, state: WorkerState | None, error: str | None) -> bool:
+    def _note(self, uid: str, head: _Head, state: WorkerState | None, error: str | None) -> bool:
         """Take the outcome of a poll; return whether the pool should look."""
         if state is not None:
             fingerprint = _without_load(state)
             changed = fingerprint != head.fingerprint or head.error is not None or head.was_stale
             head.state, head.fingerprint = state, fingerprint
-            head.answered_at = self._clock()
+            head.answered_at, head.patience = self._clock(), self._patience()
             staged = state.weights.staged
             slot = staged and (staged.epoch, staged.version, staged.phase)
             if slot != head.slot:
@@ -236,6 +258,7 @@ class Poller:
         else:
             changed = head.failures == 0
             head.failures += 1
+        self._classify(uid, head)
         head.error = error
         stale = self._is_stale(head)
         changed = changed or stale != head.was_stale
@@ -244,24 +267,34 @@ class Poller:
 
     def _is_stale(self, head: _Head) -> bool:
         at = head.since if head.answered_at is None else head.answered_at
-        return self._clock() - at > max(STALE_SECONDS, 3 * self._slow_interval())
+        return self._clock() - at > max(head.patience, self._patience())
+
+    def _patience(self) -> float:
+        return max(STALE_SECONDS, 3 * self._slow_interval())
+
+    def _classify(self, uid: str, head: _Head) -> None:
+        """Note whose interval it stretches."""
+        failing = head.failures > 0
+        (self._failing.add if failing else self._failing.discard)(uid)
+        brisk = uid in self._fast and not failing
+        (self._brisk.add if brisk else self._brisk.discard)(uid)
 
     def _slow_interval(self) -> float:
-        return max(SLOW_SECONDS, len(self._heads) / MAX_RATE)
+        return max(SLOW_SECONDS, (len(self._heads) - len(self._failing)) / MAX_RATE)
 
     def _fast_interval(self) -> float:
-        return max(FAST_SECONDS, len(self._fast) / MAX_RATE)
+        return max(FAST_SECONDS, len(self._brisk) / MAX_RATE)
 
-    def _longest_backoff(self, uid: str, head: _Head) -> float:
+    def _backoff(self, uid: str, head: _Head) -> float:
         """Keep this short for a head that is just starting: somebody waits for it to be Ready."""
-        if uid in self._fast and head.answered_at is None:
-            return max(STARTING_SECONDS, len(self._heads) / MAX_RATE)
-        return LAST_BACKOFF_SECONDS
+        starting = uid in self._fast and head.answered_at is None
+        longest = STARTING_SECONDS if starting else LAST_BACKOFF_SECONDS
+        backoff = FIRST_BACKOFF_SECONDS * 2.0 ** min(head.failures - 1, 10)
+        return max(min(longest, backoff), len(self._failing) / MAX_RATE)
 
     def _interval(self, uid: str, head: _Head) -> float:
         if head.failures:
-            backoff = FIRST_BACKOFF_SECONDS * 2.0 ** min(head.failures - 1, 10)
-            interval = min(self._longest_backoff(uid, head), backoff)
+            interval = self._backoff(uid, head)
         else:
             interval = self._fast_interval() if uid in self._fast else self._slow_interval()
         return interval * random.uniform(1 - JITTER, 1 + JITTER)
