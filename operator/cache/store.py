@@ -43,6 +43,11 @@ class Store:
         """Return the EndpointSlices that we made for the pool, sorted by name; Hybrid pools have some."""
         return self._kinds["endpointslices"].of(key)
 
+    def holds(self, resource: ResourceName, obj: Obj) -> bool:
+        """Return whether this very object is known, of whatever version."""
+        known = self._kinds[resource].at(_name(obj))
+        return known is not None and _uid(known) == _uid(obj)
+
     def keys(self) -> list[Key]:
         """Return the keys of all pools."""
         return self._kinds["pools"].keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +24,9 @@ from .observe import Look, observe, wait_for_first_polls
 from .writes import Writer
 
 logger = logging.getLogger(__name__)
+
+MANY_PODS = 500
+"""From so many on `decide` takes more than 50 ms, a second with as many as the CRD allows."""
 
 
 class Reconciler:
@@ -65,7 +69,7 @@ class Reconciler:
             left = wait_for_first_polls(self.ctx, key, look.seen, memory)
             if left:
                 return left
-        plan = decide(spec, look.seen, stored, self.ctx.clock())
+        plan = await plan_for(look, self.ctx.clock())
         if look.seen.paused:
             plan = _paused(plan, stored)
         try:
@@ -115,6 +119,13 @@ class Reconciler:
                 await Writer(ctx, key, "").delete(forced)
             next_due = soonest(next_due, wait.seconds)
         return next_due
+
+
+async def plan_for(look: Look, now: float) -> Plan:
+    """Decide; about a large pool in a thread, because the event loop has the other pools to serve."""
+    if len(look.seen.pods) < MANY_PODS:
+        return decide(look.spec, look.seen, look.stored, now)
+    return await asyncio.to_thread(decide, look.spec, look.seen, look.stored, now)
 
 
 def _paused(plan: Plan, stored: RolloutReplicaStatus) -> Plan:

@@ -55,6 +55,15 @@ def test_an_event_is_kept_and_names_the_pool_to_wake() -> None:
     assert store.counts() == {"pools": 1, "pods": 2, "services": 0, "endpointslices": 0}
 
 
+def test_it_holds_an_object_but_not_its_namesake() -> None:
+    store = Store()
+    store.take("pods", "ADDED", pod("a", 2))
+    assert store.holds("pods", pod("a", 1))
+    assert not store.holds("pods", pod("a", 2, uid="another"))
+    assert not store.holds("pods", pod("b", 2))
+    assert not store.holds("services", pod("a", 2))
+
+
 def test_managed_fields_are_not_kept() -> None:
     store = Store()
     store.take("pools", "ADDED", pool(1, managedFields=[{"manager": "kubectl"}]))
