@@ -109,6 +109,16 @@ def wait_for_first_polls(ctx: Context, key: Key, seen: Observed, memory: Memory)
     return None if memory.first_polls_done else left
 
 
+def stop_polling(ctx: Context, memory: Memory) -> None:
+    """Poll no head of a pool about which nothing can be decided: nobody would notice who goes.
+
+    Once something can, all are polled before it is, as by a process that has just started.
+    """
+    for uid in memory.polled:
+        ctx.workers.poller.unwatch(uid)
+    memory.first_look, memory.first_polls_done = None, False
+
+
 def poll(
     ctx: Context, key: Key, seen: Observed, status: RolloutReplicaStatus, memory: Memory
 ) -> None:

@@ -20,7 +20,7 @@ from rollout_operator.kube.errors import Conflict, NotFound
 from .act import act, keep_status, soonest, write_status
 from .context import Context
 from .memory import Memory
-from .observe import Look, observe, wait_for_first_polls
+from .observe import Look, observe, stop_polling, wait_for_first_polls
 from .writes import Writer
 
 logger = logging.getLogger(__name__)
@@ -51,11 +51,13 @@ class Reconciler:
         memory = self._memory.setdefault(key, Memory())
         stored = memory.read_status(pool)
         if memory.unreadable is not None:
+            stop_polling(self.ctx, memory)
             await keep_status(self.ctx, key, pool, memory.unreadable, stored)
             return None
         try:
             spec = memory.read_spec(pool)
         except InvalidSpec as error:
+            stop_polling(self.ctx, memory)
             status = conditions_for_invalid(stored, pool, str(error), self.ctx.clock())
             with suppress(NotFound):
                 await write_status(self.ctx, key, pool, status, memory)
@@ -100,6 +102,7 @@ class Reconciler:
         self.ctx.telemetry.forget(key)
         if pool is None:
             self.ctx.expectations.forget(key)
+            self.ctx.kube.forget_token(names.audience(key.namespace, key.name))
         again = await self._free_stuck_orphans(key, memory)
         if pool is None:
             # An object of that name that comes later is another one; what pods did is no other.

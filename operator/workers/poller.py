@@ -138,7 +138,6 @@ class Poller:
             head = self._heads[pod_uid] = _Head(key, address, self._clock())
         self._classify(pod_uid, head)
         if renewed:
-            self._queue.forget(pod_uid)
             self._queue.add(pod_uid)
         elif hurried:
             self._at_once(pod_uid, head)
@@ -282,21 +281,17 @@ class Poller:
     def _slow_interval(self) -> float:
         return max(SLOW_SECONDS, (len(self._heads) - len(self._failing)) / MAX_RATE)
 
-    def _fast_interval(self) -> float:
-        return max(FAST_SECONDS, len(self._brisk) / MAX_RATE)
-
     def _backoff(self, uid: str, head: _Head) -> float:
         """Keep this short for a head that is just starting: somebody waits for it to be Ready."""
         starting = uid in self._fast and head.answered_at is None
         longest = STARTING_SECONDS if starting else LAST_BACKOFF_SECONDS
-        backoff = FIRST_BACKOFF_SECONDS * 2.0 ** min(head.failures - 1, 10)
-        return max(min(longest, backoff), len(self._failing) / MAX_RATE)
+        seconds = min(longest, FIRST_BACKOFF_SECONDS * 2.0 ** min(head.failures - 1, 10))
+        return max(seconds, len(self._failing) / MAX_RATE)
 
     def _interval(self, uid: str, head: _Head) -> float:
-        if head.failures:
-            interval = self._backoff(uid, head)
-        else:
-            interval = self._fast_interval() if uid in self._fast else self._slow_interval()
+        fast = max(FAST_SECONDS, len(self._brisk) / MAX_RATE)
+        usual = fast if uid in self._fast else self._slow_interval()
+        interval = self._backoff(uid, head) if head.failures else usual
         return interval * random.uniform(1 - JITTER, 1 + JITTER)
 
 
