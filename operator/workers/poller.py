@@ -2,13 +2,11 @@
 
 Workers don't push: the operator asks `GET /v1/state` twice a second where something is under way
 and every five seconds elsewhere. A head that fails to answer is asked less and less often; its last
-answer stays, marked stale once it is too old to be trusted. With hundreds of heads under way, or
-thousands in all or that fail, each of these intervals stretches, so that none makes more than
-`MAX_RATE` polls a second: pools that are starting must not take the time that their passes need. After
-a call of ours its worker is asked at once (`refresh`).
-
-Silent heads must not delay the polls of others: they stretch no interval but that of heads that fail,
-and a poll that waits for its answer soon leaves its place to the next one.
+answer stays, marked stale once it is too old to be trusted. Of pools with hundreds of heads under way,
+or thousands in all or that fail, these intervals stretch (`pace`): pools that are starting must not take
+the time that their passes need. After a call of ours its worker is asked at once (`refresh`).
+Silent heads delay no others' polls: they have a pace of their own, and a poll that waits for its answer
+soon leaves its place to the next one.
 """
 
 from __future__ import annotations
@@ -27,6 +25,8 @@ from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
 from rollout_operator.kube.errors import KubeError
 from rollout_worker.schemas import WorkerState
 
+from .pace import Pace
+
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 64
@@ -34,11 +34,10 @@ AT_ONCE = 64
 
 PLACE_SECONDS = 0.1
 """How long a poll keeps the next one waiting. Healthy workers answer sooner, and at three times `MAX_RATE`
-polls that get no answer at all have 60 places."""
+(of each pace) polls that get no answer at all take 60 places."""
 
 FAST_SECONDS = 0.5
 SLOW_SECONDS = 5.0
-MAX_RATE = 200.0
 FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 5.0
 STARTING_SECONDS = 1.0
@@ -115,10 +114,11 @@ class Poller:
         self._clock = clock
         self._heads: dict[str, _Head] = {}
         self._fast: set[str] = set()
-        self._failing: set[str] = set()
-        """Heads whose last poll failed."""
-        self._brisk: set[str] = set()
-        """Of the fast ones, those that answer."""
+        self._slow_pace = Pace(SLOW_SECONDS)
+        """Of all that answer."""
+        self._fast_pace = Pace(FAST_SECONDS)
+        """Of the fast ones that answer."""
+        self._failing_pace = Pace(0.0)
         self._queue: WorkQueue[str] = WorkQueue(clock=clock)
 
     async def run(self) -> None:
@@ -135,6 +135,7 @@ class Poller:
         (self._fast.add if fast else self._fast.discard)(pod_uid)
         renewed = head is None or (head.key, head.address) != (key, address)
         if head is None or renewed:
+            self._leave_paces(pod_uid)
             head = self._heads[pod_uid] = _Head(key, address, self._clock())
         self._classify(pod_uid, head)
         if renewed:
@@ -147,9 +148,9 @@ class Poller:
 
     def unwatch(self, pod_uid: str) -> None:
         """Forget this head."""
+        self._leave_paces(pod_uid)
         self._heads.pop(pod_uid, None)
-        for known in (self._fast, self._failing, self._brisk):
-            known.discard(pod_uid)
+        self._fast.discard(pod_uid)
 
     def take(self, pod_uid: str, state: WorkerState) -> None:
         """Note a state that a call of ours was answered: as good as a poll, and later than one under way."""
@@ -248,7 +249,7 @@ class Poller:
             fingerprint = _without_load(state)
             changed = fingerprint != head.fingerprint or head.error is not None or head.was_stale
             head.state, head.fingerprint = state, fingerprint
-            head.answered_at, head.patience = self._clock(), self._patience()
+            head.answered_at, head.patience = self._clock(), self._patience(head)
             staged = state.weights.staged
             slot = staged and (staged.epoch, staged.version, staged.phase)
             if slot != head.slot:
@@ -266,32 +267,33 @@ class Poller:
 
     def _is_stale(self, head: _Head) -> bool:
         at = head.since if head.answered_at is None else head.answered_at
-        return self._clock() - at > max(head.patience, self._patience())
+        return self._clock() - at > max(head.patience, self._patience(head))
 
-    def _patience(self) -> float:
-        return max(STALE_SECONDS, 3 * self._slow_interval())
+    def _patience(self, head: _Head) -> float:
+        return max(STALE_SECONDS, 3 * self._slow_pace.interval(head.key))
 
     def _classify(self, uid: str, head: _Head) -> None:
-        """Note whose interval it stretches."""
-        failing = head.failures > 0
-        (self._failing.add if failing else self._failing.discard)(uid)
-        brisk = uid in self._fast and not failing
-        (self._brisk.add if brisk else self._brisk.discard)(uid)
+        """Note to which paces it belongs."""
+        answers = head.failures == 0
+        self._slow_pace.put(head.key, uid, inside=answers)
+        self._fast_pace.put(head.key, uid, inside=answers and uid in self._fast)
+        self._failing_pace.put(head.key, uid, inside=not answers)
 
-    def _slow_interval(self) -> float:
-        return max(SLOW_SECONDS, (len(self._heads) - len(self._failing)) / MAX_RATE)
+    def _leave_paces(self, uid: str) -> None:
+        if (head := self._heads.get(uid)) is not None:
+            for pace in (self._slow_pace, self._fast_pace, self._failing_pace):
+                pace.put(head.key, uid, inside=False)
 
     def _backoff(self, uid: str, head: _Head) -> float:
         """Keep this short for a head that is just starting: somebody waits for it to be Ready."""
         starting = uid in self._fast and head.answered_at is None
         longest = STARTING_SECONDS if starting else LAST_BACKOFF_SECONDS
         seconds = min(longest, FIRST_BACKOFF_SECONDS * 2.0 ** min(head.failures - 1, 10))
-        return max(seconds, len(self._failing) / MAX_RATE)
+        return max(seconds, self._failing_pace.interval(head.key))
 
     def _interval(self, uid: str, head: _Head) -> float:
-        fast = max(FAST_SECONDS, len(self._brisk) / MAX_RATE)
-        usual = fast if uid in self._fast else self._slow_interval()
-        interval = self._backoff(uid, head) if head.failures else usual
+        pace = self._fast_pace if uid in self._fast else self._slow_pace
+        interval = self._backoff(uid, head) if head.failures else pace.interval(head.key)
         return interval * random.uniform(1 - JITTER, 1 + JITTER)
 
 

@@ -275,7 +275,7 @@ async def test_no_more_than_64_begin_at_once_and_a_hanging_head_stops_no_other(
 
 
 async def test_many_fast_heads_are_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_operator.workers.poller.MAX_RATE", 10.0)
+    monkeypatch.setattr("rollout_operator.workers.pace.MAX_RATE", 10.0)
     async with loopback() as worker, bench_of(worker) as bench:
         worker.answer("GET", "/v1/state", state())
         for number in range(20):

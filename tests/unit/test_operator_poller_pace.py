@@ -226,3 +226,18 @@ def test_silent_heads_of_one_pool_delay_no_other_pools_polls(silent: int, fast: 
         assert max(max(heads.gaps(each, since=settled)) for each in well) < 6
 
     run(scene)
+
+
+def test_a_large_pool_stretches_its_own_interval_and_no_others() -> None:
+    async def scene(clock: Callable[[], float]) -> None:
+        heads = Heads(clock)
+        for number in range(2000):
+            heads.poller.watch(Key("rl", "large"), str(number), str(number), True)
+        heads.poller.watch(KEY, "moving", "moving", True)
+        heads.poller.watch(KEY, "resting", "resting", False)
+        await heads.pass_by(40)
+        assert min(heads.gaps("0")) > 8
+        assert max(heads.gaps("moving")) < 0.6
+        assert max(heads.gaps("resting")) < 6
+
+    run(scene)

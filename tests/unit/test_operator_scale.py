@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from types import FrameType
 from typing import Any
@@ -94,12 +95,13 @@ def pool(count: int, worker: Callable[[int], Worker] = serving, **changes: Any) 
     return Pool(spec, pods, {pod.uid: worker(n) for n, pod in enumerate(pods)})
 
 
-def updating(made: Pool, phase: str) -> Pool:
-    """It moves to version 1, which a trainer has pushed."""
+def updating(count: int, strategy: str, phase: str, worker: Callable[[int], Worker]) -> Pool:
+    """A pool that moves to version 1, which a trainer has pushed."""
+    made = pool(count, worker, weights={"strategy": strategy, **pushed(0, 1)})
     started: dict[str, Any] = {"started_at": "1970-01-12T13:46:40Z"}
     if phase == "Committing":
         started |= {"commit_started_at": "1970-01-12T13:46:40Z", "root_hash": root_hash(V1)}
-    update = LastUpdate(epoch=0, version=1, source=BY_PUSH, phase=phase, **started)  # type: ignore[arg-type]
+    update = LastUpdate(epoch=0, version=1, source=BY_PUSH, phase=phase, **started)
     made.status = RolloutReplicaStatus(weights=WeightsStatus(last_update=update))
     return made
 
@@ -212,11 +214,7 @@ def scenes(count: int) -> Iterator[tuple[str, Callable[[], Pool]]]:
     for strategy, phase, (name, worker) in product(
         ("AllAtOnce", "Rolling", "Eager"), ("Staging", "Committing"), WORKERS.items()
     ):
-        weights = {"strategy": strategy, **pushed(0, 1)}
-        yield (
-            f"{strategy} {phase} {name}",
-            lambda w=worker, p=phase, to=weights: updating(pool(count, w, weights=to), p),
-        )
+        yield f"{strategy} {phase} {name}", partial(updating, count, strategy, phase, worker)
     yield "joiners", lambda: joiners(count, givers=count // 2)
     yield "no copy", lambda: joiners(count, givers=0)
     yield "waiting for a turn", lambda: pool(count, waiting_for_a_turn)
@@ -233,7 +231,7 @@ def lines_of(act: Callable[[], object]) -> int:
     """How many lines of Python it runs; turns of a loop count one by one."""
     found = 0
 
-    def trace(frame: FrameType, event: str, arg: object) -> object:
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal found
         found += 1
         return trace
