@@ -20,7 +20,7 @@ from bench.options import Options
 from bench.reporting.figures import Figure, Result, figure
 from bench.rigs.ports import answers, free_port
 from rollout_client.control import Send, WorkerControl
-from rollout_operator.workers.connections import AT_ONCE, Connections
+from rollout_operator.workers.connections import Connections
 
 SERVER = ROOT / "hack/cluster/processless.py"
 START_SECONDS = 30.0
@@ -59,7 +59,7 @@ def _server() -> Iterator[int]:
 
 async def _compare(port: int, workers: int, rounds: int) -> Figure:
     connections = Connections()
-    limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(limits=limits, trust_env=False) as client:
         sides = [_controls(port, workers, send) for send in (connections.send, client)]
         found: tuple[list[float], list[float]] = ([], [])

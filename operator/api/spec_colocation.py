@@ -70,6 +70,16 @@ class Requirement(ApiModel):
             "DoesNotExist": f"!{self.key}",
         }[self.operator]
 
+    def holds(self, labels: Mapping[str, str]) -> bool:
+        """Whether the condition holds for these labels."""
+        there = self.key in labels
+        return {
+            "In": there and labels.get(self.key) in self.values,
+            "NotIn": not there or labels.get(self.key) not in self.values,
+            "Exists": there,
+            "DoesNotExist": not there,
+        }[self.operator]
+
 
 class TrainerSelector(ApiModel):
     """A label selector, as everywhere in Kubernetes; all conditions must hold."""
@@ -99,6 +109,11 @@ class TrainerSelector(ApiModel):
     def text(self) -> str:
         """Return the selector as a query of the API server has it."""
         return ",".join(self._conditions())
+
+    def selects(self, labels: Mapping[str, str]) -> bool:
+        """Whether the API server would select an object with these labels."""
+        wanted = all(labels.get(key) == value for key, value in self.match_labels.items())
+        return wanted and all(each.holds(labels) for each in self.match_expressions)
 
     def _conditions(self) -> Iterator[str]:
         yield from (f"{key}={value}" for key, value in sorted(self.match_labels.items()))

@@ -1,9 +1,12 @@
 """The pods of trainers and their ResourceClaims, watched while a pool is beside them, or in them.
 
 Each colocated pool subscribes with its passes (`look`) to the pods that its selector selects and to the
-claims of its namespace, each Hybrid pool (`inside`) to its selector's pods; pools share a watch. A watch lists, follows the events from there, and begins
-again after some time or whatever ends it: a late or missed event costs time only. What is known
-stays so while the API server is away.
+claims of its namespace, each Hybrid pool (`inside`) to its selector's pods; pools share a watch. A watch
+lists, follows the events from there, and begins again after some time or whatever ends it: a late or
+missed event costs time only. What is known stays so while the API server is away.
+
+Each watch has a connection of its own, with its buffers, so a namespace has a few of them whatever is
+created in it: later selectors share one watch of its pods, and are applied here.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rollout_operator.api.names import LABEL_MANAGED_BY, MANAGER
 from rollout_operator.api.objects import Key, Obj
+from rollout_operator.api.spec_colocation import TrainerSelector
 from rollout_operator.kube.client import Kube
 from rollout_operator.kube.errors import Forbidden, Gone, KubeError, NotFound
 
@@ -30,10 +35,19 @@ RETRY_SECONDS = 1.0
 
 MAX_RETRY_SECONDS = 30.0
 
+APART = 8
+"""Selectors of a namespace that have a watch of their own: the API server leaves out all other pods."""
+
+MANY = 64
+"""From so many changes in a list on, all pools are woken instead of those that the changes are about."""
+
+NOT_OURS = f"{LABEL_MANAGED_BY}!={MANAGER}"
+
 Resource = Literal["pods", "resourceclaims", "members"]
 """Members are pods as well; more is read of them."""
 Read = Callable[[Obj], object | None]
 """Makes a value of an object; None: it does not count. Equal values are the same to every pass."""
+Labels = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +63,30 @@ class Scope:
         """What the API server calls it."""
         return "pods" if self.resource == "members" else self.resource
 
+    @property
+    def shared(self) -> bool:
+        """Pools with different selectors share it: it shows all pods but ours."""
+        return self.selector is None and self.resource != "resourceclaims"
+
 
 @dataclass(slots=True)
-class _Watched:
-    values: dict[str, object] = field(default_factory=dict)
+class _Watch:
+    found: dict[str, tuple[Labels, object]] = field(default_factory=dict)
+    """Labels and value of each object that counts, by name."""
     listed: bool = False
     problem: str = ""
-    pools: set[Key] = field(default_factory=set)
+    pools: dict[Key, TrainerSelector | None] = field(default_factory=dict)
+    """Who asks, and which of the objects it means; None: all."""
     task: asyncio.Task[None] | None = None
+
+    def values(self, key: Key) -> tuple[object, ...]:
+        """What a pool asks for, as far as it is known."""
+        chosen = self.pools[key]
+        return tuple(
+            value
+            for labels, value in self.found.values()
+            if chosen is None or chosen.selects(labels)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,140 +120,174 @@ class Neighbourhood:
         self._read = read
         self._wake = wake
         self._seconds = seconds
-        self._watched: dict[Scope, _Watched] = {}
+        self._watches: dict[Scope, _Watch] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Of all watches, and of those that nobody needs any more until they have ended."""
         self._stale = asyncio.Event()
 
-    def look(self, key: Key, selector: str) -> Neighbours:
+    def look(self, key: Key, selector: TrainerSelector) -> Neighbours:
         """Return what is beside a pool, and have it woken when that changes, until `forget`."""
-        pods = self._join(key, Scope("pods", key.namespace, selector))
-        claims = self._join(key, Scope("resourceclaims", key.namespace, None))
-        self._leave(key, {id(pods), id(claims)})
+        pods = self._join(key, "pods", selector)
+        claims = self._join(key, "resourceclaims", None)
+        self._leave(key, (pods, claims))
         if not (pods.listed and claims.listed):
             return Neighbours(unknown=pods.problem or claims.problem)
-        return Neighbours(tuple(pods.values.values()), tuple(claims.values.values()))
+        return Neighbours(pods.values(key), claims.values(key))
 
-    def inside(self, key: Key, selector: str) -> Neighbours:
+    def inside(self, key: Key, selector: TrainerSelector) -> Neighbours:
         """Return the same for the pods that a pool is in; nobody asks for claims."""
-        members = self._join(key, Scope("members", key.namespace, selector))
-        self._leave(key, {id(members)})
+        members = self._join(key, "members", selector)
+        self._leave(key, (members,))
         if not members.listed:
             return Neighbours(unknown=members.problem)
-        return Neighbours(tuple(members.values.values()))
+        return Neighbours(members.values(key))
 
     def forget(self, key: Key) -> None:
         """End the subscription of a pool that is gone."""
-        self._leave(key, set())
+        self._leave(key, ())
 
     async def run(self) -> None:
         """Watch what pools have asked for, until cancelled."""
         try:
             while True:
                 self._stale.clear()
-                for scope, watched in list(self._watched.items()):
-                    if not watched.pools:
-                        await _ended(watched.task)
-                        del self._watched[scope]
-                    elif watched.task is None or watched.task.done():
-                        follow = self._follow(scope, watched)
-                        watched.task = asyncio.create_task(follow, name=f"watch of {scope}")
-                        watched.task.add_done_callback(self._restart)
+                for scope, watch in self._watches.items():
+                    if watch.task is None or watch.task.done():
+                        follow = self._follow(scope, watch)
+                        watch.task = asyncio.create_task(follow, name=f"watch of {scope}")
+                        watch.task.add_done_callback(self._ended)
+                        self._tasks.add(watch.task)
                 await self._stale.wait()
         finally:
-            for watched in self._watched.values():
-                await _ended(watched.task)
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
 
-    def _restart(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
         """Begin a watch again that ended by an object which nobody expected."""
+        self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("the %s ended", task.get_name(), exc_info=task.exception())
             asyncio.get_running_loop().call_later(MAX_RETRY_SECONDS, self._stale.set)
 
-    def _join(self, key: Key, scope: Scope) -> _Watched:
-        watched = self._watched.setdefault(scope, _Watched())
-        if not watched.pools:
+    def _join(self, key: Key, resource: Resource, selector: TrainerSelector | None) -> _Watch:
+        scope = self._scope(key, resource, selector)
+        watch = self._watches.get(scope)
+        if watch is None:
+            watch = self._watches[scope] = _Watch()
             self._stale.set()
-        watched.pools.add(key)
-        return watched
+        watch.pools[key] = selector if scope.selector is None else None
+        return watch
 
-    def _leave(self, key: Key, kept: set[int]) -> None:
-        for watched in self._watched.values():
-            if key in watched.pools and id(watched) not in kept:
-                watched.pools.discard(key)
-                self._stale.set()
+    def _scope(self, key: Key, resource: Resource, selector: TrainerSelector | None) -> Scope:
+        """Of the watch that shows these objects: their own, or that of the whole namespace."""
+        whole = Scope(resource, key.namespace, None)
+        if selector is None:
+            return whole
+        own = Scope(resource, key.namespace, selector.text())
+        if own in self._watches:
+            return own
+        there = self._watches.get(whole)
+        if there is not None and there.pools.get(key) == selector:
+            return whole  # it stays where it is known
+        apart = sum(
+            (s.resource, s.namespace) == (resource, key.namespace) and s.selector is not None
+            for s in self._watches
+        )
+        return own if apart < APART else whole
 
-    async def _follow(self, scope: Scope, watched: _Watched) -> None:
+    def _leave(self, key: Key, kept: Collection[_Watch]) -> None:
+        """Take a pool from all other watches; one that nobody asks for ends, and is not joined again."""
+        for scope, watch in list(self._watches.items()):
+            if key not in watch.pools or any(watch is each for each in kept):
+                continue
+            del watch.pools[key]
+            if not watch.pools:
+                del self._watches[scope]
+                if watch.task is not None:
+                    watch.task.cancel()
+
+    async def _follow(self, scope: Scope, watch: _Watch) -> None:
         """List and watch, over and over; how often is bounded, however soon streams end."""
         delay = RETRY_SECONDS
         while True:
             began = time.monotonic()
             try:
-                await self._once(scope, watched)
+                await self._once(scope, watch)
                 delay = RETRY_SECONDS
             except Gone:
                 delay = RETRY_SECONDS  # the list is too old for its events: take another one
             except KubeError as error:
-                self._complain(watched, error)
+                self._complain(watch, error)
                 delay = min(MAX_RETRY_SECONDS, 2 * delay)
             due = began + delay * random.uniform(0.8, 1.2)
             await asyncio.sleep(max(0.0, due - time.monotonic()))
 
-    async def _once(self, scope: Scope, watched: _Watched) -> None:
+    async def _once(self, scope: Scope, watch: _Watch) -> None:
         """List, and follow the events for a while."""
-        found: dict[str, object] = {}
+        found: dict[str, tuple[Labels, object]] = {}
         version = ""
-        pages = self._kube.list_pages(scope.path, scope.namespace, selector=scope.selector)
-        async for page in pages:
+        selector = NOT_OURS if scope.shared else scope.selector
+        async for page in self._kube.list_pages(scope.path, scope.namespace, selector=selector):
             version = version or page.resource_version
             for obj in page.items:
                 self._put(scope, found, obj)
-        changed = not watched.listed or found != watched.values
-        watched.values, watched.listed, watched.problem = found, True, ""
-        if changed:
-            self._tell(watched)
+        before, known = watch.found, watch.listed
+        watch.found, watch.listed, watch.problem = found, True, ""
+        changed = [
+            each
+            for name in before.keys() | found.keys()
+            for each in _differing(before.get(name), found.get(name))
+        ]
+        self._tell(watch, changed if known and len(changed) < MANY else None)
         events = self._kube.watch(
-            scope.path, scope.namespace, version, selector=scope.selector, seconds=self._seconds
+            scope.path, scope.namespace, version, selector=selector, seconds=self._seconds
         )
         async for kind, obj in events:
             if kind in ("ADDED", "MODIFIED", "DELETED"):
-                self._take(scope, watched, kind, obj)
+                self._take(scope, watch, kind, obj)
 
-    def _take(self, scope: Scope, watched: _Watched, kind: str, obj: Obj) -> None:
+    def _take(self, scope: Scope, watch: _Watch, kind: str, obj: Obj) -> None:
         name = obj["metadata"]["name"]
-        before = watched.values.get(name)
+        before = watch.found.get(name)
         if kind == "DELETED":
-            watched.values.pop(name, None)
+            watch.found.pop(name, None)
         else:
-            self._put(scope, watched.values, obj)
-        if watched.values.get(name) != before:
-            self._tell(watched)
+            self._put(scope, watch.found, obj)
+        self._tell(watch, _differing(before, watch.found.get(name)))
 
-    def _put(self, scope: Scope, values: dict[str, object], obj: Obj) -> None:
+    def _put(self, scope: Scope, found: dict[str, tuple[Labels, object]], obj: Obj) -> None:
         value = self._read[scope.resource](obj)
-        name = obj["metadata"]["name"]
+        name, labels = obj["metadata"]["name"], obj["metadata"].get("labels") or {}
         if value is None:
-            values.pop(name, None)
+            found.pop(name, None)
         else:
-            values[name] = value
+            # Other labels are no change to pools for which the API server selects.
+            found[name] = (labels if scope.shared else {}, value)
 
-    def _tell(self, watched: _Watched) -> None:
-        for key in watched.pools:
-            self._wake(key)
+    def _tell(self, watch: _Watch, changed: Collection[Labels] | None) -> None:
+        """Wake the pools that mean an object with these labels; None: all of them."""
+        for key, chosen in list(watch.pools.items()):
+            if changed is None or any(chosen is None or chosen.selects(each) for each in changed):
+                self._wake(key)
 
-    def _complain(self, watched: _Watched, error: KubeError) -> None:
+    def _complain(self, watch: _Watch, error: KubeError) -> None:
         """Log a new problem, and have the pools tell it that know nothing because of it."""
         text = _explained(error)
-        if text == watched.problem:
+        if text == watch.problem:
             return
         logger.warning("%s", text)
-        watched.problem = text
-        if not watched.listed:
-            self._tell(watched)
+        watch.problem = text
+        if not watch.listed:
+            self._tell(watch, None)
 
 
-async def _ended(task: asyncio.Task[None] | None) -> None:
-    if task is not None:
-        task.cancel()
-        await asyncio.wait({task})
+def _differing(
+    before: tuple[Labels, object] | None, after: tuple[Labels, object] | None
+) -> list[Labels]:
+    """Labels of an object before and after a change; empty if there is none."""
+    return [] if before == after else [each[0] for each in (before, after) if each is not None]
 
 
 def _explained(error: KubeError) -> str:

@@ -18,7 +18,7 @@ from rollout_operator.kube.errors import Forbidden, Gone, KubeError, NotFound
 from rollout_operator.telemetry import Telemetry
 
 from .expectations import Expectations
-from .store import Store
+from .store import Store, trimmed
 from .workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)
@@ -185,9 +185,7 @@ class Resync:
         pages = self._kube.list_pages(PATHS[resource], namespace, selector=SELECTORS[resource])
         async for page in pages:
             version = version or page.resource_version
-            for obj in page.items:
-                obj["metadata"].pop("managedFields", None)
-            objs.extend(page.items)
+            objs.extend(trimmed(resource, obj) for obj in page.items)
         return objs, version
 
 

@@ -43,6 +43,11 @@ class Store:
         """Return the EndpointSlices that we made for the pool, sorted by name; Hybrid pools have some."""
         return self._kinds["endpointslices"].of(key)
 
+    def holds(self, resource: ResourceName, obj: Obj) -> bool:
+        """Return whether this very object is known, of whatever version."""
+        known = self._kinds[resource].at(_name(obj))
+        return known is not None and _uid(known) == _uid(obj)
+
     def keys(self) -> list[Key]:
         """Return the keys of all pools."""
         return self._kinds["pools"].keys()
@@ -148,7 +153,7 @@ class _Kind:
         pool = owner(self._resource, obj)
         touched = self._drop(key)
         if pool is not None:
-            self._objects[key] = _trimmed(obj)
+            self._objects[key] = trimmed(self._resource, obj)
             self._by_pool[pool][key.name] = self._objects[key]
             touched.add(pool)
         return touched
@@ -226,9 +231,26 @@ def _name(obj: Obj) -> Key:
     return Key(obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
 
 
-def _trimmed(obj: Obj) -> Obj:
-    """Return the object without `managedFields`, which nobody reads and which is a third of it."""
-    if "managedFields" not in obj["metadata"]:
-        return obj
-    meta = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
-    return {**obj, "metadata": meta}
+_UNREAD = frozenset({"volumes", "affinity", "tolerations", "topologySpreadConstraints"})
+_READ_OF_CONTAINERS = ("name", "image", "ports", "resources")
+
+
+def trimmed(resource: ResourceName, obj: Obj) -> Obj:
+    """Return the object without `managedFields`, and a pod without what else is large and nobody reads.
+
+    About a third of a pod is left, besides those fields; thousands are kept.
+    """
+    out = obj
+    if "managedFields" in obj["metadata"]:
+        meta = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
+        out = {**obj, "metadata": meta}
+    if resource != "pods" or "spec" not in obj:
+        return out
+    spec = {name: value for name, value in obj["spec"].items() if name not in _UNREAD}
+    for kind in ("containers", "initContainers"):
+        if kind in spec:
+            spec[kind] = [
+                {name: each[name] for name in _READ_OF_CONTAINERS if name in each}
+                for each in spec[kind]
+            ]
+    return {**out, "spec": spec}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from rollout_operator.api.spec import Mode, RolloutReplicaSpec, State
@@ -89,13 +90,15 @@ def _heads(spec: RolloutReplicaSpec, seen: Observed) -> dict[str, Head]:
     theirs = spec.mode is Mode.HYBRID
     found = (p for p in seen.pods if p.rank == 0 and not p.deleting and (p.owned or theirs))
     wanted = sorted((p for p in found if p.replica < spec.replicas), key=lambda p: p.replica)
-    return {pod.uid: _head(seen, pod) for pod in wanted}
+    members: dict[int, list[Pod]] = {}
+    for pod in sorted(seen.pods, key=lambda p: p.rank):
+        if pod.rank and pod.owned and not pod.deleting:
+            members.setdefault(pod.replica, []).append(pod)
+    return {pod.uid: _head(seen, pod, members.get(pod.replica, ())) for pod in wanted}
 
 
-def _head(seen: Observed, pod: Pod) -> Head:
+def _head(seen: Observed, pod: Pod, members: Iterable[Pod]) -> Head:
     """A head with its gang; what it says once a member has ended is of no use to anybody."""
-    beside = (p for p in seen.pods if p.replica == pod.replica and p.rank and p.owned)
-    members = sorted((p for p in beside if not p.deleting), key=lambda p: p.rank)
     head = Head(pod, seen.worker(pod), tuple(members))
     return replace(head, worker=UNKNOWN) if head.lost else head
 

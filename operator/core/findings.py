@@ -149,9 +149,9 @@ def _other_engine(view: View) -> Finding | None:
 
 def _call_failed(view: View) -> Finding | None:
     verbs = ("require", "pause", "resume", "sleep", "wake", "discard")
-    for head in view.heads.values():
+    for head in () if view.reached else view.heads.values():
         text = head.failure(None, *verbs)
-        if text and not view.reached and not head.waits_for_turn:
+        if text and not head.waits_for_turn:
             return Finding(Kind.DEGRADED, "ControlFailed", text)
     return None
 

@@ -117,8 +117,9 @@ def plan_pods(
             _let_go(spec, gang, plan, reason)
     harmless = list(plan.delete)
     if not spec.suspend:
+        taken = {pod.replica for pod in seen.predecessors}
         for gang in gangs.values():
-            if gang.index < spec.replicas:
+            if gang.index < spec.replicas and (gang.pods or gang.index not in taken):
                 _keep_whole(spec, seen, gang, places, now, plan, wait)
         _roll(spec, gangs, healthy, settling, plan)
     if seen.unsettled:
@@ -200,7 +201,7 @@ def _keep_whole(
             _make(gang, places, sorted(missing), restarts, plan)
         else:
             _let_go(spec, gang, plan, "its replica lost a pod and restarts as a whole")
-    elif not gang.pods and not any(p.replica == gang.index for p in seen.predecessors):
+    elif not gang.pods:
         restarts = seen.restarts_of.get(gang.index, 0)
         _make(gang, places, range(gang.size), restarts, plan)
 
@@ -219,11 +220,11 @@ def _make(gang: Gang, places: Places, ranks: Sequence[int], restarts: int, plan:
 
 def _never_came(seen: Observed, gang: Gang, missing: set[int]) -> bool:
     """The API server has refused these ranks so far: the others wait for them, and lost none."""
-    refused = seen.conflicts.keys() | seen.rejections.keys() | seen.awaited
-    if RECALLED in refused:
+    refused = (seen.conflicts, seen.rejections, seen.awaited)
+    if any(RECALLED in those for those in refused):
         return True  # the process before this one was refused something: trying will show
-    wanted = {f"pod/{names.pod_name(seen.name, gang.index, rank)}" for rank in missing}
-    return wanted <= refused
+    wanted = (f"pod/{names.pod_name(seen.name, gang.index, rank)}" for rank in missing)
+    return all(any(name in those for those in refused) for name in wanted)
 
 
 def _replace_failed(

@@ -57,6 +57,9 @@ class MemberPlanner:
         self.floor = weights.committed.identity
         self.now = now
         self.wait = wait
+        heard = {uid: each for uid, each in seen.workers.items() if each.state is not None}
+        self._heard = replace(seen, workers=heard)
+        """The world without workers that are silent: `unfit` looks there for each head."""
 
     def calls(self, head: Head) -> list[CallWorker]:
         """Return what to call on this head now: at most one control call and one stage."""
@@ -307,5 +310,5 @@ class MemberPlanner:
 
     def gate(self, head: Head, leaving: bool) -> SetGate | None:
         """Return the change of the readiness gate, if one is due."""
-        why = unfit(head, self.seen) if self.spec.mode is Mode.HYBRID else None
+        why = unfit(head, self._heard) if self.spec.mode is Mode.HYBRID else None
         return gate_change(self.spec, self.weights, head, self.now, leaving=leaving, unfit=why)

@@ -25,8 +25,14 @@ class Places:
     def __init__(self, spec: RolloutReplicaSpec, seen: Observed) -> None:
         self._placement = None if spec.colocation is None else Placement(spec, seen.beside)
         self._pool = seen.name
-        self._claims = seen.beside.claims
-        self._pods = (*seen.pods, *seen.predecessors)
+        claims = (seen.beside.claims or {}).values()
+        self._users = {user for claim in claims for user in claim.users}
+        self._held: dict[str, Pod] = {}
+        """Devices that pods have, or have yet to give back."""
+        for pod in (*seen.pods, *seen.predecessors):
+            taken = pod.taken if pod.owned and not pod.finished else None
+            for device in () if taken is None else taken.devices:
+                self._held.setdefault(device, pod)
         self.waiting: dict[int, str] = {}
         """What replicas without pods wait for, of the trainer."""
         self.misplaced: list[Misplaced] = []
@@ -48,8 +54,7 @@ class Places:
 
     def unseen(self, replica: int, ranks: Iterable[int]) -> list[int]:
         """Return those of the missing ranks that a claim knows: they are there, without our labels."""
-        users = {user for claim in (self._claims or {}).values() for user in claim.users}
-        return [rank for rank in ranks if names.pod_name(self._pool, replica, rank) in users]
+        return [r for r in ranks if names.pod_name(self._pool, replica, r) in self._users]
 
     def lost(self, pods: Iterable[Pod]) -> str | None:
         """Why one of these pods, and its gang with it, has to leave its place."""
@@ -65,8 +70,7 @@ class Places:
         place = self._placement.of(replica, rank)
         if not isinstance(place, Place):
             return place
-        for pod in self._pods:
-            held = pod.taken if pod.owned and not pod.finished else None
-            if held is not None and set(held.devices) & set(place.devices):
-                return Waits(f"waits for pod {pod.name!r} to give {place.devices[0]} back")
+        holder = next((self._held[each] for each in place.devices if each in self._held), None)
+        if holder is not None:
+            return Waits(f"waits for pod {holder.name!r} to give {place.devices[0]} back")
         return place

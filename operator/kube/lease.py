@@ -7,7 +7,8 @@ stays: if nobody else has held the Lease meanwhile (the update carries the resou
 wrote last), it continues with all it knows. If somebody has, this process exits.
 
 Time is the boot clock, which also runs while the machine sleeps; other machines' clocks are never
-compared with ours. A standby counts from when it last saw the Lease change itself.
+compared with ours. A standby counts from when it last saw the Lease change itself, and from when it
+first saw that a Lease was deleted: its holder may write for as long as if it were there.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class Leadership:
         self._acquired: str | None = None
         self._seen_version = ""
         self._seen_at = 0.0
+        self._missed_at: float | None = None
+        """When the Lease that had been there was first seen to be gone."""
         self._tried_at = clock()
 
     @property
@@ -160,7 +163,8 @@ class Leadership:
         try:
             lease = await self._kube.get("leases", self._namespace, self._name)
         except NotFound:
-            return await self._create(sent)
+            return not self._was_just_deleted(sent) and await self._create(sent)
+        self._missed_at = None
         if not self._free(lease, sent):
             return False
         spec = lease.get("spec") or {}
@@ -174,6 +178,13 @@ class Leadership:
             return False  # another standby was faster
         self._held, self._renewed_at = True, sent
         return True
+
+    def _was_just_deleted(self, now: float) -> bool:
+        """Its holder may write still; it creates the Lease anew if it can. Who starts knows of none."""
+        if not self._seen_version:
+            return False
+        self._missed_at = now if self._missed_at is None else self._missed_at
+        return now - self._missed_at <= LEASE_SECONDS
 
     def _free(self, lease: Obj, now: float) -> bool:
         spec = lease.get("spec") or {}

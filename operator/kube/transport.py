@@ -28,7 +28,6 @@ STREAM_SLACK_SECONDS = 10.0
 """How much longer than it was asked for a stream may last: the API server ends it, if it lives."""
 
 CONNECT_SECONDS = 5.0
-MAX_CONNECTIONS = 100
 
 PatchKind = Literal["merge", "json", "apply"]
 _CONTENT_TYPES: Mapping[PatchKind, str] = {
@@ -166,7 +165,9 @@ class Transport:
                 renewed = info.expiration is not None
                 self._login_until = time.monotonic() + (60.0 if renewed else 3600.0)
             if self._session is None:
-                connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS)
+                # No request waits for another one's connection: watches hold theirs for minutes, and
+                # the Lease has to be renewed meanwhile. Who sends requests bounds how many.
+                connector = aiohttp.TCPConnector(limit=0)
                 self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
             return self._session, self._info
 

@@ -72,7 +72,7 @@ def _members(
 ) -> tuple[tuple[Pod, ...], Beside]:
     """The trainer's pods as members of a Hybrid pool; none while they are not listed."""
     assert spec.colocation is not None, "the CRD demands a selector"
-    found = ctx.neighbours.inside(key, spec.colocation.trainer_selector.text())
+    found = ctx.neighbours.inside(key, spec.colocation.trainer_selector)
     if found.unknown is not None:
         return (), Beside(unknown=found.unknown)
     gates = read_gates(ctx.store.slices(key), key.name, uid)
@@ -84,7 +84,7 @@ def _beside(ctx: Context, key: Key, spec: RolloutReplicaSpec) -> Beside:
     """What the trainer has; only colocated pools ask."""
     if spec.colocation is None:
         return Beside()
-    found = ctx.neighbours.look(key, spec.colocation.trainer_selector.text())
+    found = ctx.neighbours.look(key, spec.colocation.trainer_selector)
     if found.unknown is not None:
         return Beside(unknown=found.unknown)
     return Beside(
@@ -107,6 +107,16 @@ def wait_for_first_polls(ctx: Context, key: Key, seen: Observed, memory: Memory)
     waiting = any(ctx.workers.poller.last(uid) is None for uid in memory.polled)
     memory.first_polls_done = left <= 0 or not waiting
     return None if memory.first_polls_done else left
+
+
+def stop_polling(ctx: Context, memory: Memory) -> None:
+    """Poll no head of a pool about which nothing can be decided: nobody would notice who goes.
+
+    Once something can, all are polled before it is, as by a process that has just started.
+    """
+    for uid in memory.polled:
+        ctx.workers.poller.unwatch(uid)
+    memory.first_look, memory.first_polls_done = None, False
 
 
 def poll(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import replace
@@ -19,10 +20,13 @@ from rollout_operator.kube.errors import Conflict, NotFound
 from .act import act, keep_status, soonest, write_status
 from .context import Context
 from .memory import Memory
-from .observe import Look, observe, wait_for_first_polls
+from .observe import Look, observe, stop_polling, wait_for_first_polls
 from .writes import Writer
 
 logger = logging.getLogger(__name__)
+
+MANY_PODS = 500
+"""From so many on `decide` takes more than 50 ms, a second with as many as the CRD allows."""
 
 
 class Reconciler:
@@ -47,11 +51,13 @@ class Reconciler:
         memory = self._memory.setdefault(key, Memory())
         stored = memory.read_status(pool)
         if memory.unreadable is not None:
+            stop_polling(self.ctx, memory)
             await keep_status(self.ctx, key, pool, memory.unreadable, stored)
             return None
         try:
             spec = memory.read_spec(pool)
         except InvalidSpec as error:
+            stop_polling(self.ctx, memory)
             status = conditions_for_invalid(stored, pool, str(error), self.ctx.clock())
             with suppress(NotFound):
                 await write_status(self.ctx, key, pool, status, memory)
@@ -65,7 +71,7 @@ class Reconciler:
             left = wait_for_first_polls(self.ctx, key, look.seen, memory)
             if left:
                 return left
-        plan = decide(spec, look.seen, stored, self.ctx.clock())
+        plan = await plan_for(look, self.ctx.clock())
         if look.seen.paused:
             plan = _paused(plan, stored)
         try:
@@ -96,6 +102,7 @@ class Reconciler:
         self.ctx.telemetry.forget(key)
         if pool is None:
             self.ctx.expectations.forget(key)
+            self.ctx.kube.forget_token(names.audience(key.namespace, key.name))
         again = await self._free_stuck_orphans(key, memory)
         if pool is None:
             # An object of that name that comes later is another one; what pods did is no other.
@@ -115,6 +122,13 @@ class Reconciler:
                 await Writer(ctx, key, "").delete(forced)
             next_due = soonest(next_due, wait.seconds)
         return next_due
+
+
+async def plan_for(look: Look, now: float) -> Plan:
+    """Decide; about a large pool in a thread, because the event loop has the other pools to serve."""
+    if len(look.seen.pods) < MANY_PODS:
+        return decide(look.spec, look.seen, look.stored, now)
+    return await asyncio.to_thread(decide, look.spec, look.seen, look.stored, now)
 
 
 def _paused(plan: Plan, stored: RolloutReplicaStatus) -> Plan:

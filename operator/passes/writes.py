@@ -130,7 +130,8 @@ class Writer:
             )
             return None
         uid = made["metadata"]["uid"]
-        if not self._is_known(uid):  # else the watch was faster than the answer
+        if not self.ctx.store.holds(resource, made):  # type: ignore[arg-type]
+            # Else the watch was faster than the answer.
             self.ctx.expectations.expect_create(self.key, resource, name, uid)  # type: ignore[arg-type]
         self.ctx.store.upsert(resource, made)  # type: ignore[arg-type]
         logger.info("created %s", label, extra=self._extra())
@@ -185,11 +186,6 @@ class Writer:
         """Whether it terminates, or the garbage collector will delete it: its name gets free."""
         going = obj["metadata"].get("deletionTimestamp") is not None
         return going or is_leftover(obj, self.key.name, self.uid)
-
-    def _is_known(self, uid: str) -> bool:
-        store = self.ctx.store
-        stored = (*store.pods(self.key), *store.services(self.key), *store.slices(self.key))
-        return any(obj["metadata"]["uid"] == uid for obj in stored)
 
     def is_ours(self, obj: Obj) -> bool:
         """Whether the pool's object is its controller."""

@@ -1,11 +1,12 @@
 """Asks the heads for their state, a bounded number at once, and wakes a pool when one changes.
 
 Workers don't push: the operator asks `GET /v1/state` twice a second where something is under way
-and every five seconds elsewhere. With hundreds of heads under way, or thousands in all, both
-intervals stretch, so that neither makes more than `MAX_RATE` polls a second: pools that are
-starting must not take the time that their passes need. After a call of ours its worker is asked at
-once (`refresh`). A head that fails to answer is asked less and less often; its last answer stays,
-marked stale once it is too old to be trusted.
+and every five seconds elsewhere. A head that fails to answer is asked less and less often; its last
+answer stays, marked stale once it is too old to be trusted. Of pools with hundreds of heads under way,
+or thousands in all or that fail, these intervals stretch (`pace`): pools that are starting must not take
+the time that their passes need. After a call of ours its worker is asked at once (`refresh`).
+Silent heads delay no others' polls: they have a pace of their own, and a poll that waits for its answer
+soon leaves its place to the next one.
 """
 
 from __future__ import annotations
@@ -24,12 +25,19 @@ from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
 from rollout_operator.kube.errors import KubeError
 from rollout_worker.schemas import WorkerState
 
+from .pace import Pace
+
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 64
+"""Polls that begin at once."""
+
+PLACE_SECONDS = 0.1
+"""How long a poll keeps the next one waiting. Healthy workers answer sooner, and at three times `MAX_RATE`
+(of each pace) polls that get no answer at all take 60 places."""
+
 FAST_SECONDS = 0.5
 SLOW_SECONDS = 5.0
-MAX_RATE = 200.0
 FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 5.0
 STARTING_SECONDS = 1.0
@@ -73,6 +81,8 @@ class _Head:
     fingerprint: object = None
     error: str | None = None
     answered_at: float | None = None
+    patience: float = 0.0
+    """Seconds of silence that it had when it last answered: its next poll was put off accordingly."""
     failures: int = 0
     was_stale: bool = False
     slot: object = None
@@ -104,13 +114,18 @@ class Poller:
         self._clock = clock
         self._heads: dict[str, _Head] = {}
         self._fast: set[str] = set()
+        self._slow_pace = Pace(SLOW_SECONDS)
+        """Of all that answer."""
+        self._fast_pace = Pace(FAST_SECONDS)
+        """Of the fast ones that answer."""
+        self._failing_pace = Pace(0.0)
         self._queue: WorkQueue[str] = WorkQueue(clock=clock)
 
     async def run(self) -> None:
         """Poll until cancelled."""
         async with asyncio.TaskGroup() as group:
             for number in range(AT_ONCE):
-                group.create_task(self._work(), name=f"poller {number}")
+                group.create_task(self._work(group), name=f"poller {number}")
 
     def watch(self, key: Key, pod_uid: str, address: str, fast: bool) -> None:
         """Poll this head from now on; a call with other arguments changes them."""
@@ -118,9 +133,12 @@ class Poller:
         hurried = fast and pod_uid not in self._fast
         eased = not fast and pod_uid in self._fast
         (self._fast.add if fast else self._fast.discard)(pod_uid)
-        if head is None or (head.key, head.address) != (key, address):
-            self._heads[pod_uid] = _Head(key, address, self._clock())
-            self._queue.forget(pod_uid)
+        renewed = head is None or (head.key, head.address) != (key, address)
+        if head is None or renewed:
+            self._leave_paces(pod_uid)
+            head = self._heads[pod_uid] = _Head(key, address, self._clock())
+        self._classify(pod_uid, head)
+        if renewed:
             self._queue.add(pod_uid)
         elif hurried:
             self._at_once(pod_uid, head)
@@ -130,6 +148,7 @@ class Poller:
 
     def unwatch(self, pod_uid: str) -> None:
         """Forget this head."""
+        self._leave_paces(pod_uid)
         self._heads.pop(pod_uid, None)
         self._fast.discard(pod_uid)
 
@@ -137,7 +156,7 @@ class Poller:
         """Note a state that a call of ours was answered: as good as a poll, and later than one under way."""
         head = self._heads.get(pod_uid)
         if head is not None:
-            self._note(head, state, None)
+            self._note(pod_uid, head, state, None)
 
     def poke(self, pod_uid: str) -> None:
         """Poll this head now."""
@@ -174,22 +193,25 @@ class Poller:
         stale = self._is_stale(head)
         return Observation(head.state, head.error, at, head.failures, stale, slot_seconds)
 
-    async def _work(self) -> None:
+    async def _work(self, group: asyncio.TaskGroup) -> None:
         while True:
             try:
                 uid = await self._queue.get()
             except QueueClosed:
                 return
-            try:
-                head = self._heads.get(uid)
-                early = 0.0 if head is None else head.due_at - self._clock()
-                if early > EARLY_SECONDS:
-                    # It was put off: in the queue the first due time stands.
-                    self._queue.add(uid, early)
-                else:
-                    await self._poll(uid)
-            finally:
-                self._queue.done(uid)
+            await asyncio.wait({group.create_task(self._one(uid))}, timeout=PLACE_SECONDS)
+
+    async def _one(self, uid: str) -> None:
+        try:
+            head = self._heads.get(uid)
+            early = 0.0 if head is None else head.due_at - self._clock()
+            if early > EARLY_SECONDS:
+                # It was put off: in the queue the first due time stands.
+                self._queue.add(uid, early)
+            else:
+                await self._poll(uid)
+        finally:
+            self._queue.done(uid)
 
     async def _poll(self, uid: str) -> None:
         head = self._heads.get(uid)
@@ -211,7 +233,7 @@ class Poller:
         if self._heads.get(uid) is not head:
             return  # no longer watched, or at another address
         overtaken = head.answered_at is not None and head.answered_at > asked_at
-        changed = not overtaken and self._note(head, state, error)
+        changed = not overtaken and self._note(uid, head, state, error)
         for waiter in waiters:
             waiter.set()
         interval = self._interval(uid, head)
@@ -221,13 +243,13 @@ class Poller:
         if changed:
             self._wake(head.key)
 
-    def _note(self, head: _Head, state: WorkerState | None, error: str | None) -> bool:
+    def _note(self, uid: str, head: _Head, state: WorkerState | None, error: str | None) -> bool:
         """Take the outcome of a poll; return whether the pool should look."""
         if state is not None:
             fingerprint = _without_load(state)
             changed = fingerprint != head.fingerprint or head.error is not None or head.was_stale
             head.state, head.fingerprint = state, fingerprint
-            head.answered_at = self._clock()
+            head.answered_at, head.patience = self._clock(), self._patience(head)
             staged = state.weights.staged
             slot = staged and (staged.epoch, staged.version, staged.phase)
             if slot != head.slot:
@@ -236,6 +258,7 @@ class Poller:
         else:
             changed = head.failures == 0
             head.failures += 1
+        self._classify(uid, head)
         head.error = error
         stale = self._is_stale(head)
         changed = changed or stale != head.was_stale
@@ -244,26 +267,33 @@ class Poller:
 
     def _is_stale(self, head: _Head) -> bool:
         at = head.since if head.answered_at is None else head.answered_at
-        return self._clock() - at > max(STALE_SECONDS, 3 * self._slow_interval())
+        return self._clock() - at > max(head.patience, self._patience(head))
 
-    def _slow_interval(self) -> float:
-        return max(SLOW_SECONDS, len(self._heads) / MAX_RATE)
+    def _patience(self, head: _Head) -> float:
+        return max(STALE_SECONDS, 3 * self._slow_pace.interval(head.key))
 
-    def _fast_interval(self) -> float:
-        return max(FAST_SECONDS, len(self._fast) / MAX_RATE)
+    def _classify(self, uid: str, head: _Head) -> None:
+        """Note to which paces it belongs."""
+        answers = head.failures == 0
+        self._slow_pace.put(head.key, uid, inside=answers)
+        self._fast_pace.put(head.key, uid, inside=answers and uid in self._fast)
+        self._failing_pace.put(head.key, uid, inside=not answers)
 
-    def _longest_backoff(self, uid: str, head: _Head) -> float:
+    def _leave_paces(self, uid: str) -> None:
+        if (head := self._heads.get(uid)) is not None:
+            for pace in (self._slow_pace, self._fast_pace, self._failing_pace):
+                pace.put(head.key, uid, inside=False)
+
+    def _backoff(self, uid: str, head: _Head) -> float:
         """Keep this short for a head that is just starting: somebody waits for it to be Ready."""
-        if uid in self._fast and head.answered_at is None:
-            return max(STARTING_SECONDS, len(self._heads) / MAX_RATE)
-        return LAST_BACKOFF_SECONDS
+        starting = uid in self._fast and head.answered_at is None
+        longest = STARTING_SECONDS if starting else LAST_BACKOFF_SECONDS
+        seconds = min(longest, FIRST_BACKOFF_SECONDS * 2.0 ** min(head.failures - 1, 10))
+        return max(seconds, self._failing_pace.interval(head.key))
 
     def _interval(self, uid: str, head: _Head) -> float:
-        if head.failures:
-            backoff = FIRST_BACKOFF_SECONDS * 2.0 ** min(head.failures - 1, 10)
-            interval = min(self._longest_backoff(uid, head), backoff)
-        else:
-            interval = self._fast_interval() if uid in self._fast else self._slow_interval()
+        pace = self._fast_pace if uid in self._fast else self._slow_pace
+        interval = self._backoff(uid, head) if head.failures else pace.interval(head.key)
         return interval * random.uniform(1 - JITTER, 1 + JITTER)
 
 

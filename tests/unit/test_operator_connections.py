@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,6 +18,16 @@ from rollout_operator.api.names import CONTROL_TLS_NAME
 from rollout_operator.config import ConfigError
 from rollout_operator.workers.connections import Connections
 from rollout_worker.schemas import RequireRequest
+from waiting import until
+
+STATE = {
+    "boot_id": "b1",
+    "engine": "hf",
+    "lifecycle": "Active",
+    "serving": True,
+    "weights": {"active": None},
+    "resident": {"weights": True, "kv_cache": True},
+}
 
 
 async def no_token() -> str | None:
@@ -82,6 +93,24 @@ async def test_a_worker_that_went_away_between_two_requests_is_unreachable() -> 
     await connections.close()
 
 
+async def test_300_calls_that_wait_leave_room_for_the_polls_of_other_heads(
+    worker: Loopback,
+) -> None:
+    worker.delay("POST", "/v1/wake", STATE, 60)
+    connections = Connections()
+    async with loopback() as other:
+        other.answer("GET", "/v1/state", STATE)
+        control = WorkerControl(worker.url, no_token, connections.send)
+        calls = [asyncio.create_task(control.wake(timeout=60)) for _ in range(300)]
+        await until(lambda: worker.at_once == 300, what="all calls")
+        answer = await WorkerControl(other.url, no_token, connections.send).state(timeout=5)
+        assert answer.boot_id == "b1"
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+    await connections.close()
+
+
 async def test_over_tls_the_certificate_must_be_for_workers(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "ca")
     for name, san in (("worker", f"DNS:{CONTROL_TLS_NAME}"), ("other", "DNS:other,IP:127.0.0.1")):
@@ -92,6 +121,43 @@ async def test_over_tls_the_certificate_must_be_for_workers(tmp_path: Path) -> N
     with pytest.raises(ControlUnreachable, match="certificate"):
         await said_to(connections, tmp_path / "other")
     await connections.close()
+
+
+async def test_a_connection_over_tls_keeps_little_memory(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ca")
+    authority.issue("worker", "/CN=worker", usage="serverAuth", san=f"DNS:{CONTROL_TLS_NAME}")
+    connections = Connections(tmp_path / "ca.crt")
+    for _ in range(3):  # what is made once, and stays
+        await said_to(connections, tmp_path / "worker")
+    tracemalloc.start()
+    servers = [await tls_server(tmp_path / "worker") for _ in range(20)]
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for server in servers:
+            url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            await WorkerControl(url, no_token, connections.send).require(RequireRequest(epoch=1))
+        kept = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    # The servers have as many connections, in this process, too.
+    assert kept < 2 * len(servers) * 100_000
+    await connections.close()
+    for server in servers:
+        server.close()
+
+
+async def tls_server(files: Path) -> asyncio.Server:
+    """A server that answers one request of each connection, which it keeps."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        body = b'{"active": null}'
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await reader.read()
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files.with_suffix(".crt"), files.with_suffix(".key"))
+    return await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
 
 
 async def said_to(connections: Connections, files: Path) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -70,6 +71,21 @@ async def site() -> AsyncIterator[Site]:
 async def test_well(site: Site) -> None:
     assert await site.get("/healthz") == (200, "ok\n")
     assert await site.get("/readyz") == (200, "ok\n")
+
+
+class Slow(Telemetry):
+    """Says in which thread its page was rendered."""
+
+    def page(self) -> bytes:
+        return threading.current_thread().name.encode()
+
+
+async def test_the_page_of_metrics_is_rendered_beside_the_event_loop() -> None:
+    probes = Probes(Slow(), healthy=[], ready=[])
+    url = f"http://127.0.0.1:{await probes.start('127.0.0.1', 0)}"
+    _, thread = await Site(Telemetry(), url, Wrong(), Wrong()).get("/metrics")
+    assert thread != threading.current_thread().name
+    await probes.stop()
 
 
 async def test_not_ready_is_healthy_and_says_why(site: Site) -> None:

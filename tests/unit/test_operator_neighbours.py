@@ -13,8 +13,10 @@ from aiohttp import web
 
 from loopback import Loopback, kubeconfig, loopback
 from rollout_operator.api.objects import Key, Obj
-from rollout_operator.cache.neighbours import Neighbourhood, Neighbours
+from rollout_operator.api.spec_colocation import TrainerSelector
+from rollout_operator.cache.neighbours import APART, Neighbourhood, Neighbours
 from rollout_operator.kube.client import Kube
+from rollout_operator.kube.lease import Leadership
 from waiting import until
 
 KEY, OTHER = Key("rl", "math"), Key("rl", "code")
@@ -22,8 +24,12 @@ PODS = "/api/v1/namespaces/rl/pods"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/rl/resourceclaims"
 
 
-def obj(name: str, value: int | None = 1) -> Obj:
-    return {"metadata": {"name": name}, "value": value}
+def obj(name: str, value: int | None = 1, **labels: str) -> Obj:
+    return {"metadata": {"name": name, "labels": labels}, "value": value}
+
+
+def job(name: str) -> TrainerSelector:
+    return TrainerSelector(match_labels={"job": name})
 
 
 class Cluster:
@@ -35,8 +41,16 @@ class Cluster:
         """Lines of the stream; None ends it."""
         self.watches: list[dict[str, str]] = []
         self.lists = 0
+        self._server = server
         for path in self.items:
             server.answers["GET", path] = self._answer
+
+    def add_namespace(self, name: str) -> None:
+        """Serve another namespace, in which nothing is."""
+        for path in (PODS, CLAIMS):
+            its = path.replace("/rl/", f"/{name}/")
+            self.items[its], self.events[its] = [], asyncio.Queue()
+            self._server.answers["GET", its] = self._answer
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:
@@ -63,6 +77,7 @@ class Cluster:
 
 class Bench:
     def __init__(self, kube: Kube, server: Loopback) -> None:
+        self.kube = kube
         self.server = server
         self.cluster = Cluster(server)
         self.woken: list[Key] = []
@@ -71,11 +86,14 @@ class Bench:
             return None if found["value"] is None else (found["metadata"]["name"], found["value"])
 
         self.around = Neighbourhood(
-            kube, {"pods": read, "resourceclaims": read}, self.woken.append, seconds=7
+            kube,
+            {"pods": read, "resourceclaims": read, "members": read},
+            self.woken.append,
+            seconds=7,
         )
 
-    def look(self, key: Key = KEY, selector: str = "job=a") -> Neighbours:
-        return self.around.look(key, selector)
+    def look(self, key: Key = KEY, of: str = "a") -> Neighbours:
+        return self.around.look(key, job(of))
 
     async def known(self, **what: Any) -> None:
         """Wait until the pool knows this."""
@@ -177,10 +195,8 @@ async def test_pools_share_their_watches_and_the_last_one_ends_them(bench: Bench
 async def test_a_pool_made_again_with_another_selector_follows_that(bench: Bench) -> None:
     bench.look()
     await bench.known()
-    assert bench.look(selector="job=b") == Neighbours(unknown="")
-    await until(
-        lambda: bench.look(selector="job=b") == Neighbours(), what="the pods of another trainer"
-    )
+    assert bench.look(of="b") == Neighbours(unknown="")
+    await until(lambda: bench.look(of="b") == Neighbours(), what="the pods of another trainer")
     await until(lambda: bench.server.at_once == 2, what="the end of the old stream")
 
 
@@ -209,3 +225,110 @@ async def test_what_is_known_stays_while_the_api_server_is_away(bench: Bench) ->
     await until(lambda: len(bench.server.requests) > asked, what="a list that fails")
     assert bench.look() == Neighbours(pods=(("t-0", 1),))
     assert bench.woken == []
+
+
+class SlowToClose(Kube):
+    """Its streams take 20 ms to close."""
+
+    async def watch(self, *what: Any, **how: Any) -> AsyncIterator[tuple[str, Obj]]:
+        try:
+            async for event in super().watch(*what, **how):
+                yield event
+        finally:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_pool_that_comes_back_while_its_watch_ends_gets_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with loopback() as server:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
+        async with SlowToClose() as kube:
+            bench = Bench(kube, server)
+            running = asyncio.create_task(bench.around.run())
+            bench.look()
+            await bench.known()
+            await until(lambda: len(bench.cluster.watches) == 2, what="both watches")
+            bench.around.forget(KEY)
+            await asyncio.sleep(0.005)
+            bench.cluster.items[PODS] = [obj("t-1")]
+            bench.woken.clear()
+            assert bench.look() == Neighbours(unknown=""), "not what the ended watch knew"
+            await until(lambda: bench.woken, what="the new list")
+            await bench.known(pods=(("t-1", 1),))
+            await until(lambda: len(bench.cluster.watches) == 4, what="the new watches")
+            running.cancel()
+            await asyncio.wait({running})
+
+
+async def test_watches_in_150_namespaces_leave_room_for_the_lease_and_other_requests(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(150):
+        bench.cluster.add_namespace(f"n{number}")
+        bench.around.look(Key(f"n{number}", "math"), job("a"))
+    await until(lambda: len(bench.cluster.watches) == 300, what="all watches")
+    lease = "/apis/coordination.k8s.io/v1/namespaces/rl/leases/operator"
+    record = {"metadata": {"resourceVersion": "1"}, "spec": {}}
+    bench.server.answer("GET", lease, record)
+    bench.server.answer("PATCH", lease, record)
+    bench.server.answer("GET", f"{PODS}/a", {"kind": "Pod"})
+    monkeypatch.setattr("rollout_operator.kube.lease.RETRY_SECONDS", 0.01)
+    leader = Leadership(bench.kube, namespace="rl", name="operator", identity="me")
+    async with asyncio.timeout(10):
+        await leader.acquire()
+        holding = asyncio.create_task(leader.hold())
+        assert await bench.kube.get("pods", "rl", "a") == {"kind": "Pod"}
+        sent = bench.server.requests
+        await until(lambda: [method for method, *_ in sent].count("PATCH") > 3, what="renewals")
+    assert leader.may_write()
+    holding.cancel()
+    await asyncio.wait({holding})
+
+
+async def test_a_thousand_selectors_of_a_namespace_share_a_few_watches(bench: Bench) -> None:
+    pools = [Key("rl", f"pool-{number}") for number in range(1000)]
+    shared = "app.kubernetes.io/managed-by!=rollout-operator"
+    bench.cluster.items[PODS] = [obj("t-900", 1, job="900"), obj("other", 1, app="web")]
+
+    def seen(number: int) -> Neighbours:
+        return bench.around.inside(pools[number], job(str(number)))
+
+    for number in range(1000):
+        seen(number)
+    await until(lambda: len(bench.cluster.watches) == APART + 1, what="the watches")
+    queries = {watch["labelSelector"] for watch in bench.cluster.watches}
+    assert queries == {shared, *(f"job={number}" for number in range(APART))}
+    assert seen(900) == Neighbours((("t-900", 1),))
+    assert seen(901) == Neighbours()
+    for number in range(APART):
+        bench.around.forget(pools[number])
+    await until(lambda: bench.server.at_once == 1, what="the end of the other watches")
+    bench.woken.clear()
+    bench.cluster.send(PODS, "MODIFIED", obj("t-900", 1, job="901"))
+    await until(lambda: seen(901) == Neighbours((("t-900", 1),)), what="its new label")
+    assert seen(900) == Neighbours()
+    assert bench.woken == [pools[900], pools[901]], "nobody else"
+    bench.around.look(KEY, job("new"))
+    assert bench.around.inside(Key("rl", "new"), job("5000")).unknown == "", "room for its own"
+
+
+@pytest.mark.parametrize(
+    ("condition", "selected"),
+    [
+        ({"operator": "In", "values": ["a", "b"]}, [True, False, False]),
+        ({"operator": "NotIn", "values": ["a", "b"]}, [False, True, True]),
+        ({"operator": "Exists"}, [True, True, False]),
+        ({"operator": "DoesNotExist"}, [False, False, True]),
+    ],
+)
+def test_a_selector_means_here_what_it_means_to_the_api_server(
+    condition: dict[str, Any], selected: list[bool]
+) -> None:
+    labels = [{"job": "a"}, {"job": "c"}, {}]
+    document = {"matchExpressions": [{"key": "job", **condition}]}
+    selector = TrainerSelector.model_validate(document)
+    assert [selector.selects(each) for each in labels] == selected
+    also = TrainerSelector.model_validate({**document, "matchLabels": {"app": "web"}})
+    assert not any(also.selects(each) for each in labels)
+    assert [also.selects({**each, "app": "web"}) for each in labels] == selected

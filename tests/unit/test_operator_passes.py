@@ -350,7 +350,10 @@ async def test_a_spec_that_can_not_be_read_is_told_and_its_pods_are_left_alone(
     assert condition(lab.status, "Degraded") == ("True", "InvalidSpec")
     assert condition(lab.status, "Ready")[0] == "True"
     assert lab.pod_writes == []
+    assert lab.poller.fast == {}, "nobody notices which of them are gone"
     changed(lab, engine={"type": "hf"})
+    assert await lab.reconcile(), "it waits for their first answers"
+    await lab.polled()
     await lab.reconcile()
     assert condition(lab.status, "Degraded")[0] == "False"
 
@@ -392,6 +395,22 @@ async def test_a_pool_that_goes_is_let_go(lab: PassLab, goes: str) -> None:
     assert lab.poller.fast == {}
     assert 'pool="math"' not in _page(lab)
     assert lab.ctx.expectations.pending(KEY) == (0 if goes == "deleted" else 1)
+
+
+async def test_the_token_of_a_pool_that_is_gone_is_forgotten(lab: PassLab) -> None:
+    minted = "/api/v1/namespaces/rollout/serviceaccounts/operator/token"
+    lab.api.answer("POST", minted, {"status": {"token": "t"}})
+    kube = lab.ctx.kube
+    kube._account = ("rollout", "operator")
+    lab.has_pool()
+    for _ in range(2):
+        assert await kube.token(names.audience(*KEY)) == "t"
+    now = lab.ctx.store.pool(KEY)
+    assert now is not None
+    lab.ctx.store.take("pools", "DELETED", now)
+    await lab.reconcile()
+    await kube.token(names.audience(*KEY))
+    assert [path for _, path, _ in lab.api.requests].count(minted) == 2
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["without a trace", "with a pod left"])

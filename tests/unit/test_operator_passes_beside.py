@@ -14,6 +14,7 @@ from aiohttp import web
 from passlab import KEY, PODS, PassLab, pass_lab, pod
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
+from rollout_operator.api.spec_colocation import TrainerSelector
 from rollout_operator.cache.neighbours import Neighbours
 from waiting import until
 
@@ -68,7 +69,8 @@ def lists(lab: PassLab, path: str, *items: Obj) -> None:
 async def looks_again(lab: PassLab) -> str:
     """Run a pass as soon as the lists have ended, or failed; returns what status says."""
     unknown = Neighbours(unknown="")
-    await until(lambda: lab.ctx.neighbours.look(KEY, "job=grpo") != unknown, what="the lists")
+    grpo = TrainerSelector(match_labels={"job": "grpo"})
+    await until(lambda: lab.ctx.neighbours.look(KEY, grpo) != unknown, what="the lists")
     lab.clock.steady += 2  # progress is written once a second
     await lab.reconcile()
     message: str = lab.status["message"]

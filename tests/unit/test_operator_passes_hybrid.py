@@ -15,6 +15,7 @@ from prometheus_client import generate_latest
 from passlab import KEY, PODS, PassLab, condition, pass_lab, worker_of
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
+from rollout_operator.api.spec_colocation import TrainerSelector
 from rollout_operator.cache.neighbours import Neighbours
 from waiting import until
 
@@ -109,10 +110,8 @@ class Inside:
     async def listed(self) -> None:
         """Look once, and wait until the trainer's pods are known."""
         await self.lab.reconcile()
-        unknown = Neighbours(unknown="")
-        await until(
-            lambda: self.lab.ctx.neighbours.inside(KEY, "job=grpo") != unknown, what="the list"
-        )
+        unknown, grpo = Neighbours(unknown=""), TrainerSelector(match_labels={"job": "grpo"})
+        await until(lambda: self.lab.ctx.neighbours.inside(KEY, grpo) != unknown, what="the list")
 
     async def settled(self) -> None:
         """Run passes until nothing is left to do."""

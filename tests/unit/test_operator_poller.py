@@ -259,7 +259,10 @@ async def test_another_address_is_another_head(bench: Bench) -> None:
     assert bench.poller.last("u1") is None
 
 
-async def test_no_more_than_64_are_asked_at_once_and_a_hanging_head_stops_no_other() -> None:
+async def test_no_more_than_64_begin_at_once_and_a_hanging_head_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollout_operator.workers.poller.PLACE_SECONDS", 10.0)
     async with loopback() as slow, loopback() as good, bench_of(slow) as bench:
         slow.delay("GET", "/v1/state", state(), 0.3)
         good.answer("GET", "/v1/state", state())
@@ -272,7 +275,7 @@ async def test_no_more_than_64_are_asked_at_once_and_a_hanging_head_stops_no_oth
 
 
 async def test_many_fast_heads_are_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_operator.workers.poller.MAX_RATE", 10.0)
+    monkeypatch.setattr("rollout_operator.workers.pace.MAX_RATE", 10.0)
     async with loopback() as worker, bench_of(worker) as bench:
         worker.answer("GET", "/v1/state", state())
         for number in range(20):

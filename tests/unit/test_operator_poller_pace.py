@@ -199,3 +199,45 @@ def test_refresh_gives_up_on_a_head_that_hangs() -> None:
         assert clock() - began == 6
 
     run(scene)
+
+
+@pytest.mark.parametrize(("silent", "fast"), [(600, True), (600, False), (4000, True)])
+def test_silent_heads_of_one_pool_delay_no_other_pools_polls(silent: int, fast: bool) -> None:
+    async def scene(clock: Callable[[], float]) -> None:
+        heads = Heads(clock)
+        lost, well = Key("rl", "lost"), [f"well {n}" for n in range(100)]
+        for number in range(silent):
+            heads.poller.watch(lost, str(number), str(number), fast)
+        for address in well:
+            heads.poller.watch(KEY, address, address, False)
+        heads.poller.watch(KEY, "moving", "moving", True)
+        passing = asyncio.create_task(heads.pass_by(80))
+        await asyncio.sleep(30)
+        heads.hangs = {str(number) for number in range(silent)}  # their packets are dropped
+        while clock() < 79:
+            await asyncio.sleep(1)
+            believed = [heads.seen(address) for address in (*well, "moving")]
+            assert not any(each.failures or each.stale for each in believed)
+        await passing
+        assert heads.seen("0").failures > 1
+        settled = 30 + 1.1 * max(5.0, silent / 200) + 3
+        gaps = heads.gaps("moving", since=settled)
+        assert max(gaps) < 0.6, "as if those were not there"
+        assert max(max(heads.gaps(each, since=settled)) for each in well) < 6
+
+    run(scene)
+
+
+def test_a_large_pool_stretches_its_own_interval_and_no_others() -> None:
+    async def scene(clock: Callable[[], float]) -> None:
+        heads = Heads(clock)
+        for number in range(2000):
+            heads.poller.watch(Key("rl", "large"), str(number), str(number), True)
+        heads.poller.watch(KEY, "moving", "moving", True)
+        heads.poller.watch(KEY, "resting", "resting", False)
+        await heads.pass_by(40)
+        assert min(heads.gaps("0")) > 8
+        assert max(heads.gaps("moving")) < 0.6
+        assert max(heads.gaps("resting")) < 6
+
+    run(scene)

@@ -392,5 +392,5 @@ def test_a_few_peers_are_asked_who_serve_first_and_each_joiner_begins_with_anoth
     plan.version_for = dict.fromkeys(joiners, version)
     share_copies(plan, heads)
     asked = [plan.peers[uid] for uid in joiners]
-    assert asked == [("10.0.0.2", "10.0.0.3", "10.0.0.4"), ("10.0.0.3", "10.0.0.4", "10.0.0.5")]
+    assert asked == [("10.0.0.4", "10.0.0.5", "10.0.0.2"), ("10.0.0.5", "10.0.0.2", "10.0.0.3")]
     assert {len(each) for each in asked} == {PEERS}

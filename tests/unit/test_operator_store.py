@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poolspecs import spec_of
 from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER
 from rollout_operator.api.objects import Key, Obj
 from rollout_operator.cache.store import Store
+from rollout_operator.config import EngineDefaults
+from rollout_operator.core.podreader import parse_pod
+from rollout_operator.core.pods.builder import PodBuilder
 
 KEY = Key("rl", "math")
 
@@ -55,10 +60,38 @@ def test_an_event_is_kept_and_names_the_pool_to_wake() -> None:
     assert store.counts() == {"pools": 1, "pods": 2, "services": 0, "endpointslices": 0}
 
 
+def test_it_holds_an_object_but_not_its_namesake() -> None:
+    store = Store()
+    store.take("pods", "ADDED", pod("a", 2))
+    assert store.holds("pods", pod("a", 1))
+    assert not store.holds("pods", pod("a", 2, uid="another"))
+    assert not store.holds("pods", pod("b", 2))
+    assert not store.holds("services", pod("a", 2))
+
+
 def test_managed_fields_are_not_kept() -> None:
     store = Store()
     store.take("pools", "ADDED", pool(1, managedFields=[{"manager": "kubectl"}]))
     assert store.pool(KEY) == pool(1)
+
+
+def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it() -> None:
+    spec = spec_of()
+    builder = PodBuilder("math", "rl", "owner", "", spec, EngineDefaults(image="registry/hf:1"))
+    made = builder.build(0, 0, 1)
+    made["metadata"] |= {"uid": "u", "resourceVersion": "1"}
+    made["metadata"]["managedFields"] = [{"fieldsV1": {f"f:{n}": {} for n in range(500)}}]
+    made["spec"]["nodeName"] = "n1"
+    made["status"] = {"phase": "Running", "podIP": "10.0.0.1"}
+    before = json.dumps(made)
+    store = Store()
+    store.take("pods", "ADDED", made)
+    assert json.dumps(made) == before, "it is the caller's"
+    [kept] = store.pods(KEY)
+    assert len(json.dumps(kept)) < len(before) / 4
+    assert parse_pod(kept, "owner") == parse_pod(made, "owner")
+    assert [c["name"] for c in kept["spec"]["containers"]] == ["worker"]
+    assert kept["spec"].keys() & {"volumes", "tolerations"} == set()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rollout_operator.core.heads import Head, Version
 from rollout_operator.core.plan import Note, Verb
 
 from .content import bound
-from .copies import gone, no_copy, stranded
+from .copies import gone, is_given, no_copy, stranded
 from .lifecycle import finish, is_served
 from .staging import attempts
 from .weights_plan import WeightsPlan, unpolled, version_of
@@ -34,10 +34,14 @@ def advance_commit(
     floor = plan.committed.identity
     in_service = [h for h in behind if h.in_service(floor)]
     served = is_served(version.identity, heads)
-    found = (_failure(spec, h, version, heads, served, plan.overdue) for h in in_service)
+    given = is_given(version, heads)
+    lost = {h.pod.uid for h in in_service if stranded(h, version, given=given)}
+    # Who commits first keeps a copy for the others.
+    hopeless = lost if lost and (served or gone(version, heads)) else set()
+    found = (_failure(spec, h, version, hopeless, plan.overdue) for h in in_service)
     failed = {h.pod.uid: text for h, text in zip(in_service, found, strict=True) if text}
     plan.failures = sorted(failed.values())
-    refused = not served and _all_refuse(update, in_service, version, heads, plan.overdue)
+    refused = not served and _all_refuse(update, in_service, version, lost, plan.overdue)
     # Who is not in service must not be the first to have what the others refuse.
     for head in in_service if refused else behind:
         plan.version_for[head.pod.uid] = version
@@ -46,7 +50,7 @@ def advance_commit(
         plan.out_of_service = set(failed) if served else set()
     else:
         # Who waits for a copy takes nobody's turn: whoever commits first has one to give.
-        able = [h for h in in_service if not stranded(h, version, heads)]
+        able = [h for h in in_service if h.pod.uid not in lost]
         plan.may_commit = _turns(spec, behind, able, failed)
     # Who failed is out of the Service before the others' weights count as the pool's.
     waiting = [h for h in in_service if h.pod.uid not in plan.out_of_service or h.pod.gate]
@@ -79,15 +83,13 @@ def _failure(
     spec: RolloutReplicaSpec,
     head: Head,
     version: Version,
-    heads: Mapping[str, Head],
-    served: bool,
+    hopeless: Collection[str],
     overdue: bool,
 ) -> str | None:
     """Why a head has not committed the version; None while nothing is known to be wrong."""
     if text := _refusal(head, version):
         return text
-    # Who commits first keeps a copy for the others.
-    if (served or gone(version, heads)) and stranded(head, version, heads):
+    if head.pod.uid in hopeless:
         return no_copy(head, version)
     if not overdue:
         return None
@@ -104,7 +106,7 @@ def _all_refuse(
     update: LastUpdate,
     in_service: list[Head],
     version: Version,
-    heads: Mapping[str, Head],
+    lost: Collection[str],
     overdue: bool,
 ) -> bool:
     """Each that serves has refused or failed to commit; once that was so, only success ends it."""
@@ -112,7 +114,7 @@ def _all_refuse(
         return True
 
     def refuses(head: Head) -> bool:
-        failed = _refusal(head, version) or stranded(head, version, heads)
+        failed = _refusal(head, version) or head.pod.uid in lost
         return bool(failed) or (overdue and Verb.COMMIT not in head.worker.running)
 
     return bool(in_service) and all(refuses(head) for head in in_service)
@@ -125,14 +127,15 @@ def _turns(
 
     Who is furthest behind is next, so that nobody is left out however often the target moves.
     """
-    joiners = {h.pod.uid for h in behind if h not in in_service}
     if spec.weights.strategy is Strategy.EAGER:
-        return joiners | {h.pod.uid for h in in_service}
+        return {h.pod.uid for h in behind}
+    joiners = {h.pod.uid for h in behind} - {h.pod.uid for h in in_service}
     busy = [h for h in in_service if Verb.COMMIT in h.worker.running]
     free = max(spec.weights.max_unavailable - len(busy), 0)
     if failed:
         stuck = [h for h in in_service if h.pod.uid in failed]
         return joiners | {h.pod.uid for h in (*busy, *stuck[:free])}
     ready = [(h.worker.active.as_tuple(), h.pod.replica, h) for h in in_service if h.worker.active]
-    order = [h for *_, h in sorted(ready, key=lambda each: each[:2]) if h not in busy]
+    waits = (h for *_, h in sorted(ready, key=lambda each: each[:2]))
+    order = [h for h in waits if Verb.COMMIT not in h.worker.running]
     return joiners | {h.pod.uid for h in (*busy, *order[:free])}

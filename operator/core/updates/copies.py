@@ -7,7 +7,7 @@ keeps what it serves, so there is nobody to fetch from before the first commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollout_operator.core.heads import Head, Version
 from rollout_operator.core.plan import Wait
@@ -62,9 +62,14 @@ def _may_have(head: Head, version: Version) -> bool:
     return any(f and (f.epoch, f.version) == version.identity.as_tuple() for f in found)
 
 
-def stranded(head: Head, version: Version, heads: Mapping[str, Head]) -> bool:
-    """It lacks the bytes, and nobody gives them now."""
-    return lacks(head, version) and not any(gives(h, version) for h in heads.values())
+def is_given(version: Version, heads: Mapping[str, Head]) -> bool:
+    """Somebody gives these bytes now."""
+    return any(gives(h, version) for h in heads.values())
+
+
+def stranded(head: Head, version: Version, *, given: bool) -> bool:
+    """It lacks the bytes, and nobody gives them now (`is_given`)."""
+    return lacks(head, version) and not given
 
 
 def no_copy(head: Head, version: Version) -> str:
@@ -88,16 +93,28 @@ def waiting_for_bytes(version: Version, waiting: Iterable[Head], heads: Mapping[
 
 def share_copies(plan: WeightsPlan, heads: Mapping[str, Head]) -> None:
     """Choose from whom each head that lacks bytes fetches them; note what nobody has any more."""
+    lacking: dict[object, tuple[Version, list[Head]]] = {}
     for uid, version in plan.version_for.items():
-        head = heads[uid]
-        if not lacks(head, version):
-            continue
-        peers = _peers(head, version, heads)
+        if lacks(heads[uid], version):
+            same = (version.identity.as_tuple(), version.root_hash)
+            lacking.setdefault(same, (version, []))[1].append(heads[uid])
+    for version, found in lacking.values():
+        _share(plan, heads, version, found)
+
+
+def _share(
+    plan: WeightsPlan, heads: Mapping[str, Head], version: Version, lacking: Iterable[Head]
+) -> None:
+    givers = sorted((h for h in heads.values() if gives(h, version)), key=lambda h: h.pod.replica)
+    serving = [h for h in givers if h.serves]
+    others = [h for h in givers if not h.serves]
+    due = plan.begun or version.identity <= plan.committed.identity
+    lost = due and not unpolled(heads) and gone(version, heads)
+    for head in lacking:
+        peers = _peers(head, serving, others)
         if peers:
-            plan.peers[uid] = tuple(h.pod.ip for h in peers if h.pod.ip)
-        elif head.given_later(version) or unpolled(heads):
-            continue
-        elif (plan.begun or version.identity <= plan.committed.identity) and gone(version, heads):
+            plan.peers[head.pod.uid] = tuple(h.pod.ip for h in peers if h.pod.ip)
+        elif lost and not head.given_later(version):
             plan.no_copy = plan.no_copy or no_copy(head, version)
 
 
@@ -120,10 +137,12 @@ def awaits_pointer(
     return left > 0
 
 
-def _peers(head: Head, version: Version, heads: Mapping[str, Head]) -> list[Head]:
+def _peers(head: Head, *givers: Sequence[Head]) -> list[Head]:
     """A few that give it, those that serve first; each joiner begins with another one."""
-    found = [h for h in heads.values() if h is not head and gives(h, version)]
-    found.sort(key=lambda h: h.pod.replica)
-    first = head.pod.replica % len(found) if found else 0
-    turned = found[first:] + found[:first]
-    return sorted(turned, key=lambda h: not h.serves)[:PEERS]
+    first = head.pod.replica
+    chosen = [
+        found[(first + turn) % len(found)]
+        for found in givers
+        for turn in range(min(PEERS + 1, len(found)))
+    ]
+    return [h for h in chosen if h is not head][:PEERS]

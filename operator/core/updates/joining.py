@@ -9,7 +9,7 @@ from rollout_operator.core.heads import Head, Version
 from rollout_operator.core.plan import Verb
 
 from .content import bound
-from .copies import stranded
+from .copies import is_given, stranded
 from .weights_plan import WeightsPlan, version_of
 
 PATIENCE = 4
@@ -29,23 +29,25 @@ def assign_joiners(
     single = spec.weights.strategy is not Strategy.ALL_AT_ONCE and not plan.unsupported
     if single and plan.update and plan.running:
         brought = bound(version_of(plan.update, plan.committed.source), heads)
+    given = (is_given(floor, heads), is_given(brought, heads))
     for uid, head in heads.items():
         if uid in plan.version_for or head.at_least(floor.identity):
             continue
-        version = floor if _keeps_to(floor, head, brought, heads) else brought
+        version = floor if _keeps_to(floor, head, brought, given) else brought
         plan.version_for[uid] = version
         if begun or version is floor:
             plan.may_commit.add(uid)
 
 
-def _keeps_to(floor: Version, head: Head, brought: Version, heads: Mapping[str, Head]) -> bool:
+def _keeps_to(floor: Version, head: Head, brought: Version, given: tuple[bool, bool]) -> bool:
     """Whether a head that could not take what the others move to loads what is served.
 
     Who can take neither tries one in its turn, then the other: each attempt at once would have no end.
     """
-    if stranded(head, brought, heads):
-        return not stranded(head, floor, heads)
-    if stranded(head, floor, heads):
+    lost = stranded(head, floor, given=given[0])
+    if stranded(head, brought, given=given[1]):
+        return not lost
+    if lost:
         return False
     slot, failed = head.staged, head.worker.failures.get(Verb.STAGE)
     if failed is not None and failed.about == floor.identity:

@@ -12,7 +12,7 @@ from rollout_operator.core.plan import Note, Verb
 from rollout_worker.schemas import WeightsId
 
 from .content import bound, serving_hash, unsupported
-from .copies import gone, lacks, stranded, unseen
+from .copies import gone, is_given, lacks, stranded, unseen
 from .weights_plan import WeightsPlan, seconds_left, version_of
 
 WEIGHTS_VERBS = (Verb.STAGE, Verb.COMMIT)
@@ -176,10 +176,11 @@ def _is_stuck(
     if seconds_left(spec, plan, update, now) <= 0:
         return True
     version = bound(version_of(update, plan.committed.source), heads)
+    given = is_given(version, heads)
 
     def failed(head: Head) -> bool:
         told = head.mismatch(version) or head.failure(version.identity, *WEIGHTS_VERBS)
-        return bool(told) or _given_later(head, version) or stranded(head, version, heads)
+        return bool(told) or _given_later(head, version) or stranded(head, version, given=given)
 
     if spec.weights.strategy is Strategy.ROLLING and any(failed(h) for h in behind):
         return True
