@@ -166,6 +166,11 @@ def _pod_trouble(view: View) -> Finding | None:
     return None
 
 
+def _stranger(view: View) -> Finding | None:
+    told = next(iter(view.pods.strangers), None)
+    return told and Finding(Kind.DEGRADED, told.reason, told.message)
+
+
 def _stalled(view: View) -> Finding | None:
     update = view.weights.update
     if view.pods.exhausted:
@@ -274,6 +279,7 @@ CHECKS: tuple[Check, ...] = (
     _other_engine,
     _call_failed,
     _pod_trouble,
+    _stranger,
     _stalled,
     _updating,
     _leaving,

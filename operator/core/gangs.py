@@ -48,6 +48,8 @@ class PodPlan:
     """What replicas without pods wait for, of the trainer beside which they belong."""
     misplaced: list[Misplaced] = field(default_factory=list)
     """Why replicas have no place at all."""
+    strangers: list[Misplaced] = field(default_factory=list)
+    """Pods with the trainer's labels that are none of the trainer's: they change nothing."""
     stuck: list[str] = field(default_factory=list)
     """Pods that don't go and may not be removed by force."""
 
@@ -127,6 +129,9 @@ def plan_pods(
         plan.delete, plan.create, plan.restarts, plan.failed = harmless, [], {}, {}
     plan.replacing = _replacing(spec, seen, gangs, plan)
     plan.waiting, plan.misplaced = places.waiting, places.misplaced
+    plan.strangers = places.strangers
+    if places.moves_in is not None:
+        wait.at_most(places.moves_in)
     return plan
 
 

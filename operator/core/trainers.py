@@ -5,12 +5,16 @@ What a trainer reads of them, too, stands in `rollout_worker.claims`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_worker.claims import claims_of, device_name
+
+IMPLICIT = "deviceclass.resource.kubernetes.io/"
+"""Before the name of a DeviceClass: the extended resource that each one has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,15 @@ class Trainer:
     """Names of its ResourceClaims, as far as they are there."""
     unmade: tuple[str, ...] = ()
     """Names of entries of its `resourceClaims` whose ResourceClaim has yet to be made."""
+    extended: bool = False
+    """Its limits name an extended resource, whose ResourceClaim is made as it is scheduled."""
+    created: str = ""
+    """Its creationTimestamp; later ones are greater."""
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether it has a ResourceClaim, or is about to get one: a pod without any is no trainer."""
+        return bool(self.claims or self.unmade) or (self.extended and self.node is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +79,35 @@ class Beside:
     claims: Mapping[str, DeviceClaim] | None = None
     """By name; None: not known yet, and `unknown` says why."""
     unknown: str = ""
+    stable_seconds: float = math.inf
+    """For how long the trainer's pods have been the same ones."""
+    strangers: tuple[str, ...] = ()
+    """What there is to tell of pods that a Hybrid pool's selector selects and that are no members."""
 
     @property
     def asked(self) -> bool:
         """The API server has been asked what there is, and may answer yet."""
         return self.claims is None and not self.unknown
+
+
+@dataclass(slots=True)
+class TrainerWatch:
+    """For how long this process has seen the same pods of a trainer; forgetting it costs a wait."""
+
+    _uids: frozenset[str] | None = None
+    _since: float = 0.0
+
+    def stable_seconds(self, trainers: Iterable[Trainer], now: float) -> float:
+        """Note which pods there are; return seconds since that last changed.
+
+        Args:
+            trainers: the trainer's pods.
+            now: monotonic seconds.
+        """
+        uids = frozenset(each.uid for each in trainers if each.has_devices)
+        if uids != self._uids:
+            self._uids, self._since = uids, now
+        return now - self._since
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +135,21 @@ def parse_trainer(obj: Obj) -> Trainer | None:
         deleting=meta.get("deletionTimestamp") is not None,
         claims=tuple(claims),
         unmade=tuple(unmade),
+        extended=_asks_for_extended(spec),
+        created=meta.get("creationTimestamp") or "",
+    )
+
+
+def _asks_for_extended(spec: Obj) -> bool:
+    """Whether a limit of the pod's is an extended resource, as Kubernetes tells them by their names."""
+    names_of = (
+        name
+        for container in spec.get("containers") or ()
+        for name in (container.get("resources") or {}).get("limits") or ()
+    )
+    return any(
+        "/" in name and ("kubernetes.io/" not in name or name.startswith(IMPLICIT))
+        for name in names_of
     )
 
 

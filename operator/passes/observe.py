@@ -45,7 +45,7 @@ def observe(
     else:
         ours, predecessors = memory.pods.read(ctx.store.pods(key), key.name, meta["uid"])
         told = memory.witness.testify((*ours, *predecessors), ctx.monotonic())
-        pods, beside = told[: len(ours)], _beside(ctx, key, spec)
+        pods, beside = told[: len(ours)], _beside(ctx, key, spec, memory)
     heads = [p for p in pods if p.rank == 0]
     return Observed(
         name=key.name,
@@ -80,16 +80,18 @@ def _members(
     return members(spec, candidates, gates), Beside(claims={})
 
 
-def _beside(ctx: Context, key: Key, spec: RolloutReplicaSpec) -> Beside:
+def _beside(ctx: Context, key: Key, spec: RolloutReplicaSpec, memory: Memory) -> Beside:
     """What the trainer has; only colocated pools ask."""
     if spec.colocation is None:
         return Beside()
     found = ctx.neighbours.look(key, spec.colocation.trainer_selector.text())
     if found.unknown is not None:
         return Beside(unknown=found.unknown)
+    trainers = tuple(pod for pod in found.pods if isinstance(pod, Trainer))
     return Beside(
-        trainers=tuple(pod for pod in found.pods if isinstance(pod, Trainer)),
+        trainers=trainers,
         claims={c.name: c for c in found.claims if isinstance(c, DeviceClaim)},
+        stable_seconds=memory.trainers.stable_seconds(trainers, ctx.monotonic()),
     )
 
 

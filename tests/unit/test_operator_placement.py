@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolspecs import a_pod, colocated_spec
-from rollout_operator.core.placement import Misplaced, Place, Placement, Waits
+from rollout_operator.core.placement import (
+    SETTLED_SECONDS,
+    Misplaced,
+    Place,
+    Placement,
+    Waits,
+)
 from rollout_operator.core.trainers import (
     Beside,
     Device,
@@ -190,7 +196,11 @@ def test_devices_are_ordered_by_pool_and_number() -> None:
             {},
             "waits for the trainer's pod 't' to be scheduled, which needs ResourceClaim 'claim of t'",
         ),
-        ({"node": None, "claims": ()}, {}, "waits for the trainer's pod 't' to be scheduled"),
+        (
+            {"node": None, "claims": (), "extended": True},
+            {},
+            "waits for the trainer's pod 't' to be scheduled",
+        ),
         (
             {},
             {"deleting": True},
@@ -290,6 +300,8 @@ def test_a_pod_stays_in_its_place_and_leaves_it_for_another() -> None:
     unscheduled = replace(mine, node=None)
     assert Placement(spec, both).lost(unscheduled) is None
     first = beside(trainer("a"), trainer("t-0"), trainer("t-1"))
+    waits = Placement(spec, replace(first, stable_seconds=SETTLED_SECONDS - 9))
+    assert (waits.lost(mine), waits.moves_in) == (None, 9.0)
     assert Placement(spec, first).lost(mine) == (
         "its place is beside the trainer's pod 'a', with claim 'claim of a'"
     )
@@ -335,6 +347,36 @@ def test_a_pod_goes_with_the_claim_that_was_made_for_its_trainer() -> None:
     assert Placement(spec, beside()).lost(mine) == "its claim is gone"
     again = beside(trainer("t"), claims=(replace(made, uid="another"),))
     assert Placement(spec, again).lost(mine) == "its claim is gone"
+
+
+def test_of_two_pods_with_one_claim_the_older_is_the_trainers() -> None:
+    spec = colocated_spec(replicas=2, tensor=8)
+    first = trainer("t-0", created="2026-01-01T00:00:00Z")
+    copy = replace(first, name="a", uid="copy", created="2026-01-02T00:00:00Z")
+    found = Placement(
+        spec, beside(copy, first, trainer("t-1"), claims=(claim("t-0"), claim("t-1")))
+    )
+    assert [place(found.of(i, 0)).trainer for i in range(2)] == ["t-0", "t-1"]
+    assert [each.reason for each in found.strangers] == ["NoClaim"]
+    going = replace(first, deleting=True)
+    follows = beside(copy, going, trainer("t-1"), claims=(claim("t-0"), claim("t-1")))
+    found = Placement(spec, follows)
+    assert place(found.of(0, 0)).trainer == "a", "it takes the other one's place"
+    assert not found.strangers
+
+
+def test_an_extended_resource_makes_a_trainer_until_it_is_scheduled() -> None:
+    def read(limit: str, **spec: Any) -> Trainer:
+        made = {"containers": [{"resources": {"limits": {"cpu": 1, limit: 1}}}], **spec}
+        found = parse_trainer({"metadata": META, "spec": made})
+        assert found is not None
+        return found
+
+    for limit in ("nvidia.com/gpu", "deviceclass.resource.kubernetes.io/gpu"):
+        assert read(limit).has_devices
+        assert not read(limit, nodeName="n").has_devices, "then it would have a claim"
+    for limit in ("memory", "hugepages-2Mi", "example.kubernetes.io/x"):
+        assert not read(limit).has_devices
 
 
 META = {"name": "t-0", "uid": "u", "labels": {"job": "grpo"}}
