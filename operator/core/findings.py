@@ -159,16 +159,16 @@ def _call_failed(view: View) -> Finding | None:
 def _pod_trouble(view: View) -> Finding | None:
     for pod in view.seen.pods:
         # A trainer's pod that has ended may start again by itself: nothing else tells of it.
-        if pod.trouble and (pod.ended or not pod.finished) and not pod.deleting:
-            if pod.trouble.startswith("Unschedulable"):
-                continue
+        there = (pod.ended or not pod.finished) and not pod.deleting
+        if pod.trouble and there and not pod.trouble.startswith("Unschedulable"):
             return Finding(Kind.DEGRADED, "PodTrouble", f"{pod.name}: {pod.trouble}")
     return None
 
 
 def _stranger(view: View) -> Finding | None:
-    told = next(iter(view.pods.strangers), None)
-    return told and Finding(Kind.DEGRADED, told.reason, told.message)
+    for each in view.pods.strangers:
+        return Finding(Kind.DEGRADED, each.reason, each.message)
+    return None
 
 
 def _stalled(view: View) -> Finding | None:

@@ -17,7 +17,7 @@ from rollout_operator.api.spec import Colocation, RolloutReplicaSpec
 from rollout_worker.claims import natural
 
 from .trainers import Beside, Device, DeviceClaim, Trainer
-from .world import Pod
+from .world import Observed, Pod
 
 SETTLED_SECONDS = 60.0
 """How long the trainer's pods have to be the same before an engine moves because of their order: a
@@ -218,6 +218,11 @@ class Placement:
         mine = tuple(d.name for d in devices[first : first + wanted])
         assert trainer.node is not None, "an allocated claim is looked at on its node only"
         return Place(trainer.name, trainer.node, claim.name, claim.uid, request, mine, first)
+
+
+def told_strangers(seen: Observed) -> list[Misplaced]:
+    """Return the pods that look like the pool's own and are not."""
+    return [Misplaced("PodTrouble", why) for why in seen.strangers]
 
 
 def _stranger(pod: Trainer, twin: Trainer) -> Misplaced:

@@ -81,8 +81,6 @@ class Beside:
     unknown: str = ""
     stable_seconds: float = math.inf
     """For how long the trainer's pods have been the same ones."""
-    strangers: tuple[str, ...] = ()
-    """What there is to tell of pods that a Hybrid pool's selector selects and that are no members."""
 
     @property
     def asked(self) -> bool:

@@ -10,7 +10,7 @@ from rollout_operator.api.objects import Key, Obj
 from rollout_operator.api.spec import Mode, RolloutReplicaSpec
 from rollout_operator.api.status import LastUpdate, RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.endpoints import read_gates
-from rollout_operator.core.hybrid import Candidate, members
+from rollout_operator.core.hybrid import Candidate, members, strangers
 from rollout_operator.core.plan import Verb
 from rollout_operator.core.trainers import Beside, DeviceClaim, Trainer
 from rollout_operator.core.world import Observed, Pod, Worker
@@ -40,10 +40,11 @@ def observe(
     meta = pool["metadata"]
     notes = meta.get("annotations") or {}
     if spec.mode is Mode.HYBRID:
-        told, beside = _members(ctx, key, spec, meta["uid"])
+        told, beside, foreign = _members(ctx, key, spec, meta["uid"])
         pods = told
     else:
-        ours, predecessors = memory.pods.read(ctx.store.pods(key), key.name, meta["uid"])
+        ours, predecessors = memory.pods.read(ctx.store.pods(key), key.name, meta["uid"], spec)
+        foreign = memory.pods.strangers
         told = memory.witness.testify((*ours, *predecessors), ctx.monotonic())
         pods, beside = told[: len(ours)], _beside(ctx, key, spec, memory)
     heads = [p for p in pods if p.rank == 0]
@@ -64,20 +65,21 @@ def observe(
         predecessors=told[len(pods) :],
         awaited=frozenset(memory.obstacles.awaited),
         beside=beside,
+        strangers=foreign,
     )
 
 
 def _members(
     ctx: Context, key: Key, spec: RolloutReplicaSpec, uid: str
-) -> tuple[tuple[Pod, ...], Beside]:
-    """The trainer's pods as members of a Hybrid pool; none while they are not listed."""
+) -> tuple[tuple[Pod, ...], Beside, tuple[str, ...]]:
+    """The trainer's pods as members of a Hybrid pool; none while they are not listed. And who is none."""
     assert spec.colocation is not None, "the CRD demands a selector"
     found = ctx.neighbours.inside(key, spec.colocation.trainer_selector.text())
     if found.unknown is not None:
-        return (), Beside(unknown=found.unknown)
+        return (), Beside(unknown=found.unknown), ()
     gates = read_gates(ctx.store.slices(key), key.name, uid)
-    candidates = (pod for pod in found.pods if isinstance(pod, Candidate))
-    return members(spec, candidates, gates), Beside(claims={})
+    candidates = [pod for pod in found.pods if isinstance(pod, Candidate)]
+    return members(spec, candidates, gates), Beside(claims={}), strangers(spec, candidates)
 
 
 def _beside(ctx: Context, key: Key, spec: RolloutReplicaSpec, memory: Memory) -> Beside:

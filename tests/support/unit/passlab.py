@@ -331,6 +331,7 @@ def pod(replica: int = 0, owner: str = "ours", **meta: Any) -> Obj:
             "ownerReferences": [names.controller_reference("math", owner)],
             **meta,
         },
+        "spec": {"serviceAccountName": "rollout-worker"},
         "status": {"phase": "Running"},
     }
 

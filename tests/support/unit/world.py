@@ -83,6 +83,7 @@ class World(SimPods):
             retry=self.retry,
             predecessors=told[len(pods) :],
             beside=self.trainers.beside() if self.trainers else Beside(),
+            strangers=self.hybrid.strangers() if self.hybrid is not None else (),
         )
 
     def _is_polled(self, pod: Pod) -> bool:
