@@ -69,7 +69,7 @@ class Parts:
 
     def _add_cache(self, spawned: Callable[[], None]) -> None:
         config, telemetry = self._config, self.telemetry
-        self.store = Store()
+        self.store = Store(config.operator_class)
         self.expectations = Expectations(
             on_timeout=lambda resource: telemetry.expectation_timeouts.labels(resource).inc()
         )

@@ -279,6 +279,12 @@ def _rights() -> dict[str, Schema]:
 def _operator() -> dict[str, Schema]:
     return {
         "metrics": _metrics(),
+        "operatorClass": text(
+            "Act only on RolloutReplicas whose `spec.operatorClass` is this; empty: only on those without one. "
+            "Give each operator of a cluster another one if they watch a namespace in common.",
+            maxLength=63,
+            pattern="^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$",
+        ),
         "logging": group(
             level=text("Minimum log level.", enum=["DEBUG", "INFO", "WARNING", "ERROR"]),
             format=text("Log format.", enum=["json", "text"]),
