@@ -217,7 +217,8 @@ def _colocation(namespace: Schema) -> Schema:
             "opens it on each node, and a PersistentVolume and claim of it in each namespace listed below."
         ),
         namespaces=items(
-            "Namespaces with trainers and colocated workers: they get a claim of the directory.",
+            "Namespaces with trainers and colocated workers: they get a claim of the directory, and their service "
+            "accounts may list ResourceSlices.",
             namespace,
         ),
         directory=text(

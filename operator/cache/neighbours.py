@@ -1,7 +1,7 @@
 """The pods of trainers and their ResourceClaims, watched while a pool is beside them, or in them.
 
 Each colocated pool subscribes with its passes (`look`) to the pods that its selector selects and to the
-claims of its namespace, each Hybrid pool (`inside`) to its selector's pods; pools share a watch. A watch lists, follows the events from there, and begins
+claims of its namespace (and, if it shares their devices out, to the cluster's ResourceSlices), each Hybrid pool (`inside`) to its selector's pods; pools share a watch. A watch lists, follows the events from there, and begins
 again after some time or whatever ends it: a late or missed event costs time only. What is known
 stays so while the API server is away.
 """
@@ -30,7 +30,7 @@ RETRY_SECONDS = 1.0
 
 MAX_RETRY_SECONDS = 30.0
 
-Resource = Literal["pods", "resourceclaims", "members"]
+Resource = Literal["pods", "resourceclaims", "resourceslices", "members"]
 """Members are pods as well; more is read of them."""
 Read = Callable[[Obj], object | None]
 """Makes a value of an object; None: it does not count. Equal values are the same to every pass."""
@@ -41,7 +41,8 @@ class Scope:
     """What one watch is about."""
 
     resource: Resource
-    namespace: str
+    namespace: str | None
+    """None: of no namespace."""
     selector: str | None
 
     @property
@@ -65,6 +66,7 @@ class Neighbours:
 
     pods: tuple[object, ...] = ()
     claims: tuple[object, ...] = ()
+    slices: tuple[object, ...] = ()
     unknown: str | None = None
 
 
@@ -93,14 +95,24 @@ class Neighbourhood:
         self._watched: dict[Scope, _Watched] = {}
         self._stale = asyncio.Event()
 
-    def look(self, key: Key, selector: str) -> Neighbours:
-        """Return what is beside a pool, and have it woken when that changes, until `forget`."""
-        pods = self._join(key, Scope("pods", key.namespace, selector))
-        claims = self._join(key, Scope("resourceclaims", key.namespace, None))
-        self._leave(key, {id(pods), id(claims)})
-        if not (pods.listed and claims.listed):
-            return Neighbours(unknown=pods.problem or claims.problem)
-        return Neighbours(tuple(pods.values.values()), tuple(claims.values.values()))
+    def look(self, key: Key, selector: str, *, slices: bool = False) -> Neighbours:
+        """Return what is beside a pool, and have it woken when that changes, until `forget`.
+
+        Args:
+            key: the pool.
+            selector: of the trainer's pods.
+            slices: whether the cluster's ResourceSlices are wanted as well.
+        """
+        scopes = [
+            Scope("pods", key.namespace, selector),
+            Scope("resourceclaims", key.namespace, None),
+        ]
+        scopes += [Scope("resourceslices", None, None)] if slices else []
+        watched = [self._join(key, scope) for scope in scopes]
+        self._leave(key, {id(each) for each in watched})
+        if not all(each.listed for each in watched):
+            return Neighbours(unknown=next((w.problem for w in watched if w.problem), ""))
+        return Neighbours(*(tuple(each.values.values()) for each in watched))
 
     def inside(self, key: Key, selector: str) -> Neighbours:
         """Return the same for the pods that a pool is in; nobody asks for claims."""

@@ -35,8 +35,8 @@ class Place:
     request: str
     devices: tuple[str, ...]
     """Names of its devices, in the order of the claim's."""
-    first: int
-    """Index of the first of them among the devices that its container sees."""
+    uuids: tuple[str, ...] = ()
+    """Theirs, in the same order, where its container sees devices of others, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +216,16 @@ class Placement:
             )
         first = share * wanted
         mine = tuple(d.name for d in devices[first : first + wanted])
+        if slots > 1 and (unknown := [name for name in mine if name not in self._beside.uuids]):
+            return Misplaced(
+                "NoDeviceUuid",
+                f"the driver of {unknown[0]} publishes no attribute uuid of it in a ResourceSlice, so which "
+                f"of the {len(devices)} devices of ResourceClaim {claim.name!r} a pod is to use can't be told "
+                "it: use a driver that does, or spec.colocation.slots 1",
+            )
+        uuids = tuple(self._beside.uuids[name] for name in mine) if slots > 1 else ()
         assert trainer.node is not None, "an allocated claim is looked at on its node only"
-        return Place(trainer.name, trainer.node, claim.name, claim.uid, request, mine, first)
+        return Place(trainer.name, trainer.node, claim.name, claim.uid, request, mine, uuids)
 
 
 def told_strangers(seen: Observed) -> list[Misplaced]:

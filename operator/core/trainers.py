@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
-from rollout_worker.claims import claims_of, device_name
+from rollout_worker.claims import claims_of, device_name, uuids_of
 
 IMPLICIT = "deviceclass.resource.kubernetes.io/"
 """Before the name of a DeviceClass: the extended resource that each one has."""
@@ -72,6 +72,17 @@ class DeviceClaim:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceSlice:
+    """What a driver publishes of devices of one pool."""
+
+    driver: str
+    pool: str
+    generation: int
+    uuids: tuple[tuple[str, str], ...]
+    """Names and uuids of the devices that have one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Beside:
     """What may be beside a colocated pool's pods."""
 
@@ -81,6 +92,8 @@ class Beside:
     unknown: str = ""
     stable_seconds: float = math.inf
     """For how long the trainer's pods have been the same ones."""
+    uuids: Mapping[str, str] = field(default_factory=dict)
+    """Of devices by name, as their drivers publish them; only if the pool shares devices out."""
 
     @property
     def asked(self) -> bool:
@@ -149,6 +162,22 @@ def _asks_for_extended(spec: Obj) -> bool:
         "/" in name and ("kubernetes.io/" not in name or name.startswith(IMPLICIT))
         for name in names_of
     )
+
+
+def parse_slice(obj: Obj) -> DeviceSlice:
+    """Read a ResourceSlice."""
+    spec, pool = obj["spec"], obj["spec"]["pool"]
+    uuids = tuple(sorted(uuids_of(obj).items()))
+    return DeviceSlice(spec["driver"], pool["name"], pool.get("generation", 0), uuids)
+
+
+def published_uuids(slices: Iterable[DeviceSlice]) -> dict[str, str]:
+    """Return the uuids of all devices; of a pool's slices those of its latest generation count."""
+    return {
+        name: uuid
+        for each in sorted(slices, key=lambda each: each.generation)
+        for name, uuid in each.uuids
+    }
 
 
 def parse_claim(obj: Obj) -> DeviceClaim:

@@ -12,7 +12,13 @@ from rollout_operator.api.status import LastUpdate, RolloutReplicaStatus, Update
 from rollout_operator.core.endpoints import read_gates
 from rollout_operator.core.hybrid import Candidate, members, strangers
 from rollout_operator.core.plan import Verb
-from rollout_operator.core.trainers import Beside, DeviceClaim, Trainer
+from rollout_operator.core.trainers import (
+    Beside,
+    DeviceClaim,
+    DeviceSlice,
+    Trainer,
+    published_uuids,
+)
 from rollout_operator.core.world import Observed, Pod, Worker
 
 from .context import Context
@@ -86,13 +92,15 @@ def _beside(ctx: Context, key: Key, spec: RolloutReplicaSpec, memory: Memory) ->
     """What the trainer has; only colocated pools ask."""
     if spec.colocation is None:
         return Beside()
-    found = ctx.neighbours.look(key, spec.colocation.trainer_selector.text())
+    selector, shared = spec.colocation.trainer_selector.text(), spec.colocation.slots > 1
+    found = ctx.neighbours.look(key, selector, slices=shared)
     if found.unknown is not None:
         return Beside(unknown=found.unknown)
     trainers = tuple(pod for pod in found.pods if isinstance(pod, Trainer))
     return Beside(
         trainers=trainers,
         claims={c.name: c for c in found.claims if isinstance(c, DeviceClaim)},
+        uuids=published_uuids(each for each in found.slices if isinstance(each, DeviceSlice)),
         stable_seconds=memory.trainers.stable_seconds(trainers, ctx.monotonic()),
     )
 

@@ -22,10 +22,13 @@ from rollout_operator.core.trainers import (
     Beside,
     Device,
     DeviceClaim,
+    DeviceSlice,
     Taken,
     Trainer,
     parse_claim,
+    parse_slice,
     parse_trainer,
+    published_uuids,
 )
 from rollout_operator.core.world import Pod
 from rollout_worker.claims import natural
@@ -49,7 +52,9 @@ def claim(of: str, count: int = 8, **fields: Any) -> DeviceClaim:
 
 def beside(*trainers: Trainer, claims: tuple[DeviceClaim, ...] | None = None) -> Beside:
     found = tuple(claim(t.name) for t in trainers) if claims is None else claims
-    return Beside(trainers, {c.name: c for c in found})
+    devices = [device.name for each in found for device in each.devices]
+    uuids = {name: f"GPU-{name}" for name in devices}
+    return Beside(trainers, {c.name: c for c in found}, uuids=uuids)
 
 
 def place(answer: object) -> Place:
@@ -89,9 +94,10 @@ def test_eight_trainers_of_eight_devices_with_four_slots(order: list[str], rando
         mine = place(places.of(replica, 0))
         assert mine.trainer == f"t-{replica // 4}"
         assert (mine.node, mine.claim) == (f"node of {mine.trainer}", f"claim of {mine.trainer}")
-        assert mine.first == 2 * (replica % 4)
+        first = 2 * (replica % 4)
         where = f"gpu.example.com/node of {mine.trainer}/gpu-"
-        assert mine.devices == (f"{where}{mine.first}", f"{where}{mine.first + 1}")
+        assert mine.devices == (f"{where}{first}", f"{where}{first + 1}")
+        assert mine.uuids == tuple(f"GPU-{name}" for name in mine.devices)
         assert not used & {(mine.claim_uid, d) for d in mine.devices}
         used |= {(mine.claim_uid, d) for d in mine.devices}
     assert len(used) == 64
@@ -251,6 +257,40 @@ def test_a_share_that_does_not_fit_is_told_with_the_numbers(slots: int, tensor: 
         f"(tensor·pipeline·data of spec.parallelism) need {slots * tensor}: change "
         "spec.colocation.slots, spec.parallelism or the claim"
     )
+
+
+def test_a_share_of_devices_without_uuids_is_told_and_moves_nobody() -> None:
+    """Names, the bus and CUDA each have an order of their own: who guesses may compute on another's."""
+    spec = colocated_spec(replicas=2, slots=2, tensor=4)
+    known = beside(trainer("t"))
+    mine = pod_at(place(Placement(spec, known).of(1, 0)), 1)
+    lost = {name: uuid for name, uuid in known.uuids.items() if not name.endswith("gpu-5")}
+    unknown = replace(known, uuids=lost)
+    assert isinstance(Placement(spec, unknown).of(0, 0), Place), "all of its own are known"
+    reason, text = wrong(Placement(spec, unknown).of(1, 0))
+    assert reason == "NoDeviceUuid"
+    assert text == (
+        "the driver of gpu.example.com/node of t/gpu-5 publishes no attribute uuid of it in a ResourceSlice, "
+        "so which of the 8 devices of ResourceClaim 'claim of t' a pod is to use can't be told it: use a "
+        "driver that does, or spec.colocation.slots 1"
+    )
+    assert Placement(spec, unknown).lost(mine) is None
+    whole = colocated_spec(replicas=1, tensor=8)
+    found = place(Placement(whole, replace(known, uuids={})).of(0, 0))
+    assert found.uuids == (), "who has all of a claim needs no order"
+
+
+def test_uuids_are_those_of_a_pools_latest_slices() -> None:
+    def read(generation: int, **attributes: Any) -> DeviceSlice:
+        devices = [{"name": "gpu-0", "attributes": attributes}, {"name": "gpu-1"}]
+        pool = {"name": "n1", "generation": generation}
+        return parse_slice({"spec": {"driver": "d.com", "pool": pool, "devices": devices}})
+
+    plain, whole = {"string": "GPU-a"}, {"string": "GPU-b"}
+    slices = [read(2, uuid=plain), read(1, **{"d.com/uuid": whole})]
+    assert published_uuids(slices) == {"d.com/n1/gpu-0": "GPU-a"}
+    assert published_uuids(slices[1:]) == {"d.com/n1/gpu-0": "GPU-b"}
+    assert published_uuids([read(1, uuid={"int": 3}), read(2, index={"int": 0})]) == {}
 
 
 def test_a_pod_without_claims_is_told() -> None:

@@ -100,7 +100,7 @@ PLACE = Place(
     claim_uid="u",
     request="gpus",
     devices=("gpu.example.com/n1/gpu-2", "gpu.example.com/n1/gpu-3"),
-    first=2,
+    uuids=("GPU-5d4c", "GPU-0a1b"),
 )
 
 

@@ -48,10 +48,9 @@ def environment(
     """
     values = torch_device(place.devices)
     if spec.colocation is not None and spec.colocation.slots > 1:
-        indices = range(place.first, place.first + len(place.devices))
-        # Drivers name devices in the order of the bus; CUDA's own default is the fastest first.
+        # Not by index: neither names nor CUDA's own order need follow the bus.
         values["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        values["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in indices)
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(place.uuids)
     if turn_claim:
         values["ROLLOUT_TURN_DIRECTORY"] = names.TURN_MOUNT
         values["ROLLOUT_TURN_DEVICES"] = ",".join(place.devices)

@@ -44,7 +44,13 @@ class SimTrainers:
             self.listed = True  # the next list brings it
             return Beside(unknown="list pods: no answer")
         stable = self.watch.stable_seconds(self.pods.values(), self.tick)
-        return Beside(tuple(reversed(self.pods.values())), dict(self.claims), stable_seconds=stable)
+        devices = [device.name for claim in self.claims.values() for device in claim.devices]
+        return Beside(
+            tuple(reversed(self.pods.values())),
+            dict(self.claims),
+            stable_seconds=stable,
+            uuids={name: f"GPU-{name}" for name in devices},
+        )
 
     def settles(self, pods: Iterable[Pod]) -> bool:
         """Whether one of the pool's pods may have to move once the trainer has not changed for a while."""
