@@ -112,7 +112,8 @@ class Neighbourhood:
         self._leave(key, {id(each) for each in watched})
         if not all(each.listed for each in watched):
             return Neighbours(unknown=next((w.problem for w in watched if w.problem), ""))
-        return Neighbours(*(tuple(each.values.values()) for each in watched))
+        found = [tuple(each.values.values()) for each in watched]
+        return Neighbours(found[0], found[1], found[2] if slices else ())
 
     def inside(self, key: Key, selector: str) -> Neighbours:
         """Return the same for the pods that a pool is in; nobody asks for claims."""

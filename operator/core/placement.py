@@ -5,7 +5,7 @@ Pod number i = replica · nodes + rank runs beside trainer pod ⌊i / slots⌋, 
 
 A trainer's pod that restarts is missing for a while, and those behind it have its number meanwhile. So who
 has a place stays there while its claim lives, and moves once the trainer's pods have been the same for
-`SETTLED_SECONDS`.
+`SETTLED_SECONDS`. Who has none gets one at once, but not while one of the trainer's pods has just gone.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Placement:
         self.strangers: list[Misplaced] = []
         """Pods that the selector selects and that don't count as the trainer's, and why."""
         self.moves_in: float | None = None
-        """Seconds until somebody who belongs elsewhere moves, if nothing happens before."""
+        """Seconds until the order of the trainer's pods counts, if somebody waits for that."""
         self._trainers = self._counted()
         self._known = {claim.uid: claim for claim in (beside.claims or {}).values()}
 
@@ -83,6 +83,10 @@ class Placement:
             return Waits(f"waits for the list of the trainer's pods and claims{self._unknown()}")
         if few := self._too_few():
             return few
+        if self._beside.has_shrunk and self._unsettled():
+            return Waits(
+                f"waits {SETTLED_SECONDS:.0f} s at most for the trainer's pod that has gone to come back"
+            )
         number = replica * self._spec.parallelism.nodes + rank
         trainer = self._trainers[number // self._with.slots]
         claim = self._claim(trainer, self._beside.claims)
@@ -107,13 +111,17 @@ class Placement:
             return f"the trainer's pod {trainer!r} goes, and takes its claim {claim.name!r} along"
         return self._moved(pod, self.of(pod.replica, pod.rank))
 
+    def _unsettled(self) -> bool:
+        left = SETTLED_SECONDS - self._beside.stable_seconds
+        if left > 0:
+            self.moves_in = left
+        return left > 0
+
     def _moved(self, pod: Pod, now: Answer) -> str | None:
         if not isinstance(now, Place) or pod.taken is None:
             return None
         if pod.taken.claim_uid != now.claim_uid:
-            left = SETTLED_SECONDS - self._beside.stable_seconds
-            if left > 0:
-                self.moves_in = left
+            if self._unsettled():
                 return None
             return (
                 f"its place is beside the trainer's pod {now.trainer!r}, with claim {now.claim!r}"

@@ -60,7 +60,7 @@ class Places:
 
     @property
     def moves_in(self) -> float | None:
-        """Seconds until a pod that belongs elsewhere moves, of those asked about so far."""
+        """Seconds until the order of the trainer's pods counts, if one of those asked about waits."""
         return None if self._placement is None else self._placement.moves_in
 
     @property

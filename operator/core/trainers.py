@@ -92,6 +92,8 @@ class Beside:
     unknown: str = ""
     stable_seconds: float = math.inf
     """For how long the trainer's pods have been the same ones."""
+    has_shrunk: bool = False
+    """One of them has gone, and none has come since."""
     uuids: Mapping[str, str] = field(default_factory=dict)
     """Of devices by name, as their drivers publish them; only if the pool shares devices out."""
 
@@ -105,8 +107,11 @@ class Beside:
 class TrainerWatch:
     """For how long this process has seen the same pods of a trainer; forgetting it costs a wait."""
 
-    _uids: frozenset[str] | None = None
-    _since: float = 0.0
+    has_shrunk: bool = False
+    """One of them has gone, and none has come since."""
+    _uids: frozenset[str] = frozenset()
+    changed_at: float = -math.inf
+    """Monotonic seconds."""
 
     def stable_seconds(self, trainers: Iterable[Trainer], now: float) -> float:
         """Note which pods there are; return seconds since that last changed.
@@ -117,8 +122,9 @@ class TrainerWatch:
         """
         uids = frozenset(each.uid for each in trainers if each.has_devices)
         if uids != self._uids:
-            self._uids, self._since = uids, now
-        return now - self._since
+            self.has_shrunk = uids < self._uids
+            self._uids, self.changed_at = uids, now
+        return now - self.changed_at
 
 
 @dataclass(frozen=True, slots=True)

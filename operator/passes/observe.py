@@ -102,6 +102,7 @@ def _beside(ctx: Context, key: Key, spec: RolloutReplicaSpec, memory: Memory) ->
         claims={c.name: c for c in found.claims if isinstance(c, DeviceClaim)},
         uuids=published_uuids(each for each in found.slices if isinstance(each, DeviceSlice)),
         stable_seconds=memory.trainers.stable_seconds(trainers, ctx.monotonic()),
+        has_shrunk=memory.trainers.has_shrunk,
     )
 
 

@@ -217,6 +217,29 @@ def test_a_trainer_that_restarts_takes_along_no_engine_beside_another_one(
     assert beside(world) == ["t-0", "t-1", "t-2"]
 
 
+def test_an_engine_without_a_place_waits_for_its_trainer_to_come_back() -> None:
+    """It would move once more, and load its model again, once that one is there."""
+    world = world_beside(generated=True, replicas=1)
+    sim = trainers_of(world)
+    sim.wanted = ["t-0", "t-1"]
+    world.run()
+    sim.wanted.remove("t-0")
+    sim.restart("t-0")
+    for _ in range(30):
+        plan = world.step()
+    assert told(plan, "Progressing") == (
+        "WaitingForTrainer",
+        "replica 0 waits 60 s at most for the trainer's pod that has gone to come back",
+    )
+    sim.wanted.insert(0, "t-0")
+    assert world.run().phase == "Ready"
+    assert beside(world) == ["t-0"]
+    sim.wanted.remove("t-0")
+    sim.restart("t-0")
+    assert world.run(120).phase == "Ready"
+    assert beside(world) == ["t-1"], "it does not come back"
+
+
 def test_a_trainer_that_stays_away_is_replaced_by_those_behind_it() -> None:
     world = world_beside(generated=True, replicas=3)
     sim = trainers_of(world)

@@ -220,7 +220,7 @@ def test_each_pod_of_a_colocated_gang_takes_the_turn_of_its_own_node() -> None:
     found = []
     for rank in (0, 1):
         devices = tuple(f"gpu.example.com/n{rank}/gpu-{i}" for i in (0, 1))
-        place = Place(f"t-{rank}", f"n{rank}", f"claim-{rank}", f"u{rank}", "gpus", devices, 0)
+        place = Place(f"t-{rank}", f"n{rank}", f"claim-{rank}", f"u{rank}", "gpus", devices)
         made = builder.build(0, rank, 0, place)
         told = env(made)
         assert (told["ROLLOUT_NODES"], told["ROLLOUT_RANK"]) == ("2", str(rank))

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.core.placement import SETTLED_SECONDS
 from rollout_operator.core.trainers import Beside, Device, DeviceClaim, Trainer, TrainerWatch
 from rollout_operator.core.world import Pod
 from rollout_worker.claims import natural
@@ -49,11 +50,14 @@ class SimTrainers:
             tuple(reversed(self.pods.values())),
             dict(self.claims),
             stable_seconds=stable,
+            has_shrunk=self.watch.has_shrunk,
             uuids={name: f"GPU-{name}" for name in devices},
         )
 
     def settles(self, pods: Iterable[Pod]) -> bool:
         """Whether one of the pool's pods may have to move once the trainer has not changed for a while."""
+        if self.watch.has_shrunk and self.watch.changed_at > self.tick - SETTLED_SECONDS:
+            return True
         order = [self.pods[name] for name in sorted(self.pods, key=natural)]
         claims = [self.claims[name].uid for pod in order for name in pod.claims]
         return any(

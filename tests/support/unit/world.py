@@ -190,10 +190,9 @@ class World(SimPods):
         for _ in range(steps):
             plan = self.step()
             after = (self.status.model_copy(update={"message": ""}), tuple(sorted(self.pods)))
-            acted = plan.calls or plan.create or plan.delete or plan.gates or self.flights
-            acted = acted or (
-                self.trainers is not None and self.trainers.settles(self.pods.values())
-            )
+            acted = bool(
+                plan.calls or plan.create or plan.delete or plan.gates or self.flights
+            ) or (self.trainers is not None and self.trainers.settles(self.pods.values()))
             if after == before and not acted and not any(p.deleting for p in self.pods.values()):
                 break
             before = after
