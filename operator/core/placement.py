@@ -16,12 +16,8 @@ from dataclasses import dataclass
 from rollout_operator.api.spec import Colocation, RolloutReplicaSpec
 from rollout_worker.claims import natural
 
-from .trainers import Beside, Device, DeviceClaim, Trainer
+from .trainers import SETTLED_SECONDS, Beside, Device, DeviceClaim, Trainer
 from .world import Observed, Pod
-
-SETTLED_SECONDS = 60.0
-"""How long the trainer's pods have to be the same before an engine moves because of their order: a
-StatefulSet or a Job brings a lost pod back within 10 s, unless its node is lost."""
 
 
 @dataclass(frozen=True, slots=True)

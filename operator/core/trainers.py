@@ -13,6 +13,10 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_worker.claims import claims_of, device_name, uuids_of
 
+SETTLED_SECONDS = 60.0
+"""How long the trainer's pods have to be the same before an engine moves because of their order: a
+StatefulSet or a Job brings a lost pod back within 10 s, unless its node is lost."""
+
 IMPLICIT = "deviceclass.resource.kubernetes.io/"
 """Before the name of a DeviceClass: the extended resource that each one has."""
 
@@ -93,7 +97,7 @@ class Beside:
     stable_seconds: float = math.inf
     """For how long the trainer's pods have been the same ones."""
     has_shrunk: bool = False
-    """One of them has gone, and none has come since."""
+    """There were more of them a short time ago."""
     uuids: Mapping[str, str] = field(default_factory=dict)
     """Of devices by name, as their drivers publish them; only if the pool shares devices out."""
 
@@ -107,11 +111,16 @@ class Beside:
 class TrainerWatch:
     """For how long this process has seen the same pods of a trainer; forgetting it costs a wait."""
 
-    has_shrunk: bool = False
-    """One of them has gone, and none has come since."""
-    _uids: frozenset[str] = frozenset()
     changed_at: float = -math.inf
     """Monotonic seconds."""
+    _uids: frozenset[str] = frozenset()
+    _most: int = 0
+    """How many there have been since they were the same for long."""
+
+    @property
+    def has_shrunk(self) -> bool:
+        """There were more of them a short time ago."""
+        return len(self._uids) < self._most
 
     def stable_seconds(self, trainers: Iterable[Trainer], now: float) -> float:
         """Note which pods there are; return seconds since that last changed.
@@ -122,9 +131,10 @@ class TrainerWatch:
         """
         uids = frozenset(each.uid for each in trainers if each.has_devices)
         if uids != self._uids:
-            self.has_shrunk = uids < self._uids
             self._uids, self.changed_at = uids, now
-        return now - self.changed_at
+        seconds = now - self.changed_at
+        self._most = len(uids) if seconds >= SETTLED_SECONDS else max(self._most, len(uids))
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolspecs import colocated_spec
-from rollout_operator.core.placement import SETTLED_SECONDS
 from rollout_operator.core.plan import Plan
 from rollout_operator.core.stuck import STUCK_SECONDS
-from rollout_operator.core.trainers import Beside, Taken
+from rollout_operator.core.trainers import SETTLED_SECONDS, Beside, Taken
 from rollout_worker.schemas import Progress, TurnState
 from simtrainers import SimTrainers
 from world import World

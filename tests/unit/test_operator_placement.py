@@ -12,19 +12,20 @@ from hypothesis import strategies as st
 
 from poolspecs import a_pod, colocated_spec
 from rollout_operator.core.placement import (
-    SETTLED_SECONDS,
     Misplaced,
     Place,
     Placement,
     Waits,
 )
 from rollout_operator.core.trainers import (
+    SETTLED_SECONDS,
     Beside,
     Device,
     DeviceClaim,
     DeviceSlice,
     Taken,
     Trainer,
+    TrainerWatch,
     parse_claim,
     parse_slice,
     parse_trainer,
@@ -403,6 +404,17 @@ def test_of_two_pods_with_one_claim_the_older_is_the_trainers() -> None:
     found = Placement(spec, follows)
     assert place(found.of(0, 0)).trainer == "a", "it takes the other one's place"
     assert not found.strangers
+
+
+def test_a_trainer_has_shrunk_until_all_are_back_or_it_has_been_so_for_a_while() -> None:
+    watch, (a, b, c) = TrainerWatch(), (trainer(name) for name in "abc")
+    seen = [
+        ([a, b, c], 0.0), ([b, c], 1.0), ([c], 2.0), ([replace(a, uid="again"), c], 3.0),
+        ([a, replace(b, uid="again"), c], 4.0), ([a], 5.0), ([a], 64.0), ([a], 65.0),
+    ]  # fmt: skip
+    told = [(watch.stable_seconds(there, now), watch.has_shrunk) for there, now in seen]
+    assert [shrunk for _, shrunk in told] == [False, True, True, True, False, True, True, False]
+    assert [seconds for seconds, _ in told] == [0, 0, 0, 0, 0, 0, 59, 60]
 
 
 def test_an_extended_resource_makes_a_trainer_until_it_is_scheduled() -> None:

@@ -11,8 +11,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from rollout_operator.api.spec import RolloutReplicaSpec
-from rollout_operator.core.placement import SETTLED_SECONDS
-from rollout_operator.core.trainers import Beside, Device, DeviceClaim, Trainer, TrainerWatch
+from rollout_operator.core.trainers import (
+    SETTLED_SECONDS,
+    Beside,
+    Device,
+    DeviceClaim,
+    Trainer,
+    TrainerWatch,
+)
 from rollout_operator.core.world import Pod
 from rollout_worker.claims import natural
 
