@@ -13,10 +13,9 @@ from loopback import Loopback, kubeconfig, loopback
 from rollout_client import ClusterError, TurnFailed
 from rollout_client.turn import pod_devices
 from rollout_client.turn.plan import given_devices
-from turn_pool import CLAIMS, PODS, claim, pod
+from turn_pool import CLAIMS, PODS, SLICES, claim, pod
 
 NAMED = {"name": "gpus", "resourceClaimName": "gpus-of-0"}
-SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 MADE = {"name": "gpus", "resourceClaimTemplateName": "gpus"}
 
 
