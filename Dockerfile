@@ -20,6 +20,8 @@ FROM ${BASE_IMAGE} AS python
 # Writes go to mounted volumes and /tmp only: the root file system is read-only.
 ENV PATH=/opt/rollout/bin:$PATH \
     HOME=/tmp \
+    USER=rollout \
+    LOGNAME=rollout \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 WORKDIR /tmp

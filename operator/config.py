@@ -56,7 +56,7 @@ class ConfigFile(BaseModel):
 class Config(BaseModel):
     """All settings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     watch_namespaces: tuple[str, ...] = ()
     leader_elect: bool = True
@@ -66,6 +66,9 @@ class Config(BaseModel):
     http_port: int = Field(default=8080, ge=0, le=65535)
     service_account: str | None = Field(default=None, min_length=1)
     control_ca_file: Path | None = None
+    operator_class: str = Field(
+        default="", max_length=63, pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", alias="class"
+    )
     workers: int = Field(default=16, ge=1, le=256)
     resync_seconds: Annotated[float, Field(ge=5, le=86400)] = 300.0
     log_level: LogLevel = "INFO"
@@ -121,6 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run the operator until it is stopped")
     flags = {
         "--watch-namespaces": "namespaces to watch, comma-separated (default: all)",
+        "--class": "act only on RolloutReplicas whose spec.operatorClass is this (default: only on those "
+        "without one)",
         "--lease-name": "name of the Lease for leader election (default: rollout-operator)",
         "--lease-namespace": "namespace of the Lease and of the operator's service account "
         "(default: the pod's own)",

@@ -23,7 +23,7 @@ from .cache.streams import Streams
 from .cache.workqueue import WorkQueue
 from .config import Config
 from .core.hybrid import parse_candidate
-from .core.trainers import parse_claim, parse_trainer
+from .core.trainers import parse_claim, parse_slice, parse_trainer
 from .kube.client import Kube
 from .kube.events import Recorder
 from .kube.lease import Leadership, SoleLeader
@@ -69,7 +69,7 @@ class Parts:
 
     def _add_cache(self, spawned: Callable[[], None]) -> None:
         config, telemetry = self._config, self.telemetry
-        self.store = Store()
+        self.store = Store(config.operator_class)
         self.expectations = Expectations(
             on_timeout=lambda resource: telemetry.expectation_timeouts.labels(resource).inc()
         )
@@ -89,6 +89,7 @@ class Parts:
             {
                 "pods": parse_trainer,
                 "resourceclaims": parse_claim,
+                "resourceslices": parse_slice,
                 "members": parse_candidate,
             },
             self.feed.part_changed,

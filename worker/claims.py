@@ -18,6 +18,22 @@ def device_name(driver: str, pool: str, device: str) -> str:
     return f"{driver}/{pool}/{device}"
 
 
+def uuids_of(piece: Obj) -> dict[str, str]:
+    """Return the uuids that a driver publishes in a ResourceSlice, by the devices' names.
+
+    A device without the attribute `uuid` is not among them.
+    """
+    spec = piece["spec"]
+    driver, pool = spec["driver"], spec["pool"]["name"]
+    found: dict[str, str] = {}
+    for device in spec.get("devices") or ():
+        attributes = device.get("attributes") or {}
+        told = attributes.get("uuid") or attributes.get(f"{driver}/uuid") or {}
+        if told.get("string"):
+            found[device_name(driver, pool, device["name"])] = told["string"]
+    return found
+
+
 def claims_of(pod: Obj) -> tuple[list[str], list[str]]:
     """Return the names of a pod's ResourceClaims, and of its entries whose claim has yet to be made.
 

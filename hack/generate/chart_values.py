@@ -217,7 +217,8 @@ def _colocation(namespace: Schema) -> Schema:
             "opens it on each node, and a PersistentVolume and claim of it in each namespace listed below."
         ),
         namespaces=items(
-            "Namespaces with trainers and colocated workers: they get a claim of the directory.",
+            "Namespaces with trainers and colocated workers: they get a claim of the directory, and their service "
+            "accounts may list ResourceSlices.",
             namespace,
         ),
         directory=text(
@@ -279,6 +280,12 @@ def _rights() -> dict[str, Schema]:
 def _operator() -> dict[str, Schema]:
     return {
         "metrics": _metrics(),
+        "operatorClass": text(
+            "Act only on RolloutReplicas whose `spec.operatorClass` is this; empty: only on those without one. "
+            "Give each operator of a cluster another one if they watch a namespace in common.",
+            maxLength=63,
+            pattern="^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$",
+        ),
         "logging": group(
             level=text("Minimum log level.", enum=["DEBUG", "INFO", "WARNING", "ERROR"]),
             format=text("Log format.", enum=["json", "text"]),

@@ -71,6 +71,7 @@ EXIT_GANG = 3
 MODEL_MOUNT = "/rollout/model"
 WEIGHTS_MOUNT = "/rollout/weights"
 SPILL_MOUNT = "/rollout/spill"
+CACHE_MOUNT = "/rollout/cache"
 GANG_MOUNT = "/rollout/gang"
 TURN_MOUNT = "/rollout/turn"
 """Folder of the node with the locks of its devices, one file each."""

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 from .schema import (
     ApiModel,
     Dns1123,
+    Dns1123Label,
     api_default,
     cel,
     checked,
@@ -26,7 +27,7 @@ from .spec_engine import Engine, EngineType, Hub, Model, ModelSource
 from .spec_env import EnvVar
 from .spec_hybrid import HYBRID_RULES
 from .spec_pod import PodTemplate, Resources
-from .spec_shape import Accelerator, Parallelism
+from .spec_shape import OPERATOR_CLASS_RULE, Accelerator, Parallelism
 from .spec_weights import (
     Claim,
     InFlight,
@@ -156,10 +157,16 @@ class RolloutReplicaSpec(ApiModel):
             "spec.podTemplate.resourceClaims",
             path=".resources.claims",
         ),
+        OPERATOR_CLASS_RULE,
         *COLOCATED_RULES,
         *HYBRID_RULES,
     )
 
+    operator_class: Dns1123Label | None = Field(
+        default=None,
+        description="Only the operator with this `--class` acts on the object; if unset, the one without. "
+        "Immutable.",
+    )
     replicas: int = Field(
         default=1,
         ge=0,

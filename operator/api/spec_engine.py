@@ -9,7 +9,18 @@ from pydantic import Field
 
 from rollout_worker.schemas import LogprobsOf
 
-from .schema import ATOMIC_LIST, INT32_MAX, ApiModel, Dns1123, cel, checked, map_list, rules
+from .schema import (
+    ATOMIC_LIST,
+    INT32_MAX,
+    SUB_PATH_MEANING,
+    ApiModel,
+    Dns1123,
+    SubPath,
+    cel,
+    checked,
+    map_list,
+    rules,
+)
 from .spec_env import EnvVar
 from .spec_weights import Claim
 
@@ -23,6 +34,21 @@ class EngineType(StrEnum):
 
 
 Argument = Annotated[str, Field(max_length=2048)]
+
+
+class CacheClaim(ApiModel):
+    """A PersistentVolumeClaim in the pool's namespace; mounted to be written to."""
+
+    name: Dns1123 = Field(
+        description="Name of the claim. Pods of several nodes need access mode ReadWriteMany."
+    )
+    sub_path: SubPath | None = Field(default=None, description=SUB_PATH_MEANING)
+
+
+class EngineCache(ApiModel):
+    """Where compiled kernels and graphs lie."""
+
+    claim: CacheClaim = Field(description="Volume, mounted read-write at `/rollout/cache`.")
 
 
 class Engine(ApiModel):
@@ -60,6 +86,11 @@ class Engine(ApiModel):
         max_length=64,
         description="Environment of the worker container; `ROLLOUT_*` is rejected.",
         json_schema_extra=map_list("name"),
+    )
+    cache: EngineCache | None = Field(
+        default=None,
+        description="Volume for what engines compile (kernels, graphs, tuning), which else goes with the pod: "
+        "the next start finds it. Models are not cached there.",
     )
 
     @property

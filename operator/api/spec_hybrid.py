@@ -15,6 +15,7 @@ _REFUSED = (
     ("engine.args", _ENGINE),
     ("engine.env", _ENGINE),
     ("engine.logprobs", _ENGINE),
+    ("engine.cache", _PODS),
     ("model", "the trainer starts the engine with its own model"),
     ("accelerator", _PODS),
     ("resources", _PODS),

@@ -230,7 +230,8 @@ class PodTemplate(ApiModel):
         default=(),
         max_length=16,
         description="Containers that end before the worker starts, as in a pod spec. They may mount the "
-        "operator's volumes: rollout-tmp, rollout-spill, rollout-shm, rollout-gang, rollout-model, rollout-weights.",
+        "operator's volumes: rollout-tmp, rollout-spill, rollout-shm, rollout-gang, rollout-model, rollout-weights, "
+        "rollout-cache.",
         json_schema_extra=named_list("spec.podTemplate.initContainers"),
     )
     sidecars: tuple[Sidecar, ...] = Field(

@@ -6,6 +6,14 @@ from pydantic import Field
 
 from .schema import ApiModel, ResourceName, api_default, cel, checked
 
+OPERATOR_CLASS_RULE = cel(
+    "has(self.operatorClass) == has(oldSelf.operatorClass) && (!has(self.operatorClass) || "
+    "self.operatorClass == oldSelf.operatorClass)",
+    "spec.operatorClass is immutable: create another RolloutReplica for another operator",
+    path=".operatorClass",
+)
+"""Two operators never lead one pool, not even for the moment in which it changes hands."""
+
 
 class Parallelism(ApiModel):
     """How one replica is spread across accelerators and pods. Immutable."""

@@ -1,9 +1,10 @@
 """The pods of trainers and their ResourceClaims, watched while a pool is beside them, or in them.
 
 Each colocated pool subscribes with its passes (`look`) to the pods that its selector selects and to the
-claims of its namespace, each Hybrid pool (`inside`) to its selector's pods; pools share a watch. A watch
-lists, follows the events from there, and begins again after some time or whatever ends it: a late or
-missed event costs time only. What is known stays so while the API server is away.
+claims of its namespace (and, if it shares their devices out, to the cluster's ResourceSlices), each Hybrid
+pool (`inside`) to its selector's pods; pools share a watch. A watch lists, follows the events from there,
+and begins again after some time or whatever ends it: a late or missed event costs time only. What is
+known stays so while the API server is away.
 
 Each watch has a connection of its own, with its buffers, so a namespace has a few of them whatever is
 created in it: later selectors share one watch of its pods, and are applied here.
@@ -43,7 +44,7 @@ MANY = 64
 
 NOT_OURS = f"{LABEL_MANAGED_BY}!={MANAGER}"
 
-Resource = Literal["pods", "resourceclaims", "members"]
+Resource = Literal["pods", "resourceclaims", "resourceslices", "members"]
 """Members are pods as well; more is read of them."""
 Read = Callable[[Obj], object | None]
 """Makes a value of an object; None: it does not count. Equal values are the same to every pass."""
@@ -55,7 +56,8 @@ class Scope:
     """What one watch is about."""
 
     resource: Resource
-    namespace: str
+    namespace: str | None
+    """None: of no namespace."""
     selector: str | None
 
     @property
@@ -66,7 +68,7 @@ class Scope:
     @property
     def shared(self) -> bool:
         """Pools with different selectors share it: it shows all pods but ours."""
-        return self.selector is None and self.resource != "resourceclaims"
+        return self.selector is None and self.path == "pods"
 
 
 @dataclass(slots=True)
@@ -95,6 +97,7 @@ class Neighbours:
 
     pods: tuple[object, ...] = ()
     claims: tuple[object, ...] = ()
+    slices: tuple[object, ...] = ()
     unknown: str | None = None
 
 
@@ -125,14 +128,21 @@ class Neighbourhood:
         """Of all watches, and of those that nobody needs any more until they have ended."""
         self._stale = asyncio.Event()
 
-    def look(self, key: Key, selector: TrainerSelector) -> Neighbours:
-        """Return what is beside a pool, and have it woken when that changes, until `forget`."""
-        pods = self._join(key, "pods", selector)
-        claims = self._join(key, "resourceclaims", None)
-        self._leave(key, (pods, claims))
-        if not (pods.listed and claims.listed):
-            return Neighbours(unknown=pods.problem or claims.problem)
-        return Neighbours(pods.values(key), claims.values(key))
+    def look(self, key: Key, selector: TrainerSelector, *, slices: bool = False) -> Neighbours:
+        """Return what is beside a pool, and have it woken when that changes, until `forget`.
+
+        Args:
+            key: the pool.
+            selector: of the trainer's pods.
+            slices: whether the cluster's ResourceSlices are wanted as well.
+        """
+        watches = [self._join(key, "pods", selector), self._join(key, "resourceclaims", None)]
+        watches += [self._join(key, "resourceslices", None)] if slices else []
+        self._leave(key, watches)
+        if not all(each.listed for each in watches):
+            return Neighbours(unknown=next((w.problem for w in watches if w.problem), ""))
+        found = [each.values(key) for each in watches]
+        return Neighbours(found[0], found[1], found[2] if slices else ())
 
     def inside(self, key: Key, selector: TrainerSelector) -> Neighbours:
         """Return the same for the pods that a pool is in; nobody asks for claims."""
@@ -182,7 +192,8 @@ class Neighbourhood:
 
     def _scope(self, key: Key, resource: Resource, selector: TrainerSelector | None) -> Scope:
         """Of the watch that shows these objects: their own, or that of the whole namespace."""
-        whole = Scope(resource, key.namespace, None)
+        namespace = None if resource == "resourceslices" else key.namespace
+        whole = Scope(resource, namespace, None)
         if selector is None:
             return whole
         own = Scope(resource, key.namespace, selector.text())

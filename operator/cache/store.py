@@ -6,6 +6,9 @@ whose DELETED event never came, which happens after a 410 and when a stream was 
 `resourceVersion`, so a late event never undoes a newer one: a deleted object leaves a tombstone until
 the next list, and what is older than a list is not believed after it. Nothing is copied on reading:
 callers must not change what they get.
+
+Pools of another operator's class are known, too, so that their children are taken for nobody's: of such a
+pool the store shows nothing.
 """
 
 from __future__ import annotations
@@ -18,30 +21,48 @@ from rollout_operator.api.objects import RESOURCES, Key, Obj, ResourceName
 
 
 class Store:
-    """Raw objects by pool; see the module."""
+    """Raw objects by pool; see the module.
 
-    def __init__(self) -> None:
+    Args:
+        operator_class: `spec.operatorClass` of the pools that this operator acts on; empty: of those
+            without one.
+    """
+
+    def __init__(self, operator_class: str = "") -> None:
+        self._class = operator_class
         self._kinds: dict[ResourceName, _Kind] = {name: _Kind(name) for name in RESOURCES}
 
     def pool(self, key: Key) -> Obj | None:
         """Return the RolloutReplica, or None if there is none (any more)."""
-        return self._kinds["pools"].at(key)
+        found = self._kinds["pools"].at(key)
+        return found if self._is_ours(found) else None
+
+    def _is_ours(self, pool: Obj | None) -> bool:
+        """Whether it is of our class; a pool that is not there (any more) may have left children."""
+        spec = {} if pool is None else pool.get("spec") or {}
+        return pool is None or (spec.get("operatorClass") or "") == self._class
+
+    def _of(self, resource: ResourceName, key: Key) -> list[Obj]:
+        return self._kinds[resource].of(key) if self._leads(key) else []
+
+    def _leads(self, key: Key) -> bool:
+        return self._is_ours(self._kinds["pools"].at(key))
 
     def pods(self, key: Key) -> list[Obj]:
         """Return the pool's pods, sorted by name."""
-        return self._kinds["pods"].of(key)
+        return self._of("pods", key)
 
     def size(self, key: Key) -> int:
         """Return how many pods the pool has."""
-        return self._kinds["pods"].size(key)
+        return self._kinds["pods"].size(key) if self._leads(key) else 0
 
     def services(self, key: Key) -> list[Obj]:
         """Return the pool's Services, sorted by name."""
-        return self._kinds["services"].of(key)
+        return self._of("services", key)
 
     def slices(self, key: Key) -> list[Obj]:
         """Return the EndpointSlices that we made for the pool, sorted by name; Hybrid pools have some."""
-        return self._kinds["endpointslices"].of(key)
+        return self._of("endpointslices", key)
 
     def holds(self, resource: ResourceName, obj: Obj) -> bool:
         """Return whether this very object is known, of whatever version."""
@@ -49,8 +70,8 @@ class Store:
         return known is not None and _uid(known) == _uid(obj)
 
     def keys(self) -> list[Key]:
-        """Return the keys of all pools."""
-        return self._kinds["pools"].keys()
+        """Return the keys of all pools of our class."""
+        return list(filter(self._leads, self._kinds["pools"].keys()))
 
     def take(self, resource: ResourceName, event: str | None, obj: Obj) -> set[Key]:
         """Take a watch event; `event` is None for an object from a stream's first list.
@@ -60,9 +81,12 @@ class Store:
             known, an object that belongs to no pool), two where a child moved between pools.
         """
         kind = self._kinds[resource]
-        if event == "DELETED":
-            return kind.remove(obj)
-        return kind.put(obj)
+        touched = kind.remove(obj) if event == "DELETED" else kind.put(obj)
+        return self._woken(resource, touched)
+
+    def _woken(self, resource: ResourceName, touched: set[Key]) -> set[Key]:
+        """Which of the touched pools to look at: one whose name went to another class is let go."""
+        return touched if resource == "pools" else {key for key in touched if self._leads(key)}
 
     def upsert(self, resource: ResourceName, obj: Obj) -> None:
         """Take the answer to a write of ours, so that the next pass sees it before the watch."""
@@ -87,7 +111,8 @@ class Store:
         Returns:
             The pools in which something came, changed or went, and the number of ghosts.
         """
-        return self._kinds[resource].replace(objs, _number(listed_at), namespace)
+        touched, ghosts = self._kinds[resource].replace(objs, _number(listed_at), namespace)
+        return self._woken(resource, touched), ghosts
 
     def counts(self) -> dict[ResourceName, int]:
         """Return how many objects of each resource are known."""

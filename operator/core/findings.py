@@ -159,10 +159,15 @@ def _call_failed(view: View) -> Finding | None:
 def _pod_trouble(view: View) -> Finding | None:
     for pod in view.seen.pods:
         # A trainer's pod that has ended may start again by itself: nothing else tells of it.
-        if pod.trouble and (pod.ended or not pod.finished) and not pod.deleting:
-            if pod.trouble.startswith("Unschedulable"):
-                continue
+        there = (pod.ended or not pod.finished) and not pod.deleting
+        if pod.trouble and there and not pod.trouble.startswith("Unschedulable"):
             return Finding(Kind.DEGRADED, "PodTrouble", f"{pod.name}: {pod.trouble}")
+    return None
+
+
+def _stranger(view: View) -> Finding | None:
+    for each in view.pods.strangers:
+        return Finding(Kind.DEGRADED, each.reason, each.message)
     return None
 
 
@@ -274,6 +279,7 @@ CHECKS: tuple[Check, ...] = (
     _other_engine,
     _call_failed,
     _pod_trouble,
+    _stranger,
     _stalled,
     _updating,
     _leaving,

@@ -16,7 +16,7 @@ from rollout_operator.api.revision import is_current
 from rollout_operator.api.spec import RolloutReplicaSpec
 
 from .failures import backoff, failures
-from .placement import Misplaced
+from .placement import Misplaced, told_strangers
 from .places import Places
 from .plan import CreatePod, DeletePod, SeekPod, Wait
 from .stuck import free_the_stuck, told_stuck
@@ -48,6 +48,8 @@ class PodPlan:
     """What replicas without pods wait for, of the trainer beside which they belong."""
     misplaced: list[Misplaced] = field(default_factory=list)
     """Why replicas have no place at all."""
+    strangers: list[Misplaced] = field(default_factory=list)
+    """Pods that look like the trainer's or the pool's and are not: they change nothing."""
     stuck: list[str] = field(default_factory=list)
     """Pods that don't go and may not be removed by force."""
 
@@ -128,6 +130,9 @@ def plan_pods(
         plan.delete, plan.create, plan.restarts, plan.failed = harmless, [], {}, {}
     plan.replacing = _replacing(spec, seen, gangs, plan)
     plan.waiting, plan.misplaced = places.waiting, places.misplaced
+    plan.strangers = [*places.strangers, *told_strangers(seen)]
+    if places.moves_in is not None:
+        wait.at_most(places.moves_in)
     return plan
 
 

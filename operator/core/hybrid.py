@@ -17,6 +17,7 @@ from rollout_worker.claims import natural
 from .endpoints import Gate
 from .gangs import PodPlan
 from .heads import Head
+from .placement import told_strangers
 from .podreader import has_run, timestamp, trouble_of
 from .world import Observed, Pod
 
@@ -86,33 +87,36 @@ def members(
 ) -> tuple[Pod, ...]:
     """Return the pods as members, numbered by name.
 
-    The operator's token goes to pods of the right service account alone. Labels may be given to any pod
-    that is there, its account is chosen when it is made.
+    Only pods of the right service account are members, and get the operator's token. Labels may be given
+    to any pod that is there, its account is chosen when it is made.
     """
-    ordered = sorted(candidates, key=lambda each: (natural(each.pod.name), each.pod.name))
-    return tuple(_member(spec, each, index, gates) for index, each in enumerate(ordered))
+    own = (each.pod for each in candidates if each.account == spec.service_account_name)
+    ordered = sorted(own, key=lambda pod: (natural(pod.name), pod.name))
+    return tuple(_member(pod, index, gates) for index, pod in enumerate(ordered))
 
 
-def _member(
-    spec: RolloutReplicaSpec, each: Candidate, index: int, gates: Mapping[str, Gate]
-) -> Pod:
-    gate = gates.get(each.pod.uid, Gate())
-    pod = replace(
-        each.pod,
+def strangers(spec: RolloutReplicaSpec, candidates: Iterable[Candidate]) -> tuple[str, ...]:
+    """Return what there is to tell of selected pods that are no members, ordered by name."""
+    wanted = spec.service_account_name
+    return tuple(
+        f"{each.pod.name}: it runs under service account {each.account!r}, so it is no member and gets no "
+        f"calls: give the trainer's pods {wanted!r}, set spec.serviceAccountName, or remove the labels of "
+        "spec.colocation.trainerSelector from it"
+        for each in sorted(candidates, key=lambda each: each.pod.name)
+        if each.account != wanted
+    )
+
+
+def _member(pod: Pod, index: int, gates: Mapping[str, Gate]) -> Pod:
+    gate = gates.get(pod.uid, Gate())
+    return replace(
+        pod,
         replica=index,
         gate=gate.on,
         gate_boot=gate.boot,
         gate_since=gate.since,
         proven_since=gate.proven,
     )
-    if each.account == spec.service_account_name:
-        return pod
-    why = (
-        f"it runs under service account {each.account!r} and gets no calls: give the trainer's pods "
-        f"{spec.service_account_name!r}, or set spec.serviceAccountName"
-    )
-    # Without an address nobody calls it; nor does anybody wait for its first answer.
-    return replace(pod, ip=None, started=False, trouble=why)
 
 
 def unfit(head: Head, seen: Observed) -> str | None:
@@ -139,9 +143,11 @@ def with_members(spec: RolloutReplicaSpec, seen: Observed) -> RolloutReplicaSpec
 
 def plan_nothing(spec: RolloutReplicaSpec, seen: Observed) -> PodPlan:
     """Return the plan for the trainer's pods: none of them is made, deleted or replaced here."""
+    told = told_strangers(seen)
     if seen.pods or spec.colocation is None:
-        return PodPlan()
+        return PodPlan(strangers=told)
     selector = spec.colocation.trainer_selector.text()
     return PodPlan(
-        waiting={0: f"waits for a pod that spec.colocation.trainerSelector selects: {selector}"}
+        strangers=told,
+        waiting={0: f"waits for a pod that spec.colocation.trainerSelector selects: {selector}"},
     )

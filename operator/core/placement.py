@@ -1,8 +1,11 @@
 """Beside which trainer pod each colocated pod runs, and with which of its devices. Pure.
 
 Pod number i = replica · nodes + rank runs beside trainer pod ⌊i / slots⌋, ordered by name, and has the
-(i mod slots)-th equal share of the devices of its claim. That is so whatever came first: nothing
-here depends on when a pod, a claim or the pool was made.
+(i mod slots)-th equal share of the devices of its claim. That is so whatever came first.
+
+A trainer's pod that restarts is missing for a while, and those behind it have its number meanwhile. So who
+has a place stays there while its claim lives, and moves once the trainer's pods have been the same for
+`SETTLED_SECONDS`. Who has none gets one at once, but not while one of the trainer's pods has just gone.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ from dataclasses import dataclass
 from rollout_operator.api.spec import Colocation, RolloutReplicaSpec
 from rollout_worker.claims import natural
 
-from .trainers import Beside, Device, DeviceClaim, Trainer
-from .world import Pod
+from .trainers import SETTLED_SECONDS, Beside, Device, DeviceClaim, Trainer
+from .world import Observed, Pod
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +31,8 @@ class Place:
     request: str
     devices: tuple[str, ...]
     """Names of its devices, in the order of the claim's."""
-    first: int
-    """Index of the first of them among the devices that its container sees."""
+    uuids: tuple[str, ...] = ()
+    """Theirs, in the same order, where its container sees devices of others, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,11 @@ class Placement:
         self._spec = spec
         self._with: Colocation = spec.colocation
         self._beside = beside
-        self._trainers = sorted(beside.trainers, key=lambda t: (natural(t.name), t.name))
+        self.strangers: list[Misplaced] = []
+        """Pods that the selector selects and that don't count as the trainer's, and why."""
+        self.moves_in: float | None = None
+        """Seconds until the order of the trainer's pods counts, if somebody waits for that."""
+        self._trainers = self._counted()
         self._known = {claim.uid: claim for claim in (beside.claims or {}).values()}
 
     def of(self, replica: int, rank: int) -> Answer:
@@ -72,6 +79,10 @@ class Placement:
             return Waits(f"waits for the list of the trainer's pods and claims{self._unknown()}")
         if few := self._too_few():
             return few
+        if self._beside.has_shrunk and self._unsettled():
+            return Waits(
+                f"waits {SETTLED_SECONDS:.0f} s at most for the trainer's pod that has gone to come back"
+            )
         number = replica * self._spec.parallelism.nodes + rank
         trainer = self._trainers[number // self._with.slots]
         claim = self._claim(trainer, self._beside.claims)
@@ -91,15 +102,23 @@ class Placement:
             return "its claim is gone"
         if claim.deleting:
             return f"its claim {claim.name!r} is being deleted"
-        ends = (t.name for t in self._trainers if t.deleting and t.uid == claim.pod_uid)
+        ends = (t.name for t in self._beside.trainers if t.deleting and t.uid == claim.pod_uid)
         if trainer := next(ends, None):
             return f"the trainer's pod {trainer!r} goes, and takes its claim {claim.name!r} along"
         return self._moved(pod, self.of(pod.replica, pod.rank))
+
+    def _unsettled(self) -> bool:
+        left = SETTLED_SECONDS - self._beside.stable_seconds
+        if left > 0:
+            self.moves_in = left
+        return left > 0
 
     def _moved(self, pod: Pod, now: Answer) -> str | None:
         if not isinstance(now, Place) or pod.taken is None:
             return None
         if pod.taken.claim_uid != now.claim_uid:
+            if self._unsettled():
+                return None
             return (
                 f"its place is beside the trainer's pod {now.trainer!r}, with claim {now.claim!r}"
             )
@@ -108,6 +127,18 @@ class Placement:
         if pod.node not in (None, now.node):
             return f"its claim {now.claim!r} is on node {now.node!r} now"
         return None
+
+    def _counted(self) -> list[Trainer]:
+        """The trainer's pods by name. A label alone makes none, and of two with one claim the older counts."""
+        users: dict[tuple[str, ...], Trainer] = {}
+        counted: list[Trainer] = []
+        for each in sorted(self._beside.trainers, key=lambda t: (t.deleting, t.created, t.name)):
+            twin = users.setdefault(tuple(sorted(each.claims)), each) if each.claims else each
+            if each.has_devices and twin is each:
+                counted.append(each)
+            elif not each.deleting:
+                self.strangers.append(_stranger(each, twin))
+        return sorted(counted, key=lambda t: (natural(t.name), t.name))
 
     def _unknown(self) -> str:
         return f": {self._beside.unknown}" if self._beside.unknown else ""
@@ -119,6 +150,8 @@ class Placement:
         have = len(self._trainers)
         if have >= needed:
             return None
+        if self.strangers and have + len(self.strangers) >= needed:
+            return self.strangers[0]
         return Misplaced(
             "TooFewTrainers",
             f"the pool needs {needed} of the trainer's pods for {pods} of its own (spec.colocation.slots "
@@ -157,12 +190,6 @@ class Placement:
 
     def _chosen(self, what: str, claims: list[DeviceClaim]) -> DeviceClaim | Misplaced:
         """Of all claims of a trainer's pod the one that has the request."""
-        if not claims:
-            return Misplaced(
-                "NoClaim",
-                f"{what} has no ResourceClaim: give it one in spec.resourceClaims of its template, or "
-                "limits of an extended resource that a DeviceClass has",
-            )
         wanted = self._with.request
         having = [c for c in claims if wanted is None or wanted in c.requests]
         if not having:
@@ -193,8 +220,37 @@ class Placement:
             )
         first = share * wanted
         mine = tuple(d.name for d in devices[first : first + wanted])
+        if slots > 1 and (unknown := [name for name in mine if name not in self._beside.uuids]):
+            return Misplaced(
+                "NoDeviceUuid",
+                f"the driver of {unknown[0]} publishes no attribute uuid of it in a ResourceSlice, so which "
+                f"of the {len(devices)} devices of ResourceClaim {claim.name!r} a pod is to use can't be told "
+                "it: use a driver that does, or spec.colocation.slots 1",
+            )
+        uuids = tuple(self._beside.uuids[name] for name in mine) if slots > 1 else ()
         assert trainer.node is not None, "an allocated claim is looked at on its node only"
-        return Place(trainer.name, trainer.node, claim.name, claim.uid, request, mine, first)
+        return Place(trainer.name, trainer.node, claim.name, claim.uid, request, mine, uuids)
+
+
+def told_strangers(seen: Observed) -> list[Misplaced]:
+    """Return the pods that look like the pool's own and are not."""
+    return [Misplaced("PodTrouble", why) for why in seen.strangers]
+
+
+def _stranger(pod: Trainer, twin: Trainer) -> Misplaced:
+    if twin is not pod:
+        return Misplaced(
+            "NoClaim",
+            f"the trainer's pod {pod.name!r} has no ResourceClaim of its own but that of {twin.name!r}, and "
+            "does not count as one: give it another claim, or remove the labels of "
+            "spec.colocation.trainerSelector from it",
+        )
+    return Misplaced(
+        "NoClaim",
+        f"the trainer's pod {pod.name!r} has no ResourceClaim: give it one in spec.resourceClaims of its "
+        "template, or limits of an extended resource that a DeviceClass has; a pod that is none of the "
+        "trainer's must not have the labels of spec.colocation.trainerSelector",
+    )
 
 
 def _of(devices: Iterable[Device], request: str) -> list[Device]:

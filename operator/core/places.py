@@ -63,6 +63,16 @@ class Places:
         reasons = (self._placement.lost(pod) for pod in pods if pod.owned)
         return next((why for why in reasons if why), None)
 
+    @property
+    def moves_in(self) -> float | None:
+        """Seconds until the order of the trainer's pods counts, if one of those asked about waits."""
+        return None if self._placement is None else self._placement.moves_in
+
+    @property
+    def strangers(self) -> list[Misplaced]:
+        """Pods that have the trainer's labels and don't count, and why."""
+        return [] if self._placement is None else self._placement.strangers
+
     def _free(self, replica: int, rank: int) -> Place | Waits | Misplaced | None:
         """The place of a pod, once nobody of this pool has its devices any more."""
         if self._placement is None:

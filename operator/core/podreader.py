@@ -12,6 +12,8 @@ from typing import Any
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
+from rollout_operator.api.revision import is_current
+from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.spec_colocation import DEVICES_CLAIM
 
 from .trainers import Taken
@@ -40,7 +42,7 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
     except (KeyError, ValueError):
         return None
     if not meta["name"].endswith(f"-{replica}-{rank}"):
-        return None
+        return None  # somebody changed its labels
     wanted = names.worker_labels(labels.get(names.LABEL_POOL, ""), replica, rank)
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     gate = conditions.get(names.GATE_SERVING, {})
@@ -215,14 +217,17 @@ class PodReader:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Obj, Pod | None]] = {}
+        self.strangers: tuple[str, ...] = ()
+        """What the last reading has to tell of pods that look like ours and are not."""
 
     def read(
-        self, objs: Iterable[Obj], pool: str, owner_uid: str
+        self, objs: Iterable[Obj], pool: str, owner_uid: str, spec: RolloutReplicaSpec | None = None
     ) -> tuple[tuple[Pod, ...], tuple[Pod, ...]]:
         """Return the pods that our object controls, and those of a deleted one of its name.
 
-        Others' show when a name is taken.
+        Others' show when a name is taken. Without a spec nobody's service account is looked at.
         """
+        told: list[str] = []
         before, self._known = self._known, {}
         ours: list[Pod] = []
         predecessors: list[Pod] = []
@@ -234,7 +239,48 @@ class PodReader:
             if pod is None:
                 continue
             if _controller(obj["metadata"]) == owner_uid:
-                ours.append(pod)
+                why = _foreign(obj, pod, pool, spec)
+                told += [why] if why else []
+                ours += [] if why else [pod]
             elif is_leftover(obj, pool, owner_uid):
                 predecessors.append(pod)
+        self.strangers = tuple(told)
         return tuple(ours), tuple(predecessors)
+
+
+def _foreign(obj: Obj, pod: Pod, pool: str, spec: RolloutReplicaSpec | None) -> str | None:
+    name = names.pod_name(pool, pod.replica, pod.rank)
+    account = None if spec is None else spec.service_account_name
+    current = spec is not None and is_current(pod.revision, spec)
+    return why_foreign(obj, name, names.heads_service(pool), account, current=current)
+
+
+def why_foreign(
+    obj: Obj, name: str, subdomain: str, account: str | None, *, current: bool
+) -> str | None:
+    """Return why a pod is not ours although its labels and its controller say so; None: it is.
+
+    Anybody may patch these; nobody can change a pod's name and most of its spec. Its account is the
+    pool's, or was when it was made: then it is of an older revision, and has the host name that the
+    operator gives.
+
+    Args:
+        obj: the pod.
+        name: what the operator calls it.
+        subdomain: the one that the operator gives it.
+        account: the pool's service account; None: not known, and not looked at.
+        current: it says that it is of the pool's present revision.
+    """
+    spec = obj.get("spec") or {}
+    found = spec.get("serviceAccountName") or "default"
+    older = not current and (spec.get("hostname"), spec.get("subdomain")) == (name, subdomain)
+    if obj["metadata"]["name"] != name:
+        what = f"is not called {name!r}"
+    elif account is None or found == account or older:
+        return None
+    else:
+        what = f"runs under service account {found!r}, not {account!r}"
+    return (
+        f"{obj['metadata']['name']}: it has the labels and the owner reference of this pool's pods, but "
+        f"{what}, so it gets no calls: delete it, or take both off it"
+    )

@@ -5,12 +5,20 @@ What a trainer reads of them, too, stands in `rollout_worker.claims`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
-from rollout_worker.claims import claims_of, device_name
+from rollout_worker.claims import claims_of, device_name, uuids_of
+
+SETTLED_SECONDS = 60.0
+"""How long the trainer's pods have to be the same before an engine moves because of their order: a
+StatefulSet or a Job brings a lost pod back within 10 s, unless its node is lost."""
+
+IMPLICIT = "deviceclass.resource.kubernetes.io/"
+"""Before the name of a DeviceClass: the extended resource that each one has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,15 @@ class Trainer:
     """Names of its ResourceClaims, as far as they are there."""
     unmade: tuple[str, ...] = ()
     """Names of entries of its `resourceClaims` whose ResourceClaim has yet to be made."""
+    extended: bool = False
+    """Its limits name an extended resource, whose ResourceClaim is made as it is scheduled."""
+    created: str = ""
+    """Its creationTimestamp; later ones are greater."""
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether it has a ResourceClaim, or is about to get one: a pod without any is no trainer."""
+        return bool(self.claims or self.unmade) or (self.extended and self.node is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +76,17 @@ class DeviceClaim:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceSlice:
+    """What a driver publishes of devices of one pool."""
+
+    driver: str
+    pool: str
+    generation: int
+    uuids: tuple[tuple[str, str], ...]
+    """Names and uuids of the devices that have one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Beside:
     """What may be beside a colocated pool's pods."""
 
@@ -66,11 +94,47 @@ class Beside:
     claims: Mapping[str, DeviceClaim] | None = None
     """By name; None: not known yet, and `unknown` says why."""
     unknown: str = ""
+    stable_seconds: float = math.inf
+    """For how long the trainer's pods have been the same ones."""
+    has_shrunk: bool = False
+    """There were more of them a short time ago."""
+    uuids: Mapping[str, str] = field(default_factory=dict)
+    """Of devices by name, as their drivers publish them; only if the pool shares devices out."""
 
     @property
     def asked(self) -> bool:
         """The API server has been asked what there is, and may answer yet."""
         return self.claims is None and not self.unknown
+
+
+@dataclass(slots=True)
+class TrainerWatch:
+    """For how long this process has seen the same pods of a trainer; forgetting it costs a wait."""
+
+    changed_at: float = -math.inf
+    """Monotonic seconds."""
+    _uids: frozenset[str] = frozenset()
+    _most: int = 0
+    """How many there have been since they were the same for long."""
+
+    @property
+    def has_shrunk(self) -> bool:
+        """There were more of them a short time ago."""
+        return len(self._uids) < self._most
+
+    def stable_seconds(self, trainers: Iterable[Trainer], now: float) -> float:
+        """Note which pods there are; return seconds since that last changed.
+
+        Args:
+            trainers: the trainer's pods.
+            now: monotonic seconds.
+        """
+        uids = frozenset(each.uid for each in trainers if each.has_devices)
+        if uids != self._uids:
+            self._uids, self.changed_at = uids, now
+        seconds = now - self.changed_at
+        self._most = len(uids) if seconds >= SETTLED_SECONDS else max(self._most, len(uids))
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +162,38 @@ def parse_trainer(obj: Obj) -> Trainer | None:
         deleting=meta.get("deletionTimestamp") is not None,
         claims=tuple(claims),
         unmade=tuple(unmade),
+        extended=_asks_for_extended(spec),
+        created=meta.get("creationTimestamp") or "",
     )
+
+
+def _asks_for_extended(spec: Obj) -> bool:
+    """Whether a limit of the pod's is an extended resource, as Kubernetes tells them by their names."""
+    names_of = (
+        name
+        for container in spec.get("containers") or ()
+        for name in (container.get("resources") or {}).get("limits") or ()
+    )
+    return any(
+        "/" in name and ("kubernetes.io/" not in name or name.startswith(IMPLICIT))
+        for name in names_of
+    )
+
+
+def parse_slice(obj: Obj) -> DeviceSlice:
+    """Read a ResourceSlice."""
+    spec, pool = obj["spec"], obj["spec"]["pool"]
+    uuids = tuple(sorted(uuids_of(obj).items()))
+    return DeviceSlice(spec["driver"], pool["name"], pool.get("generation", 0), uuids)
+
+
+def published_uuids(slices: Iterable[DeviceSlice]) -> dict[str, str]:
+    """Return the uuids of all devices; of a pool's slices those of its latest generation count."""
+    return {
+        name: uuid
+        for each in sorted(slices, key=lambda each: each.generation)
+        for name, uuid in each.uuids
+    }
 
 
 def parse_claim(obj: Obj) -> DeviceClaim:

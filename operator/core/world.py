@@ -170,6 +170,8 @@ class Observed:
     """Names that we need whose holders terminate, as `kind/name`."""
     beside: Beside = field(default_factory=Beside)
     """The trainer's pods and claims, of a colocated pool."""
+    strangers: tuple[str, ...] = ()
+    """What there is to tell of pods that look like the pool's and are not: they are left alone."""
 
     def worker(self, pod: Pod) -> Worker:
         """What is known of a head's worker."""

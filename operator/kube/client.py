@@ -38,6 +38,7 @@ RESOURCES: Mapping[str, _Resource] = {
         "/apis/discovery.k8s.io/v1", "discovery.k8s.io/v1", "EndpointSlice"
     ),
     "resourceclaims": _Resource("/apis/resource.k8s.io/v1", "resource.k8s.io/v1", "ResourceClaim"),
+    "resourceslices": _Resource("/apis/resource.k8s.io/v1", "resource.k8s.io/v1", "ResourceSlice"),
     "serviceaccounts": _Resource("/api/v1", "v1", "ServiceAccount"),
     "leases": _Resource("/apis/coordination.k8s.io/v1", "coordination.k8s.io/v1", "Lease"),
     "events": _Resource("/apis/events.k8s.io/v1", "events.k8s.io/v1", "Event"),

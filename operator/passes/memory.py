@@ -11,6 +11,7 @@ from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
 from rollout_operator.core.podreader import PodReader
 from rollout_operator.core.status_changes import owned_fields
+from rollout_operator.core.trainers import TrainerWatch
 from rollout_operator.core.world import RECALLED
 
 from .witness import Witness
@@ -31,6 +32,7 @@ class Memory:
     polled: frozenset[str] = frozenset()
     pods: PodReader = field(default_factory=PodReader)
     witness: Witness = field(default_factory=Witness)
+    trainers: TrainerWatch = field(default_factory=TrainerWatch)
     first_look: float | None = None
     """When this process first looked at the pool, monotonic."""
     first_polls_done: bool = False

@@ -10,9 +10,15 @@ from rollout_operator.api.objects import Key, Obj
 from rollout_operator.api.spec import Mode, RolloutReplicaSpec
 from rollout_operator.api.status import LastUpdate, RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.endpoints import read_gates
-from rollout_operator.core.hybrid import Candidate, members
+from rollout_operator.core.hybrid import Candidate, members, strangers
 from rollout_operator.core.plan import Verb
-from rollout_operator.core.trainers import Beside, DeviceClaim, Trainer
+from rollout_operator.core.trainers import (
+    Beside,
+    DeviceClaim,
+    DeviceSlice,
+    Trainer,
+    published_uuids,
+)
 from rollout_operator.core.world import Observed, Pod, Worker
 
 from .context import Context
@@ -40,12 +46,13 @@ def observe(
     meta = pool["metadata"]
     notes = meta.get("annotations") or {}
     if spec.mode is Mode.HYBRID:
-        told, beside = _members(ctx, key, spec, meta["uid"])
+        told, beside, foreign = _members(ctx, key, spec, meta["uid"])
         pods = told
     else:
-        ours, predecessors = memory.pods.read(ctx.store.pods(key), key.name, meta["uid"])
+        ours, predecessors = memory.pods.read(ctx.store.pods(key), key.name, meta["uid"], spec)
+        foreign = memory.pods.strangers
         told = memory.witness.testify((*ours, *predecessors), ctx.monotonic())
-        pods, beside = told[: len(ours)], _beside(ctx, key, spec)
+        pods, beside = told[: len(ours)], _beside(ctx, key, spec, memory)
     heads = [p for p in pods if p.rank == 0]
     return Observed(
         name=key.name,
@@ -64,32 +71,38 @@ def observe(
         predecessors=told[len(pods) :],
         awaited=frozenset(memory.obstacles.awaited),
         beside=beside,
+        strangers=foreign,
     )
 
 
 def _members(
     ctx: Context, key: Key, spec: RolloutReplicaSpec, uid: str
-) -> tuple[tuple[Pod, ...], Beside]:
-    """The trainer's pods as members of a Hybrid pool; none while they are not listed."""
+) -> tuple[tuple[Pod, ...], Beside, tuple[str, ...]]:
+    """The trainer's pods as members of a Hybrid pool; none while they are not listed. And who is none."""
     assert spec.colocation is not None, "the CRD demands a selector"
     found = ctx.neighbours.inside(key, spec.colocation.trainer_selector)
     if found.unknown is not None:
-        return (), Beside(unknown=found.unknown)
+        return (), Beside(unknown=found.unknown), ()
     gates = read_gates(ctx.store.slices(key), key.name, uid)
-    candidates = (pod for pod in found.pods if isinstance(pod, Candidate))
-    return members(spec, candidates, gates), Beside(claims={})
+    candidates = [pod for pod in found.pods if isinstance(pod, Candidate)]
+    return members(spec, candidates, gates), Beside(claims={}), strangers(spec, candidates)
 
 
-def _beside(ctx: Context, key: Key, spec: RolloutReplicaSpec) -> Beside:
+def _beside(ctx: Context, key: Key, spec: RolloutReplicaSpec, memory: Memory) -> Beside:
     """What the trainer has; only colocated pools ask."""
     if spec.colocation is None:
         return Beside()
-    found = ctx.neighbours.look(key, spec.colocation.trainer_selector)
+    selector, shared = spec.colocation.trainer_selector, spec.colocation.slots > 1
+    found = ctx.neighbours.look(key, selector, slices=shared)
     if found.unknown is not None:
         return Beside(unknown=found.unknown)
+    trainers = tuple(pod for pod in found.pods if isinstance(pod, Trainer))
     return Beside(
-        trainers=tuple(pod for pod in found.pods if isinstance(pod, Trainer)),
+        trainers=trainers,
         claims={c.name: c for c in found.claims if isinstance(c, DeviceClaim)},
+        uuids=published_uuids(each for each in found.slices if isinstance(each, DeviceSlice)),
+        stable_seconds=memory.trainers.stable_seconds(trainers, ctx.monotonic()),
+        has_shrunk=memory.trainers.has_shrunk,
     )
 
 

@@ -17,7 +17,7 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Key, Obj
 from rollout_operator.core.endpoints import is_controlled
 from rollout_operator.core.plan import DeletePod, SetGate
-from rollout_operator.core.podreader import BOOT_PREFIX, is_leftover
+from rollout_operator.core.podreader import BOOT_PREFIX, is_leftover, why_foreign
 from rollout_operator.core.services import differs, pool_services, repair
 from rollout_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, NotFound
 
@@ -154,6 +154,9 @@ class Writer:
             )
             return None
         if resource == "pods":
+            if why := _why_foreign(found, body, self.key.name):
+                self.obstacles.conflicts[label] = why
+                return None
             # Not its revision, nor what the user adds: this may be a pod of an older template.
             ours = body["metadata"]["labels"].keys() & names.worker_labels("", 0, 0).keys()
             labels = {label: body["metadata"]["labels"][label] for label in ours}
@@ -280,3 +283,11 @@ def _gate_conditions(gate: SetGate, now: float) -> list[Obj]:
 
 def _moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _why_foreign(found: Obj, body: Obj, pool: str) -> str | None:
+    """Why the pod that has a name of ours is none of ours, although its controller is."""
+    meta, account = body["metadata"], body["spec"]["serviceAccountName"]
+    labels = found["metadata"].get("labels") or {}
+    current = labels.get(names.LABEL_REVISION) == meta["labels"][names.LABEL_REVISION]
+    return why_foreign(found, meta["name"], names.heads_service(pool), account, current=current)

@@ -206,6 +206,21 @@ TRANSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
         "spec.colocation is immutable: create another RolloutReplica",
     ),
     "no trainer": (COLOCATED, {"colocation": None}, "set it there, and only there"),
+    "class added": (
+        {},
+        {"operatorClass": "blue"},
+        "spec.operatorClass is immutable: create another",
+    ),
+    "class removed": (
+        {"operatorClass": "blue"},
+        {"operatorClass": None},
+        "spec.operatorClass is immutable: create another RolloutReplica for another operator",
+    ),
+    "class changed": (
+        {"operatorClass": "blue"},
+        {"operatorClass": "green"},
+        "spec.operatorClass is immutable",
+    ),
     "image and resources": (
         {},
         {"engine": {"image": "x:2"}, "resources": {"requests": {"cpu": "2"}}},

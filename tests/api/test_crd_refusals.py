@@ -37,6 +37,7 @@ NOT_INSIDE: dict[str, Any] = {
     "engine.args": ["--a"],
     "engine.env": [{"name": "A", "value": "1"}],
     "engine.logprobs": "Raw",
+    "engine.cache": {"claim": {"name": "c"}},
     "model": {"source": {"path": "/m"}},
     "accelerator": GPU,
     "resources": {"limits": {"cpu": "1"}},

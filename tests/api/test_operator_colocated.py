@@ -18,6 +18,7 @@ from poollab import PoolLab, pool_lab
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/{}/resourceclaims"
 DRIVER = "gpu.example.com"
 
@@ -90,6 +91,23 @@ class Job:
         ]
         path = f"{self._claims}/{self.name}-gpus-{index}/status"
         self.lab.api.patch(path, {"status": {"allocation": {"devices": {"results": results}}}})
+
+    def publish(self, index: int) -> None:
+        """Say what devices that node has, as its driver does: their order is not CUDA's."""
+        devices = [
+            {"name": f"gpu-{i}", "attributes": {"uuid": {"string": f"GPU-{index}-{9 - i}"}}}
+            for i in range(self.devices)
+        ]
+        node = f"node-{index}"
+        pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
+        spec = {"driver": DRIVER, "nodeName": node, "pool": pool, "devices": devices}
+        body = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceSlice",
+            "metadata": {"name": f"{self.name}-{node}"},
+            "spec": spec,
+        }
+        self.lab.api.create(SLICES, body)
 
     def remove_pod(self, index: int) -> None:
         """Delete a pod for good."""
@@ -241,7 +259,7 @@ async def test_eight_trainers_of_eight_devices_with_four_slots(lab: PoolLab) -> 
     """Everything comes in a random order, one after the other, and the pool in between."""
     job = Job(lab, "large", devices=8)
     random = Random(8)
-    todo: list[tuple[str, int]] = [("pod", i) for i in range(8)] + [("claim", i) for i in range(8)]
+    todo = [(kind, i) for kind in ("pod", "claim") for i in range(8)]
     random.shuffle(todo)
     todo.insert(9, ("pool", 0))
     make: dict[str, Callable[[int], object]] = {
@@ -258,7 +276,7 @@ async def test_eight_trainers_of_eight_devices_with_four_slots(lab: PoolLab) -> 
     }
     for kind, index in todo:
         make[kind](index)
-    ready = [(kind, i) for i in range(8) for kind in ("bind", "allocate")]
+    ready = [(kind, i) for i in range(8) for kind in ("bind", "allocate", "publish")]
     random.shuffle(ready)
     for kind, index in ready:
         getattr(job, kind)(index)
@@ -269,4 +287,9 @@ async def test_eight_trainers_of_eight_devices_with_four_slots(lab: PoolLab) -> 
         devices = [f"{DRIVER}/node-{beside}/gpu-{2 * share + i}" for i in range(2)]
         assert seat(pod) == (f"large-{beside}", f"large-gpus-{beside}", ",".join(devices))
         env = {e["name"]: e.get("value") for e in pod["spec"]["containers"][0]["env"]}
-        assert env["CUDA_VISIBLE_DEVICES"] == f"{2 * share},{2 * share + 1}"
+        uuids = [f"GPU-{beside}-{9 - 2 * share - i}" for i in range(2)]
+        assert env["CUDA_VISIBLE_DEVICES"] == ",".join(uuids)
+    of_node = lab.api.get(SLICES, fieldSelector="spec.nodeName=node-3")["items"]
+    assert [each["metadata"]["name"] for each in of_node] == ["large-node-3"], "as trainers ask"
+    for each in lab.api.get(SLICES)["items"]:
+        lab.api.delete(f"{SLICES}/{each['metadata']['name']}")

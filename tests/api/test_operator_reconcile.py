@@ -154,6 +154,14 @@ async def test_a_strangers_pod_is_told_and_left_alone(lab: PoolLab) -> None:
     assert condition(lab.get("mine"), "Degraded")[0] == "False"
 
 
+async def test_a_pool_of_another_class_is_left_alone(lab: PoolLab) -> None:
+    lab.create("theirs", operatorClass="blue")
+    lab.create("beside")
+    await lab.reaches("beside")
+    assert "status" not in lab.get("theirs")
+    assert lab.pods("theirs") == {}
+
+
 async def test_a_refused_pod_is_told_with_what_to_do(lab: PoolLab) -> None:
     lab.create("refused", replicas=1, serviceAccountName="nobody")
     await lab.until("the refusal is told", lambda: "Rejected" in str(lab.get("refused")))

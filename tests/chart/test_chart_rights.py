@@ -41,8 +41,10 @@ def bound(documents: list[Document], account: str) -> list[tuple[str, str]]:
     found = []
     for binding in every(documents, "RoleBinding") + every(documents, "ClusterRoleBinding"):
         for subject in binding["subjects"]:
-            assert subject["kind"] == "ServiceAccount"
-            if subject["name"] == account:
+            if subject["kind"] == "Group":  # all accounts of a trainer's namespace: devices' uuids
+                assert subject["name"].startswith("system:serviceaccounts:")
+                assert binding["roleRef"]["name"].endswith("-devices")
+            elif subject["name"] == account:
                 where = binding["metadata"].get("namespace", "*")
                 found.append((where, f"{binding['roleRef']['kind']}/{binding['roleRef']['name']}"))
     return sorted(found)
@@ -53,6 +55,7 @@ def test_operator_cluster_wide() -> None:
     assert rights(one(documents, "ClusterRole", NAME)) == POOLS
     assert bound(documents, NAME) == [
         ("*", f"ClusterRole/{NAME}"),
+        ("*", f"ClusterRole/{NAME}-devices"),
         ("rollout-system", f"Role/{NAME}-own"),
     ]
 
@@ -64,10 +67,20 @@ def test_operator_in_named_namespaces() -> None:
         here = [d for d in documents if d["metadata"].get("namespace") == namespace]
         assert rights(one(here, "Role", NAME)) == POOLS
     assert bound(documents, NAME) == [
+        ("*", f"ClusterRole/{NAME}-devices"),
         ("rollout-system", f"Role/{NAME}-own"),
         ("team-a", f"Role/{NAME}"),
         ("team-b", f"Role/{NAME}"),
     ]
+
+
+def test_devices_are_read_by_the_operator_and_by_the_namespaces_of_trainers() -> None:
+    documents = case("everything")
+    slices = {"resource.k8s.io/resourceslices": {"list", "watch"}}
+    assert rights(one(documents, "ClusterRole", "rollouts-devices")) == slices
+    subjects = one(documents, "ClusterRoleBinding", "rollouts-devices")["subjects"]
+    groups = [each["name"] for each in subjects if each["kind"] == "Group"]
+    assert groups == ["system:serviceaccounts:rl", "system:serviceaccounts:rl-2"]
 
 
 def test_operator_in_its_own_namespace() -> None:

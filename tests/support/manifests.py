@@ -84,6 +84,7 @@ HYBRID: Document = {
 PROBE = {"initialDelaySeconds": 2, "periodSeconds": 3, "timeoutSeconds": 4, "failureThreshold": 5}
 
 FULL: Document = {
+    "operatorClass": "blue",
     "replicas": 4,
     "mode": "Standalone",
     "state": "Paused",
@@ -101,6 +102,7 @@ FULL: Document = {
             {"name": "C", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}},
             {"name": "D", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         ],
+        "cache": {"claim": {"name": "kernels", "subPath": "vllm"}},
     },
     "model": {
         "source": {

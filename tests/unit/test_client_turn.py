@@ -29,7 +29,7 @@ from rollout_client.steering import cluster
 from rollout_client.turn import local_turn
 from rollout_worker.turn.files import holders
 from scripted_control import scripted_controls
-from turn_pool import CLAIMS, GPUS, PODS, PlayedPool, claim, played_pool, pod
+from turn_pool import CLAIMS, GPUS, PODS, SLICES, PlayedPool, claim, played_pool, pod
 from turn_process import puppet
 from waiting import until
 
@@ -560,10 +560,29 @@ class OneRank:
         return 1
 
 
+def play_two_devices(played: PlayedPool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a driver whose names for devices are in another order than nvidia-smi's numbers."""
+    smi = folder / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho GPU-ten\necho GPU-nine\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    devices = [
+        {"name": name, "attributes": {"uuid": {"string": uuid}}}
+        for name, uuid in (("gpu-9", "GPU-nine"), ("gpu-10", "GPU-ten"))
+    ]
+    spec = {"driver": "gpu.example.com", "pool": {"name": "node-1"}, "devices": devices}
+    played.server.answer("GET", SLICES, {"items": [{"spec": spec}]})
+
+
 @pytest.mark.parametrize("number", range(2))
 async def test_the_code_of_the_page_runs(
-    played: PlayedPool, directory: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    played: PlayedPool,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
+    play_two_devices(played, tmp_path_factory.mktemp("bin"), monkeypatch)
     held: list[list[str]] = []
 
     def train() -> None:
@@ -586,7 +605,7 @@ async def test_the_code_of_the_page_runs(
     }
     assert len(blocks()) == 2
     await asyncio.to_thread(exec, blocks()[number], names)
-    assert held == [[sorted(GPUS)] * 2, [[GPUS[1]]]][number]
+    assert held == [[sorted(GPUS)] * 2, [[GPUS[0]]]][number]
 
 
 # Pools without an operator, and no pool at all.

@@ -13,7 +13,7 @@ from loopback import Loopback, kubeconfig, loopback
 from rollout_client import ClusterError, TurnFailed
 from rollout_client.turn import pod_devices
 from rollout_client.turn.plan import given_devices
-from turn_pool import CLAIMS, PODS, claim, pod
+from turn_pool import CLAIMS, PODS, SLICES, claim, pod
 
 NAMED = {"name": "gpus", "resourceClaimName": "gpus-of-0"}
 MADE = {"name": "gpus", "resourceClaimTemplateName": "gpus"}
@@ -101,6 +101,38 @@ async def test_what_the_api_server_refuses_comes_with_the_fix(
     ) as error:
         await pod_devices()
     assert (error.value.status, error.value.reason) == (status, "Forbidden")
+
+
+def slices(*uuids: str | None, generation: int = 1) -> dict[str, Any]:
+    """The ResourceSlice of node-1: gpu-0, gpu-1, … with these uuids."""
+    devices = [
+        {"name": f"gpu-{i}", "attributes": {"uuid": {"string": uuid}} if uuid else {}}
+        for i, uuid in enumerate(uuids)
+    ]
+    pool = {"name": "node-1", "generation": generation}
+    return {"spec": {"driver": "gpu.example.com", "pool": pool, "devices": devices}}
+
+
+async def test_a_rank_finds_its_device_by_uuid_whatever_order_cuda_has(api: Loopback) -> None:
+    api.answer("GET", f"{PODS}/trainer-0", pod(NAMED))
+    api.answer("GET", f"{CLAIMS}/gpus-of-0", claim("gpu-0", "gpu-1"))
+    older = slices("GPU-OLD", "GPU-older", generation=1)
+    api.answer("GET", SLICES, {"items": [slices("GPU-b7-a", "GPU-03-f", generation=2), older]})
+    names = ["gpu.example.com/node-1/gpu-0", "gpu.example.com/node-1/gpu-1"]
+    assert await pod_devices(uuids=["03-F"]) == [names[1]], "as PyTorch spells it"
+    assert await pod_devices(uuids=["GPU-03-f", "GPU-b7-a"]) == names[::-1]
+    with pytest.raises(
+        TurnFailed, match=r"with the uuid GPU-old \(gpu.*gpu-0: GPU-b7-a.*name the dev"
+    ):
+        await pod_devices(uuids=["GPU-old"])
+    api.answer("GET", SLICES, {"items": [slices(None, "MIG-x")]})
+    with pytest.raises(TurnFailed, match="gpu-0: no uuid"):
+        await pod_devices(uuids=["03-f"])
+    api.answer("GET", SLICES, {"message": "no", "reason": "Forbidden"}, 403)
+    with pytest.raises(
+        ClusterError, match=r"colocation\.namespaces, which lets it list them, or name"
+    ):
+        await pod_devices(uuids=["03-f"])
 
 
 async def test_what_fails_in_passing_is_tried_again(api: Loopback) -> None:

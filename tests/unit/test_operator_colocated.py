@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from poolspecs import colocated_spec
 from rollout_operator.core.plan import Plan
 from rollout_operator.core.stuck import STUCK_SECONDS
-from rollout_operator.core.trainers import Beside, Taken
+from rollout_operator.core.trainers import SETTLED_SECONDS, Beside, Taken
 from rollout_worker.schemas import Progress, TurnState
 from simtrainers import SimTrainers
 from world import World
@@ -42,6 +42,12 @@ def places(world: World) -> dict[str, Taken | None]:
     return {name: pod.taken for name, pod in world.pods.items()}
 
 
+def beside(world: World) -> list[str]:
+    """The trainer's pod beside each pod of the pool, lowest replica first."""
+    found = (world.pods[name].taken for name in sorted(world.pods))
+    return [taken.trainer for taken in found if taken is not None]
+
+
 @pytest.mark.parametrize("generated", [False, True])
 def test_pods_are_made_beside_the_trainer_once_it_is_there(generated: bool) -> None:
     world = world_beside(generated=generated)
@@ -63,10 +69,10 @@ def test_pods_are_made_beside_the_trainer_once_it_is_there(generated: bool) -> N
     assert status.phase == "Ready"
     sim = trainers_of(world)
     for index, pod in enumerate(world.pods.values()):
-        beside = sim.pods[f"t-{index}"]
-        claim = sim.claims[beside.claims[0]]
-        assert pod.node == beside.node
-        assert pod.taken == Taken(beside.name, claim.uid, (claim.devices[0].name,))
+        trainer = sim.pods[f"t-{index}"]
+        claim = sim.claims[trainer.claims[0]]
+        assert pod.node == trainer.node
+        assert pod.taken == Taken(trainer.name, claim.uid, (claim.devices[0].name,))
 
 
 def test_a_pod_with_a_claim_that_stays_outlives_the_trainers() -> None:
@@ -167,13 +173,106 @@ def test_an_earlier_trainer_moves_those_behind_it() -> None:
     world = world_beside(generated=False)
     world.run()
     world.grace = 3.0
+    before = places(world)
     trainers_of(world).wanted.insert(0, "a")
+    for _ in range(int(SETTLED_SECONDS)):
+        world.step()
+        assert places(world) == before, "it may be another one's in a moment"
     for _ in range(20):
         world.step()
     status = world.run()
     assert status.phase == "Ready"
     assert [pod.taken.trainer for pod in world.pods.values() if pod.taken] == ["a", "t-0"]
     assert status.restarts == 0
+
+
+@pytest.mark.parametrize("generated", [False, True])
+@pytest.mark.parametrize("ends", ["deleted", "failed"])
+def test_a_trainer_that_restarts_takes_along_no_engine_beside_another_one(
+    generated: bool, ends: str
+) -> None:
+    """A pool of three beside four: t-0 is away for a while, so t-1 is the first of those that are there."""
+    world = world_beside(generated=generated, replicas=3)
+    sim = trainers_of(world)
+    sim.wanted = ["t-0", "t-1", "t-2", "t-3"]
+    world.run()
+    before = {name: pod.uid for name, pod in world.pods.items()}
+    sim.wanted.remove("t-0")
+    if ends == "deleted":
+        sim.restart("t-0")
+    else:
+        sim.lose("t-0")
+    deleted = []
+    for _ in range(30):
+        deleted += [d.name for d in world.step().delete]
+    sim.wanted.insert(0, "t-0")
+    for _ in range(90):
+        deleted += [d.name for d in world.step().delete]
+    assert world.status.phase == "Ready"
+    assert deleted == ["pool-0-0"] * generated, "at most the one that used its claim"
+    after = {name: pod.uid for name, pod in world.pods.items()}
+    kept = ("pool-1-0", "pool-2-0") if generated else tuple(before)
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    assert beside(world) == ["t-0", "t-1", "t-2"]
+
+
+def test_an_engine_without_a_place_waits_for_its_trainer_to_come_back() -> None:
+    """It would move once more, and load its model again, once that one is there."""
+    world = world_beside(generated=True, replicas=1)
+    sim = trainers_of(world)
+    sim.wanted = ["t-0", "t-1"]
+    world.run()
+    sim.wanted.remove("t-0")
+    sim.restart("t-0")
+    for _ in range(30):
+        plan = world.step()
+    assert told(plan, "Progressing") == (
+        "WaitingForTrainer",
+        "replica 0 waits 60 s at most for the trainer's pod that has gone to come back",
+    )
+    sim.wanted.insert(0, "t-0")
+    assert world.run().phase == "Ready"
+    assert beside(world) == ["t-0"]
+    sim.wanted.remove("t-0")
+    sim.restart("t-0")
+    assert world.run(120).phase == "Ready"
+    assert beside(world) == ["t-1"], "it does not come back"
+
+
+def test_a_trainer_that_stays_away_is_replaced_by_those_behind_it() -> None:
+    world = world_beside(generated=True, replicas=3)
+    sim = trainers_of(world)
+    sim.wanted = ["t-0", "t-1", "t-2", "t-3"]
+    world.run()
+    sim.wanted.remove("t-0")
+    sim.restart("t-0")
+    for _ in range(10):
+        plan = world.step()
+    assert plan.requeue is not None, "it looks again by itself"
+    assert plan.requeue <= SETTLED_SECONDS
+    status = world.run(200)
+    assert (status.phase, status.restarts) == ("Ready", 0)
+    assert beside(world) == ["t-1", "t-2", "t-3"]
+
+
+@pytest.mark.parametrize("name", ["a-debug", "t-0-debug", "z"])
+def test_a_label_on_a_foreign_pod_moves_nothing(name: str) -> None:
+    """Somebody debugs a copy of a trainer's pod, or labels a dashboard: told, and nothing else."""
+    world = world_beside(generated=False)
+    world.run()
+    before = {each: pod.uid for each, pod in world.pods.items()}
+    sim = trainers_of(world)
+    twin = replace(sim.pods["t-1"], name=name, uid="twin", created="2026-01-02T00:00:00Z")
+    for stranger, why in ((replace(twin, claims=()), "has no ResourceClaim:"),
+                          (twin, "has no ResourceClaim of its own but that of 't-1'")):  # fmt: skip
+        sim.pods[name] = stranger
+        for _ in range(2 * int(SETTLED_SECONDS)):
+            plan = world.step()
+            assert not plan.delete
+        reason, text = told(plan, "Degraded")
+        assert (reason, why in text) == ("NoClaim", True), text
+        assert told(plan, "Ready")[0] == "Serving"
+    assert {each: pod.uid for each, pod in world.pods.items()} == before
 
 
 def test_devices_are_waited_for_that_another_pod_has_yet_to_give_back() -> None:
@@ -340,11 +439,11 @@ def test_whatever_happens_to_a_large_trainer_each_share_has_its_pod(
     assert (status.phase, status.ready_replicas) == ("Ready", TRAINERS * SLOTS)
     used: list[str] = []
     for pod in job.world.pods.values():
-        beside, share = divmod(pod.replica, SLOTS)
-        claim = job.sim.claims[job.sim.pods[f"t-{beside}"].claims[0]]
+        number, share = divmod(pod.replica, SLOTS)
+        claim = job.sim.claims[job.sim.pods[f"t-{number}"].claims[0]]
         mine = tuple(d.name for d in claim.devices[share * EACH : (share + 1) * EACH])
-        assert pod.taken == Taken(f"t-{beside}", claim.uid, mine)
-        assert pod.node == job.sim.pods[f"t-{beside}"].node
+        assert pod.taken == Taken(f"t-{number}", claim.uid, mine)
+        assert pod.node == job.sim.pods[f"t-{number}"].node
         used += mine
     assert len(used) == len(set(used)) == TRAINERS * SLOTS * EACH
     assert len(job.sim.claims) == TRAINERS, "none is left over"

@@ -46,6 +46,14 @@ def test_namespaces_account_and_switch() -> None:
     assert not run(ROLLOUT_OPERATOR_LEADER_ELECT="false").leader_elect
 
 
+def test_the_class_is_a_name() -> None:
+    assert run().operator_class == ""
+    assert run("--class=blue").operator_class == "blue"
+    assert run(ROLLOUT_OPERATOR_CLASS="blue").operator_class == "blue"
+    with pytest.raises(ConfigError, match=r"--class: .*given: 'Blue!'"):
+        run("--class=Blue!")
+
+
 def test_the_file_gives_the_engines_their_defaults(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(

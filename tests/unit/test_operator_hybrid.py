@@ -19,7 +19,7 @@ from rollout_operator.core.endpoints import (
     read_gates,
     with_gates,
 )
-from rollout_operator.core.hybrid import Candidate, members, parse_candidate
+from rollout_operator.core.hybrid import Candidate, members, parse_candidate, strangers
 from rollout_operator.core.plan import SetGate, Verb
 from rollout_operator.core.world import Pod
 from rollout_worker.schemas import WeightsId
@@ -162,11 +162,13 @@ def test_members_are_numbered_by_name_and_keep_their_gates() -> None:
 
 
 def test_who_has_another_service_account_is_never_called() -> None:
-    (found,) = members(hybrid(), [candidate(running(serviceAccountName="other"))], {})
-    assert found.ip is None, "no address, no token"
-    assert found.trouble == (
-        "it runs under service account 'other' and gets no calls: give the trainer's pods "
-        "'rollout-worker', or set spec.serviceAccountName"
+    stranger = candidate(running("t-0-debug", serviceAccountName="other"))
+    found = members(hybrid(), [stranger, candidate(running("t-1"))], {})
+    assert [(pod.name, pod.replica) for pod in found] == [("t-1", 0)], "no member, no token"
+    assert strangers(hybrid(), [stranger, candidate(running("t-1"))]) == (
+        "t-0-debug: it runs under service account 'other', so it is no member and gets no calls: give the "
+        "trainer's pods 'rollout-worker', set spec.serviceAccountName, or remove the labels of "
+        "spec.colocation.trainerSelector from it",
     )
     (trusted,) = members(
         hybrid(serviceAccountName="other"), [candidate(running(serviceAccountName="other"))], {}
@@ -342,6 +344,9 @@ def test_who_may_not_be_called_holds_up_nobody() -> None:
     assert status.weights.committed.identity == WeightsId(epoch=1, version=1)
     assert ready(world) == ["t-0"]
     assert told(status, "Degraded")[0] == "PodTrouble"
+    assert told(status, "Ready") == ("Serving", "1 of 1 replicas serve")
+    assert told(status, "WeightsSynced")[0] == "Synced"
+    assert status.desired_replicas == 1
     assert world.step().requeue is None, "nobody waits for an answer that nobody asks for"
 
 

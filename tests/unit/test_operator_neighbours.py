@@ -23,6 +23,8 @@ KEY, OTHER = Key("rl", "math"), Key("rl", "code")
 PODS = "/api/v1/namespaces/rl/pods"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/rl/resourceclaims"
 
+SLICES = "/apis/resource.k8s.io/v1/resourceslices"
+
 
 def obj(name: str, value: int | None = 1, **labels: str) -> Obj:
     return {"metadata": {"name": name, "labels": labels}, "value": value}
@@ -36,7 +38,7 @@ class Cluster:
     """What the API server lists, and the events that it sends to whoever watches."""
 
     def __init__(self, server: Loopback) -> None:
-        self.items: dict[str, list[Obj]] = {PODS: [], CLAIMS: []}
+        self.items: dict[str, list[Obj]] = {PODS: [], CLAIMS: [], SLICES: []}
         self.events: dict[str, asyncio.Queue[str | None]] = {p: asyncio.Queue() for p in self.items}
         """Lines of the stream; None ends it."""
         self.watches: list[dict[str, str]] = []
@@ -87,7 +89,7 @@ class Bench:
 
         self.around = Neighbourhood(
             kube,
-            {"pods": read, "resourceclaims": read, "members": read},
+            {"pods": read, "resourceclaims": read, "resourceslices": read, "members": read},
             self.woken.append,
             seconds=7,
         )
@@ -120,6 +122,18 @@ async def test_nothing_is_asked_for_until_a_pool_looks(bench: Bench) -> None:
     assert {w["path"] for w in bench.cluster.watches} <= {PODS, CLAIMS}
     lists = [path for _, path, _ in bench.server.requests if "watch" not in path]
     assert set(lists) == {f"{CLAIMS}?limit=500", f"{PODS}?limit=500&labelSelector=job%3Da"}
+
+
+async def test_slices_are_asked_for_only_by_who_shares_devices_out(bench: Bench) -> None:
+    bench.cluster.items[SLICES] = [{"metadata": {"name": "s"}, "value": 1}]
+    bench.look(OTHER)
+
+    def shared() -> Neighbours:
+        return bench.around.look(KEY, job("a"), slices=True)
+
+    assert shared() == Neighbours(unknown="")
+    await until(lambda: shared() == Neighbours(slices=(("s", 1),)), what="the slices")
+    assert bench.look(OTHER) == Neighbours()
 
 
 async def test_a_watch_goes_on_where_the_list_ended(bench: Bench) -> None:

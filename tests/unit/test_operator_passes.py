@@ -112,6 +112,34 @@ async def test_a_finished_head_is_not_asked(lab: PassLab) -> None:
     assert lab.written
 
 
+async def test_a_pod_of_another_name_is_none_of_ours_whatever_it_is_patched_to(
+    lab: PassLab,
+) -> None:
+    await serving(lab)
+    lab.has_pod(head(uid="impostor", name="x-0-0"), worker_of())
+    lab.asked.clear()
+    lab.clock.steady += 2  # progress is written once a second
+    await lab.settled()
+    assert ("impostor" in lab.poller.fast, lab.asked) == (False, [])
+    assert condition(lab.status, "Degraded") == ("True", "PodTrouble")
+    assert condition(lab.status, "Ready")[0] == "True"
+    assert lab.status["message"].startswith("x-0-0: it has the labels and the owner reference")
+    assert not [name for _, name in lab.pod_writes if name.startswith("x-0-0")]
+
+
+async def test_a_pod_of_another_account_is_none_of_ours_and_has_our_name(lab: PassLab) -> None:
+    lab.has_pool()
+    theirs = head(uid="impostor") | {"spec": {"serviceAccountName": "default"}}
+    lab.has_pod(theirs, worker_of())
+    lab.api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "it exists"}, 409)
+    lab.api.answer("GET", f"{PODS}/math-0-0", theirs)
+    await lab.settled()
+    assert (lab.poller.fast, lab.asked) == ({}, []), "no call, no token"
+    assert condition(lab.status, "Degraded") == ("True", "NameConflict")
+    assert "runs under service account 'default', not 'rollout-worker'" in lab.status["message"]
+    assert {verb for verb, _ in lab.pod_writes} == {"POST", "GET"}, "it is left alone"
+
+
 def test_a_spec_and_a_status_are_parsed_once() -> None:
     """A pool of hundreds of replicas has a long status, and a pass every second."""
     memory, first = Memory(), pool()

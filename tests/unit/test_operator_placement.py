@@ -11,15 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolspecs import a_pod, colocated_spec
-from rollout_operator.core.placement import Misplaced, Place, Placement, Waits
+from rollout_operator.core.placement import (
+    Misplaced,
+    Place,
+    Placement,
+    Waits,
+)
 from rollout_operator.core.trainers import (
+    SETTLED_SECONDS,
     Beside,
     Device,
     DeviceClaim,
+    DeviceSlice,
     Taken,
     Trainer,
+    TrainerWatch,
     parse_claim,
+    parse_slice,
     parse_trainer,
+    published_uuids,
 )
 from rollout_operator.core.world import Pod
 from rollout_worker.claims import natural
@@ -43,7 +53,9 @@ def claim(of: str, count: int = 8, **fields: Any) -> DeviceClaim:
 
 def beside(*trainers: Trainer, claims: tuple[DeviceClaim, ...] | None = None) -> Beside:
     found = tuple(claim(t.name) for t in trainers) if claims is None else claims
-    return Beside(trainers, {c.name: c for c in found})
+    devices = [device.name for each in found for device in each.devices]
+    uuids = {name: f"GPU-{name}" for name in devices}
+    return Beside(trainers, {c.name: c for c in found}, uuids=uuids)
 
 
 def place(answer: object) -> Place:
@@ -83,9 +95,10 @@ def test_eight_trainers_of_eight_devices_with_four_slots(order: list[str], rando
         mine = place(places.of(replica, 0))
         assert mine.trainer == f"t-{replica // 4}"
         assert (mine.node, mine.claim) == (f"node of {mine.trainer}", f"claim of {mine.trainer}")
-        assert mine.first == 2 * (replica % 4)
+        first = 2 * (replica % 4)
         where = f"gpu.example.com/node of {mine.trainer}/gpu-"
-        assert mine.devices == (f"{where}{mine.first}", f"{where}{mine.first + 1}")
+        assert mine.devices == (f"{where}{first}", f"{where}{first + 1}")
+        assert mine.uuids == tuple(f"GPU-{name}" for name in mine.devices)
         assert not used & {(mine.claim_uid, d) for d in mine.devices}
         used |= {(mine.claim_uid, d) for d in mine.devices}
     assert len(used) == 64
@@ -190,7 +203,11 @@ def test_devices_are_ordered_by_pool_and_number() -> None:
             {},
             "waits for the trainer's pod 't' to be scheduled, which needs ResourceClaim 'claim of t'",
         ),
-        ({"node": None, "claims": ()}, {}, "waits for the trainer's pod 't' to be scheduled"),
+        (
+            {"node": None, "claims": (), "extended": True},
+            {},
+            "waits for the trainer's pod 't' to be scheduled",
+        ),
         (
             {},
             {"deleting": True},
@@ -243,6 +260,40 @@ def test_a_share_that_does_not_fit_is_told_with_the_numbers(slots: int, tensor: 
     )
 
 
+def test_a_share_of_devices_without_uuids_is_told_and_moves_nobody() -> None:
+    """Names, the bus and CUDA each have an order of their own: who guesses may compute on another's."""
+    spec = colocated_spec(replicas=2, slots=2, tensor=4)
+    known = beside(trainer("t"))
+    mine = pod_at(place(Placement(spec, known).of(1, 0)), 1)
+    lost = {name: uuid for name, uuid in known.uuids.items() if not name.endswith("gpu-5")}
+    unknown = replace(known, uuids=lost)
+    assert isinstance(Placement(spec, unknown).of(0, 0), Place), "all of its own are known"
+    reason, text = wrong(Placement(spec, unknown).of(1, 0))
+    assert reason == "NoDeviceUuid"
+    assert text == (
+        "the driver of gpu.example.com/node of t/gpu-5 publishes no attribute uuid of it in a ResourceSlice, "
+        "so which of the 8 devices of ResourceClaim 'claim of t' a pod is to use can't be told it: use a "
+        "driver that does, or spec.colocation.slots 1"
+    )
+    assert Placement(spec, unknown).lost(mine) is None
+    whole = colocated_spec(replicas=1, tensor=8)
+    found = place(Placement(whole, replace(known, uuids={})).of(0, 0))
+    assert found.uuids == (), "who has all of a claim needs no order"
+
+
+def test_uuids_are_those_of_a_pools_latest_slices() -> None:
+    def read(generation: int, **attributes: Any) -> DeviceSlice:
+        devices = [{"name": "gpu-0", "attributes": attributes}, {"name": "gpu-1"}]
+        pool = {"name": "n1", "generation": generation}
+        return parse_slice({"spec": {"driver": "d.com", "pool": pool, "devices": devices}})
+
+    plain, whole = {"string": "GPU-a"}, {"string": "GPU-b"}
+    slices = [read(2, uuid=plain), read(1, **{"d.com/uuid": whole})]
+    assert published_uuids(slices) == {"d.com/n1/gpu-0": "GPU-a"}
+    assert published_uuids(slices[1:]) == {"d.com/n1/gpu-0": "GPU-b"}
+    assert published_uuids([read(1, uuid={"int": 3}), read(2, index={"int": 0})]) == {}
+
+
 def test_a_pod_without_claims_is_told() -> None:
     spec = colocated_spec(replicas=1)
     reason, text = wrong(Placement(spec, beside(trainer("t", claims=()))).of(0, 0))
@@ -290,6 +341,8 @@ def test_a_pod_stays_in_its_place_and_leaves_it_for_another() -> None:
     unscheduled = replace(mine, node=None)
     assert Placement(spec, both).lost(unscheduled) is None
     first = beside(trainer("a"), trainer("t-0"), trainer("t-1"))
+    waits = Placement(spec, replace(first, stable_seconds=SETTLED_SECONDS - 9))
+    assert (waits.lost(mine), waits.moves_in) == (None, 9.0)
     assert Placement(spec, first).lost(mine) == (
         "its place is beside the trainer's pod 'a', with claim 'claim of a'"
     )
@@ -335,6 +388,47 @@ def test_a_pod_goes_with_the_claim_that_was_made_for_its_trainer() -> None:
     assert Placement(spec, beside()).lost(mine) == "its claim is gone"
     again = beside(trainer("t"), claims=(replace(made, uid="another"),))
     assert Placement(spec, again).lost(mine) == "its claim is gone"
+
+
+def test_of_two_pods_with_one_claim_the_older_is_the_trainers() -> None:
+    spec = colocated_spec(replicas=2, tensor=8)
+    first = trainer("t-0", created="2026-01-01T00:00:00Z")
+    copy = replace(first, name="a", uid="copy", created="2026-01-02T00:00:00Z")
+    found = Placement(
+        spec, beside(copy, first, trainer("t-1"), claims=(claim("t-0"), claim("t-1")))
+    )
+    assert [place(found.of(i, 0)).trainer for i in range(2)] == ["t-0", "t-1"]
+    assert [each.reason for each in found.strangers] == ["NoClaim"]
+    going = replace(first, deleting=True)
+    follows = beside(copy, going, trainer("t-1"), claims=(claim("t-0"), claim("t-1")))
+    found = Placement(spec, follows)
+    assert place(found.of(0, 0)).trainer == "a", "it takes the other one's place"
+    assert not found.strangers
+
+
+def test_a_trainer_has_shrunk_until_all_are_back_or_it_has_been_so_for_a_while() -> None:
+    watch, (a, b, c) = TrainerWatch(), (trainer(name) for name in "abc")
+    seen = [
+        ([a, b, c], 0.0), ([b, c], 1.0), ([c], 2.0), ([replace(a, uid="again"), c], 3.0),
+        ([a, replace(b, uid="again"), c], 4.0), ([a], 5.0), ([a], 64.0), ([a], 65.0),
+    ]  # fmt: skip
+    told = [(watch.stable_seconds(there, now), watch.has_shrunk) for there, now in seen]
+    assert [shrunk for _, shrunk in told] == [False, True, True, True, False, True, True, False]
+    assert [seconds for seconds, _ in told] == [0, 0, 0, 0, 0, 0, 59, 60]
+
+
+def test_an_extended_resource_makes_a_trainer_until_it_is_scheduled() -> None:
+    def read(limit: str, **spec: Any) -> Trainer:
+        made = {"containers": [{"resources": {"limits": {"cpu": 1, limit: 1}}}], **spec}
+        found = parse_trainer({"metadata": META, "spec": made})
+        assert found is not None
+        return found
+
+    for limit in ("nvidia.com/gpu", "deviceclass.resource.kubernetes.io/gpu"):
+        assert read(limit).has_devices
+        assert not read(limit, nodeName="n").has_devices, "then it would have a claim"
+    for limit in ("memory", "hugepages-2Mi", "example.kubernetes.io/x"):
+        assert not read(limit).has_devices
 
 
 META = {"name": "t-0", "uid": "u", "labels": {"job": "grpo"}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ PLACE = Place(
     claim_uid="u",
     request="gpus",
     devices=("gpu.example.com/n1/gpu-2", "gpu.example.com/n1/gpu-3"),
-    first=2,
+    uuids=("GPU-5d4c", "GPU-0a1b"),
 )
 
 
@@ -219,7 +220,7 @@ def test_each_pod_of_a_colocated_gang_takes_the_turn_of_its_own_node() -> None:
     found = []
     for rank in (0, 1):
         devices = tuple(f"gpu.example.com/n{rank}/gpu-{i}" for i in (0, 1))
-        place = Place(f"t-{rank}", f"n{rank}", f"claim-{rank}", f"u{rank}", "gpus", devices, 0)
+        place = Place(f"t-{rank}", f"n{rank}", f"claim-{rank}", f"u{rank}", "gpus", devices)
         made = builder.build(0, rank, 0, place)
         told = env(made)
         assert (told["ROLLOUT_NODES"], told["ROLLOUT_RANK"]) == ("2", str(rank))
@@ -337,6 +338,41 @@ def test_names_labels_and_owner_are_the_contract() -> None:
     assert pod["spec"]["readinessGates"] == [{"conditionType": "rollout.dev/serving"}]
 
 
+def test_what_engines_compile_lies_in_the_pools_volume_and_models_do_not() -> None:
+    engine = {"type": "vllm", "env": [{"name": "TRITON_CACHE_DIR", "value": "/mine"}]}
+    claim = {"name": "kernels", "subPath": "h100"}
+    pod = build(engine=engine | {"cache": {"claim": claim}})
+    [container] = pod["spec"]["containers"]
+    source = {"persistentVolumeClaim": {"claimName": "kernels"}}
+    assert {"name": "rollout-cache", **source} in pod["spec"]["volumes"], "and is written to"
+    mount = {"name": "rollout-cache", "mountPath": "/rollout/cache", "subPath": "h100"}
+    assert mount in container["volumeMounts"]
+    values = env(pod)
+    assert values["VLLM_CACHE_ROOT"] == "/rollout/cache/vllm"
+    assert values["XDG_CACHE_HOME"] == values["FLASHINFER_WORKSPACE_BASE"] == "/rollout/cache"
+    assert values["TRITON_CACHE_DIR"] == "/mine", "the user's own win"
+    assert values["HF_HOME"] == "/tmp/.cache/huggingface"
+    plain = build(engine=engine)
+    assert not [v for v in plain["spec"]["volumes"] if v["name"] == "rollout-cache"]
+    assert not {"XDG_CACHE_HOME", "HF_HOME"} & env(plain).keys()
+
+
+@pytest.mark.parametrize(
+    ("resource", "device"),
+    [("nvidia.com/gpu", "cuda"), ("nvidia.com/mig-1g.10gb", "cuda"), ("amd.com/gpu", "cuda"),
+     ("example.com/gpu", None), ("notnvidia.com/gpu", None), ("gpu.intel.com/i915", None)],
+)  # fmt: skip
+def test_who_gets_an_accelerator_never_runs_on_the_cpu_in_silence(
+    resource: str, device: str | None
+) -> None:
+    assert env(build(accelerator={"resource": resource})).get("ROLLOUT_DEVICE") == device
+    assert "ROLLOUT_DEVICE" not in env(build())
+    builder = PodBuilder("pool", "ns", "uid", "", colocated_spec(), EngineDefaults(image="w"))
+    driver = resource.partition("/")[0]
+    place = replace(PLACE, devices=(f"{driver}/n1/gpu-2",))
+    assert env(builder.build(0, 0, 0, place)).get("ROLLOUT_DEVICE") == device
+
+
 def test_grace_is_drain_and_fifteen_seconds_and_no_part_of_the_revision() -> None:
     assert build(drainSeconds=60)["spec"]["terminationGracePeriodSeconds"] == 75
     assert revision(spec_of(drainSeconds=60)) == revision(spec_of())
@@ -356,6 +392,7 @@ def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
     ]
     other: list[dict[str, Any]] = [
         {"engine": {"type": "hf", "image": "x"}},
+        {"engine": {"type": "hf", "cache": {"claim": {"name": "c"}}}},
         {"podTemplate": {"labels": {"a": "b"}}},
         {"podTemplate": {"sidecars": [{"name": "logs", "image": "logs:1"}]}},
         {"worker": {"logLevel": "debug"}},

@@ -67,6 +67,42 @@ def test_it_holds_an_object_but_not_its_namesake() -> None:
     assert not store.holds("pods", pod("a", 2, uid="another"))
     assert not store.holds("pods", pod("b", 2))
     assert not store.holds("services", pod("a", 2))
+def of_class(found: Obj, operator_class: str | None) -> Obj:
+    return found | {"spec": {"operatorClass": operator_class} if operator_class else {}}
+
+
+@pytest.mark.parametrize(
+    ("ours", "of_pool", "leads"),
+    [("", None, True), ("blue", "blue", True), ("", "blue", False), ("blue", None, False),
+     ("blue", "green", False)],
+)  # fmt: skip
+@pytest.mark.parametrize("way", ["watch", "list"])
+def test_a_pool_of_another_class_and_its_children_are_left_alone(
+    ours: str, of_pool: str | None, leads: bool, way: str
+) -> None:
+    store = Store(ours)
+    theirs, child = of_class(pool(1), of_pool), pod("math-0-0", 2)
+    if way == "watch":
+        store.take("pools", "ADDED", theirs)
+        woken = store.take("pods", "ADDED", child)
+    else:
+        store.replace("pools", [theirs], listed_at="5")
+        woken, _ = store.replace("pods", [child], listed_at="5")
+    assert woken == ({KEY} if leads else set())
+    assert store.pool(KEY) == (theirs if leads else None)
+    assert (store.keys(), names(store), store.size(KEY)) == (
+        ([KEY], ["math-0-0"], 1) if leads else ([], [], 0)
+    )
+
+
+def test_a_pool_whose_name_goes_to_one_of_another_class_is_let_go() -> None:
+    store = Store("blue")
+    store.take("pools", "ADDED", of_class(pool(1), "blue"))
+    again = of_class(pool(5), "green")
+    assert store.take(
+        "pools", "MODIFIED", again | {"metadata": again["metadata"] | {"uid": "b"}}
+    ) == {KEY}
+    assert store.pool(KEY) is None
 
 
 def test_managed_fields_are_not_kept() -> None:

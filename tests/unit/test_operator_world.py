@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from poolspecs import spec_of
 from rollout_operator.api.names import EXIT_GANG, worker_labels
+from rollout_operator.api.revision import revision
 from rollout_operator.core.podreader import PodReader, boot_of, parse_pod
 from rollout_operator.core.world import Pod, Worker
 from rollout_worker.schemas import Lifecycle
@@ -311,6 +313,47 @@ def test_what_stands_in_a_pods_way(status: dict[str, Any], said: str) -> None:
     found = parse_pod({**RAW, "status": status}, "owner")
     assert found is not None
     assert found.trouble == said
+
+
+def made_by_us(**changes: Any) -> dict[str, Any]:
+    """A pod as the operator makes it, for the present spec."""
+    spec = spec_of()
+    labels = {**worker_labels("p", 3, 1), "rollout.dev/revision": revision(spec)}
+    meta = {**RAW["metadata"], "labels": labels, **changes.pop("metadata", {})}
+    own = {"serviceAccountName": "rollout-worker", "hostname": "p-3-1", "subdomain": "p-heads"}
+    return {**RAW, "metadata": meta, "spec": {**own, **changes}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"metadata": {"name": "x-3-1"}}, "is not called 'p-3-1'"),
+        ({"serviceAccountName": "default"}, "runs under service account 'default', not 'rollout-w"),
+        ({"serviceAccountName": None}, "runs under service account 'default'"),
+        (
+            {"serviceAccountName": "default", "subdomain": "other",
+             "metadata": {"labels": {**worker_labels("p", 3, 1), "rollout.dev/revision": "v1-old"}}},
+            "runs under service account 'default'",
+        ),
+    ],
+    ids=["another name", "another account", "no account", "patched to look old"],
+)  # fmt: skip
+def test_a_pod_that_is_patched_to_look_like_ours_is_told_and_left_alone(
+    changes: dict[str, Any], why: str
+) -> None:
+    reader = PodReader()
+    assert reader.read([made_by_us(**changes)], "p", "owner", spec_of()) == ((), ())
+    (told,) = reader.strangers
+    assert why in told
+    assert told.endswith("so it gets no calls: delete it, or take both off it")
+
+
+def test_a_change_of_the_account_makes_no_strangers_of_the_pods_that_are_there() -> None:
+    """They are replaced one after the other, as for any change of the template."""
+    reader, changed = PodReader(), spec_of(serviceAccountName="other")
+    [[_], _] = reader.read([made_by_us()], "p", "owner", spec_of())
+    [[_], _] = reader.read([made_by_us()], "p", "owner", changed)
+    assert not reader.strangers
 
 
 def test_an_object_is_parsed_once() -> None:

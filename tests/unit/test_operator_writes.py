@@ -357,7 +357,9 @@ async def test_progress_is_told_when_the_clock_was_set_back(
     count = len(written)
     clock.wall -= 3600
     clock.steady += 0.5
-    ctx.store.upsert("pods", {**pod(resourceVersion="9"), "spec": {"nodeName": "n1"}})
+    ctx.store.upsert(
+        "pods", {**pod(resourceVersion="9"), "spec": pod()["spec"] | {"nodeName": "n1"}}
+    )
     left = await reconciler.reconcile(KEY)
     assert left is not None
     assert left <= 0.5

@@ -32,6 +32,7 @@ from rollout_worker.engines.sglang import settings
 from rollout_worker.engines.sglang.bridge import Bridge, frame
 from rollout_worker.engines.sglang.checks import check
 from rollout_worker.engines.sglang.desk import Desk
+from rollout_worker.engines.sglang.devices import number_devices, numbered
 from rollout_worker.engines.sglang.engine import SglangEngine
 from rollout_worker.engines.sglang.model import Model
 from rollout_worker.engines.sglang.process import Process
@@ -257,3 +258,28 @@ async def test_a_process_that_stays_stopped_is_missed_and_one_that_a_debugger_he
     await until(lambda: bool(gone))
     assert gone == [f"a process of SGLang (pid {child.pid}) ended"]
     assert watched.stopped() is None
+
+
+def test_uuids_of_devices_become_the_numbers_that_sglang_reads() -> None:
+    told = "0, GPU-b7-a\n1, GPU-03-f\n"
+    assert numbered("GPU-03-f,GPU-b7", told) == "1,0"
+    assert numbered("GPU-03-f,GPU-else", told) is None
+    assert numbered("GPU-03-f", "No devices were found") is None
+
+
+def test_devices_keep_their_uuids_where_nobody_can_number_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-03-f")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    number_devices()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-03-f"
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '0, GPU-b7-a'; echo '1, GPU-03-f'\n")
+    smi.chmod(0o755)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    number_devices()
+    assert (os.environ.pop("CUDA_DEVICE_ORDER"), os.environ["CUDA_VISIBLE_DEVICES"]) == (
+        "PCI_BUS_ID",
+        "1",
+    )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.spec_colocation import DEVICES_CLAIM
 from rollout_operator.core.placement import Place
+
+CUDA_VENDORS = (".nvidia.com", ".amd.com")
+"""Domains of resources and DRA drivers whose devices PyTorch calls `cuda`."""
 
 _VOLUME = "rollout-turn"
 
@@ -42,12 +46,11 @@ def environment(
     The folder is one for all pools of a node: the socket's name says the namespace, too, and is
     short, for the path of a socket has at most 107 bytes.
     """
-    values = {}
+    values = torch_device(place.devices)
     if spec.colocation is not None and spec.colocation.slots > 1:
-        indices = range(place.first, place.first + len(place.devices))
-        # Drivers name devices in the order of the bus; CUDA's own default is the fastest first.
+        # Not by index: neither names nor CUDA's own order need follow the bus.
         values["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        values["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in indices)
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(place.uuids)
     if turn_claim:
         values["ROLLOUT_TURN_DIRECTORY"] = names.TURN_MOUNT
         values["ROLLOUT_TURN_DEVICES"] = ",".join(place.devices)
@@ -56,6 +59,18 @@ def environment(
         digest = hashlib.sha256(f"{namespace}/{pod}".encode()).hexdigest()[:10]
         values["ROLLOUT_WEIGHTS_SOCKET"] = f"{names.TURN_MOUNT}/weights-{digest}.sock"
     return values
+
+
+def torch_device(of: Iterable[str]) -> dict[str, str]:
+    """Return which device the engine is told to run on: with none in sight it fails, and takes no CPU.
+
+    Args:
+        of: resources, or devices of claims. Their vendor's domain comes first. PyTorch calls the
+            devices of two vendors `cuda`; of others the worker looks at what is there.
+    """
+    domains = [f".{name.partition('/')[0]}" for name in of]
+    known = all(domain.endswith(CUDA_VENDORS) for domain in domains)
+    return {"ROLLOUT_DEVICE": "cuda"} if domains and known else {}
 
 
 def turn_volume(turn_claim: str) -> Obj:

@@ -6,8 +6,22 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
 
-from . import gang
+from . import devices, gang
 from .volumes import weights_roots
+
+CACHES = {
+    "XDG_CACHE_HOME": "",
+    "VLLM_CACHE_ROOT": "/vllm",
+    "SGLANG_CACHE_DIR": "/sglang",
+    "TORCHINDUCTOR_CACHE_DIR": "/inductor",
+    "TRITON_CACHE_DIR": "/triton",
+    "FLASHINFER_WORKSPACE_BASE": "",  # it adds .cache/flashinfer itself
+    "DG_JIT_CACHE_DIR": "/deep_gemm",
+    "TVM_FFI_CACHE_DIR": "/tvm-ffi",
+    "QUACK_CACHE_DIR": "/quack",
+    "CUDA_CACHE_PATH": "/nv",
+}
+"""Where engines and the compilers below them put what they compile, in the volume for it."""
 
 
 def settings(
@@ -32,7 +46,15 @@ def settings(
         "ROLLOUT_MAX_QUEUE": str(spec.worker.max_queue),
         "ROLLOUT_LOG_LEVEL": spec.worker.log_level,
         "HOME": "/tmp",
+        # Caches are named after the user, and the image's uid has no name in its passwd.
+        "USER": "rollout",
+        "LOGNAME": "rollout",
     }
+    if spec.accelerator is not None:
+        values |= devices.torch_device([spec.accelerator.resource])
+    if spec.engine.cache is not None:
+        values |= {name: f"{names.CACHE_MOUNT}{folder}" for name, folder in CACHES.items()}
+        values["HF_HOME"] = "/tmp/.cache/huggingface"  # else models would fill the cache's volume
     if rank == 0:  # the other ranks of a gang fetch from it
         values["ROLLOUT_WEIGHTS_PORT"] = str(spec.weights.transport.port)
     if spec.weights.transport.tls == "Required":

@@ -17,6 +17,9 @@ def volumes(spec: RolloutReplicaSpec) -> list[Obj]:
     for name, claim in _claims(spec).items():
         source = {"claimName": claim.name, "readOnly": True}
         out.append({"name": name, "persistentVolumeClaim": source})
+    if spec.engine.cache is not None:
+        cached = {"claimName": spec.engine.cache.claim.name}
+        out.append({"name": "rollout-cache", "persistentVolumeClaim": cached})
     return out
 
 
@@ -33,6 +36,10 @@ def mounts(spec: RolloutReplicaSpec) -> list[Obj]:
         if claim.sub_path:
             mount["subPath"] = claim.sub_path
         out.append(mount)
+    if spec.engine.cache is not None:
+        folder = spec.engine.cache.claim.sub_path
+        below = {"subPath": folder} if folder else {}
+        out.append({"name": "rollout-cache", "mountPath": names.CACHE_MOUNT, **below})
     return out
 
 

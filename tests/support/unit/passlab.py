@@ -27,7 +27,7 @@ from rollout_operator.cache.store import Store
 from rollout_operator.config import Config, EngineDefaults
 from rollout_operator.core.hybrid import parse_candidate
 from rollout_operator.core.services import pool_services
-from rollout_operator.core.trainers import parse_claim, parse_trainer
+from rollout_operator.core.trainers import parse_claim, parse_slice, parse_trainer
 from rollout_operator.kube.client import Kube
 from rollout_operator.kube.events import Recorder
 from rollout_operator.passes.context import Context
@@ -119,6 +119,7 @@ class PassLab:
                 {
                     "pods": parse_trainer,
                     "resourceclaims": parse_claim,
+                    "resourceslices": parse_slice,
                     "members": parse_candidate,
                 },
                 lambda key: None,
@@ -331,6 +332,7 @@ def pod(replica: int = 0, owner: str = "ours", **meta: Any) -> Obj:
             "ownerReferences": [names.controller_reference("math", owner)],
             **meta,
         },
+        "spec": {"serviceAccountName": "rollout-worker"},
         "status": {"phase": "Running"},
     }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from poolspecs import a_pod
 from rollout_operator.api.objects import Obj
 from rollout_operator.core.endpoints import differs, pool_slices, read_gates, repair, with_gates
-from rollout_operator.core.hybrid import Candidate, members
+from rollout_operator.core.hybrid import Candidate, members, strangers
 from rollout_operator.core.plan import Plan
 from rollout_operator.core.world import Observed, Pod
 from simworker import SimWorker
@@ -40,10 +40,16 @@ class SimHybrid:
 
     def members(self) -> list[Pod]:
         """The trainer's pods as a pass sees them."""
-        world = self.world
         gates = read_gates(self.slices.values(), "pool", "owner")
-        shown = (p for p in world.pods.values() if p.uid not in world.unlabelled)
-        return list(members(world.spec, (Candidate(p, self.account(p)) for p in shown), gates))
+        return list(members(self.world.spec, self._selected(), gates))
+
+    def strangers(self) -> tuple[str, ...]:
+        """What is told of selected pods that are no members."""
+        return strangers(self.world.spec, self._selected())
+
+    def _selected(self) -> list[Candidate]:
+        shown = (p for p in self.world.pods.values() if p.uid not in self.world.unlabelled)
+        return [Candidate(pod, self.account(pod)) for pod in shown]
 
     def account(self, pod: Pod) -> str:
         """The service account of a pod."""
@@ -130,7 +136,7 @@ class SimHybrid:
             assert not there[uid].deleting
             assert not there[uid].finished
         by_name = [e["hostname"] for e in self.endpoints("pool-heads")]
-        assert by_name == [f"pool-{p.replica}-0" for p in seen.pods if p.name != STRANGER]
+        assert by_name == [f"pool-{p.replica}-0" for p in seen.pods]
 
     def endpoints(self, service: str = "pool") -> list[dict[str, Any]]:
         """Endpoints of a Service, in the order of its slices."""

@@ -11,8 +11,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from rollout_operator.api.spec import RolloutReplicaSpec
-from rollout_operator.core.trainers import Beside, Device, DeviceClaim, Trainer
+from rollout_operator.core.trainers import (
+    SETTLED_SECONDS,
+    Beside,
+    Device,
+    DeviceClaim,
+    Trainer,
+    TrainerWatch,
+)
 from rollout_operator.core.world import Pod
+from rollout_worker.claims import natural
 
 GONE_SECONDS = 2.0
 """How long a pod of the trainer's terminates."""
@@ -24,11 +32,14 @@ class SimTrainers:
     def __init__(self, spec: RolloutReplicaSpec, *, generated: bool) -> None:
         assert spec.colocation is not None
         self.generated = generated
+        self.slots, self.nodes = spec.colocation.slots, spec.parallelism.nodes
         self.count = spec.colocation.slots * spec.world // spec.parallelism.nodes
         self.pods: dict[str, Trainer] = {}
         self.claims: dict[str, DeviceClaim] = {}
         self.wanted = ["t-0", "t-1"]
         self.listed = True
+        self.watch = TrainerWatch()
+        self.tick = 0.0
         self.uids = 0
         self.sites = 0
         """Claims that stay are allocated on a node of this number from now on."""
@@ -39,15 +50,41 @@ class SimTrainers:
         if not self.listed:
             self.listed = True  # the next list brings it
             return Beside(unknown="list pods: no answer")
-        return Beside(tuple(reversed(self.pods.values())), dict(self.claims))
+        stable = self.watch.stable_seconds(self.pods.values(), self.tick)
+        devices = [device.name for claim in self.claims.values() for device in claim.devices]
+        return Beside(
+            tuple(reversed(self.pods.values())),
+            dict(self.claims),
+            stable_seconds=stable,
+            has_shrunk=self.watch.has_shrunk,
+            uuids={name: f"GPU-{name}" for name in devices},
+        )
+
+    def settles(self, pods: Iterable[Pod]) -> bool:
+        """Whether one of the pool's pods may have to move once the trainer has not changed for a while."""
+        if self.watch.has_shrunk and self.watch.changed_at > self.tick - SETTLED_SECONDS:
+            return True
+        order = [self.pods[name] for name in sorted(self.pods, key=natural)]
+        claims = [self.claims[name].uid for pod in order for name in pod.claims]
+        return any(
+            claims[(pod.replica * self.nodes + pod.rank) // self.slots :][:1]
+            != [pod.taken.claim_uid]
+            for pod in pods
+            if pod.taken is not None
+        )
 
     def restart(self, name: str) -> None:
         """A pod of the trainer's is deleted; whoever made it makes it again."""
         if name in self.pods and not self.pods[name].deleting:
             self.pods[name] = replace(self.pods[name], deleting=True)
 
+    def lose(self, name: str) -> None:
+        """A pod fails: it counts no more at once, and the claim that was made for it goes."""
+        self._end_claim(self.pods.pop(name))
+
     def catch_up(self, tick: float, users: Iterable[Pod]) -> None:
         """Whatever is due by now: pods go and come, claims go and are allocated."""
+        self.tick = tick
         by_claim: dict[str, list[str]] = {}
         for pod in users:
             if pod.taken is not None:

@@ -15,8 +15,9 @@ from rollout_worker.turn import Turn
 
 PODS = "/api/v1/namespaces/default/pods"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
+SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 _POOLS = "/apis/rollout.dev/v1alpha1/namespaces/default/rolloutreplicas"
-_SLICES = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
+_ENDPOINTS = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
 GPUS = ("gpu.example.com/node-1/gpu-9", "gpu.example.com/node-1/gpu-10")
 """What the worker shares with the trainer, in natural order."""
 
@@ -47,7 +48,7 @@ class PlayedPool:
         self._reached = "Active"
         server.answers["GET", f"{_POOLS}/math"] = self._read
         server.answers["PATCH", f"{_POOLS}/math"] = self._write
-        server.answers["GET", _SLICES] = self._slices
+        server.answers["GET", _ENDPOINTS] = self._slices
 
     @property
     def state(self) -> str:

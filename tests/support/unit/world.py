@@ -19,7 +19,7 @@ from rollout_operator.core.decide import decide
 from rollout_operator.core.hybrid import with_members
 from rollout_operator.core.plan import Plan
 from rollout_operator.core.stuck import STUCK_SECONDS
-from rollout_operator.core.trainers import Beside
+from rollout_operator.core.trainers import Beside, TrainerWatch
 from rollout_operator.core.world import Observed, Pod
 from rollout_operator.passes.witness import Witness
 from rollout_worker.schemas import WeightsId
@@ -83,6 +83,7 @@ class World(SimPods):
             retry=self.retry,
             predecessors=told[len(pods) :],
             beside=self.trainers.beside() if self.trainers else Beside(),
+            strangers=self.hybrid.strangers() if self.hybrid is not None else (),
         )
 
     def _is_polled(self, pod: Pod) -> bool:
@@ -93,6 +94,8 @@ class World(SimPods):
         """The operator restarts: what it only remembered is gone."""
         self.barrier = None
         self.witness, self._forced_at = Witness(), {}
+        if self.trainers is not None:
+            self.trainers.watch = TrainerWatch()
         self.conflicts = {}
         self.failures = {}
         self.answers = {}
@@ -187,7 +190,9 @@ class World(SimPods):
         for _ in range(steps):
             plan = self.step()
             after = (self.status.model_copy(update={"message": ""}), tuple(sorted(self.pods)))
-            acted = plan.calls or plan.create or plan.delete or plan.gates or self.flights
+            acted = bool(
+                plan.calls or plan.create or plan.delete or plan.gates or self.flights
+            ) or (self.trainers is not None and self.trainers.settles(self.pods.values()))
             if after == before and not acted and not any(p.deleting for p in self.pods.values()):
                 break
             before = after

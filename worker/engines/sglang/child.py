@@ -12,6 +12,7 @@ import sys
 from importlib.metadata import version
 
 from rollout_worker.engines import tested
+from rollout_worker.engines.sglang.devices import number_devices
 from rollout_worker.turn.sharing import join
 
 PR_SET_PDEATHSIG = 1
@@ -33,6 +34,7 @@ def main() -> None:
         flags.remove(tested.FLAG)
     elif (why := tested.refusal("SGLang", version("sglang"))) is not None:
         sys.exit(f"Error: {why}")
+    number_devices()
     from rollout_worker.engines.sglang import serving
 
     serving.run(descriptor, flags)
