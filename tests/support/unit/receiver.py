@@ -41,6 +41,8 @@ class Receiver:
         self.release = threading.Event()
         """Set: it gives the memory back at once."""
         self.release.set()
+        self.keeps: list[mmap.mmap] = []
+        """While it does not give memory back: what it reads."""
         self._memory = bytearray()
         self._have: set[int] = set()
         self._connections: list[Connection] = []
@@ -62,13 +64,17 @@ class Receiver:
         node = None if self.path is None else node_of(self.path)
         return {"ticket": self.ticket, "port": self.port, "socket": self.path, "node": node}
 
+    def hang_up(self) -> None:
+        """End its connections without another word."""
+        for connection in self._connections:
+            connection.interrupt()
+
     def close(self) -> None:
         for each in self._listeners:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
-        for connection in self._connections:
-            connection.interrupt()
+        self.hang_up()
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -134,7 +140,12 @@ class Receiver:
             following.send(Kind.END, frame.head)
             _pass_on(following, connection, behind)
         if shared is not None:
+            if not self.release.is_set():
+                self.keeps.append(shared)
             self.release.wait(30)
+            self.keeps.clear()
+            view.release()
+            shared.close()
             connection.send(Kind.RELEASED)
 
     def _following(self, back: Connection, hello: dict[str, Any]) -> Connection | None:
