@@ -22,7 +22,6 @@ from rollout_worker.transfer.frames import (
     CHUNK_BYTES,
     HOP_SECONDS,
     LEASE_SECONDS,
-    PROTOCOL,
     Ended,
     Frame,
     Kind,
@@ -216,15 +215,11 @@ class Sender:
             }
             for each in chain[1:]
         ]
-        hello: dict[str, Any] = {
-            "protocol": PROTOCOL,
-            "ticket": chain[0].transfer.ticket,
-            "name": chain[0].name,
-        }
-        layout = self._filling.layout.to_json()
+        about: dict[str, Any] = {"name": chain[0].name, "hops": hops}
         if self._deltas is not None:
-            hello["base"] = self._deltas.base
-        connection.send(Kind.HELLO, {**hello, "layout": layout, "hops": hops})
+            about["base"] = self._deltas.base
+        about["layout"] = self._filling.layout.to_json()
+        connection.introduce(chain[0].transfer.ticket, about)
         have = _ranges(connection.expect(Kind.READY), self._filling.layout.nbytes)
         reader = Reader(connection, chain, self._filling, self._board, self)
         reader.start()

@@ -87,9 +87,11 @@ class Receiver:
         try:
             connection.keep_alive()
             hello = connection.expect(Kind.HELLO)
-            self.hellos.append(dict(hello.head))
+            about = {**hello.head, **connection.expect(Kind.LAYOUT).head}
+            connection.takes_memory = True
+            self.hellos.append(about)
             if not self._fault(connection, hello):
-                self._take(connection, PushLayout.from_json(hello.head["layout"]), dict(hello.head))
+                self._take(connection, PushLayout.from_json(about["layout"]), about)
         except TransferError as error:
             self.error = str(error)
         finally:
@@ -158,8 +160,8 @@ class Receiver:
             back.send(Kind.FAILED, {"name": hops[0]["name"], "detail": str(error)})
             return None
         made.keep_alive()
-        body = {"protocol": 1, "ticket": hops[0]["ticket"], "name": hops[0]["name"]}
-        made.send(Kind.HELLO, {**body, "layout": hello["layout"], "hops": hops[1:]})
+        about = {"name": hops[0]["name"], "layout": hello["layout"], "hops": hops[1:]}
+        made.introduce(hops[0]["ticket"], about)
         try:
             made.expect(Kind.READY)
         except TransferError as error:
