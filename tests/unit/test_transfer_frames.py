@@ -82,6 +82,7 @@ def test_a_descriptor_comes_along_with_memory() -> None:
     os.write(handle, b"weights")
     ours.send(Kind.MEMORY, {"size": 7}, handle=handle)
     os.close(handle)
+    theirs.takes_memory = True
     frame = theirs.expect(Kind.MEMORY)
     assert frame.handle is not None
     assert os.pread(frame.handle, 7, 0) == b"weights"
@@ -96,13 +97,14 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.parametrize("kind", [Kind.PING, Kind.MEMORY])
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_descriptor_with_another_frame_is_refused_and_closed(count: int) -> None:
+def test_a_descriptor_that_is_not_due_is_refused_and_closed(count: int, kind: Kind) -> None:
     ours, theirs = map(Connection, socket.socketpair(socket.AF_UNIX))
     before = len(descriptors())
     handles = [os.memfd_create("test") for _ in range(count)]
     with socket.socket(fileno=os.dup(ours._sock.fileno())) as sock:
-        socket.send_fds(sock, [raw(Kind.PING, b"{}")], handles)
+        socket.send_fds(sock, [raw(kind, b"{}")], handles)
     for handle in handles:
         os.close(handle)
     with pytest.raises(Malformed, match="only MEMORY"):
@@ -118,6 +120,8 @@ def test_a_descriptor_with_another_frame_is_refused_and_closed(count: int) -> No
         (raw(99, b"{}"), "no frame of kind 99"),
         (raw(Kind.HELLO, b"", MAX_HEAD_BYTES + 1), "are the most"),
         (raw(Kind.HELLO, b"{"), "not JSON"),
+        (raw(Kind.LAYOUT, b"[" + b"{}," * 300 + b"0]"), "more parts than any layout"),
+        (raw(Kind.LAYOUT, b"[" + b"0," * 300 + b"0]"), "more parts than any layout"),
         (raw(Kind.HELLO, b"[" * 200_000), "not JSON"),
         (raw(Kind.HELLO, b"\xff"), "not JSON"),
         (raw(Kind.HELLO, b"[]"), "no JSON object"),
@@ -127,9 +131,14 @@ def test_a_descriptor_with_another_frame_is_refused_and_closed(count: int) -> No
     ],
 )
 def test_what_is_no_frame_is_refused(
-    pair: tuple[Connection, Connection], sent: bytes, says: str
+    pair: tuple[Connection, Connection],
+    sent: bytes,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, theirs = pair
+    monkeypatch.setattr(connection, "MAX_NESTED", 250_000 if b"[[" in sent else 250)
+    monkeypatch.setattr(connection, "MAX_ITEMS", 250)
     ours._sock.sendall(sent)
     with pytest.raises(Malformed, match=says):
         theirs.receive()

@@ -133,6 +133,30 @@ async def test_who_reads_no_answer_keeps_no_place(
                     await asyncio.sleep(0.1)
 
 
+class Swallowing(asyncio.Protocol):
+    """Takes a header as long as it is, as httptools does."""
+
+    cycle = None
+
+    def data_received(self, data: bytes) -> None:
+        """Keep it."""
+
+
+async def test_a_header_without_an_end_is_cut_off(tmp_path: Path) -> None:
+    sock = bind("127.0.0.1", 0, "--data-port")
+    sock.setblocking(False)
+    sock.listen()
+    listener = Listener(sock, Swallowing, Room(4))
+    try:
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nX: " + b"a" * (4 * connections.HEADER_BYTES))
+        assert await closed((reader, writer))
+        writer.close()
+    finally:
+        listener.close()
+        await listener.wait_closed()
+
+
 class Telling(asyncio.Protocol):
     """Says much, and gives up before the end."""
 

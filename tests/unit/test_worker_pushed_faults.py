@@ -27,7 +27,7 @@ from tiny_worker import TinyWorker, refused
 from waiting import until
 
 PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
-ARROWS = ("HELLO", "MEMORY", "FILLED", "DATA", "DELTA", "END")
+ARROWS = ("HELLO", "LAYOUT", "MEMORY", "FILLED", "DATA", "DELTA", "END")
 AGAIN = "the chunk is sent again"
 GONE = "the sender is gone"
 NOBODY = "no sender came"
@@ -96,21 +96,21 @@ def wrong_ticket(end: Trainer, transfer: Transfer, step: str) -> None:
 
 
 def other_model(end: Trainer, transfer: Transfer, step: str) -> None:
-    Trainer(end.connection, Version(7, {"other": ("U8", (1,))})).hello(transfer)
+    Trainer(end.connection, Version(7, {"other": ("U8", (1,))})).tell()
 
 
 def other_layout(end: Trainer, transfer: Transfer, step: str) -> None:
     layout = end.version.layout.to_json()
     layout["tensors"][1][3] = 0
-    end.hello(transfer, layout=layout)
+    end.tell(layout=layout)
 
 
 def other_protocol(end: Trainer, transfer: Transfer, step: str) -> None:
-    end.hello(transfer, protocol=2)
+    end.greet(transfer, protocol=1)
 
 
 def bad_hops(end: Trainer, transfer: Transfer, step: str) -> None:
-    end.hello(transfer, hops=[{"host": "a", "port": 0, "ticket": ""}])
+    end.tell(hops=[{"host": "a", "port": 0, "ticket": ""}])
 
 
 def no_memory(end: Trainer, transfer: Transfer, step: str) -> None:
@@ -164,7 +164,7 @@ def elsewhere(end: Trainer, transfer: Transfer, step: str) -> None:
 
 def other_base(end: Trainer, transfer: Transfer, step: str) -> None:
     end.base = Version(9)
-    end.hello(transfer)
+    end.tell()
     assert end.answer().text("slug") == "wrong-base"
 
 
@@ -245,10 +245,10 @@ FAULTS = (
     Fault("a head that is nested too deeply", nested, "not JSON", early=NOBODY),
     Fault("a frame that is not due", not_due, "READY came", early=NOBODY),
     Fault("an unknown ticket", wrong_ticket, NOBODY, ("HELLO",)),
-    Fault("another model's tensors", other_model, "is missing", ("HELLO",)),
-    Fault("tensors that overlap", other_layout, "overlaps", ("HELLO",)),
-    Fault("another protocol", other_protocol, "speaks protocol 2", ("HELLO",)),
-    Fault("malformed hops", bad_hops, "HELLO.port", ("HELLO",)),
+    Fault("another model's tensors", other_model, "is missing", ("LAYOUT",)),
+    Fault("tensors that overlap", other_layout, "overlaps", ("LAYOUT",)),
+    Fault("another protocol", other_protocol, "speaks protocol 1", ("HELLO",)),
+    Fault("malformed hops", bad_hops, "LAYOUT.port", ("LAYOUT",)),
     Fault("no descriptor", no_memory, "without a descriptor", ("MEMORY",)),
     Fault("memory that is too small", short_memory, "not 512 as was said", ("MEMORY",)),
     Fault("memory that may shrink", shrinking, "may shrink", ("MEMORY",)),
@@ -258,8 +258,8 @@ FAULTS = (
     Fault("a bit flipped twice", flipped_twice, "damaged twice", ("DATA",)),
     Fault("a bit flipped before it was sent", flipped_and_hashed, "arrived with", ("DATA",)),
     Fault("a chunk in the wrong place", elsewhere, "a chunk begins at", ("DATA",)),
-    Fault("another base than the stage's", other_base, "the stage names", ("HELLO",), ways=DELTA),
-    Fault("deltas of no base", no_base, "DELTA came", ("HELLO",), ways=DELTA),
+    Fault("another base than the stage's", other_base, "the stage names", ("LAYOUT",), ways=DELTA),
+    Fault("deltas of no base", no_base, "DELTA came", ("LAYOUT",), ways=DELTA),
     Fault("a delta in the wrong place", delta_elsewhere, "no whole chunks", ("DELTA",)),
     Fault("a delta of more than there is", delta_beyond, "DELTA.bytes", ("DELTA",)),
     Fault("a delta that writes outside", delta_outside, "lies outside", ("DELTA",)),

@@ -328,6 +328,15 @@ async def gone_at_released(scene: Scene) -> str:
     return told
 
 
+async def frozen_at_released(scene: Scene) -> str:
+    """It is silent for longer than its lease, and what serves are its pages."""
+    await scene.play()
+    await scene.phase("Staged")
+    told = await scene.commits()
+    await quiet()  # the worker has given its connection up
+    return told
+
+
 # The commit.
 
 
@@ -436,9 +445,9 @@ TROUBLES = (
     Trouble("another trainer stages a higher version", "stage", higher_version, "given up", "free"),
     Trouble("another trainer stages in a higher epoch", "stage", higher_epoch, "given up", "free"),
     Trouble("a discard while it transfers", "stage", discarded, "discarded", "free"),
-    Trouble("no room by `--staging-memory`", "HELLO", no_budget, "ERROR no-room", "Failed",
+    Trouble("no room by `--staging-memory`", "LAYOUT", no_budget, "ERROR no-room", "Failed",
             "stagingMemory", ways=TCP),
-    Trouble("no memory left to the process", "HELLO", no_memory, "ERROR no-room", "Failed",
+    Trouble("no memory left to the process", "LAYOUT", no_memory, "ERROR no-room", "Failed",
             "there is no room", ways=TCP),
     Trouble("the kernel has no page left", "DATA", no_page, "FAILED", "Failed",
             "Cannot allocate memory", ways=TCP),
@@ -454,6 +463,8 @@ TROUBLES = (
             "Staged"),
     Trouble("the trainer is killed", "RELEASED", gone_at_released, "version 5", "committed",
             ways=SHARED),
+    Trouble("the trainer freezes", "RELEASED", frozen_at_released, "version 5", "committed",
+            ways=SHARED, pings=False),
     Trouble("a commit before all is there", "commit", early_commit, "not-staged", "Staged"),
     Trouble("a commit of another root hash", "commit", other_root, "content-mismatch", "Staged"),
     Trouble("a discard just before", "commit", discarded_before_commit, "not-staged", "free"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import resource
 import socket
@@ -23,12 +24,14 @@ logger = logging.getLogger(__name__)
 MAX_DESCRIPTORS = 2**16
 DATA_PLACES = 2**14
 CONTROL_PLACES = 128
-OTHER_DESCRIPTORS = 256
-"""For everything else in the process: files, the engine's own sockets, the API server."""
+OTHER_DESCRIPTORS = 640
+"""For everything else in the process: files, the engine's own sockets, the API server, the port for weights."""
 FEWEST_PLACES = 64
 
 HEADER_SECONDS = 10.0
 """What the header of a request may take to arrive; also the handshake of TLS."""
+HEADER_BYTES = 2**17
+"""What the header of a request may have; httptools, unlike h11, keeps as much as comes."""
 DALLY_SECONDS = 0.5
 """Whoever takes longer for a handshake gives its place up before anybody else."""
 UNREAD_SECONDS = 60.0
@@ -74,6 +77,8 @@ class Connection(asyncio.Protocol):
         self.waits_since: float | None = None
         """When the header that has not ended began; None while there is none."""
         self._tls = False
+        self._header = 0
+        """Bytes of a header that has not ended."""
         self._unread, self._unread_since = 0, 0.0
         self.stuck = False
         """Whether the client takes nothing of what it was sent; as `look` has seen it."""
@@ -118,9 +123,17 @@ class Connection(asyncio.Protocol):
         """Note whether a header began or ended."""
         self._inner.data_received(data)
         if self.busy:
-            self.waits_since = None
-        elif self.waits_since is None:
+            self.waits_since, self._header = None, 0
+            return
+        if self.waits_since is None:
             self.waits_since = time.monotonic()
+        cycle: Any = getattr(self._inner, "cycle", None)
+        if not getattr(
+            cycle, "more_body", False
+        ):  # else it is of a body that nobody wants any more
+            self._header += len(data)
+            if self._header > HEADER_BYTES:
+                self.abort()
 
     def eof_received(self) -> bool | None:
         """Pass it on."""
@@ -216,7 +229,7 @@ class Listener:
                 continue
             greeting = asyncio.create_task(self._greet(sock))
             self._room.greetings[greeting] = time.monotonic()
-            greeting.add_done_callback(lambda done: self._room.greetings.pop(done, None))
+            greeting.add_done_callback(functools.partial(self._greeted, sock))
             await asyncio.sleep(
                 0
             )  # many at once must not keep those who wait for an answer waiting
@@ -231,9 +244,11 @@ class Listener:
         except OSError as error:  # of the handshake, too
             logger.debug("a connection ended before it began: %s", error)
             sock.close()
-        except asyncio.CancelledError:
+
+    def _greeted(self, sock: socket.socket, done: asyncio.Task[None]) -> None:
+        self._room.greetings.pop(done, None)
+        if done.cancelled():  # perhaps before it had begun
             sock.close()
-            raise
 
     def _connection(self) -> Connection:
         return Connection(self._make(), self._room)

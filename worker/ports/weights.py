@@ -1,39 +1,52 @@
 """The port that weights come through, over TCP and over a Unix socket: transfers only, by ticket.
 
 Each connection has a thread, for bytes that pass an event loop would keep it from everything else.
-Who has no ticket is turned away before anything large is read.
+Who has shown no ticket is a stranger: little is read of it, and nobody waits for it. Strangers have places of
+their own, few of them from one address, and the oldest of them goes for the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
-import stat
+import struct
 import threading
-from pathlib import Path
+import time
 
 from rollout_worker.settings import BadSettings, Settings
+from rollout_worker.sources.incoming import Refusal
 from rollout_worker.sources.outward import Outward
-from rollout_worker.sources.pushed import Address, Desk
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import LEASE_SECONDS, Kind, TransferError, Untrusted
+from rollout_worker.sources.pushed import Address, Desk, Work, no_ticket
+from rollout_worker.transfer.connection import Connection, first_to_go
+from rollout_worker.transfer.frames import (
+    LEASE_SECONDS,
+    PROTOCOL,
+    Kind,
+    Malformed,
+    TransferError,
+    Untrusted,
+)
 from rollout_worker.transfer.node import node_of
 from rollout_worker.transfer.tls import HANDSHAKE
 
 from .tls import Certificate
+from .unix import listen_at, remove_socket, which_socket
 
 logger = logging.getLogger(__name__)
 
-MOST = 64
-"""Connections at once: hops, peers that fetch, and a few that are about to be turned away."""
+STRANGERS = 64
+"""Who may be about to show a ticket, over TCP and over the Unix socket each."""
+FROM_ONE = 32
+"""How many of them may come from one address, or one process."""
 GREETING_SECONDS = 10.0
 """What a connection gets to say what it has come for."""
 BACKLOG = 128
 STOP_SECONDS = 5.0
 LEAVE_SECONDS = 1.0
 """What who is turned away gets to read why."""
+RETRY_SECONDS = 0.1
+"""After which a connection is taken again when there was no descriptor for one."""
 
 
 class WeightsPort:
@@ -56,14 +69,17 @@ class WeightsPort:
         self._listening: list[socket.socket] = []
         self._path = settings.weights_socket
         self._lock = threading.Lock()
-        self._open: set[Connection] = set()
+        self._strangers: dict[Connection, str] = {}
+        """And where they are, in the order in which they came."""
+        self._admitted: set[Connection] = set()
         self._threads: list[threading.Thread] = []
         self._stopped = False
         port = node = None
         if settings.weights_port is not None:
             port = self._listen(_tcp(settings.data_host, settings.weights_port))
         if self._path is not None:
-            self._listen(_unix(self._path))
+            self._listen(listen_at(self._path, BACKLOG))
+            self._made = which_socket(self._path)
             node = node_of(str(self._path))
         path = None if self._path is None else str(self._path)
         desk.address = Address(port, path, node, self._required)
@@ -90,9 +106,10 @@ class WeightsPort:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
+            remove_socket(self._path, self._made)
         with self._lock:
-            connections, threads = list(self._open), list(self._threads)
+            connections = [*self._strangers, *self._admitted]
+            threads = list(self._threads)
         for connection in connections:
             connection.interrupt()
         for thread in threads:
@@ -103,49 +120,97 @@ class WeightsPort:
     def _accept(self, sock: socket.socket) -> None:
         while not self._stopped:
             try:
-                connected, _ = sock.accept()
+                connected, address = sock.accept()
             except OSError as error:
                 if self._stopped:
                     return
                 logger.warning("a connection for weights could not be taken: %s", error)
+                with self._lock:  # there are too many descriptors
+                    if self._strangers:
+                        first_to_go(list(self._strangers)).interrupt()
+                time.sleep(RETRY_SECONDS)
                 continue
-            self._take(connected)
+            try:
+                self._take(connected, address)
+            except (OSError, RuntimeError) as error:  # gone again, or there is no thread for it
+                logger.warning("a connection for weights could not be taken: %s", error)
+                connected.close()
 
-    def _take(self, connected: socket.socket) -> None:
-        with self._lock:
-            full = len(self._open) >= MOST or self._stopped
-            if not full:
-                connection = Connection(connected, silence=GREETING_SECONDS)
-                self._open.add(connection)
-        if full:
-            connected.close()
-            return
+    def _take(self, connected: socket.socket, address: object) -> None:
+        place, connection = _place(connected, address), Connection(connected)
+        connection.patience(GREETING_SECONDS)
         thread = threading.Thread(
             target=self._serve, args=(connection,), name="weights", daemon=True
         )
-        self._threads = [each for each in self._threads if each.is_alive()] + [thread]
-        thread.start()
+        with self._lock:
+            if self._stopped:
+                return connection.close()
+            late = self._too_many(connection, place)
+            if late is not None:
+                del self._strangers[late]
+                late.interrupt()
+            self._strangers[connection] = place
+            self._threads = [each for each in self._threads if each.is_alive()]
+            try:
+                thread.start()
+            except RuntimeError:
+                del self._strangers[connection]
+                raise
+            self._threads.append(thread)
+        return None
+
+    def _too_many(self, connection: Connection, place: str) -> Connection | None:
+        """Return the stranger that has to go for another one."""
+        kin = [each for each in self._strangers if each.unix == connection.unix]
+        near = [each for each in kin if self._strangers[each] == place]
+        if len(near) >= FROM_ONE:
+            return first_to_go(near)
+        return first_to_go(kin) if len(kin) >= STRANGERS else None
 
     def _serve(self, connection: Connection) -> None:
         try:
-            if not self._meets(connection):
-                return
-            if self._desk.idle:
-                detail = "no ticket is out: stage first"
-                connection.send(Kind.ERROR, {"slug": "bad-ticket", "detail": detail})
-                connection.leave(LEAVE_SECONDS)
-                return
-            first = connection.receive()
-            connection.patience(LEASE_SECONDS)
-            self._desk.serve(connection, first)
+            work = self._greet(connection)
+            if work is not None:
+                connection.patience(LEASE_SECONDS)
+                work(connection)
         except TransferError as error:
-            logger.info("a connection for weights has ended: %s", error)
+            known = connection in self._admitted
+            logger.log(
+                logging.INFO if known else logging.DEBUG,
+                "a connection for weights ended: %s",
+                error,
+            )
         except Exception:
             logger.exception("a connection for weights failed")
         finally:
             connection.close()
             with self._lock:
-                self._open.discard(connection)
+                self._strangers.pop(connection, None)
+                self._admitted.discard(connection)
+
+    def _greet(self, connection: Connection) -> Work | None:
+        """Return what a stranger has come for, which is one no more; None: it was turned away.
+
+        Raises:
+            TransferError: It is gone, said nothing in time, or TLS fails.
+        """
+        if not self._meets(connection):
+            return None
+        try:
+            if self._desk.idle:
+                raise no_ticket()
+            work = self._desk.work_for(connection.receive_first())
+        except Refusal as refusal:
+            _tell(connection, refusal.slug, str(refusal))
+            return None
+        except Malformed as error:
+            fix = f"use the same release at both ends, this worker speaks protocol {PROTOCOL}"
+            _tell(connection, "malformed", f"{error}: {fix}")
+            return None
+        with self._lock:
+            self._strangers.pop(connection, None)
+            self._admitted.add(connection)
+        return work
 
     def _meets(self, connection: Connection) -> bool:
         """Begin TLS if the other end does; False: it had to, and was turned away.
@@ -178,8 +243,22 @@ class WeightsPort:
 
     def _turn_away(self, connection: Connection, slug: str, detail: str, why: str) -> None:
         self._desk.turned_away(why)
-        connection.send(Kind.ERROR, {"slug": slug, "detail": detail})
-        connection.leave(LEAVE_SECONDS)
+        _tell(connection, slug, detail)
+
+
+def _tell(connection: Connection, slug: str, detail: str) -> None:
+    """Say why a stranger is turned away."""
+    connection.send(Kind.ERROR, {"slug": slug, "detail": detail})
+    connection.leave(LEAVE_SECONDS)
+
+
+def _place(connected: socket.socket, address: object) -> str:
+    """Return where a caller is: its address, or its process."""
+    if isinstance(address, tuple):
+        return str(address[0])
+    size = struct.calcsize("3i")
+    pid, *_ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return f"process {pid}"
 
 
 def _tcp(host: str, port: int) -> socket.socket:
@@ -194,21 +273,4 @@ def _tcp(host: str, port: int) -> socket.socket:
         raise BadSettings(
             f"--weights-port {host}:{port} can't be used: {error.strerror}"
         ) from error
-    return sock
-
-
-def _unix(path: Path) -> socket.socket:
-    """Listen at a path where nobody else does; what a former process left is replaced."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.lstat(path).st_mode):
-                path.unlink()
-        sock.bind(str(path))
-        # The trainer's user may be another one: the ticket says who may use it.
-        path.chmod(0o666)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise BadSettings(f"--weights-socket {path} can't be used: {error.strerror}") from error
     return sock

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rollout_worker.schemas import Peer
 from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import CHUNK_BYTES, Kind, Malformed, TransferError
+from rollout_worker.transfer.frames import CHUNK_BYTES, Frame, Kind, Malformed, TransferError
 from rollout_worker.transfer.layout import LayoutError, PushLayout
 
 from .incoming import LOOK_SECONDS, End, Incoming, Refusal, end_of
@@ -81,7 +81,9 @@ class Fetching:
     def _fetch(self, connection: Connection, peer: Peer) -> None:
         connection.keep_alive()
         connection.send(Kind.FETCH, {"ticket": peer.ticket})
-        told = connection.expect(Kind.LAYOUT)
+        told = self._awaited_layout(connection)
+        if told is None:
+            return
         layout = PushLayout.from_json(told.head.get("layout"))
         # Without a hash it is still arriving there.
         end = end_of(told, layout) if "root_hash" in told.head else None
@@ -101,6 +103,13 @@ class Fetching:
                 connection.send(Kind.GET, {"ranges": [], "hashes": True})
                 end = end_of(connection.expect(Kind.END), layout)
             self._incoming.finish(end)
+
+    def _awaited_layout(self, connection: Connection) -> Frame | None:
+        """Return the first answer, for which a peer may have this worker queue; None: nobody wants it any more."""
+        while (frame := connection.poll(LOOK_SECONDS)) is None:
+            if self._incoming.over:
+                return None
+        return connection.checked(frame, Kind.LAYOUT)
 
     def _begin(self, layout: PushLayout, end: End | None) -> Memory:
         """Take the first peer's layout; all others must have the same content, that which is wanted.

@@ -17,7 +17,6 @@ import xxhash
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import (
     CHUNK_BYTES,
-    PROTOCOL,
     Frame,
     Kind,
     Malformed,
@@ -51,23 +50,23 @@ class Hop:
     name: str
 
     def head(self) -> dict[str, Any]:
-        """As `HELLO` names it."""
+        """As `LAYOUT` names it."""
         return {"host": self.host, "port": self.port, "ticket": self.ticket, "name": self.name}
 
 
 def hops_of(given: object) -> list[Hop]:
-    """Return the hops that `HELLO` names.
+    """Return the hops that `LAYOUT` names.
 
     Raises:
         Malformed: They are none.
     """
     if not isinstance(given, list) or len(given) > MAX_HOPS:
-        raise Malformed(f"HELLO.hops must be a list of at most {MAX_HOPS}")
+        raise Malformed(f"LAYOUT.hops must be a list of at most {MAX_HOPS}")
     found = []
     for each in given:
         if not isinstance(each, dict):
             raise Malformed("a hop must be an object")
-        frame = Frame(Kind.HELLO, each)
+        frame = Frame(Kind.LAYOUT, each)
         host, port = frame.text("host", most=253), frame.integer("port", 1, 65535)
         name = frame.text("name", f"{host}:{port}")
         found.append(Hop(host, port, frame.text("ticket", most=64), name))
@@ -157,12 +156,10 @@ class Forwarding:
                 return
             connection.keep_alive()
             base = self._incoming.basis
-            connection.send(
-                Kind.HELLO,
+            connection.introduce(
+                hop.ticket,
                 {
                     **({} if base is None else {"base": base.named.model_dump()}),
-                    "protocol": PROTOCOL,
-                    "ticket": hop.ticket,
                     "name": hop.name,
                     "layout": self._layout.to_json(),
                     "hops": [each.head() for each in rest],

@@ -7,8 +7,9 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from rollout_worker.engine import Layout, Mapped, Sink
 from rollout_worker.schemas import OfferResponse, Peer, PushedBytes, StageSource, Transfer
@@ -20,7 +21,7 @@ from rollout_worker.transfer.maps import Maps
 from .files import Readable, Report
 from .filling import Elsewhere, OpenSlot, pour
 from .giving import Gives, Kept, give
-from .incoming import Incoming
+from .incoming import LOOK_SECONDS, Incoming, Refusal
 from .memory import Memory, TransferFailed
 from .outward import Outward
 from .receiving import LEAVE_SECONDS, Receiving
@@ -29,7 +30,15 @@ logger = logging.getLogger(__name__)
 
 OFFER_SECONDS = 120.0
 """How long the ticket of an offer is good: the peer has yet to be told of it."""
-MAX_OFFERS = 256
+MAX_OFFERS = 1024
+GIVEN_AT_ONCE = 64
+"""How many peers get what is kept at the same time; others wait, as when a pool grows by hundreds."""
+MAX_FETCHING = 256
+"""How many of both there may be; one more is told to come again."""
+
+
+Work = Callable[[Connection], None]
+"""What is done for a connection whose ticket was good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,8 @@ class Desk:
         self._expected: dict[str, Incoming] = {}
         self._offers: dict[str, tuple[float, Gives]] = {}
         self._maps = Maps()
+        self._fetching = 0
+        self._turns = threading.BoundedSemaphore(GIVEN_AT_ONCE)
 
     def expect(self, incoming: Incoming) -> Transfer:
         """Return how to bring a version; a former ticket for it is void."""
@@ -100,11 +111,11 @@ class Desk:
 
     def _offered(self, source: Gives) -> str:
         """Return a new ticket for whoever may fetch it."""
-        ticket, now = secrets.token_hex(16), time.monotonic()
+        ticket = secrets.token_hex(16)
         with self._lock:
-            fresh = {t: (at, k) for t, (at, k) in self._offers.items() if now - at < OFFER_SECONDS}
-            self._offers = dict(list(fresh.items())[-MAX_OFFERS + 1 :])
-            self._offers[ticket] = (now, source)
+            self._forget()
+            self._offers = dict(list(self._offers.items())[-MAX_OFFERS + 1 :])
+            self._offers[ticket] = (time.monotonic(), source)
         return ticket
 
     def withdraw(self) -> None:
@@ -116,7 +127,14 @@ class Desk:
     def idle(self) -> bool:
         """Whether no ticket is out, so that whoever connects can't have one."""
         with self._lock:
+            self._forget()
             return not self._expected and not self._offers
+
+    def _forget(self) -> None:
+        """Drop tickets that are good for nothing any more."""
+        self._expected = {t: each for t, each in self._expected.items() if not each.over}
+        since = time.monotonic() - OFFER_SECONDS
+        self._offers = {t: (at, each) for t, (at, each) in self._offers.items() if at > since}
 
     def turned_away(self, why: str) -> None:
         """Note why somebody could not even show a ticket: whoever waits for a sender says so."""
@@ -125,43 +143,69 @@ class Desk:
         for incoming in expected:
             incoming.turned_away(why)
 
-    def serve(self, connection: Connection, first: Frame) -> None:
-        """Do what a connection has come for; `first` is its first frame. Blocks until it ends.
+    def work_for(self, first: Frame) -> Work:
+        """Return what a connection has come for, by its first frame; that blocks until the connection ends.
 
         Raises:
-            TransferError: The connection has ended, or what came is no frame.
+            Refusal: The ticket is none, or too many fetch here.
+            Malformed: It shows none.
         """
         ticket = first.text("ticket", "", most=64)
-        if first.kind is Kind.HELLO:
-            with self._lock:
-                incoming = self._expected.get(ticket)
-            if incoming is not None:
-                return self._receive(connection, first, incoming)
-        elif first.kind is Kind.FETCH:
-            with self._lock:
-                at, kept = self._offers.pop(ticket, (0.0, None))
-            if kept is not None and time.monotonic() - at < OFFER_SECONDS:
-                return _give(connection, kept, self.outward)
-        else:
+        if first.kind not in (Kind.HELLO, Kind.FETCH):
             raise Malformed(f"{first.kind.name} came where HELLO or FETCH was due")
-        detail = "the ticket is unknown, used or void: stage again for another one"
-        connection.send(Kind.ERROR, {"slug": "bad-ticket", "detail": detail})
-        connection.leave(LEAVE_SECONDS)
+        with self._lock:
+            self._forget()
+            if first.kind is Kind.HELLO:
+                incoming = self._expected.get(ticket)
+                if incoming is not None:
+                    return partial(self._receive, first, incoming)
+            elif self._fetching >= MAX_FETCHING:
+                why = f"{self._fetching} others fetch from this worker: stage again in a moment"
+                raise Refusal("busy", why)
+            elif ticket in self._offers:
+                return partial(self._give, self._offers.pop(ticket)[1])
+        raise no_ticket()
 
-    def _receive(self, connection: Connection, first: Frame, incoming: Incoming) -> None:
+    def _give(self, source: Gives, connection: Connection) -> None:
+        """As `give`, once it is this peer's turn; it is told why there is nothing more."""
+        with self._lock:
+            self._fetching += 1
+        try:
+            with self._turn(source, connection):
+                give(connection, source, self.outward)
+        except TransferFailed as error:
+            connection.send(Kind.ERROR, {"slug": "gone", "detail": str(error)})
+            connection.leave(LEAVE_SECONDS)
+        finally:
+            with self._lock:
+                self._fetching -= 1
+
+    @contextlib.contextmanager
+    def _turn(self, source: Gives, connection: Connection) -> Iterator[None]:
+        """Wait for a turn; the other nodes of this gang, whose version still arrives, need none."""
+        if not isinstance(source, Kept):
+            yield
+            return
+        connection.keep_alive()
+        while not self._turns.acquire(timeout=LOOK_SECONDS):
+            if connection.poll(0) is not None:
+                raise Malformed("a frame came before LAYOUT was sent")
+        try:
+            yield
+        finally:
+            self._turns.release()
+
+    def _receive(self, first: Frame, incoming: Incoming, connection: Connection) -> None:
         receiving = Receiving(connection, first, incoming, self.outward, self._maps)
         # Over a Unix socket it lasts as long as the sender lives and its memory is read here.
         with self._maps.sender() if connection.unix else contextlib.nullcontext():
             receiving.run()
 
 
-def _give(connection: Connection, source: Gives, outward: Outward) -> None:
-    """As `give`; who fetches is told why there is nothing more."""
-    try:
-        give(connection, source, outward)
-    except TransferFailed as error:
-        connection.send(Kind.ERROR, {"slug": "gone", "detail": str(error)})
-        connection.leave(LEAVE_SECONDS)
+def no_ticket() -> Refusal:
+    """Return what who has no good ticket is told."""
+    detail = "the ticket is unknown, used or void: stage again for another one"
+    return Refusal("bad-ticket", detail)
 
 
 def mapped(layout: PushLayout, memory: Memory) -> Mapped:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +64,7 @@ class Receiving:
     ) -> None:
         self._connection, self._hello, self._incoming = connection, hello, incoming
         self._outward, self._maps = outward, maps
-        self._name = hello.text("name", "")
+        self._name = ""
         self._told = 0.0
         self._damaged: set[int] = set()
         self._by_delta = False
@@ -111,19 +112,21 @@ class Receiving:
 
     def _receive(self) -> None:
         """Bring everything there."""
-        hello, incoming = self._hello, self._incoming
-        if (spoken := hello.integer("protocol")) != PROTOCOL:
+        incoming = self._incoming
+        if (spoken := self._hello.integer("protocol")) != PROTOCOL:
             raise Malformed(
                 f"the sender speaks protocol {spoken}, this worker {PROTOCOL}: use the same release at"
                 " both ends"
             )
+        about = self._awaited(Kind.LAYOUT)
+        self._name = about.text("name", "")
         try:
-            layout = PushLayout.from_json(hello.head.get("layout"))
+            layout = PushLayout.from_json(about.head.get("layout"))
         except LayoutError as error:
             raise Refusal("wrong-layout", str(error), error.tensor) from error
-        hops = hops_of(hello.head.get("hops", []))
+        hops = hops_of(about.head.get("hops", []))
         have = incoming.begin(layout)
-        if (base := hello.head.get("base")) is not None:
+        if (base := about.head.get("base")) is not None:
             incoming.rest_on(base)
             self._by_delta = True
         memory = None if self._connection.unix else incoming.take_room()
@@ -141,18 +144,26 @@ class Receiving:
         finally:
             release()
 
-    def _take_memory(self, layout: PushLayout) -> Memory:
-        frame = None
-        while frame is None:  # a sender may take its time, and the slot may go meanwhile
+    def _awaited(self, kind: Kind) -> Frame:
+        """Return the next frame, which must be this one: a sender may take its time, and the slot may go meanwhile."""
+        while (frame := self._connection.poll(LOOK_SECONDS)) is None:
             if self._incoming.failure is not None:
                 raise TransferFailed(self._incoming.failure)
-            frame = self._connection.poll(LOOK_SECONDS)
-        if frame.kind is not Kind.MEMORY:
-            raise Malformed(f"{frame.kind.name} came where MEMORY was due")
+        return self._connection.checked(frame, kind)
+
+    def _take_memory(self, layout: PushLayout) -> Memory:
+        self._connection.takes_memory = True
+        frame = self._awaited(Kind.MEMORY)
+        self._connection.takes_memory = False
         if frame.handle is None:
             raise Malformed("MEMORY came without a descriptor")
         try:
-            memory = Memory(frame.integer("size", max(layout.nbytes, 1)), frame.handle, self._maps)
+            size = frame.integer("size", max(layout.nbytes, 1))
+        except Malformed:
+            os.close(frame.handle)
+            raise
+        try:
+            memory = Memory(size, frame.handle, self._maps)
         except ArenaError as error:
             raise Refusal("bad-memory", str(error)) from error
         self._incoming.lay(memory)

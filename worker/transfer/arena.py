@@ -4,6 +4,8 @@ A slot is a memfd: it has no name, it can't shrink under its readers, nobody but
 it, and it is gone when the last process that has it is. Its pages are there before it is used, and it
 is used again and again, since taking fresh pages costs more than the copy. A slot is written only
 when every receiver has given it back; one that never does costs a fresh slot, not a wait for ever.
+A receiver that is silent or whose connection broke has given nothing back: it may serve from those pages.
+Its slot is written again only once the kernel says that no process has it (`nobody_has`).
 
 Where no other process has to map it, a slot is private memory instead: fresh, it costs a quarter as much.
 """
@@ -19,6 +21,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from .holders import nobody_has, open_again
 from .layout import Placed
 from .locked import lock as page_lock
 from .room import MARGIN_BYTES, memory_left
@@ -28,6 +31,9 @@ SLOTS = 2
 
 RETURN_SECONDS = 0.25
 """How long the older slot is waited for before a fresh one is made: less than that costs."""
+
+MOST_CONDEMNED = 4
+"""How many slots may be out of use because a receiver has them that can't be asked any more."""
 
 POPULATE_READ, POPULATE_WRITE = 22, 23
 """MADV_POPULATE_* of Linux 5.14, which Python doesn't name."""
@@ -77,6 +83,8 @@ class Slot:
         self.private = private
         self._news = threading.Condition()
         self._lent = 0
+        self.doubts: set[str] = set()
+        """Who was given it, and has not said that it needs it no more."""
         self._closed = False
         self._map: mmap.mmap | None = None
         self._lock, self._locking = lock, threading.Lock()
@@ -141,7 +149,24 @@ class Slot:
     @property
     def lent(self) -> bool:
         """Whether somebody may still read or write it."""
-        return self._lent > 0
+        if not self._lent and self.doubts and nobody_has(self.handle):
+            self.doubts.clear()
+        return self._lent > 0 or bool(self.doubts)
+
+    def doubt(self, reader: str) -> None:
+        """Note that a reader could not say that it needs this no more; to be called before it is given back."""
+        self.doubts.add(reader)
+
+    def open_reader(self) -> int:
+        """Return a descriptor to be passed to a reader, and closed: those alone `nobody_has` knows of.
+
+        Raises:
+            ArenaError: There is none.
+        """
+        try:
+            return open_again(self.handle)
+        except OSError as error:
+            raise ArenaError(f"this memory can't be shared: {error}") from error
 
     def lend(self) -> Release:
         """Note that somebody uses it; return what to call, once or more often, at the end."""
@@ -228,6 +253,7 @@ class Arena:
         self._page_lock, self._share = lock, share
         self._lock = threading.Lock()
         self._slots: list[Slot] = []
+        self._condemned: list[Slot] = []
 
     def take(self, nbytes: int) -> tuple[Slot, Release]:
         """Return a slot that nobody reads, and what to call when it is written and lent on.
@@ -236,6 +262,9 @@ class Arena:
             ArenaError: There is no room.
         """
         with self._lock:
+            for slot in [each for each in self._condemned if not each.lent]:
+                self._condemned.remove(slot)
+                slot.close()
             if len(self._slots) >= SLOTS and all(slot.lent for slot in self._slots):
                 # Who has just gone over to the newer one is about to give this one back.
                 self._slots[0].wait_free(RETURN_SECONDS)
@@ -247,26 +276,46 @@ class Arena:
             if len(self._slots) >= SLOTS:
                 # One that is too small and free, else the one whose reader doesn't give it back.
                 gone = next((each for each in self._slots if not each.lent), self._slots[0])
+                if gone.doubts:
+                    self._condemn(gone)
+                else:
+                    gone.close()
                 self._slots.remove(gone)
-                gone.close()
             slot = Slot(nbytes, self._page_lock, self._share)
             self._slots.append(slot)
             return slot, slot.lend()
 
+    def _condemn(self, slot: Slot) -> None:
+        """Use a slot no more; its pages stay until a later version finds that nobody has them.
+
+        Raises:
+            ArenaError: There are too many of them.
+        """
+        if len(self._condemned) >= MOST_CONDEMNED:
+            names = ", ".join(sorted(set().union(*(each.doubts for each in self._condemned))))
+            nbytes = sum(each.size for each in self._condemned)
+            raise ArenaError(
+                f"{nbytes} bytes of {len(self._condemned)} former versions are still open in replicas whose"
+                f" connection ended before they gave them back ({names}): restart those that are stopped or"
+                " hang, or publish from a new process"
+            )
+        self._condemned.append(slot)
+
     @property
     def handles(self) -> tuple[int, ...]:
-        """Descriptors of all its slots."""
+        """Descriptors of all its slots that are still used."""
         return tuple(slot.handle for slot in self._slots)
 
     @property
     def nbytes(self) -> int:
         """Memory of all its slots."""
-        return sum(slot.size for slot in self._slots)
+        return sum(slot.size for slot in (*self._slots, *self._condemned))
 
     def close(self) -> None:
-        """Give up all slots."""
+        """Give up all slots; receivers keep what they have mapped."""
         with self._lock:
-            slots, self._slots = self._slots, []
+            slots = [*self._slots, *self._condemned]
+            self._slots, self._condemned = [], []
         for slot in slots:
             slot.close()
 

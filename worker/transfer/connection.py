@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import contextlib
 import json
+import math
 import os
 import select
 import socket
@@ -16,15 +17,19 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .frames import (
+    HELLO_BYTES,
     LEASE_SECONDS,
     MAX_HEAD_BYTES,
+    MAX_ITEMS,
+    MAX_NESTED,
     MAX_PAYLOAD_BYTES,
     PING_SECONDS,
+    PROTOCOL,
     Ended,
     Frame,
     Kind,
@@ -64,8 +69,12 @@ class Connection:
         self._closed = threading.Event()
         self._beat: threading.Thread | None = None
         self._tls: Session | None = None
+        self._until = math.inf
+        """When whatever is being read must be there; beside the bound of silence."""
         self._haste = Haste()
         self.unix = sock.family == socket.AF_UNIX
+        self.takes_memory = False
+        """Whether `MEMORY` is due: at any other time its descriptor is refused."""
         self.tally = Tally()
         sock.setblocking(True)
         if not self.unix:
@@ -104,6 +113,16 @@ class Connection:
         except OSError as error:
             raise Ended(f"the connection is closed: {error.strerror}") from error
         self._tls = session
+
+    @property
+    def unheard(self) -> bool:
+        """Whether something of the other end's waits to be read, so that its thread has yet to look at it."""
+        waiting = select.poll()
+        try:
+            waiting.register(self._sock, select.POLLIN)
+        except ValueError:  # it was closed just now
+            return False
+        return bool(waiting.poll(0))
 
     def first_byte(self) -> int:
         """Return what the other end begins with, which stays there to be read.
@@ -204,6 +223,11 @@ class Connection:
                         count += self._sock.send(rest)
                 count -= len(view)
 
+    def introduce(self, ticket: str, about: Mapping[str, Any]) -> None:
+        """Show the ticket, and then say what is to come. Raises what `send` raises."""
+        self.send(Kind.HELLO, {"protocol": PROTOCOL, "ticket": ticket})
+        self.send(Kind.LAYOUT, about)
+
     def keep_alive(self) -> None:
         """Say every `PING_SECONDS` that this end is there, from a thread, until it is closed."""
         if self._beat is None:
@@ -221,20 +245,33 @@ class Connection:
 
     # Receiving.
 
-    def receive(self, most: int = MAX_HEAD_BYTES) -> Frame:
+    def receive(self) -> Frame:
         """Return the next frame that is no `PING`; its payload is read by whoever called.
-
-        Args:
-            most: Bytes that the head may have.
 
         Raises:
             TransferError: there is none.
         """
         while True:
-            frame = self._receive(most)
+            frame = self._receive(MAX_HEAD_BYTES)
             self.tally.heard = time.monotonic()
             if frame.kind is not Kind.PING:
                 return frame
+
+    def receive_first(self) -> Frame:
+        """Return the first frame of who has shown no ticket yet: it is small, and pings win no time for it.
+
+        Raises:
+            TransferError: there is none.
+        """
+        self._until = time.monotonic() + self.silence
+        try:
+            while (frame := self._receive(HELLO_BYTES)).kind is Kind.PING:
+                if time.monotonic() > self._until:
+                    raise Silent(f"nothing but pings came for {self.silence:g} s")
+            self.tally.heard = time.monotonic()
+            return frame
+        finally:
+            self._until = math.inf
 
     def poll(self, seconds: float) -> Frame | None:
         """Return the next frame if one comes within these seconds and is no `PING`.
@@ -258,7 +295,10 @@ class Connection:
             Refused: it is an `ERROR`.
             TransferError: there is none, or it is another.
         """
-        frame = self.receive()
+        return self.checked(self.receive(), *kinds)
+
+    def checked(self, frame: Frame, *kinds: Kind) -> Frame:
+        """Return a frame that came, which must be of one of these kinds. Raises what `expect` raises."""
         if frame.kind in kinds:
             return frame
         if frame.handle is not None:
@@ -276,8 +316,10 @@ class Connection:
             if number not in Kind.__members__.values():
                 raise Malformed(f"there is no frame of kind {number}")
             kind = Kind(number)
-            if handle is not None and kind is not Kind.MEMORY:
-                raise Malformed(f"{kind.name} came with a descriptor: only MEMORY brings one")
+            if handle is not None and not (kind is Kind.MEMORY and self.takes_memory):
+                raise Malformed(
+                    f"{kind.name} came with a descriptor: only MEMORY brings one, when it is due"
+                )
             if length > most:
                 raise Malformed(f"{kind.name} has a head of {length} bytes: {most} are the most")
             head = self._head(kind, length)
@@ -321,6 +363,8 @@ class Connection:
     def _head(self, kind: Kind, length: int) -> Mapping[str, Any]:
         text = bytearray(length)
         self.read_into(memoryview(text))
+        if text.count(b"[") + text.count(b"{") > MAX_NESTED or text.count(b",") > MAX_ITEMS:
+            raise Malformed(f"the head of {kind.name} has more parts than any layout")
         try:
             head = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -337,7 +381,7 @@ class Connection:
             Silent: it does not come in time.
         """
         want, count = len(view), 0
-        until = time.monotonic() + self.silence
+        until = min(time.monotonic() + self.silence, self._until)
         while count < want:
             try:
                 with view[count:] as rest:
@@ -405,3 +449,8 @@ class Connection:
         """Close it, however often; a thread that reads or sends gets `Ended`."""
         self.interrupt()
         self._sock.close()
+
+
+def first_to_go(strangers: Sequence[Connection]) -> Connection:
+    """Return which of them, oldest first, goes for another one: not who has spoken and was not listened to yet."""
+    return next((each for each in strangers if not each.unheard), strangers[0])

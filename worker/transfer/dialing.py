@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+import time
 
 from .connection import Connection
 from .frames import LEASE_SECONDS, Ended, TransferError
 from .tls import TLS_NAME, Trust
+
+RETRY_SECONDS = 0.005
 
 
 def dial(
@@ -53,11 +56,32 @@ def dial_unix(path: str, seconds: float, *, silence: float = LEASE_SECONDS) -> C
     Raises:
         Ended: nobody listens there, or nobody answers in time.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(seconds)
-        sock.connect(path)
+        sock = connect_unix(path, seconds)
     except OSError as error:
-        sock.close()
         raise Ended(f"{path} can't be reached: {error.strerror or error}") from error
     return Connection(sock, silence=silence)
+
+
+def connect_unix(address: str | bytes, seconds: float) -> socket.socket:
+    """Connect to a Unix socket, which refuses at once whom it can't queue: other callers may fill it for a moment.
+
+    Raises:
+        OSError: nobody listens there, or nobody answers in time.
+    """
+    until = time.monotonic() + seconds
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        while True:
+            try:
+                sock.connect(address)
+                sock.setblocking(True)
+                return sock
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(RETRY_SECONDS)
+    except BaseException:
+        sock.close()
+        raise

@@ -4,14 +4,15 @@ A frame is one byte of kind, the length of a JSON object in four bytes (big-endi
 head), and as many raw bytes as `head["payload"]` says. Over a Unix socket a frame may bring a
 descriptor along. `connection` carries them.
 
-    sender -> receiver   HELLO {protocol, ticket, layout, hops, name}; then over a Unix socket
-                         MEMORY {size} with the descriptor and FILLED {upto} as bytes become final,
-                         over TCP DATA {offset, payload, hash}, or with a base DELTA {offset, bytes,
-                         payload, hash}; then END {root_hash, digests}
+    sender -> receiver   HELLO {protocol, ticket}, small, as a stranger sends it; LAYOUT {layout, hops,
+                         name, base}; then over a Unix socket MEMORY {size} with the descriptor and
+                         FILLED {upto} as bytes become final, over TCP DATA {offset, payload, hash},
+                         or with a base DELTA {offset, bytes, payload, hash}; then END {root_hash,
+                         digests}
     receiver -> sender   READY {have} or ERROR {slug, detail}; PROGRESS {name, bytes_done};
                          STAGED {name, root_hash} or FAILED {name, detail}; over a Unix socket
                          RELEASED {} once it reads the memory no more
-    fetching             FETCH {ticket} -> LAYOUT {layout, root_hash, digests}; GET {ranges} -> DATA
+    fetching             FETCH {ticket}, small, too -> LAYOUT {layout, root_hash, digests}; GET {ranges} -> DATA
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-PROTOCOL = 1
+PROTOCOL = 2
+HELLO_BYTES = 1 << 10
+"""What the head of a first frame may have: whoever sends it has shown no ticket yet."""
 CHUNK_BYTES = 1 << 20
 """What `DATA` carries: whole multiples of this begin a chunk, and only the last one is shorter."""
 LEASE_SECONDS = 30.0
@@ -31,6 +34,10 @@ HOP_SECONDS = 5.0
 PING_SECONDS = 1.0
 """How often an end that has nothing to say says so: well within `HOP_SECONDS`."""
 MAX_HEAD_BYTES = 64 << 20
+MAX_NESTED = 2_100_000
+"""Lists and objects of a head: a layout has two for each tensor, of which it has a million at most."""
+MAX_ITEMS = 12_000_000
+"""Commas of a head: parsed, each costs a hundred bytes."""
 MAX_PAYLOAD_BYTES = 4 << 20
 
 

@@ -17,7 +17,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.connection import Connection, first_to_go
+from rollout_worker.transfer.dialing import connect_unix
 from rollout_worker.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError
 
 from .addresses import offered
@@ -28,7 +29,6 @@ CALL_SECONDS = 3.0
 STRANGERS = 64
 """How many callers may be about to say who they are; of more, the one that has taken longest is turned away."""
 
-HELLO_BYTES = 1024
 _NAME = "rollout-ranks-"
 _TOKEN_BYTES = 16
 
@@ -181,14 +181,14 @@ class Door:
         )
         with self._lock:
             if len(self._strangers) >= STRANGERS:
-                next(iter(self._strangers)).interrupt()
+                first_to_go(list(self._strangers)).interrupt()
             self._strangers[connection] = thread
             thread.start()
 
     def _hear(self, connection: Connection) -> None:
         kept = False
         try:
-            kept = self._let_in(connection, connection.receive(HELLO_BYTES))
+            kept = self._let_in(connection, connection.receive_first())
         except TransferError:
             pass
         finally:
@@ -256,12 +256,7 @@ def _called(address: Address, places: Places, rank: int) -> Connection:
     if isinstance(address, tuple):
         sock = _tended(socket.create_connection(address, CALL_SECONDS))
     else:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.connect(address)
-        except OSError:
-            sock.close()
-            raise
+        sock = connect_unix(address, CALL_SECONDS)
     connection = Connection(sock, silence=CALL_SECONDS)
     try:
         connection.send(Kind.HELLO, {"rank": rank, "token": places.token})

@@ -41,6 +41,7 @@ class Following:
         self._closed = False
         self._began = 0.0
         self._connection, self._rank = connection, rank
+        connection.takes_memory = True  # rank 0's, whenever it makes some
         self._copier = Copier()
         self._maps: dict[int, mmap.mmap] = {}
         self._ended: Frame | None = None

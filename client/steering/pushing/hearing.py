@@ -88,6 +88,7 @@ class Reader:
             case Kind.ERROR:
                 raise TransferError(frame.text("detail", "it gave no reason"))
             case Kind.RELEASED:
+                self._sender.given_back = True
                 return False
             case _:
                 raise Malformed(f"{frame.kind.name} came, which only senders send")

@@ -7,6 +7,7 @@ fails, to the next one, which says what it has already.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,6 @@ from rollout_worker.transfer.frames import (
     CHUNK_BYTES,
     HOP_SECONDS,
     LEASE_SECONDS,
-    PROTOCOL,
     Ended,
     Frame,
     Kind,
@@ -90,6 +90,10 @@ class Sender:
         self._beside: dict[str, Sender] = {}
         """Who failed or was late as a part of the chain: each is tried by itself, and nobody waits for it."""
         self._release: Callable[[], None] | None = None
+        self._given = False
+        """Whether a replica may have this process's memory."""
+        self.given_back = False
+        """Whether it has said that nothing reads that memory any more: nothing else means so."""
         names = ",".join(each.name for each in route.receivers)
         self._thread = threading.Thread(target=self._run, name=f"weights-to-{names}", daemon=True)
 
@@ -142,6 +146,9 @@ class Sender:
                     self._board.failed(first.name, self._why or why)
                 rest = [each for each in rest if not self._done(each.name)]
         finally:
+            if self._given and not self.given_back:
+                # Silent, gone or refused: perhaps it serves from these pages all the same.
+                self._filling.slot.doubt(self._route.receivers[0].name)
             self._release()
 
     def _done(self, name: str) -> bool:
@@ -187,7 +194,7 @@ class Sender:
         where = first.transfer
         if self._route.kind == "shm":
             assert where.socket is not None
-            made = dial_unix(where.socket, DIAL_SECONDS)
+            made = dial_unix(where.socket, DIAL_SECONDS, silence=LEASE_SECONDS)
         else:
             assert where.port is not None
             trust = self._link.trust if where.tls else None
@@ -208,15 +215,11 @@ class Sender:
             }
             for each in chain[1:]
         ]
-        hello: dict[str, Any] = {
-            "protocol": PROTOCOL,
-            "ticket": chain[0].transfer.ticket,
-            "name": chain[0].name,
-        }
-        layout = self._filling.layout.to_json()
+        about: dict[str, Any] = {"name": chain[0].name, "hops": hops}
         if self._deltas is not None:
-            hello["base"] = self._deltas.base
-        connection.send(Kind.HELLO, {**hello, "layout": layout, "hops": hops})
+            about["base"] = self._deltas.base
+        about["layout"] = self._filling.layout.to_json()
+        connection.introduce(chain[0].transfer.ticket, about)
         have = _ranges(connection.expect(Kind.READY), self._filling.layout.nbytes)
         reader = Reader(connection, chain, self._filling, self._board, self)
         reader.start()
@@ -243,7 +246,15 @@ class Sender:
         """Hand over the memory, and say how far it is filled."""
         filling = self._filling
         slot, total = filling.slot, filling.layout.nbytes
-        connection.send(Kind.MEMORY, {"size": slot.size}, handle=slot.handle)
+        try:
+            handle = slot.open_reader()
+        except ArenaError as error:  # the pool was closed
+            raise TransferError(str(error)) from error
+        self._given = True
+        try:
+            connection.send(Kind.MEMORY, {"size": slot.size}, handle=handle)
+        finally:
+            os.close(handle)
         told = 0
         while told < total and reader.alive:
             upto = filling.wait_upto(min(told + FOLLOW_BYTES, total), WAIT_SECONDS)

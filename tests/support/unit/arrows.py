@@ -18,9 +18,9 @@ from tiny_worker import TinyWorker, made_by
 from waiting import until
 
 STEPS = {
-    "shared memory": ("HELLO", "MEMORY", "FILLED", "END"),
-    "TCP": ("HELLO", "DATA", "END"),
-    "TCP with a base": ("HELLO", "DELTA", "END"),
+    "shared memory": ("HELLO", "LAYOUT", "MEMORY", "FILLED", "END"),
+    "TCP": ("HELLO", "LAYOUT", "DATA", "END"),
+    "TCP with a base": ("HELLO", "LAYOUT", "DELTA", "END"),
 }
 KINDS = {"shared memory": "unix", "TCP": "tcp", "TCP with a base": "tcp"}
 DELTA = ("TCP with a base",)
@@ -48,7 +48,9 @@ def do(end: Trainer, transfer: Transfer, step: str) -> None:
     """What a sound trainer does at an arrow."""
     match step:
         case "HELLO":
-            end.hello(transfer)
+            end.greet(transfer)
+        case "LAYOUT":
+            end.tell()
             end.ready()
         case "MEMORY":
             end.memory()

@@ -81,13 +81,18 @@ class Trainer:
         self.base: Version | None = None
         """Version 1 where deltas of it are sent."""
 
+    def greet(self, transfer: Transfer, protocol: int = PROTOCOL) -> None:
+        self.connection.send(Kind.HELLO, {"protocol": protocol, "ticket": transfer.ticket})
+
+    def tell(self, **fields: Any) -> None:
+        """Say what is to come."""
+        base = {} if self.base is None else {"base": base_of(1, self.base)}
+        layout = self.version.layout.to_json()
+        self.connection.send(Kind.LAYOUT, {**base, "layout": layout, "hops": [], **fields})
+
     def hello(self, transfer: Transfer, **fields: Any) -> None:
-        head: dict[str, Any] = {"protocol": PROTOCOL, "ticket": transfer.ticket}
-        if self.base is not None:
-            head["base"] = base_of(1, self.base)
-        self.connection.send(
-            Kind.HELLO, {**head, "layout": self.version.layout.to_json(), "hops": [], **fields}
-        )
+        self.greet(transfer)
+        self.tell(**fields)
 
     def ready(self) -> list[list[int]]:
         return list(self.connection.expect(Kind.READY).head["have"])

@@ -41,6 +41,8 @@ class Receiver:
         self.release = threading.Event()
         """Set: it gives the memory back at once."""
         self.release.set()
+        self.keeps: list[mmap.mmap] = []
+        """While it does not give memory back: what it reads."""
         self._memory = bytearray()
         self._have: set[int] = set()
         self._connections: list[Connection] = []
@@ -62,13 +64,17 @@ class Receiver:
         node = None if self.path is None else node_of(self.path)
         return {"ticket": self.ticket, "port": self.port, "socket": self.path, "node": node}
 
+    def hang_up(self) -> None:
+        """End its connections without another word."""
+        for connection in self._connections:
+            connection.interrupt()
+
     def close(self) -> None:
         for each in self._listeners:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
-        for connection in self._connections:
-            connection.interrupt()
+        self.hang_up()
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -81,9 +87,11 @@ class Receiver:
         try:
             connection.keep_alive()
             hello = connection.expect(Kind.HELLO)
-            self.hellos.append(dict(hello.head))
+            about = {**hello.head, **connection.expect(Kind.LAYOUT).head}
+            connection.takes_memory = True
+            self.hellos.append(about)
             if not self._fault(connection, hello):
-                self._take(connection, PushLayout.from_json(hello.head["layout"]), dict(hello.head))
+                self._take(connection, PushLayout.from_json(about["layout"]), about)
         except TransferError as error:
             self.error = str(error)
         finally:
@@ -134,7 +142,12 @@ class Receiver:
             following.send(Kind.END, frame.head)
             _pass_on(following, connection, behind)
         if shared is not None:
+            if not self.release.is_set():
+                self.keeps.append(shared)
             self.release.wait(30)
+            self.keeps.clear()
+            view.release()
+            shared.close()
             connection.send(Kind.RELEASED)
 
     def _following(self, back: Connection, hello: dict[str, Any]) -> Connection | None:
@@ -147,8 +160,8 @@ class Receiver:
             back.send(Kind.FAILED, {"name": hops[0]["name"], "detail": str(error)})
             return None
         made.keep_alive()
-        body = {"protocol": 1, "ticket": hops[0]["ticket"], "name": hops[0]["name"]}
-        made.send(Kind.HELLO, {**body, "layout": hello["layout"], "hops": hops[1:]})
+        about = {"name": hops[0]["name"], "layout": hello["layout"], "hops": hops[1:]}
+        made.introduce(hops[0]["ticket"], about)
         try:
             made.expect(Kind.READY)
         except TransferError as error:

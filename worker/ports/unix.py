@@ -1,0 +1,107 @@
+"""A Unix socket at a path that other workers may want, too: taken over as a whole, and removed by its owner alone."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollout_worker.settings import BadSettings
+
+logger = logging.getLogger(__name__)
+
+FOLDER_SECONDS = 1.0
+"""How long another process may be about to make or remove a socket in the same folder."""
+
+
+def listen_at(path: Path, backlog: int) -> socket.socket:
+    """Listen at a path, in the place of who did before: a worker that is to end may still be there.
+
+    Raises:
+        BadSettings: It can't be done.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _alone_in(path.parent):
+            if which_socket(path) is not None:
+                if _answers(path):
+                    logger.warning(
+                        "another process listens at --weights-socket %s and gets no shared memory from now on:"
+                        " give each worker a path of its own",
+                        path,
+                    )
+                path.unlink()
+            sock.bind(str(path))
+            _let_all_connect(path)
+        sock.listen(backlog)
+    except OSError as error:
+        sock.close()
+        raise BadSettings(f"--weights-socket {path} can't be used: {error.strerror}") from error
+    return sock
+
+
+def remove_socket(path: Path, made: tuple[int, int] | None) -> None:
+    """Remove the socket that was made here, unless a successor's has its place."""
+    with contextlib.suppress(OSError), _alone_in(path.parent):
+        if made is not None and which_socket(path) == made:
+            path.unlink()
+
+
+def which_socket(path: Path) -> tuple[int, int] | None:
+    """Return which socket is at a path; None: none, or something else."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return (found.st_dev, found.st_ino) if stat.S_ISSOCK(found.st_mode) else None
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:
+            return True  # it has more callers than it takes
+        except OSError:
+            return False
+    return True
+
+
+def _let_all_connect(path: Path) -> None:
+    """Let other users connect, as the trainer's may be one: the ticket says who may use it.
+
+    By a descriptor: the path may lead elsewhere by now, where others can write its folder.
+    """
+    handle = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+            raise FileExistsError(0, "somebody else has put another file there")
+        os.chmod(f"/proc/self/fd/{handle}", 0o666)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other workers from looking at a path there and then removing what has come meanwhile; not for long."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        until = time.monotonic() + FOLDER_SECONDS
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(handle)
