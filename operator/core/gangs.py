@@ -219,7 +219,7 @@ def _make(gang: Gang, places: Places, ranks: Sequence[int], restarts: int, plan:
 
 def _never_came(seen: Observed, gang: Gang, missing: set[int]) -> bool:
     """The API server has refused these ranks so far: the others wait for them, and lost none."""
-    refused = seen.conflicts.keys() | seen.rejections.keys() | seen.awaited
+    refused = seen.conflicts.keys() | seen.rejections.keys() | seen.api_errors.keys() | seen.awaited
     if RECALLED in refused:
         return True  # the process before this one was refused something: trying will show
     wanted = {f"pod/{names.pod_name(seen.name, gang.index, rank)}" for rank in missing}

@@ -57,12 +57,14 @@ def observe(
         conflicts=memory.obstacles.conflicts,
         rejections=memory.obstacles.rejections,
         unsettled=ctx.expectations.pending(key),
-        restarts_of={r.replica: r.restarts for r in memory.stored.replacing},
+        restarts_of={r.replica: r.restarts for r in memory.believed.replacing},
         barrier=memory.barrier,
         paused=notes.get(names.ANNOTATION_PAUSED) == "true",
         retry=notes.get(names.ANNOTATION_RETRY, ""),
         predecessors=told[len(pods) :],
-        awaited=frozenset(memory.obstacles.awaited),
+        awaited=memory.obstacles.awaited,
+        api_errors=memory.obstacles.api_errors,
+        undeleted=memory.obstacles.undeleted,
         beside=beside,
     )
 

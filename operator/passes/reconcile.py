@@ -39,7 +39,8 @@ class Reconciler:
             Seconds until the next look if nothing happens before, None: none is needed.
 
         Raises:
-            KubeError: the API server did not take a write; the queue tries again with back-off.
+            KubeError: this process may not write, or the API server answers nothing; the queue tries
+                again with back-off.
         """
         pool = self.ctx.store.pool(key)
         if pool is None or pool["metadata"].get("deletionTimestamp"):
@@ -53,11 +54,13 @@ class Reconciler:
             spec = memory.read_spec(pool)
         except InvalidSpec as error:
             status = conditions_for_invalid(stored, pool, str(error), self.ctx.clock())
+            writer = Writer(self.ctx, key, pool["metadata"]["uid"], memory.obstacles)
             with suppress(NotFound):
-                await write_status(self.ctx, key, pool, status, memory)
+                return await write_status(writer, pool, status, memory)
             return None
         if memory.first_look is None:
             memory.recall()
+        memory.hear(pool)
         look = Look(key, pool, spec, stored, observe(self.ctx, key, pool, spec, memory))
         if self._knows_too_little(look):
             return None  # the lists' end, or what is wrong with them, wakes the pool
@@ -112,7 +115,7 @@ class Reconciler:
             forced = free_the_stuck(pod, ctx.clock(), wait)
             if forced is not None:
                 memory.witness.forced(pod.uid, ctx.monotonic())
-                await Writer(ctx, key, "").delete(forced)
+                await Writer(ctx, key, "", memory.obstacles).delete(forced)
             next_due = soonest(next_due, wait.seconds)
         return next_due
 
