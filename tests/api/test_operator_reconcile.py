@@ -296,11 +296,13 @@ async def test_a_finalizer_of_somebody_else_costs_its_own_replica_only(lab: Pool
     )  # fmt: skip
     context, key, _ = lab.context_of("held")
     assert context.expectations.pending(key) == 0
-    later = dataclasses.replace(context, clock=lambda: time.time() + 300)
+    passed = [0.0]
+    later = dataclasses.replace(context, monotonic=lambda: time.monotonic() + passed[-1])
     other = Reconciler(later)
     lab.writes()
     for _ in range(5):
         await other.reconcile(key)
+        passed.append(300)
     tried = [w for w in lab.writes() if w.verb == "delete"]
     assert [(w.name, w.code) for w in tried] == [("held-0-0", 200)], "once in 30 s"
     assert context.expectations.pending(key) == 0, "nothing is waited for"
