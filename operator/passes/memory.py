@@ -22,8 +22,8 @@ class Memory:
 
     barrier: frozenset[str] | None = None
     obstacles: Obstacles = field(default_factory=Obstacles)
-    wishes: tuple[int, str] | None = None
-    """Generation and retry annotation for which those were met."""
+    wishes: tuple[object, ...] | None = None
+    """What the user wanted when those were met."""
     polled: frozenset[str] = frozenset()
     pods: PodReader = field(default_factory=PodReader)
     witness: Witness = field(default_factory=Witness)
@@ -53,11 +53,15 @@ class Memory:
             self.obstacles.recall(before.reason, before.message)
 
     def hear(self, pool: Obj) -> None:
-        """Try at once what was refused, if the user has changed spec or asked for it."""
-        notes = pool["metadata"].get("annotations") or {}
-        wishes = (pool["metadata"].get("generation", 0), notes.get(ANNOTATION_RETRY, ""))
+        """Try at once what was refused, if the user has changed spec or asked for it.
+
+        A trainer's publishes and turns are no such change: they come each second, for days.
+        """
+        if self.pool is pool:
+            return
+        wishes = _wishes(pool)
         if self.wishes not in (None, wishes):
-            self.obstacles.clear()
+            self.obstacles.retry_now()
         self.wishes = wishes
 
     @property
@@ -92,6 +96,12 @@ class Memory:
         if self.spec is None or self.spec[0] != generation:
             self.spec = (generation, parse_spec(pool))
         return self.spec[1]
+
+
+def _wishes(pool: Obj) -> tuple[object, ...]:
+    spec, notes = pool["spec"], pool["metadata"].get("annotations") or {}
+    weights = {**(spec.get("weights") or {}), "target": None}
+    return {**spec, "weights": weights, "state": None}, notes.get(ANNOTATION_RETRY, "")
 
 
 def _generation(pool: Obj) -> tuple[str, int]:

@@ -101,9 +101,9 @@ class Obstacles:
         """Drop what stood in the way of writes that nobody wants any more."""
         self._met = {label: met for label, met in self._met.items() if label in self._wanted}
 
-    def clear(self) -> None:
-        """Try everything again: the user changed something."""
-        self._met.clear()
+    def retry_now(self) -> None:
+        """Let everything be tried at once; what is told stays told until then."""
+        self._met = {x: replace(m, due=0.0, tries=min(m.tries, 1)) for x, m in self._met.items()}
 
     def waits(self, label: str, now: float) -> bool:
         """Whether this write, which is wanted, was refused a short while ago."""

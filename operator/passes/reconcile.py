@@ -46,6 +46,7 @@ class Reconciler:
         if pool is None or pool["metadata"].get("deletionTimestamp"):
             return await self._let_go(key, pool)
         memory = self._memory.setdefault(key, Memory())
+        memory.hear(pool)
         stored = memory.read_status(pool)
         if memory.unreadable is not None:
             await keep_status(self.ctx, key, pool, memory.unreadable, stored)
@@ -60,7 +61,6 @@ class Reconciler:
             return None
         if memory.first_look is None:
             memory.recall()
-        memory.hear(pool)
         look = Look(key, pool, spec, stored, observe(self.ctx, key, pool, spec, memory))
         if self._knows_too_little(look):
             return None  # the lists' end, or what is wrong with them, wakes the pool

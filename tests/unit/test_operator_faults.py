@@ -6,6 +6,7 @@ The table is made of `ROWS` and `FAULTS`; the pass is the real one, its API serv
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,7 @@ async def live(lab: PassLab, seconds: float) -> None:
         busy = len(lab.asked) > asked  # the answer to a call wakes the pool
         asked = len(lab.asked)
         step = 0.1 if busy else min(max(again or 0.1, 0.1), 5.0)
+        step = min(step, end - lab.clock.steady)
         lab.clock.steady += step
         lab.clock.wall += step
 
@@ -169,6 +171,15 @@ def _is_told(lab: PassLab, row: Row, fault: Fault) -> None:
     assert f"rollout_pool_failed_writes_total{{{at}}}" in page
 
 
+def test_the_runbook_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "runbook.md").read_text()
+    rows = re.findall(r"^\| (\d{3}[^|]*) \| ([^|]*) \|", page, re.MULTILINE)
+    told = {code: text for codes, text in rows for code in re.findall(r"\d{3}|none", codes)}
+    assert told.keys() == {str(fault.status or "none") for fault in FAULTS}
+    for fault in FAULTS:
+        assert f"`{fault.told}`" in told[str(fault.status or "none")]
+
+
 # Status.
 
 
@@ -201,12 +212,12 @@ async def test_a_refused_status_stops_only_what_rests_on_it(lab: PassLab, fault:
     edit(lab, state="Asleep")
     await live(lab, 10)
     assert healthy.hold == "Asleep"
-    assert tries(lab, route) <= 2 * 3 * (7 + QUIET_TRIES), "each try waits longer"
+    assert tries(lab, route) <= 2 * (8 + QUIET_TRIES), "each try waits longer"
     at = f'namespace="rl",pool="math",reason="{fault.told}",resource="rolloutreplicas",verb="patch"'
     assert f"rollout_pool_failed_writes_total{{{at}}}" in lab.ctx.telemetry.page().decode()
     assert lab.written == []
     lab.api.answers[route] = takes
-    edit(lab, state="Active")
+    edit(lab, state="Active", drainSeconds=31)  # which is a reason to try it again
     await live(lab, 20)
     assert healthy.active == ONE
     assert lab.status["weights"]["committed"]["version"] == 1
@@ -314,6 +325,19 @@ async def test_a_pod_that_is_refused_alone_holds_the_others_back_for_seconds(lab
     assert len(lab.ctx.store.pods(KEY)) == 19
 
 
+async def test_a_publish_is_no_reason_to_try_what_was_refused(lab: PassLab) -> None:
+    _missing(lab)
+    lab.api.answers["POST", PODS] = Fault(403, "Forbidden").answer()
+    await live(lab, 6)  # five of which are for the first answers
+    lab.told.events.clear()
+    for version in range(1, 8):
+        edit(lab, weights=target(1, version))
+        await live(lab, 1)
+        assert condition(lab.status, "Degraded") == ("True", "Rejected")
+    assert tries(lab, ("POST", PODS)) == 1
+    assert not [e for e in lab.told.events if e[1] in ("Recovered", "Rejected")]
+
+
 async def test_a_change_of_spec_is_tried_at_once(lab: PassLab) -> None:
     lab.has_pool()
     lab.api.answers["POST", PODS] = Fault(403, "Forbidden").answer()
@@ -321,9 +345,11 @@ async def test_a_change_of_spec_is_tried_at_once(lab: PassLab) -> None:
     lab.api.answers["POST", PODS] = _make
     await lab.reconcile()
     assert lab.ctx.store.pods(KEY) == [], "the next try is minutes away"
+    lab.told.events.clear()
     edit(lab, drainSeconds=31)
-    await lab.reconcile()
+    await lab.reconcile(2)
     assert len(lab.ctx.store.pods(KEY)) == 1
+    assert [e[1] for e in lab.told.events] == ["Recovered"], "once it is done, not before"
 
 
 async def test_who_may_not_be_deleted_goes_on_serving(lab: PassLab) -> None:
