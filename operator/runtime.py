@@ -63,7 +63,7 @@ class Operator:
         self._probes = Probes(
             self._parts.telemetry,
             healthy=[self._lag.check, self._dead_task, self._stuck_election],
-            ready=[self._leads_badly],
+            ready=[self._parts.installed.check, self._leads_badly],
             refresh=self._refresh_metrics,
         )
         self.port = 0
@@ -96,6 +96,7 @@ class Operator:
             raise ConfigError(f"--http-port: can't listen on {host}:{port}: {error}") from error
         logger.info("serving metrics and probes", extra={"port": self.port})
         self._start("loop lag", self._lag.run())
+        self._start("installed schema", self._parts.installed.run())
         self._start("leading", self._lead())
         while True:
             ended = await self._ended.get()

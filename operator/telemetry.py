@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import prometheus_client
 from prometheus_client import (
@@ -16,6 +17,7 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from rollout_operator.api.objects import Key
@@ -23,6 +25,8 @@ from rollout_operator.api.objects import Key
 DURATION_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 UPDATE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 CONDITION_STATUSES = ("True", "False", "Unknown")
+
+T = TypeVar("T", bound=MetricWrapperBase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,19 @@ class Telemetry:
             buckets=UPDATE_BUCKETS,
             registry=self.registry,
         )
-        self._outcomes: dict[Key, set[str]] = {}
+        self._failed_writes = Counter(
+            "rollout_pool_failed_writes",
+            "Writes for a pool that the API server refused (reason Rejected) or could not do (ApiError).",
+            ["namespace", "pool", "verb", "resource", "reason"],
+            registry=self.registry,
+        )
+        self._failed_passes = Counter(
+            "rollout_pool_failed_passes",
+            "Reconcile passes over a pool that ended with an error.",
+            ["namespace", "pool"],
+            registry=self.registry,
+        )
+        self._of_pool: dict[Key, set[tuple[MetricWrapperBase, tuple[str, ...]]]] = {}
         self.reconcile_duration = Histogram(
             "rollout_operator_reconcile_duration_seconds",
             "Duration of a reconcile pass.",
@@ -143,14 +159,27 @@ class Telemetry:
 
     def update_ended(self, key: Key, outcome: str, seconds: float) -> None:
         """Count a weights update of a pool that reached an outcome."""
-        self._outcomes.setdefault(key, set()).add(outcome)
-        self._updates.labels(key.namespace, key.name, outcome).observe(seconds)
+        self._series(key, self._updates, outcome).observe(seconds)
+
+    def write_failed(self, key: Key, verb: str, resource: str, reason: str) -> None:
+        """Count a write for a pool that the API server did not do."""
+        self._series(key, self._failed_writes, verb, resource, reason).inc()
+
+    def pass_failed(self, key: Key) -> None:
+        """Count a pass over a pool that ended with an error."""
+        self._series(key, self._failed_passes).inc()
+
+    def _series(self, key: Key, metric: T, *labels: str) -> T:
+        """The pool's series of a metric with these further labels; it goes with the pool."""
+        values = (key.namespace, key.name, *labels)
+        self._of_pool.setdefault(key, set()).add((metric, values))
+        return metric.labels(*values)
 
     def forget(self, key: Key) -> None:
         """Stop showing a pool."""
         self._pools.figures.pop(key, None)
-        for outcome in self._outcomes.pop(key, ()):
-            self._updates.remove(key.namespace, key.name, outcome)
+        for metric, values in self._of_pool.pop(key, ()):
+            metric.remove(*values)
 
     def page(self) -> bytes:
         """Return the text of `/metrics`."""

@@ -26,6 +26,7 @@ from .core.hybrid import parse_candidate
 from .core.trainers import parse_claim, parse_slice, parse_trainer
 from .kube.client import Kube
 from .kube.events import Recorder
+from .kube.installed import InstalledSchema
 from .kube.lease import Leadership, SoleLeader
 from .passes.context import Context, Reconcile
 from .passes.loop import Passes
@@ -56,6 +57,7 @@ class Parts:
         self.kube = Kube(on_request=telemetry.request, service_account=config.account())
         self.leadership = _leadership(config, self.kube)
         self.kube.fence_with(self.leadership.write_seconds)
+        self.installed = InstalledSchema(self.kube)
         self.recorder = Recorder(self.kube, instance=config.pod_name)
         self._add_cache(spawned)
         self._add_workers()

@@ -29,6 +29,8 @@ from .schema import (
 
 MAX_MEMBERS = 50
 MAX_ERRORS = 5
+MAX_SELECTOR = 100_000
+"""Above the longest that spec can say: 32 labels of 381 characters, 32 expressions of 32 values."""
 
 
 class Phase(StrEnum):
@@ -224,7 +226,7 @@ class RolloutReplicaStatus(ApiModel):
     ready_replicas: Count = Field(default=0, description="Replicas that serve.")
     updated_replicas: Count = Field(default=0, description="Replicas at the latest revision.")
     asleep_replicas: Count = Field(default=0, description="Replicas that are asleep.")
-    selector: Annotated[str, Field(max_length=256)] | None = Field(
+    selector: Annotated[str, Field(max_length=MAX_SELECTOR)] | None = Field(
         default=None,
         description="Label selector that matches one pod per replica, for HPA and PDB.",
     )

@@ -46,7 +46,8 @@ def decide(
     else:
         settling = _settling(spec, heads, weights, now, wait)
         pods = plan_pods(spec, seen, now, _healthy(spec, heads), wait, settling)
-    leaving = {d.uid for d in pods.delete}
+    going = {d.uid for d in pods.delete}
+    leaving = going - seen.undeleted  # an update of weights would wait for it for ever
     planner = MemberPlanner(spec, seen, weights, now, wait)
     calls: list[CallWorker] = []
     gates: list[SetGate] = []
@@ -55,7 +56,7 @@ def decide(
         gates += [gate] if gate else []
         if head.pod.uid not in leaving:
             calls += planner.calls(head)
-    gates += _gates_of_leavers(seen, heads, leaving)
+    gates += _gates_of_leavers(seen, heads, going)
     view = View(
         spec,
         seen,

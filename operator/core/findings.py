@@ -52,6 +52,12 @@ def _rejected(view: View) -> Finding | None:
     return None
 
 
+def _api_error(view: View) -> Finding | None:
+    for text in view.seen.api_errors.values():
+        return Finding(Kind.DEGRADED, "ApiError", text)
+    return None
+
+
 def _misplaced(view: View) -> Finding | None:
     for each in view.pods.misplaced:
         return Finding(Kind.DEGRADED, each.reason, each.message)
@@ -265,6 +271,7 @@ def _first_wait(view: View) -> str:
 CHECKS: tuple[Check, ...] = (
     _conflict,
     _rejected,
+    _api_error,
     _misplaced,
     _stuck,
     _exhausted,

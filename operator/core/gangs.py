@@ -225,7 +225,7 @@ def _make(gang: Gang, places: Places, ranks: Sequence[int], restarts: int, plan:
 
 def _never_came(seen: Observed, gang: Gang, missing: set[int]) -> bool:
     """The API server has refused these ranks so far: the others wait for them, and lost none."""
-    refused = (seen.conflicts, seen.rejections, seen.awaited)
+    refused = (seen.conflicts, seen.rejections, seen.api_errors, seen.awaited)
     if any(RECALLED in those for those in refused):
         return True  # the process before this one was refused something: trying will show
     wanted = (f"pod/{names.pod_name(seen.name, gang.index, rank)}" for rank in missing)

@@ -109,6 +109,12 @@ class CallWorker:
     """Calls under way in its lane that it ends: what they wait for is not wanted any more."""
 
     @property
+    def is_final(self) -> bool:
+        """It gives a worker other weights, or takes those that it has: nothing brings them back."""
+        emptied = isinstance(self.body, WakeRequest) and not self.body.load
+        return self.verb is Verb.COMMIT or emptied
+
+    @property
     def about(self) -> WeightsId | None:
         """The weights that are staged or committed; failures count for these alone."""
         if isinstance(self.body, StageRequest | CommitRequest):

@@ -19,6 +19,7 @@ from rollout_operator.api.spec_colocation import DEVICES_CLAIM
 from .trainers import Taken
 from .world import Pod
 
+MAX_RESTARTS = 1_000_000
 LAST_WORDS = 300
 """Maximum characters of a container's log in one of our sentences."""
 
@@ -38,7 +39,8 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
     status: Obj = obj.get("status") or {}
     try:
         replica, rank = int(labels[names.LABEL_REPLICA]), int(labels[names.LABEL_RANK])
-        restarts = int(notes.get(names.ANNOTATION_RESTARTS, "0"))
+        # Whoever may patch pods may write any number there: status must hold it, and the next ones.
+        restarts = min(max(0, int(notes.get(names.ANNOTATION_RESTARTS, "0"))), MAX_RESTARTS)
     except (KeyError, ValueError):
         return None
     if not meta["name"].endswith(f"-{replica}-{rank}"):

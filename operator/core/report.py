@@ -278,5 +278,7 @@ def _last_errors(
     told = [*view.pods.failed.values(), *([] if finding is None else [finding.message])]
     known = {each.message for each in stored.last_errors}
     at = datetime.fromtimestamp(now, UTC)
-    fresh = [LastError(time=at, message=message) for message in told if message not in known]
+    # Made first: that cuts a text to its bound, as those in status are.
+    made = (LastError(time=at, message=message) for message in told)
+    fresh = [error for error in made if error.message not in known]
     return (*reversed(fresh), *stored.last_errors)[:MAX_ERRORS]

@@ -78,8 +78,8 @@ def differs(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
     return None if stored == want["spec"]["ports"] else "spec.ports"
 
 
-def repair(want: Mapping[str, Any]) -> list[Obj]:
-    """Return the JSON patch that brings a stored Service back.
+def repair(want: Mapping[str, Any], uid: str) -> list[Obj]:
+    """Return the JSON patch that brings the stored Service `uid` back, and no other of its name.
 
     A merge patch would leave keys that somebody else added to the selector.
     """
@@ -89,7 +89,8 @@ def repair(want: Mapping[str, Any]) -> list[Obj]:
         "ports": spec["ports"],
         "publishNotReadyAddresses": spec.get("publishNotReadyAddresses", False),
     }
-    patch = [{"op": "add", "path": f"/spec/{k}", "value": v} for k, v in fields.items()]
+    patch: list[Obj] = [{"op": "test", "path": "/metadata/uid", "value": uid}]
+    patch += [{"op": "add", "path": f"/spec/{k}", "value": v} for k, v in fields.items()]
     for key, value in want["metadata"]["labels"].items():
         path = "/metadata/labels/" + key.replace("~", "~0").replace("/", "~1")
         patch.append({"op": "add", "path": path, "value": value})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollout_operator.api.names import Condition
-from rollout_operator.api.status import RolloutReplicaStatus
+from rollout_operator.api.status import RolloutReplicaStatus, WeightsStatus
 
 _OUR_CONDITIONS = frozenset(c.value for c in Condition)
 
@@ -23,6 +23,18 @@ def owned_fields(status: RolloutReplicaStatus) -> dict[str, Any]:
     kept = [c for c in document.get("conditions", ()) if c["type"] in _OUR_CONDITIONS]
     document["conditions"] = sorted(kept, key=lambda c: str(c["type"]))
     return document
+
+
+def same_decision(before: WeightsStatus, after: WeightsStatus) -> bool:
+    """Whether a new status decides nothing about weights that the old one doesn't say."""
+    return _decision(before) == _decision(after)
+
+
+def _decision(weights: WeightsStatus) -> tuple[object, ...]:
+    update = weights.last_update
+    if update is None:
+        return (weights.committed,)
+    return weights.committed, update.identity, update.source, update.phase, update.root_hash
 
 
 def without_progress(document: dict[str, Any]) -> dict[str, Any]:

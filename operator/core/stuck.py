@@ -34,13 +34,16 @@ def told_stuck(pod: Pod, now: float) -> str | None:
 
 
 def until_forced(pod: Pod, now: float) -> float:
-    """Seconds until a terminating pod is deleted by force: first, or once more."""
+    """Seconds until a terminating pod is deleted by force: first, or once more.
+
+    What this process has witnessed counts alone: by a clock that is ahead, a pod that has just begun
+    to drain would be removed, and with it the requests that it runs.
+    """
     if pod.forced_ago is not None:
         return STUCK_SECONDS - pod.forced_ago
-    left = (pod.deletion_at or now) - now
-    if pod.grace is not None:
-        left = min(left, pod.grace - pod.witnessed)
-    return STUCK_SECONDS + left
+    if pod.grace is None:
+        return STUCK_SECONDS + (pod.deletion_at or now) - now
+    return STUCK_SECONDS + pod.grace - pod.witnessed
 
 
 def force(pod: Pod) -> DeletePod:

@@ -155,7 +155,7 @@ class Observed:
     conflicts: Mapping[str, str]
     """Objects of others that have the names we need: `kind/name` → sentence."""
     rejections: Mapping[str, str]
-    """Creations that the API server rejected: `kind/name` → sentence."""
+    """Writes that the API server rejected, creations by `kind/name` → sentence."""
     unsettled: int
     """Own writes that the watch has not shown yet."""
     restarts_of: Mapping[int, int]
@@ -167,7 +167,11 @@ class Observed:
     predecessors: tuple[Pod, ...] = ()
     """Pods of a deleted RolloutReplica of this name, which have yet to go."""
     awaited: frozenset[str] = frozenset()
-    """Names that we need whose holders terminate, as `kind/name`."""
+    """Children that wait to be created, as `kind/name`: their name gets free, or others were refused."""
+    api_errors: Mapping[str, str] = field(default_factory=dict)
+    """Writes that the API server could not do, creations by `kind/name` → sentence."""
+    undeleted: frozenset[str] = frozenset()
+    """Uids of pods whose deletion the API server refused: what they do for the pool goes on."""
     beside: Beside = field(default_factory=Beside)
     """The trainer's pods and claims, of a colocated pool."""
     strangers: tuple[str, ...] = ()

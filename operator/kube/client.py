@@ -91,6 +91,13 @@ class Kube:
         """Return one object, or raise `NotFound`."""
         return await self._send("get", resource, namespace, name)
 
+    async def openapi(self) -> Obj:
+        """Return the OpenAPI document of our API group, as the API server publishes it."""
+        url = f"/openapi/v3/apis/{GROUP}/{VERSION}"
+        what = f"get the OpenAPI document of {API_VERSION}"
+        request = Request("get", "openapi", url, what, None, {}, None, fenced=False)
+        return await self._transport.send(request)
+
     async def create(self, resource: str, obj: Obj) -> Obj:
         """Create an object; unknown fields are an error (`Invalid`), a taken name `AlreadyExists`."""
         params = {"fieldManager": MANAGER, "fieldValidation": "Strict"}

@@ -26,16 +26,24 @@ class KubeError(Exception):
         reason: The API server's CamelCase reason, or ours.
         message: One sentence of what happened.
         retry_after: Seconds that the server asked to wait, if it did.
+        said: The message without the request: what the server itself said.
     """
 
     def __init__(
-        self, status: int, reason: str, message: str, *, retry_after: float | None = None
+        self,
+        status: int,
+        reason: str,
+        message: str,
+        *,
+        retry_after: float | None = None,
+        said: str = "",
     ) -> None:
         super().__init__(f"{reason}: {message}" if reason else message)
         self.status = status
         self.reason = reason
         self.message = message
         self.retry_after = retry_after
+        self.said = said or message
 
 
 class NotFound(KubeError):
@@ -106,7 +114,8 @@ def from_answer(status: int, body: bytes, what: str, retry_after: str | None) ->
     if status == 409 and reason == "AlreadyExists":
         kind = AlreadyExists
     seconds = float(retry_after) if retry_after and retry_after.isdecimal() else None
-    return kind(status, reason or f"HTTP{status}", f"{what}: {message}", retry_after=seconds)
+    text = f"{what}: {message}"
+    return kind(status, reason or f"HTTP{status}", text, retry_after=seconds, said=message)
 
 
 def _status_object(body: bytes) -> dict[str, Any]:

@@ -140,7 +140,8 @@ class Transport:
                 self._login_until, self._ssl = 0.0, None  # perhaps the CA is another one now
             cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
             reason = str(cause) or type(error).__name__
-            raise Unavailable(0, "NoAnswer", f"{request.what}: {reason}") from error
+            text = f"{request.what}: {reason}"
+            raise Unavailable(0, "NoAnswer", text, said=reason) from error
         finally:
             self._on_request(request.verb, request.resource, code)
 

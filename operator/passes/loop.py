@@ -111,16 +111,20 @@ class Passes:
         except Unavailable as error:
             logger.warning("the pass failed and will be retried: %s", error, extra=where)
             self._queue.add(key, error.retry_after or 0.0, rate_limited=True)
-            return "error"
+            return self._failed(key)
         except KubeError as error:
             logger.error("the pass failed: %s", error, extra=where)  # noqa: TRY400 - its message says all
             self._queue.add(key, rate_limited=True)
-            return "error"
+            return self._failed(key)
         except Exception:
             logger.exception("the pass failed", extra=where)
             self._queue.add(key, rate_limited=True)
-            return "error"
+            return self._failed(key)
         self._queue.forget(key)
         if again is not None:
             self._queue.add(key, again)
         return "ok"
+
+    def _failed(self, key: Key) -> str:
+        self._telemetry.pass_failed(key)
+        return "error"

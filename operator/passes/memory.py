@@ -5,20 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_operator.api.names import Condition
+from rollout_operator.api.names import ANNOTATION_RETRY, Condition
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
 from rollout_operator.core.podreader import PodReader
 from rollout_operator.core.status_changes import owned_fields
 from rollout_operator.core.trainers import TrainerWatch
-from rollout_operator.core.world import RECALLED
 
+from .obstacles import Obstacles
 from .witness import Witness
-from .writes import Obstacles
-
-OBSTACLE_SECONDS = 10.0
-"""How soon a name that was taken or a pod that was rejected is tried again, and told anew."""
 
 
 @dataclass(slots=True)
@@ -27,8 +23,8 @@ class Memory:
 
     barrier: frozenset[str] | None = None
     obstacles: Obstacles = field(default_factory=Obstacles)
-    told_at: float | None = None
-    """When those were last found, monotonic."""
+    wishes: tuple[object, ...] | None = None
+    """What the user wanted when those were met."""
     polled: frozenset[str] = frozenset()
     pods: PodReader = field(default_factory=PodReader)
     witness: Witness = field(default_factory=Witness)
@@ -47,37 +43,50 @@ class Memory:
     """What of the object's status could not be read: none of it may be written then."""
     stored_fields: dict[str, Any] = field(default_factory=dict)
     """What of `stored` the operator owns, as a document."""
+    unwritten: RolloutReplicaStatus | None = None
+    """The newest status, while the API server does not take it."""
     spec: tuple[tuple[str, int], RolloutReplicaSpec] | None = None
     """The last spec that could be read, and of which object and generation it is."""
 
     def recall(self) -> None:
         """Take for true, until it is tried, what the last process met: it has not gone since."""
         before = self.stored.condition(Condition.DEGRADED)
-        if before is None or before.status != "True":
-            return
-        if before.reason == "NameConflict":
-            self.obstacles.conflicts[RECALLED] = before.message
-        elif before.reason == "Rejected":
-            self.obstacles.rejections[RECALLED] = before.message
+        if before is not None and before.status == "True":
+            self.obstacles.recall(before.reason, before.message)
 
-    def meets(self, found: Obstacles, now: float) -> bool:
-        """Note what is in the way now; return whether something came or went.
+    def hear(self, pool: Obj) -> None:
+        """Try at once what was refused, if the user has changed spec or asked for it.
 
-        The same in other words (a time, the id of a request) is noted seldom: it would have status
-        written anew after each try, and each such write brings the next one.
+        A trainer's publishes and turns are no such change: they come each second, for days.
         """
-        changed = found.labels != self.obstacles.labels
-        if changed or self.told_at is None or now - self.told_at >= OBSTACLE_SECONDS:
-            self.obstacles, self.told_at = found, now
-        return changed
+        if self.pool is pool:
+            return
+        wishes = _wishes(pool)
+        if self.wishes not in (None, wishes):
+            self.obstacles.retry_now()
+        self.wishes = wishes
+
+    @property
+    def believed(self) -> RolloutReplicaStatus:
+        """What the next status follows: the newest one, with what stands written about weights.
+
+        Whatever was decided about weights and can't be written is decided anew, so no commit rests
+        on it; counts, times and events go on.
+        """
+        if self.unwritten is None:
+            return self.stored
+        return self.unwritten.model_copy(update={"weights": self.stored.weights})
 
     def read_status(self, pool: Obj) -> RolloutReplicaStatus:
-        """Return the object's status, parsed once."""
+        """Return `believed`; the object's status is parsed once."""
         if self.pool is not pool:
             self.pool = pool
             self.stored, self.unreadable = parse_status(pool)
-            self.stored_fields = owned_fields(self.stored)
-        return self.stored
+            fields = owned_fields(self.stored)
+            if fields != self.stored_fields:
+                self.unwritten = None  # it was written after all
+            self.stored_fields = fields
+        return self.believed
 
     def read_spec(self, pool: Obj) -> RolloutReplicaSpec:
         """Return the object's spec, parsed once for each generation.
@@ -89,6 +98,12 @@ class Memory:
         if self.spec is None or self.spec[0] != generation:
             self.spec = (generation, parse_spec(pool))
         return self.spec[1]
+
+
+def _wishes(pool: Obj) -> tuple[object, ...]:
+    spec, notes = pool["spec"], pool["metadata"].get("annotations") or {}
+    weights = {**(spec.get("weights") or {}), "target": None}
+    return {**spec, "weights": weights, "state": None}, notes.get(ANNOTATION_RETRY, "")
 
 
 def _generation(pool: Obj) -> tuple[str, int]:

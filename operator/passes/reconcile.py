@@ -43,12 +43,14 @@ class Reconciler:
             Seconds until the next look if nothing happens before, None: none is needed.
 
         Raises:
-            KubeError: the API server did not take a write; the queue tries again with back-off.
+            KubeError: this process may not write, or the API server answers nothing; the queue tries
+                again with back-off.
         """
         pool = self.ctx.store.pool(key)
         if pool is None or pool["metadata"].get("deletionTimestamp"):
             return await self._let_go(key, pool)
         memory = self._memory.setdefault(key, Memory())
+        memory.hear(pool)
         stored = memory.read_status(pool)
         if memory.unreadable is not None:
             stop_polling(self.ctx, memory)
@@ -59,8 +61,9 @@ class Reconciler:
         except InvalidSpec as error:
             stop_polling(self.ctx, memory)
             status = conditions_for_invalid(stored, pool, str(error), self.ctx.clock())
+            writer = Writer(self.ctx, key, pool["metadata"]["uid"], memory.obstacles)
             with suppress(NotFound):
-                await write_status(self.ctx, key, pool, status, memory)
+                return await write_status(writer, pool, status, memory)
             return None
         if memory.first_look is None:
             memory.recall()
@@ -119,7 +122,7 @@ class Reconciler:
             forced = free_the_stuck(pod, ctx.clock(), wait)
             if forced is not None:
                 memory.witness.forced(pod.uid, ctx.monotonic())
-                await Writer(ctx, key, "").delete(forced)
+                await Writer(ctx, key, "", memory.obstacles).delete(forced)
             next_due = soonest(next_due, wait.seconds)
         return next_due
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import Final
 
 from rollout_operator.api.objects import Obj
 from rollout_operator.core.endpoints import differs, pool_slices, repair
 from rollout_operator.core.world import Pod
-from rollout_operator.kube.errors import NotFound
 
 from .writes import Writer
 
@@ -19,11 +19,7 @@ SLICES: Final = "endpointslices"
 
 
 async def write_slices(writer: Writer, members: Iterable[Pod]) -> bool:
-    """Have the slices show these members; return whether anything was written.
-
-    Raises:
-        Conflict: somebody else has written a slice since it was read.
-    """
+    """Have the slices show these members; return whether anything was written."""
     key, stored = writer.key, writer.ctx.store.slices(writer.key)
     there = {o["metadata"]["name"]: o for o in stored if writer.is_ours(o)}
     going = {o["metadata"]["name"] for o in stored if writer.will_go(o)}
@@ -37,18 +33,22 @@ async def write_slices(writer: Writer, members: Iterable[Pod]) -> bool:
             have = await writer.create(SLICES, want)
             wrote = wrote or have is not None
         if have is not None and differs(want, have):  # made by us, and the watch does not show it
-            await _rewrite(writer, want, have)
-            wrote = True
+            wrote = await _rewrite(writer, want, have) or wrote
     return wrote
 
 
-async def _rewrite(writer: Writer, want: Obj, have: Obj) -> None:
+async def _rewrite(writer: Writer, want: Obj, have: Obj) -> bool:
+    name = want["metadata"]["name"]
+    rewrite = partial(_send, writer, want, have)
+    what = f"the change of endpointslice {name!r}"
+    return bool(await writer.guarded(f"repair {name}", what, ("patch", SLICES), rewrite))
+
+
+async def _send(writer: Writer, want: Obj, have: Obj) -> bool:
     name, changed = want["metadata"]["name"], differs(want, have)
-    try:
-        answer = await writer.ctx.kube.patch(
-            SLICES, writer.key.namespace, name, repair(want, have), kind="merge"
-        )
-    except NotFound:
-        return  # the watch says so, and the next pass makes it
+    answer = await writer.ctx.kube.patch(
+        SLICES, writer.key.namespace, name, repair(want, have), kind="merge"
+    )
     writer.ctx.store.upsert(SLICES, answer)
     logger.info("wrote EndpointSlice %s: %s", name, changed, extra={"pool": str(writer.key)})
+    return True

@@ -1,17 +1,17 @@
 """Writes to the API server: children, gates and the status of one pool.
 
-Names are deterministic, so 409 on create and 404 on delete are success if the object is ours. An
-object of somebody else under that name is remembered as a conflict and never touched.
+Names are deterministic, so 409 on create is success if the object is ours, and 404 on delete as soon
+as the watch shows it. An object of somebody else under that name is remembered as a conflict and never touched. Each write
+stands alone: whatever the API server answers to one is an obstacle of it, and the others go on.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Key, Obj
@@ -19,69 +19,32 @@ from rollout_operator.core.endpoints import is_controlled
 from rollout_operator.core.plan import DeletePod, SetGate
 from rollout_operator.core.podreader import BOOT_PREFIX, is_leftover, why_foreign
 from rollout_operator.core.services import differs, pool_services, repair
-from rollout_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, NotFound
+from rollout_operator.kube.errors import AlreadyExists, Conflict, Invalid, NotFound
 
 from .context import Context
+from .obstacles import CONFLICT, RETRY_SECONDS, Obstacles
+from .onebyone import OneByOne
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 12
-"""Writes of one pass in flight. Each turn of the event loop serves all of them, and another pool's
-call waits for them at every step: 500 new pods must not make it late."""
-
-_ACCOUNT_HINT = (
-    "; add the namespace to the chart's workers.namespaces, or set spec.serviceAccountName"
-)
+PODS: Final = "pods"
 
 
-@dataclass(slots=True)
-class Obstacles:
-    """Why children could not be created, by `kind/name`."""
+class Writer(OneByOne):
+    """The writes of one pass over one pool.
 
-    conflicts: dict[str, str] = field(default_factory=dict)
-    rejections: dict[str, str] = field(default_factory=dict)
-    awaited: set[str] = field(default_factory=set)
-    """Names whose holders terminate: they get free, and perhaps no event says when."""
+    All but `status` raise only what ends a pass, see `OneByOne`.
+    """
 
-    @property
-    def labels(self) -> set[str]:
-        """What is in the way; what is said of it may differ at each try."""
-        return {*self.conflicts, *self.rejections, *self.awaited}
-
-    def added_to(self, before: Obstacles) -> Obstacles:
-        """Return these and the ones before, where these don't know better."""
-        return Obstacles(
-            before.conflicts | self.conflicts,
-            before.rejections | self.rejections,
-            before.awaited | self.awaited,
-        )
-
-
-class Writer:
-    """The writes of one pass over one pool."""
-
-    def __init__(self, ctx: Context, key: Key, uid: str) -> None:
-        self.ctx = ctx
-        self.key = key
+    def __init__(
+        self, ctx: Context, key: Key, uid: str, obstacles: Obstacles | None = None
+    ) -> None:
+        super().__init__(ctx, key, obstacles)
         self.uid = uid
-        self.obstacles = Obstacles()
         self.relabelled = 0
         """Pods that are found again: what to do with them is for the next pass."""
         self.sliced = False
         """EndpointSlices were written: who serves by them is for the next pass to tell."""
-        self._limit = asyncio.Semaphore(AT_ONCE)
-
-    async def all(self, writes: Iterable[Coroutine[Any, Any, object]]) -> None:
-        """Run writes, a bounded number at once; raise the first failure once all have ended."""
-
-        async def bounded(write: Coroutine[Any, Any, object]) -> None:
-            async with self._limit:
-                await write
-
-        results = await asyncio.gather(*(bounded(w) for w in writes), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
 
     async def services(
         self, weights_port: int = names.WEIGHTS_PORT, *, selecting: bool = True
@@ -106,11 +69,29 @@ class Writer:
                     await self.create("services", want)
             elif reason := differs(want, have):
                 text = "repairing Service %s: somebody changed %s"
-                logger.info(text, name, reason, extra=self._extra())
-                answer = await self.ctx.kube.patch(
-                    "services", self.key.namespace, name, repair(want), kind="json"
+                logger.info(text, name, reason, extra=self.extra)
+                await self.guarded(
+                    f"repair service/{name}",
+                    f"the change of service {name!r}",
+                    ("patch", "services"),
+                    partial(self._repair, want, have),
                 )
-                self.ctx.store.upsert("services", answer)
+
+    async def _repair(self, want: Obj, have: Obj) -> None:
+        """Bring exactly this Service back."""
+        name = want["metadata"]["name"]
+        body = repair(want, have["metadata"]["uid"])
+        try:
+            answer = await self.ctx.kube.patch(
+                "services", self.key.namespace, name, body, kind="json"
+            )
+        except Invalid as error:  # so the API server says that it is another one by now
+            raise Conflict(error.status, error.reason, error.message, said=error.said) from error
+        self.ctx.store.upsert("services", answer)
+
+    async def create_pods(self, bodies: Iterable[Obj]) -> None:
+        """Create pods, few at first: what refuses one often refuses all."""
+        await self.slowly(PODS, {_label(b): partial(self.create, PODS, b) for b in bodies})
 
     async def create(self, resource: str, body: Obj) -> Obj | None:
         """Create a child; a taken name is success only if the object there is ours.
@@ -118,27 +99,26 @@ class Writer:
         Returns:
             What is there now and ours; None: nothing, and `obstacles` says why.
         """
+        label, what = _label(body), f"{body['kind'].lower()} {body['metadata']['name']!r}"
+        create = partial(self._create, resource, body, label)
+        return await self.guarded(label, what, ("create", resource), create)
+
+    async def _create(self, resource: str, body: Obj, label: str) -> Obj | None:
         name = body["metadata"]["name"]
-        label = f"{body['kind'].lower()}/{name}"
         try:
             made = await self.ctx.kube.create(resource, body)
         except AlreadyExists:
             return await self._look_at_namesake(resource, body, label)
-        except (Invalid, Forbidden) as error:
-            self.obstacles.rejections[label] = f"{label} was rejected: {error.message}" + (
-                _ACCOUNT_HINT if "service account" in error.message else ""
-            )
-            return None
         uid = made["metadata"]["uid"]
         if not self.ctx.store.holds(resource, made):  # type: ignore[arg-type]
             # Else the watch was faster than the answer.
             self.ctx.expectations.expect_create(self.key, resource, name, uid)  # type: ignore[arg-type]
         self.ctx.store.upsert(resource, made)  # type: ignore[arg-type]
-        logger.info("created %s", label, extra=self._extra())
+        logger.info("created %s", label, extra=self.extra)
         return made
 
     async def _look_at_namesake(self, resource: str, body: Obj, label: str) -> Obj | None:
-        name = body["metadata"]["name"]
+        name, later = body["metadata"]["name"], self.ctx.monotonic() + RETRY_SECONDS
         try:
             found = await self.ctx.kube.get(resource, self.key.namespace, name)
         except NotFound:
@@ -146,12 +126,12 @@ class Writer:
         self.ctx.store.upsert(resource, found)  # type: ignore[arg-type]
         if self.will_go(found):
             if not self.is_ours(found):
-                self.obstacles.awaited.add(label)
+                # Its name gets free, and perhaps no event says when.
+                self.obstacles.note(label, "", "", later)
             return None
         if not self.is_ours(found):
-            self.obstacles.conflicts[label] = (
-                f"{label} exists but is not ours: delete it, or give the RolloutReplica another name"
-            )
+            text = f"{label} exists but is not ours: delete it, or give the RolloutReplica another name"
+            self.obstacles.note(label, CONFLICT, text, later)
             return None
         if resource == "pods":
             if why := _why_foreign(found, body, self.key.name):
@@ -165,7 +145,10 @@ class Writer:
 
     async def seek(self, body: Obj) -> None:
         """Look for a pod that the watch does not show; ours gets its labels back."""
-        await self._look_at_namesake("pods", body, f"pod/{body['metadata']['name']}")
+        label = _label(body)
+        seek = partial(self._look_at_namesake, PODS, body, label)
+        what = f"the look for pod {body['metadata']['name']!r}"
+        await self.guarded(f"seek {label}", what, ("get", PODS), seek)
 
     async def relabel(self, name: str, uid: str, labels: Mapping[str, str]) -> None:
         """Give a pod of ours these labels again: without them neither we nor Services find it.
@@ -173,17 +156,18 @@ class Writer:
         Through its status, which the API server lets carry labels: the operator may write no more
         of a pod than that.
         """
+        what, relabel = f"the labels of pod {name!r}", partial(self._relabel, name, uid, labels)
+        await self.guarded(f"relabel {uid}", what, ("patch", PODS), relabel)
+
+    async def _relabel(self, name: str, uid: str, labels: Mapping[str, str]) -> None:
         body = {"metadata": {"uid": uid, "labels": dict(labels)}}
-        try:
-            answer = await self.ctx.kube.patch(
-                "pods", self.key.namespace, name, body, subresource="status"
-            )
-        except (NotFound, Conflict):
-            return  # the pod is gone or another one
+        answer = await self.ctx.kube.patch(
+            "pods", self.key.namespace, name, body, subresource="status"
+        )
         self.ctx.store.upsert("pods", answer)
         self.relabelled += labels.items() <= (answer["metadata"].get("labels") or {}).items()
         text = "repairing pod %s: somebody changed the labels by which it is found"
-        logger.info(text, name, extra=self._extra())
+        logger.info(text, name, extra=self.extra)
 
     def will_go(self, obj: Obj) -> bool:
         """Whether it terminates, or the garbage collector will delete it: its name gets free."""
@@ -195,7 +179,11 @@ class Writer:
         return is_controlled(obj, self.uid)
 
     async def delete(self, pod: DeletePod) -> None:
-        """Delete exactly this pod; gone or replaced is success."""
+        """Delete exactly this pod."""
+        what, delete = f"the deletion of pod {pod.name!r}", partial(self._delete, pod)
+        await self.guarded(f"delete {pod.uid}", what, ("delete", PODS), delete)
+
+    async def _delete(self, pod: DeletePod) -> None:
         # Before the call, since the watch may be faster than the answer.
         if not pod.forced:
             self.ctx.expectations.expect_delete(self.key, "pods", pod.name, pod.uid)
@@ -203,17 +191,18 @@ class Writer:
             await self.ctx.kube.delete(
                 "pods", self.key.namespace, pod.name, uid=pod.uid, grace=pod.grace
             )
-        except (NotFound, Conflict):
-            self.ctx.expectations.forget_delete(pod.uid)
-            return
         except BaseException:
             # Perhaps it was carried out all the same; then the watch shows a pod that terminates.
             self.ctx.expectations.forget_delete(pod.uid)
             raise
-        logger.info("deleted pod %s: %s", pod.name, pod.reason, extra=self._extra())
+        logger.info("deleted pod %s: %s", pod.name, pod.reason, extra=self.extra)
 
     async def gate(self, gate: SetGate) -> None:
         """Set the readiness gate, bound to the process that earned it."""
+        what = f"the readiness gate of pod {gate.name!r}"
+        await self.guarded(f"gate {gate.uid}", what, ("patch", PODS), partial(self._gate, gate))
+
+    async def _gate(self, gate: SetGate) -> None:
         body = {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -224,17 +213,20 @@ class Writer:
             answer = await self.ctx.kube.patch(
                 "pods", self.key.namespace, gate.name, body, kind="apply", subresource="status"
             )
-        except (NotFound, Conflict):
-            return  # the pod is gone or another one
         except Invalid as error:
-            if "metadata.uid" in error.message:
-                return  # another one: the API server takes the uid for a change of it
+            if "metadata.uid" in error.message:  # another one: taken for a change of its uid
+                raise Conflict(
+                    error.status, error.reason, error.message, said=error.said
+                ) from error
             raise
         self.ctx.store.upsert("pods", answer)
-        logger.info("gate of %s: %s", gate.name, gate.reason, extra=self._extra())
+        logger.info("gate of %s: %s", gate.name, gate.reason, extra=self.extra)
 
     async def status(self, resource_version: str, status: Mapping[str, Any]) -> None:
-        """Apply the whole status, as a document; refused (`Conflict`) if somebody else wrote in between."""
+        """Apply the whole status, as a document; raises each `KubeError`.
+
+        `Conflict`: somebody else wrote the object in between.
+        """
         body = {
             "apiVersion": names.API_VERSION,
             "kind": names.KIND,
@@ -256,8 +248,9 @@ class Writer:
         )
         self.ctx.store.upsert("pools", answer)
 
-    def _extra(self) -> dict[str, str]:
-        return {"pool": str(self.key)}
+
+def _label(body: Obj) -> str:
+    return f"{body['kind'].lower()}/{body['metadata']['name']}"
 
 
 def _gate_conditions(gate: SetGate, now: float) -> list[Obj]:

@@ -37,6 +37,7 @@ from rollout_operator.kube.errors import (
     Unavailable,
 )
 from rollout_operator.kube.events import Recorder
+from rollout_operator.kube.installed import InstalledSchema
 from rollout_operator.telemetry import Telemetry
 
 NAMESPACE = "kube"
@@ -326,3 +327,14 @@ async def test_events_are_posted_once(kube: Kube, cluster: Cluster, math: Obj) -
     assert notes["Created"] == "ü" * 510 + "…"
     described = cluster.kubectl("-n", NAMESPACE, "describe", "rr", name)
     assert "NameConflict" in described
+
+
+async def test_the_installed_crd_has_every_field_of_status(kube: Kube) -> None:
+    installed = InstalledSchema(kube)
+    for _ in range(60):  # the API server publishes it a moment after the CRD
+        if await installed.look():
+            break
+        await asyncio.sleep(0.5)
+    else:
+        pytest.fail(f"its schema is not there: {installed.check()}")
+    assert installed.check() is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from apiclient import Obj
+from apiclient import ApiError, Obj
 from localkube import Cluster
 from manifests import target
 from poollab import GATE, PoolLab, Write, pool_lab
@@ -173,6 +173,65 @@ async def test_a_refused_pod_is_told_with_what_to_do(lab: PoolLab) -> None:
     await lab.reaches("refused")
 
 
+HOOKS = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
+
+
+async def _webhook_that_is_down(lab: PoolLab, pool: str) -> None:
+    """As a policy engine leaves it behind whose pods are gone: each creation of a pod is answered 500."""
+    service = {"namespace": lab.namespace, "name": "gone", "path": "/"}
+    hook = {
+        "name": "down.example.com",
+        "clientConfig": {"service": service},
+        "rules": [
+            {
+                "apiGroups": [""],
+                "apiVersions": ["v1"],
+                "operations": ["CREATE"],
+                "resources": ["pods"],
+            }
+        ],
+        "objectSelector": {"matchLabels": {"rollout.dev/pool": pool}},
+        "failurePolicy": "Fail",
+        "sideEffects": "None",
+        "admissionReviewVersions": ["v1"],
+    }
+    lab.api.create(HOOKS, {"metadata": {"name": f"down-{pool}"}, "webhooks": [hook]})
+    probe = stranger("probe")
+    probe["metadata"]["labels"] = {"rollout.dev/pool": pool}
+
+    def refuses() -> bool:
+        try:
+            lab.api.create(lab.path("pods") + "?dryRun=All", probe)
+        except ApiError:
+            return True
+        return False
+
+    await lab.until("the webhook refuses", refuses)
+
+
+async def test_a_webhook_that_is_down_stops_nothing_but_the_lost_pod(lab: PoolLab) -> None:
+    lab.create("hooked", replicas=2)
+    await lab.reaches("hooked")
+    await _webhook_that_is_down(lab, "hooked")
+    try:
+        lab.api.delete(lab.path("pods", "hooked-1-0"), gracePeriodSeconds=0)
+        await lab.until("it is told", lambda: "ApiError" in str(lab.get("hooked")))
+        status, reason, message = condition(lab.get("hooked"), "Degraded")
+        assert (status, reason) == ("True", "ApiError")
+        assert message.startswith(
+            "the API server could not take pod 'hooked-1-0' (500 InternalError): "
+        )
+        assert 'failed calling webhook "down.example.com"' in message
+        lab.patch("hooked", **target(1, 1))
+        await lab.committed("hooked", 1, 1)
+    finally:
+        lab.api.delete(f"{HOOKS}/down-hooked")
+    notes = {"metadata": {"annotations": {"rollout.dev/retry": "now"}}}
+    lab.api.patch(lab.path("pools", "hooked"), notes)
+    await lab.reaches("hooked")
+    assert condition(lab.get("hooked"), "Degraded")[0] == "False"
+
+
 async def test_a_dead_pod_is_replaced_and_counted(lab: PoolLab) -> None:
     lab.create("dies", replicas=1)
     await lab.reaches("dies")
@@ -245,11 +304,13 @@ async def test_a_finalizer_of_somebody_else_costs_its_own_replica_only(lab: Pool
     )  # fmt: skip
     context, key, _ = lab.context_of("held")
     assert context.expectations.pending(key) == 0
-    later = dataclasses.replace(context, clock=lambda: time.time() + 300)
+    passed = [0.0]
+    later = dataclasses.replace(context, monotonic=lambda: time.monotonic() + passed[-1])
     other = Reconciler(later)
     lab.writes()
     for _ in range(5):
         await other.reconcile(key)
+        passed.append(300)
     tried = [w for w in lab.writes() if w.verb == "delete"]
     assert [(w.name, w.code) for w in tried] == [("held-0-0", 200)], "once in 30 s"
     assert context.expectations.pending(key) == 0, "nothing is waited for"

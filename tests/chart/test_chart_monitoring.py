@@ -107,6 +107,19 @@ def condition(kind: str, status: str = "True") -> dict[str, str]:
     return {f"rollout_pool_condition{{{labels}}}": "1x130"}
 
 
+def failed_writes(values: str) -> dict[str, str]:
+    """A write of the pool a/p that fails, as often as the values say."""
+    labels = 'namespace="a",pool="p",verb="create",resource="pods",reason="ApiError"'
+    return {f"rollout_pool_failed_writes_total{{{labels}}}": values}
+
+
+WRITES_FAIL = (
+    "RolloutPoolWritesFail",
+    {"namespace": "a", "pool": "p", "verb": "create", "resource": "pods", "reason": "ApiError"},
+)
+FAILED_PASSES = {'rollout_pool_failed_passes_total{namespace="a",pool="p"}': "0+1x130"}
+
+
 @pytest.mark.parametrize(
     ("series", "minutes", "alert", "labels"),
     [
@@ -171,10 +184,20 @@ def condition(kind: str, status: str = "True") -> dict[str, str]:
             {"namespace": "a", "pool": "p", "reason": "NoLiveCopy"},
         ),
         ({"rollout_operator_leader": "0x130"}, 5, "RolloutOperatorNoLeader", {}),
+        (failed_writes("1 4 5 5 5 6 6 6 6 6 7x100"), 15, *WRITES_FAIL),
+        (failed_writes("1 " + " ".join(f"{n}x5" for n in range(1, 20))), 100, *WRITES_FAIL),
+        (FAILED_PASSES, 30, "RolloutPoolPassesFail", {"namespace": "a", "pool": "p"}),
+        (
+            {'rollout_operator_reconcile_total{result="error"}': "0+1x130"},
+            40,
+            "RolloutOperatorErrors",
+            {},
+        ),
     ],
     ids=[
         *("degraded", "not serving", "pods refused", "one of eight missing", "one lost asleep"),
         *("version behind", "epoch behind", "no live copy", "no leader"),
+        *("writes begin to fail", "a write every 5 minutes", "passes fail", "an error a minute"),
     ],
 )
 def test_alert_fires(
@@ -207,10 +230,19 @@ def test_alert_fires(
             },
             "RolloutOperatorNoLeader",
         ),
+        (failed_writes("1 2 3 4x130"), "RolloutPoolWritesFail"),
+        (
+            {'rollout_pool_failed_passes_total{namespace="a",pool="p"}': "1 3 4x130"},
+            "RolloutPoolPassesFail",
+        ),
+        (
+            {'rollout_operator_reconcile_total{result="error"}': "1 3 4x130"},
+            "RolloutOperatorErrors",
+        ),
     ],
     ids=[
         *("asleep", "paused", "suspended", "paused as a whole", "updating"),
-        *("ahead of the target", "a standby"),
+        *("ahead of the target", "a standby", "a busy minute", "few failed passes", "few errors"),
     ],
 )
 def test_alert_does_not_fire(series: dict[str, str], alert: str, tmp_path: Path) -> None:

@@ -97,6 +97,14 @@ def test_a_stuck_pod_is_freed_again_after_a_while(ago: float, again: float | Non
     assert seconds == (again or 30)
 
 
+def test_a_clock_that_is_ahead_ends_no_drain() -> None:
+    """Nor do the times of the API server, whose clock may be behind: only what this process saw counts."""
+    spec = spec_of(replicas=1)
+    drains = pod(spec, deletion_at=NOW - 3600, grace=45, witnessed=1)
+    found, seconds = plan(spec, drains)
+    assert (found.delete, seconds) == ([], 74)
+
+
 def test_a_clock_that_is_set_back_holds_nobody() -> None:
     """What this process saw pass has passed, whatever the wall clock says of it."""
     spec = spec_of(replicas=1)

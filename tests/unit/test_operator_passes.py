@@ -492,7 +492,7 @@ async def test_an_engine_without_an_image_is_told_with_the_fix(lab: PassLab) -> 
     lab.has_pool()
     object.__setattr__(lab.ctx, "config", Config(engines={}))
     assert await lab.reconcile() == 0.0
-    assert await lab.reconcile() == 10.0, "it is tried again before long"
+    await lab.reconcile()
     assert condition(lab.status, "Degraded") == ("True", "Rejected")
     assert "set spec.engine.image, or engines.hf.image" in lab.status["message"]
     assert lab.pod_writes == []
@@ -504,8 +504,7 @@ async def test_a_name_that_gets_free_is_looked_at_again_before_long(lab: PassLab
     going = pod(ownerReferences=[], labels={}, deletionTimestamp="1970-01-12T13:46:40Z")
     lab.api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
     lab.api.answer("GET", f"{PODS}/math-0-0", going)
-    assert await lab.reconcile() == 0.0
-    assert await lab.reconcile() == 10.0
+    assert await lab.reconcile(2) == 10.0
     assert condition(lab.status, "Degraded")[0] == "False"
 
 
@@ -634,6 +633,7 @@ async def test_being_degraded_for_another_reason_is_news(lab: PassLab) -> None:
     assert await lab.reconcile(3) == 10.0, "it is tried again before long"
     assert [e[:2] for e in lab.told.events] == [("Warning", "NameConflict")]
     lab.told.events.clear()
+    lab.clock.steady += 10
     lab.api.answer("POST", PODS, pod(), 201)
     await lab.reconcile(3)
     assert [e[:2] for e in lab.told.events] == [("Normal", "Recovered")]

@@ -153,6 +153,8 @@ async def test_a_colocated_pod_of_a_deleted_pool_is_not_removed_by_force(lab: Pa
     for replica, claims in ((0, []), (1, [{"name": "rollout-devices", "resourceClaimName": "c"}])):
         going = pod(replica, deletionTimestamp=long_ago, deletionGracePeriodSeconds=1)
         lab.has_pod({**going, "spec": {"resourceClaims": claims}})
+    await lab.reconciler.reconcile(KEY)
+    lab.clock.steady += 31
     again = await lab.reconciler.reconcile(KEY)
     assert lab.pod_writes == [("DELETE", "math-0-0")]
     assert again is not None

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import generate_latest
 
+from faults import FAULTS, Fault
 from passlab import KEY, PODS, PassLab, condition, pass_lab, worker_of
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
@@ -228,3 +229,40 @@ async def test_a_slice_that_lost_its_labels_gets_them_back(lab: PassLab) -> None
     assert labels[names.LABEL_POOL] == "math"
     assert labels[names.LABEL_SLICE_MANAGER] == "rollout-operator"
     assert inside.ready() == ["t-0"]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("verb", ["create", "patch"])
+async def test_a_slice_that_is_refused_stops_nothing_else(
+    lab: PassLab, verb: str, fault: Fault
+) -> None:
+    """As in `test_operator_faults`: the slices of a Hybrid pool are its gates."""
+    inside = Inside(lab)
+    inside.members(trainer(0))
+    lab.has_pool(**HYBRID)
+    lab.workers = {"10.0.0.0:8001": worker_of()}
+    if verb == "patch":
+        await inside.settled()
+        lost = inside.stored["math-ipv4-0"]
+        inside.has({**lost, "endpoints": [], "metadata": {**lost["metadata"], "annotations": {}}})
+        meta = {**inside.stored["math-ipv4-0"]["metadata"], "resourceVersion": "90"}
+        lab.ctx.store.upsert("endpointslices", {**inside.stored["math-ipv4-0"], "metadata": meta})
+    route = ("POST", SLICES) if verb == "create" else ("PATCH", f"{SLICES}/math-ipv4-0")
+    lab.api.answers[route] = fault.answer()
+    if verb == "create":
+        await inside.listed()
+    for _ in range(8):
+        lab.clock.steady += 2
+        await lab.settled(1)
+    assert condition(lab.status, "Degraded") == ("True", fault.told)
+    assert lab.status["message"].startswith("the API server ")
+    at = f'namespace="rl",pool="math",reason="{fault.told}",resource="endpointslices",verb="{verb}"'
+    assert f"rollout_pool_failed_writes_total{{{at}}}" in lab.ctx.telemetry.page().decode()
+    now = lab.ctx.store.pool(KEY)
+    assert now is not None
+    meta = {**now["metadata"], "generation": 2, "resourceVersion": "500"}
+    lab.ctx.store.upsert(
+        "pools", {**now, "metadata": meta, "spec": now["spec"] | {"state": "Asleep"}}
+    )
+    await lab.settled(1)
+    assert lab.workers["10.0.0.0:8001"].hold == "Asleep"

@@ -270,8 +270,10 @@ def test_what_differs_of_a_service(path: tuple[str, ...], value: object, why: st
 def test_a_repair_is_a_patch_of_what_is_ours() -> None:
     data, heads = pool_services("pool", "ns", "uid")
     for want, published in ((data, False), (heads, True)):
-        patch = {op["path"]: op["value"] for op in repair(want)}
-        assert {op["op"] for op in repair(want)} == {"add"}
+        test, *adds = repair(want, "u")
+        assert test == {"op": "test", "path": "/metadata/uid", "value": "u"}, "no namesake of it"
+        patch = {op["path"]: op["value"] for op in adds}
+        assert {op["op"] for op in adds} == {"add"}
         assert patch.pop("/spec/selector") == want["spec"]["selector"]
         assert patch.pop("/spec/ports") == want["spec"]["ports"]
         assert patch.pop("/spec/publishNotReadyAddresses") is published
@@ -660,6 +662,6 @@ def test_a_changed_service_is_mended() -> None:
     assert differs(data, data) is None
     broken = {**data, "spec": {**data["spec"], "selector": {"app": "else"}}}
     assert differs(data, broken) == "spec.selector"
-    patch = {op["path"]: op["value"] for op in repair(data)}
+    patch = {op["path"]: op["value"] for op in repair(data, "u")}
     assert patch["/spec/selector"] == data["spec"]["selector"]
     assert patch["/metadata/labels/rollout.dev~1pool"] == "pool"

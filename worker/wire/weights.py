@@ -174,7 +174,7 @@ class StagedWeights(Wire):
     phase: Literal["Staging", "Staged", "Failed"]
     bytes_done: int = 0
     bytes_total: int = 0
-    root_hash: str | None = None
+    root_hash: str | None = Field(default=None, max_length=128)
     labels: Mapping[str, str] = Field(default_factory=dict)
     error: str | None = Field(
         default=None, description="Names the tensor or file at fault, and the fix."
@@ -195,7 +195,7 @@ class KeptWeights(Wire):
 
     epoch: Identity
     version: Identity
-    root_hash: str
+    root_hash: str = Field(max_length=128)
     bytes: int
 
 
@@ -204,7 +204,7 @@ class ActiveWeights(Wire):
 
     epoch: Identity
     version: Identity
-    root_hash: str | None = None
+    root_hash: str | None = Field(default=None, max_length=128)
     labels: Mapping[str, str] = Field(default_factory=dict)
 
     @property

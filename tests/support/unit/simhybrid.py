@@ -101,15 +101,12 @@ class SimHybrid:
         self._start(name)
 
     def carry_out(self, seen: Observed, plan: Plan) -> None:
-        """What a pass does, in its order; where writes fail it ends."""
+        """What a pass does, in its order; where a write fails the others go on."""
         world = self.world
-        if world.refuses("status"):
-            return
-        world.status, world.barrier = plan.status, plan.barrier
+        decided = world.write_status(plan)
         if not world.refuses("gate"):
             self._write(seen, plan)
-            for call in plan.calls:
-                world.call(call)
+        world.call_all(plan, decided=decided)
 
     def _write(self, seen: Observed, plan: Plan) -> None:
         shown = with_gates(seen.pods, plan.gates, self.world.now)

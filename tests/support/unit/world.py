@@ -18,6 +18,7 @@ from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.decide import decide
 from rollout_operator.core.hybrid import with_members
 from rollout_operator.core.plan import Plan
+from rollout_operator.core.status_changes import same_decision
 from rollout_operator.core.stuck import STUCK_SECONDS
 from rollout_operator.core.trainers import Beside, TrainerWatch
 from rollout_operator.core.world import Observed, Pod
@@ -49,6 +50,10 @@ class World(SimPods):
         self._forced_at: dict[str, float] = {}
         self._counted: set[str] = set()
         """Uids of pods whose end status.restarts has counted."""
+        self._unwritten: RolloutReplicaStatus | None = None
+        """The newest status, while the API server refuses it, as `passes.memory` keeps it."""
+        self._written: set[str] = set()
+        """Those of the counted that a status which was written has counted."""
 
     def set(self, **changes: Any) -> None:
         """Change the spec as a user would."""
@@ -77,7 +82,7 @@ class World(SimPods):
             conflicts=self.conflicts,
             rejections={},
             unsettled=len(self.unshown),
-            restarts_of={r.replica: r.restarts for r in self.status.replacing},
+            restarts_of={r.replica: r.restarts for r in self.believed.replacing},
             barrier=self.barrier,
             paused=False,
             retry=self.retry,
@@ -93,6 +98,7 @@ class World(SimPods):
     def forget(self) -> None:
         """The operator restarts: what it only remembered is gone."""
         self.barrier = None
+        self._unwritten, self._counted = None, set(self._written)
         self.witness, self._forced_at = Witness(), {}
         if self.trainers is not None:
             self.trainers.watch = TrainerWatch()
@@ -111,7 +117,7 @@ class World(SimPods):
             return Plan(self.status)  # its pods are not listed, and nothing is decided
         if self.trainers is not None:
             self.trainers.catch_up(self.tick, (*self.pods.values(), *self.predecessors.values()))
-        seen, stored = self.observed(), self.status
+        seen, stored = self.observed(), self.believed
         plan = decide(self.spec, seen, stored, self.now)
         going = frozenset(p.uid for p in self.pods.values() if p.deleting)
         check(Pass(with_members(self.spec, seen), seen, stored, plan, going))
@@ -125,12 +131,9 @@ class World(SimPods):
         return plan
 
     def _carry_out(self, seen: Observed, plan: Plan) -> None:
-        """What a pass does, in its order; where writes fail it ends."""
-        if self.refuses("status"):
-            return
+        """What a pass does, in its order; where a write fails the others go on."""
         self._count_restarts(seen, plan)
-        self.status = plan.status
-        self.barrier = plan.barrier
+        decided = self.write_status(plan)
         if self._found(plan):
             return
         gates = sorted(plan.gates, key=lambda g: g.serving)
@@ -138,20 +141,39 @@ class World(SimPods):
         for deletion in plan.delete:
             if deletion.forced:
                 self._forced(deletion.uid)
-        if not (
-            self._each("gate", off, self.set_gate)
-            and self._each("delete", plan.delete, self.delete)
-        ):
-            return
-        before = self.conflicts
-        self.conflicts = dict(before) if seen.unsettled else {}
-        if not self._each(
+        self._each("gate", off, self.set_gate)
+        self._each("delete", plan.delete, self.delete)
+        self.conflicts = dict(self.conflicts) if seen.unsettled else {}
+        self._each(
             "create", plan.create, lambda c: self.make(c.replica, c.rank, c.restarts, c.place)
-        ):
-            self.conflicts = before
-        elif self._each("gate", gates[len(off) :], self.set_gate):
-            for call in plan.calls:
+        )
+        self._each("gate", gates[len(off) :], self.set_gate)
+        self.call_all(plan, decided=decided)
+
+    def call_all(self, plan: Plan, *, decided: bool) -> None:
+        """Call the workers; what changes weights for good only if that stands in status."""
+        for call in plan.calls:
+            if decided or not call.is_final:
                 self.call(call)
+
+    @property
+    def believed(self) -> RolloutReplicaStatus:
+        """What the next status follows."""
+        if self._unwritten is None:
+            return self.status
+        return self._unwritten.model_copy(update={"weights": self.status.weights})
+
+    def write_status(self, plan: Plan) -> bool:
+        """Write it, or keep it; whether what was decided about weights stands written."""
+        if not self.refuses("status"):
+            self.status, self._unwritten, self._written = plan.status, None, set(self._counted)
+            self.barrier = plan.barrier
+            return True
+        self._unwritten = plan.status
+        decided = same_decision(self.status.weights, plan.status.weights)
+        if decided:
+            self.barrier = plan.barrier
+        return decided
 
     def _found(self, plan: Plan) -> bool:
         """Whether some that were missing are there, without their labels: they get them back."""
@@ -163,20 +185,16 @@ class World(SimPods):
     def _count_restarts(self, seen: Observed, plan: Plan) -> None:
         """However many pods of a replica end, and in whatever order: it has failed once."""
         fresh = {i for i, count in plan.restarts.items() if seen.restarts_of.get(i) != count}
-        assert plan.status.restarts == self.status.restarts + len(fresh)
+        assert plan.status.restarts == self.believed.restarts + len(fresh)
         ended = {p.uid for p in seen.pods if p.replica in fresh}
         assert not ended & self._counted, "a failure is counted twice"
         self._counted |= ended
 
-    def _each(self, kind: str, writes: Iterable[T], carry_out: Callable[[T], None]) -> bool:
-        """Try all of these writes; whether none was refused."""
-        refused = 0
+    def _each(self, kind: str, writes: Iterable[T], carry_out: Callable[[T], None]) -> None:
+        """Try all of these writes."""
         for write in writes:
-            if self.refuses(kind):
-                refused += 1
-            else:
+            if not self.refuses(kind):
                 carry_out(write)
-        return not refused
 
     def _forced(self, uid: str) -> None:
         last = self._forced_at.get(uid)
