@@ -41,7 +41,7 @@ from rollout_worker.schemas import CHECKPOINT, SamplingParams
 from tiny_engine import write_weights
 from waiting import until
 
-MODEL = Model(None, Layout({}, {}, {}), frozenset({2}), 64, 100, "float32", 0)
+MODEL = Model(None, Layout({}, {}, {}), frozenset({2}), 64, 100, "float32", 0, {})
 
 
 def asked(temperature: float) -> EngineRequest:

@@ -118,9 +118,19 @@ class _Server:
             "max_tokens": self._info["max_total_num_tokens"],
             "max_running": state.get("effective_max_running_requests_per_dp")
             or state.get("max_running_requests"),
+            "no_updates": await self._refusal(),
+            "device": torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
             "ranks": state.get("tp_size", 1) * state.get("pp_size", 1),
             **{name: bool(state.get(name)) for name in keep},
         }
+
+    async def _refusal(self) -> str | None:
+        """Return why the schedulers would refuse every update, None if they would not."""
+        try:
+            await self._tell("rollout_check")
+        except OSError as error:
+            return str(error)
+        return None
 
     async def _answer(self, call: dict[str, Any]) -> None:
         operation: Callable[..., Awaitable[Any]] = getattr(self, f"_do_{call['op']}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rollout_worker.engine import EngineError, Gang
-from rollout_worker.engines import EngineOptions, tested
+from rollout_worker.engines import EngineOptions, selfcheck, tested
 from rollout_worker.engines.mapped import SLOTS_VARIABLE
 from rollout_worker.engines.network import interface_of, own_address
 
@@ -50,13 +50,14 @@ class Settings:
 
     `python`: an interpreter that has SGLang. `step_deadline_seconds`: running requests without a
     new token for so long count as hung. `flags`: SGLang's own. `any_version`: start also a version
-    that nobody tested.
+    that nobody tested. `self_update_check`: load the checkpoint as an update before serving.
     """
 
     python: str
     step_deadline_seconds: float
     flags: tuple[str, ...]
     any_version: bool = False
+    self_update_check: bool = True
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,6 +75,7 @@ def parse(args: Sequence[str]) -> Settings:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--step-deadline-seconds", type=float, default=120.0)
     parser.add_argument(tested.FLAG, action="store_true")
+    selfcheck.add_flag(parser)
     known, flags = parser.parse_known_args(list(args))
     for flag in flags:
         name = flag.partition("=")[0]
@@ -86,6 +88,7 @@ def parse(args: Sequence[str]) -> Settings:
         known.step_deadline_seconds,
         (*_world(flags), *flags),
         known.allow_untested_version,
+        known.self_update_check == "on",
     )
 
 

@@ -129,11 +129,16 @@ class Extension:
         settled = not self.vllm_config.parallel_config.enable_eplb
         with set_current_vllm_config(self.vllm_config), _seen(ticket, settled) as tensors:
             self.model_runner.reload_weights(weights_iterator=tensors)
-            if self.device.type == "cpu":
-                _repack_heads(self.model_runner.get_model())
-            else:
-                torch.cuda.synchronize(self.device)  # it may still read locked memory
+            _finish_load(self)
         held.check(json.loads(ticket))
+
+    def rollout_reload(self) -> None:
+        """Load the model's own checkpoint as `rollout_load` loads a version."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.reload_weights()
+            _finish_load(self)
 
     def rollout_hold(
         self, where: dict[str, str], size: int, tally: tuple[str, str], lent: bool
@@ -195,6 +200,13 @@ def _seen(ticket: str, settled: bool) -> Iterator[Iterator[tuple[str, torch.Tens
         yield iter(watching)
     told = [(name, dtype, shape) for name, dtype, shape, _ in json.loads(ticket)["tensors"]]
     reads.tell(Path(os.environ[SLOTS_VARIABLE]), told, watching.untouched)
+
+
+def _finish_load(worker: Extension) -> None:
+    if worker.device.type == "cpu":
+        _repack_heads(worker.model_runner.get_model())
+    else:
+        torch.cuda.synchronize(worker.device)  # it may still read locked memory
 
 
 def _repack_heads(model: Any) -> None:

@@ -77,7 +77,7 @@ class Versions:
         kept = kv == "keep" and not steering.kv_lost
         if not kept:
             await steering.lose_kv()
-        await self._load(sink)
+        await self._load("rollout_load", sink.ticket())
         if self._empty:
             self._dropped = self._empty = False
             steering.away.discard("weights")
@@ -85,11 +85,21 @@ class Versions:
         await self._launched.llm.engine_core.set_weight_version_async(label)
         self._labels.adopt(label)
 
-    async def _load(self, sink: MappedSink) -> None:
-        """Let the workers take what it holds; a failure leaves them with halves of two versions."""
+    async def reload(self) -> None:
+        """Load the checkpoint once more as a commit loads a version; nothing runs.
+
+        Raises:
+            EngineCrashed: vLLM failed at it.
+        """
+        async with self._lock, self._steering.frozen():
+            await self._steering.lose_kv()
+            await self._load("rollout_reload")
+
+    async def _load(self, method: str, *args: object) -> None:
+        """Let the workers load; a failure leaves them with halves of two versions."""
         self._steering.broken = True
         try:
-            await self._call("rollout_load", sink.ticket())
+            await self._call(method, *args)
         except Exception as error:
             raise EngineCrashed(f"vLLM failed to load verified weights: {error}") from error
         self._steering.broken = False
@@ -175,7 +185,7 @@ class Versions:
                 async with self._steering.frozen():
                     await self._call("rollout_wake", sorted(back))
                     if sink is not None:
-                        await self._load(sink)
+                        await self._load("rollout_load", sink.ticket())
                         self._dropped = False
                     away -= there
                     self._empty = self._empty or there != back
