@@ -26,6 +26,7 @@ from sglang.version import __version__
 
 from . import inside
 from .bridge import LIMIT, frame
+from .settings import with_graphs
 from .streams import child_tokens
 
 logger = logging.getLogger(__name__)
@@ -226,13 +227,13 @@ class _Server:
             raise OSError(str(error)) from error
 
     async def _do_release(self, tags: list[str]) -> None:
-        give = messages.ReleaseMemoryOccupationReqInput(tags=tags)
+        give = messages.ReleaseMemoryOccupationReqInput(tags=with_graphs(tags))
         await self._manager.release_memory_occupation(give)
         # That is the first rank's answer; the others may still be at it, and their devices go to others.
         await self._tell("rollout_meet")
 
     async def _do_retake(self, tags: list[str]) -> None:
-        take = messages.ResumeMemoryOccupationReqInput(tags=tags)
+        take = messages.ResumeMemoryOccupationReqInput(tags=with_graphs(tags))
         await self._manager.resume_memory_occupation(take)
 
     async def _do_flush(self) -> bool:

@@ -29,6 +29,7 @@ from rollout_worker.engines.watching import Watching
 from rollout_worker.observe.processes import find
 from rollout_worker.turn.sharing import join
 
+from . import backups
 from .settings import MEMBER_VARIABLE, WATCH_VARIABLE
 from .under_ray import HEAD_VARIABLE
 
@@ -177,11 +178,26 @@ class Extension:
         else:
             worker.discard(("kv_cache",))
 
+    def rollout_pinned_bytes(self, level: int) -> int:
+        """Return how much main memory a sleep of a GPU takes here."""
+        return backups.pinned_bytes(_allocations(), level)
+
+    def rollout_forget(self) -> None:
+        """Give up what sleep at level 1 keeps of a GPU's weights."""
+        worker: Any = self
+        models = [self.model_runner.get_model(), worker.get_draft_model()]
+        buffers = [b for model in models if model is not None for b in model.buffers()]
+        backups.forget_weights(_allocations(), buffers)
+        torch.accelerator.empty_host_cache()
+
     def rollout_wake(self, tags: list[str]) -> None:
         """Take memory back; on a CPU pages come back by themselves, as zeros."""
-        if self.device.type != "cpu":
-            worker: Any = self
-            worker.wake_up(tags)
+        if self.device.type == "cpu":
+            return
+        worker: Any = self
+        worker.wake_up(tags)
+        # Torch would keep the locked copies for itself, beside the books of who asks for the next.
+        torch.accelerator.empty_host_cache()
 
 
 @contextlib.contextmanager
@@ -200,6 +216,13 @@ def _seen(ticket: str, settled: bool) -> Iterator[Iterator[tuple[str, torch.Tens
         yield iter(watching)
     told = [(name, dtype, shape) for name, dtype, shape, _ in json.loads(ticket)["tensors"]]
     reads.tell(Path(os.environ[SLOTS_VARIABLE]), told, watching.untouched)
+
+
+def _allocations() -> dict[int, Any]:
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    allocator: Any = get_mem_allocator_instance()
+    return dict(allocator.pointer_to_data)
 
 
 def _finish_load(worker: Extension) -> None:
