@@ -123,7 +123,7 @@ def test_each_row_of_a_mixed_batch_is_drawn_from_its_own_distribution() -> None:
 
 WIDE = 3000
 """More tokens than are looked at first."""
-CUTS = [
+CUTS: list[dict[str, Any]] = [
     {"top_p": 0.1}, {"top_p": 0.9}, {"top_p": 0.999}, {"min_p": 0.3}, {"min_p": 1e-4}, {"min_p": 1e-4, "top_p": 0.9},
     {"top_k": 1}, {"top_k": 40}, {"top_k": 1023}, {"top_k": 1024}, {"top_k": 2500}, {"top_k": 2500, "top_p": 0.8},
     {"top_k": 300, "min_p": 1e-3, "top_p": 0.95}, {"allowed_token_ids": [5, 2999], "top_p": 0.9}, {"top_p": 1.0},
@@ -166,11 +166,11 @@ def kept(row: torch.Tensor) -> list[int]:
     return (row > -1e200).nonzero().squeeze(1).tolist()
 
 
-class Waits(TorchDispatchMode):
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what a device would be waited for."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -213,9 +213,9 @@ def peak(count: int) -> int:
     draw(logits, rows, heat, positions)
     with torch.profiler.profile(profile_memory=True) as profile:
         draw(logits, rows, heat, positions)
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events: Any = profile.profiler.kineto_results.events()
     taken = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return max(itertools.accumulate(nbytes for _, nbytes in taken))
+    return int(max(itertools.accumulate(nbytes for _, nbytes in taken)))
 
 
 def test_raw_logprobs_are_the_models_own() -> None:

@@ -10,7 +10,7 @@ import argparse
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineError, EngineRequest
@@ -28,7 +28,7 @@ NATS = 0.1
 """By how much a logprob may differ: the weights are the same, so only the order of sums does."""
 
 Generate = Callable[[EngineRequest], AsyncIterator[EngineDelta]]
-Outputs = list[tuple[tuple[int, ...], tuple[float, ...]]]
+Outputs = Sequence[tuple[Sequence[int], Sequence[float]]]
 
 _proven: set[Hashable] = set()
 """What passed in this process: an engine that is restarted is the same as the one before."""

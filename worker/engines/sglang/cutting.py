@@ -39,7 +39,7 @@ def cut_off(work: Tensor, at: Tensor, cuts: Cuts) -> None:
     if cuts.sure and work.shape[1] > TOP:
         return  # its tokens are among the most likely ones: nothing to look at, nothing to wait for
     left = exact.logical_not().nonzero().squeeze(1)
-    for some in left.split(max(1, SORT_LOGITS // work.shape[1])):
+    for some in torch.split(left, max(1, SORT_LOGITS // work.shape[1])):
         work[at[some]] = _cut_all(part[some], cuts.of(some))
 
 

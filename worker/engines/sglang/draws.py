@@ -31,8 +31,8 @@ def draw(
     """
     pieces = rows.pieces(max(1, PIECE_LOGITS // logits.shape[1]))
     sizes = [len(piece) for piece in pieces]
-    parts = zip(*(each.split(sizes) for each in (logits, temperatures, positions)), strict=True)
-    drawn = [_draw(*part, piece) for piece, part in zip(pieces, parts, strict=True)]
+    columns = (torch.split(each, sizes) for each in (logits, temperatures, positions))
+    drawn = [_draw(*part) for part in zip(pieces, *columns, strict=True)]
     if len(drawn) == 1:
         return drawn[0]
     tokens, logprobs = zip(*drawn, strict=True)
@@ -40,7 +40,7 @@ def draw(
 
 
 def _draw(
-    logits: Tensor, temperatures: Tensor, positions: Tensor, rows: Rows
+    rows: Rows, logits: Tensor, temperatures: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     work = logits.to(torch.float32, copy=rows.raw is not None)
     norm = work.logsumexp(dim=-1) if rows.raw is not None else None

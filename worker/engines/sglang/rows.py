@@ -124,11 +124,11 @@ class Rows:
         if not at:
             return None
         cuts = [self.rows[index].asks["cut"] for index in at]
-        columns = (
+        min_p, top_k, top_p = (
             self._tensor(column, torch.float64).unsqueeze(1) for column in zip(*cuts, strict=True)
         )
-        sure = all(0 < top_k <= TOP // 2 for _, top_k, _ in cuts)
-        return self._tensor(at, torch.long), Cuts(*columns, sure=sure)
+        sure = all(0 < count <= TOP // 2 for _, count, _ in cuts)
+        return self._tensor(at, torch.long), Cuts(min_p, top_k, top_p, sure)
 
     def edit(self, logits: Tensor, positions: Tensor) -> None:
         """Apply what comes before the temperature to `logits` [B, V], in place."""
