@@ -164,8 +164,16 @@ class Scene:
 
         Raises:
             AssertionError: it does not.
+            Wrong: its first start failed.
         """
-        until_sync(lambda: self.worker.state()["lifecycle"] == "Active", seconds, what="the engine")
+
+        def up() -> bool:
+            state = self.worker.state()
+            if state["lifecycle"] == "Failed" and not state["restarts"]:
+                raise Wrong(f"the engine did not start: {state['last_error']}")
+            return bool(state["lifecycle"] == "Active")
+
+        until_sync(up, seconds, what="the engine")
 
     def update(self, **fields: Any) -> dict[str, Any]:
         """Publish the next version."""

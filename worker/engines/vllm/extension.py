@@ -228,6 +228,7 @@ def _allocations() -> dict[int, Any]:
 def _finish_load(worker: Extension) -> None:
     if worker.device.type == "cpu":
         _repack_heads(worker.model_runner.get_model())
+        _repack_experts(worker.model_runner.get_model())
     else:
         torch.cuda.synchronize(worker.device)  # it may still read locked memory
 
@@ -244,6 +245,17 @@ def _repack_heads(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _repack_experts(model: Any) -> None:
+    """Pack experts that a load has just brought: vLLM packs them after the first one only (vLLM 0.32)."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if isinstance(experts, CPUUnquantizedExperts):
+            experts.process_weights_after_loading(module)
 
 
 def _kv_tensors(runner: Any) -> list[torch.Tensor]:
