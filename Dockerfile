@@ -17,7 +17,8 @@
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS python
-# Writes go to mounted volumes and /tmp only: the root file system is read-only.
+# Writes go to mounted volumes and /tmp only: the root file system is read-only. No name belongs to the
+# user id; libraries ask for one, and fail without.
 ENV PATH=/opt/rollout/bin:$PATH \
     HOME=/tmp \
     USER=rollout \

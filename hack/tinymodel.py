@@ -2,6 +2,7 @@
 
     python hack/tinymodel.py OUT --seed 1                    a model folder
     python hack/tinymodel.py OUT --seed 2 --weights-only     a version of it: weights and manifest
+    python hack/tinymodel.py OUT --experts 128 --untied      a mixture of experts, of Qwen3's kind
 
 The same arguments give the same bytes. Seeds differ only in the weights, so seed 2 is what a
 trainer would publish after seed 1. Weights are drawn wide (N(0, 0.2)), else a random model's
@@ -41,7 +42,7 @@ MARKS = (".", ",", "?", "!", ";", ":", " -", "\n")
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of the model; the defaults make 3.3 MB."""
+    """Size of the model; the defaults make 3.3 MB. `experts`: 0 makes Qwen2, any other number Qwen3-MoE."""
 
     vocab: int = 4096
     hidden: int = 128
@@ -53,6 +54,10 @@ class Shape:
     tied: bool = True
     dtype: str = "float32"
     std: float = 0.2
+    experts: int = 0
+
+
+EXPERTS_A_TOKEN = 8
 
 
 def make_model(out: Path, seed: int, shape: Shape | None = None) -> None:
@@ -99,20 +104,21 @@ def make_weights(out: Path, seed: int, shape: Shape | None = None) -> str:
 
 
 def _sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a Qwen2 checkpoint."""
-    hidden, inner = shape.hidden, shape.intermediate
-    kv = hidden // shape.heads * shape.kv_heads
+    """Return the shape of every tensor of a checkpoint."""
+    hidden, head = shape.hidden, shape.hidden // shape.heads
+    kv = head * shape.kv_heads
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
         "self_attn.o_proj.weight": (hidden, hidden),
+        **_inner_sizes(shape),
     }
     for name, width in (("q", hidden), ("k", kv), ("v", kv)):
         layer[f"self_attn.{name}_proj.weight"] = (width, hidden)
-        layer[f"self_attn.{name}_proj.bias"] = (width,)
+        if not shape.experts:
+            layer[f"self_attn.{name}_proj.bias"] = (width,)
+    if shape.experts:
+        layer |= {f"self_attn.{name}_norm.weight": (head,) for name in "qk"}
     sizes = {"model.embed_tokens.weight": (shape.vocab, hidden), "model.norm.weight": (hidden,)}
     if not shape.tied:
         sizes["lm_head.weight"] = (shape.vocab, hidden)
@@ -121,10 +127,43 @@ def _sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
+def _inner_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Return those of a layer's part between attention and the next layer."""
+    one = {
+        "gate_proj.weight": (shape.intermediate, shape.hidden),
+        "up_proj.weight": (shape.intermediate, shape.hidden),
+        "down_proj.weight": (shape.hidden, shape.intermediate),
+    }
+    if not shape.experts:
+        return {f"mlp.{name}": size for name, size in one.items()}
+    sizes = {
+        f"mlp.experts.{number}.{name}": size
+        for number in range(shape.experts)
+        for name, size in one.items()
+    }
+    return {"mlp.gate.weight": (shape.experts, shape.hidden), **sizes}
+
+
+def _kind(shape: Shape) -> dict[str, object]:
+    """Return what the configuration says of the kind of model."""
+    if not shape.experts:
+        return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": shape.hidden // shape.heads,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": EXPERTS_A_TOKEN,
+        "moe_intermediate_size": shape.intermediate,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 def _config(shape: Shape) -> dict[str, object]:
     return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
+        **_kind(shape),
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
@@ -191,7 +230,9 @@ def main() -> None:
     parser.add_argument("--untied", action="store_true", help="an output head of its own")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--std", type=float, default=Shape.std, help="width of the weights")
-    for name in ("vocab", "hidden", "intermediate", "layers", "heads", "kv_heads", "max_length"):
+    for name in (
+        "vocab", "hidden", "intermediate", "layers", "heads", "kv_heads", "max_length", "experts",
+    ):  # fmt: skip
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=int, default=getattr(Shape, name))
     args = vars(parser.parse_args())

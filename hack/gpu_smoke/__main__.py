@@ -16,13 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rollout_worker.engine import ENGINES
 
 from .checks import CHECKS
 from .scene import SIZES, Models, NotHere, Plan, Scene, Wrong
+from .variants import VARIANTS
 
 MARKS = {"passed": "ok", "failed": "FAILED", "skipped": "-"}
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     plan.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    for row in run(plan, arguments.engines or ENGINES, arguments.check or list(CHECKS)):
+    for row in run(plan, arguments.engines or ENGINES, arguments.check or [*CHECKS, *VARIANTS]):
         rows.append(row)
         _keep(plan.out / "results.json", rows)  # whatever ends this process meanwhile
     _say("\n" + table(rows))
@@ -68,22 +69,42 @@ def run(plan: Plan, engines: Sequence[str], checks: Sequence[str]) -> Iterator[R
             why = f"{engine} is not installed: give --python {engine}=PATH"
             yield _told(Row(engine, "start", "skipped", why, 0.0))
             continue
-        yield from _run_engine(plan, engine, models, checks)
+        usual = [name for name in checks if name in CHECKS]
+        if usual:
+            yield from _run_engine(plan, engine, models, usual)
+        for name in checks:
+            if name in VARIANTS:
+                yield from _run_variant(plan, engine, name)
 
 
-def _run_engine(plan: Plan, engine: str, models: Models, checks: Sequence[str]) -> Iterator[Row]:
+def _run_engine(
+    plan: Plan, engine: str, models: Models, checks: Sequence[str], prefix: str = ""
+) -> Iterator[Row]:
     began = time.monotonic()
     try:
         scene = Scene(plan, engine, models)
     except Exception as error:  # noqa: BLE001 - the other engines are tried all the same
         seconds = time.monotonic() - began
-        yield _told(Row(engine, "start", "failed", f"{type(error).__name__}: {error}", seconds))
+        yield _told(
+            Row(engine, f"{prefix}start", "failed", f"{type(error).__name__}: {error}", seconds)
+        )
         return
     try:
         for name in checks:
-            yield _told(_check(scene, name))
+            row = _check(scene, name)
+            yield _told(replace(row, check=prefix + row.check))
     finally:
         scene.close()
+
+
+def _run_variant(plan: Plan, engine: str, name: str) -> Iterator[Row]:
+    """Yield what its checks found, each by both names."""
+    try:
+        own, models = VARIANTS[name].planned(plan, name, engine)
+    except NotHere as error:
+        yield _told(Row(engine, name, "skipped", str(error), 0.0))
+        return
+    yield from _run_engine(own, engine, models, VARIANTS[name].checks, f"{name}: ")
 
 
 def _check(scene: Scene, name: str) -> Row:
@@ -141,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         help="interpreter of an engine that is not in this environment",
     )  # fmt: skip
     parser.add_argument(
-        "--check", action="append", choices=list(CHECKS), help="only this one (repeatable)"
+        "--check", action="append", choices=[*CHECKS, *VARIANTS], help="only this one (repeatable)"
     )
     parser.add_argument(
         "--worker-arg", action="append", default=[], metavar="FLAG", help="for every worker"

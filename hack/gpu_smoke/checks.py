@@ -13,10 +13,12 @@ from typing import Any
 import httpx
 
 from judging import greedy
+from rollout_worker.engines.selfcheck import difference
 from rollout_worker.schemas import SamplingParams
 from waiting import until_sync
 from workers import PROMPT
 
+from .latency import latency_while_staging
 from .scene import CALL_SECONDS, NotHere, Scene, Wrong
 
 GREEDY_TOKENS = 64
@@ -99,6 +101,26 @@ def commits_under_load(scene: Scene) -> str:
     return "pause " + ", ".join(told)
 
 
+def there_and_back(scene: Scene) -> str:
+    """Another version changes the outputs, and the first one brings them back."""
+    seen, pauses = [_greedy(scene)], []
+    for _ in range(2):
+        pauses.append(scene.update(in_flight="Abort")["pause_seconds"])
+        seen.append(_greedy(scene))
+    first, other, back = seen
+    if difference([first], [other]) is None:
+        raise Wrong("another version makes the same tokens")
+    if (why := difference([first], [back])) is not None:
+        raise Wrong(f"the first version does not come back: {why}")
+    each = min(pauses) / scene.version_tensors * 1e6
+    return f"pause {min(pauses) * 1000:.0f} ms, {each:.0f} us for each of {scene.version_tensors} tensors"
+
+
+def _greedy(scene: Scene) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    output = scene.worker.sample(GREEDY_TOKENS)
+    return tuple(output["token_ids"]), tuple(output["logprobs"])
+
+
 def many_commits(scene: Scene) -> str:
     """After 20 commits the logits are those of a fresh load, and memory has not grown."""
     seen = []
@@ -128,7 +150,7 @@ def held_ahead(scene: Scene) -> str:
 def sleeps(scene: Scene) -> str:
     """Both levels give memory back; a staged wake commits before the KV cache is there."""
     awake, told = scene.memory(), []
-    for level in (1, 2):
+    for level in (1, 1, 2):  # the second time, what the first one took must be free again
         scene.verb("sleep", level=level, mode="abort")
         asleep = scene.memory()
         if scene.plan.device == "cuda" and asleep - scene.memory_before > ASLEEP_MIB:
@@ -202,6 +224,8 @@ CHECKS: dict[str, Check] = {
     "limits": limits,
     "commits under load": commits_under_load,
     "held ahead": held_ahead,
+    "there and back": there_and_back,
+    "latency": latency_while_staging,
     "20 commits": many_commits,
     "sleep": sleeps,
     "abort asleep": abort_asleep,

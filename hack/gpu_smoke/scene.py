@@ -18,7 +18,8 @@ from engine_kinds import CACHE, KINDS, ROOT, EngineKind
 from reference import Reference
 from rollout_worker.observe.processes import Process, descendants, end
 from rollout_worker.observe.telemetry import resident_bytes
-from tinymodels import TinyModels, half_billion
+from rollout_worker.sources.files import open_source
+from tinymodels import TinyModels, half_billion, many_experts
 from waiting import until_sync
 from workers import Command
 
@@ -27,6 +28,8 @@ Device = Literal["cuda", "cpu"]
 START_SECONDS = 900.0
 CALL_SECONDS = 300.0
 SIZES = ("tiny", "0.5b")
+MOE = "128 experts"
+"""The size of a model that one variant brings."""
 HELD = re.compile(
     r"staged weights of (\d+) bytes are held by (\d+) of (\d+) ranks, page-locked by (\d+)"
 )
@@ -76,16 +79,22 @@ class Plan:
 class Models:
     """A model and two later versions of it; each is made once and kept in the cache."""
 
-    def __init__(self, size: str) -> None:
-        self._size = size
+    def __init__(self, size: str, dtype: str = "bfloat16") -> None:
+        self._size, self._dtype = size, dtype
         self._tiny = TinyModels(CACHE / "models")
         self._judges: dict[int, Reference] = {}
+
+    @property
+    def exact(self) -> bool:
+        """Whether numbers can be compared as float32: logits of the judge are never rounded."""
+        return self._size == "tiny" or self._dtype == "float32"
 
     def folder(self, seed: int) -> Path:
         """Return the model folder of seed 1, or the weights of a later one."""
         if self._size == "tiny":
             return self._tiny.model(1) if seed == 1 else self._tiny.weights(seed)
-        return half_billion(CACHE / "models", seed, "bfloat16")
+        make = many_experts if self._size == MOE else half_billion
+        return make(CACHE / "models", seed, self._dtype)
 
     def judge(self, version: int) -> Reference:
         """Return plain transformers with the weights of a version: 0 is the checkpoint."""
@@ -140,8 +149,8 @@ class Scene:
 
     @property
     def exact(self) -> bool:
-        """Whether numbers can be compared as float32: logits of the judge are never rounded."""
-        return self.plan.size == "tiny"
+        """See `Models.exact`."""
+        return self.models.exact
 
     @property
     def tolerance(self) -> float:
@@ -155,8 +164,16 @@ class Scene:
 
         Raises:
             AssertionError: it does not.
+            Wrong: its first start failed.
         """
-        until_sync(lambda: self.worker.state()["lifecycle"] == "Active", seconds, what="the engine")
+
+        def up() -> bool:
+            state = self.worker.state()
+            if state["lifecycle"] == "Failed" and not state["restarts"]:
+                raise Wrong(f"the engine did not start: {state['last_error']}")
+            return bool(state["lifecycle"] == "Active")
+
+        until_sync(up, seconds, what="the engine")
 
     def update(self, **fields: Any) -> dict[str, Any]:
         """Publish the next version."""
@@ -179,6 +196,23 @@ class Scene:
             return bool(slot["phase"] == "Staged")
 
         until_sync(over, CALL_SECONDS, what="the stage")
+
+    def discard(self) -> None:
+        """Give up what is staged."""
+        answer = self.worker.post("weights/discard", epoch=1, version=self.version + 1)
+        if answer.status_code != 200:
+            raise Wrong(f"discarding version {self.version + 1}: {answer.text}")
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of the files of a version."""
+        folder = self.models.folder(version_seed(self.version + 1))
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+    @property
+    def version_tensors(self) -> int:
+        """Tensors of a version."""
+        return len(open_source(self.models.folder(version_seed(self.version + 1))).entries)
 
     def held(self) -> tuple[int, ...]:
         """Return bytes, ranks that hold what was staged last, ranks there are, ranks that locked it.

@@ -48,6 +48,8 @@ def place(found: Mapping[str, Any]) -> list[str]:
         )
     if found["user"][:2] != [USER, USER]:
         problems.append(f"it runs as {found['user'][:2]}, not {USER}: see USER in the Dockerfile")
+    if not found["user_name"]:
+        problems.append("the user has no name, and libraries fail that ask: set USER and LOGNAME")
     if found["writable"] != ["/tmp", "/dev/shm"]:
         problems.append(f"it can write to {found['writable']}: only /tmp and /dev/shm are right")
     return problems

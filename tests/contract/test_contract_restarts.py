@@ -17,7 +17,7 @@ import pytest
 from contracts import Served, made_by, sound
 from engine_kinds import HANG_SECONDS, kinds
 from judging import greedy
-from processes import Process, held, traces
+from processes import Process, held, shared_descriptors, traces
 from reference import Reference
 from waiting import until_sync
 from workers import PROMPT, slug
@@ -105,6 +105,7 @@ def fall(
     assert greedy(judge, PROMPT, output["token_ids"])
     assert made_by(output) == [(before["weights"]["active"]["version"], False)]
     assert not [process for process in family if process.alive]
+    assert not shared_descriptors(worker.process.pid, own(worker)), "nobody can close them there"
     kept = {name for name in left - traces(own(worker)) if os.path.exists(name)}
     assert not kept, f"left behind: {kept}"
     assert noticed < NOTICED_SECONDS[how], f"noticed after {noticed:.1f} s"
@@ -191,6 +192,11 @@ SLACK = {"files": 0, "descriptors": 8, "threads": 8, "MiB": 64}
 def kept_by(worker: Served) -> dict[str, int]:
     """What the worker's own process holds, and what lies in its temporary folder."""
     return {"files": len(list(worker.temporary.rglob("*"))), **held(worker.process.pid)}
+
+
+def test_no_process_of_the_engine_has_what_the_worker_has_open(worker: Served) -> None:
+    """Ports, connections and memory of staged weights: closed here, they are gone."""
+    assert not shared_descriptors(worker.process.pid, worker.children())
 
 
 def test_starting_told_its_progress(worker: Served) -> None:

@@ -16,6 +16,7 @@ import pytest
 from engine_kinds import KINDS, ROOT
 from rollout_worker.engines.sglang import refused as of_sglang
 from rollout_worker.engines.vllm import refused as of_vllm
+from rollout_worker.engines.vllm.launch import LEFT_TO_OTHERS
 from tinymodels import script
 
 ASKED = {
@@ -89,6 +90,7 @@ def test_every_refused_flag_is_one_of_vllms(vllm: dict[str, Any]) -> None:
     known = {name for names in vllm["flags"] for name in names}
     # vLLM's parser takes --config before it looks at its flags.
     assert set(of_vllm.REFUSED) - known == {"--config"}
+    assert {f"--{name.replace('_', '-')}" for name in LEFT_TO_OTHERS} <= known
 
 
 def test_every_refused_flag_is_one_of_sglangs_with_all_its_names() -> None:

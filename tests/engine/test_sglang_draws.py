@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines import request
 from rollout_worker.engine import EngineRequest
 from rollout_worker.engines.fitting import stop_ids
-from rollout_worker.engines.sglang.draws import Row, Rows, draw, pick, uniform
+from rollout_worker.engines.sglang import cutting, draws
+from rollout_worker.engines.sglang.draws import draw, pick, uniform
+from rollout_worker.engines.sglang.rows import Row, Rows
 from rollout_worker.engines.sglang.streams import child_request
 from rollout_worker.schemas import WeightsId
 
@@ -61,15 +66,17 @@ class Wanted:
 
 
 def truncate(scaled: torch.Tensor, min_p: float, top_k: int, top_p: float) -> torch.Tensor:
-    probabilities = scaled.softmax(dim=-1)
-    kept = {t for t in range(VOCAB) if probabilities[t] >= min_p * probabilities.max()}
-    ranked = sorted(kept, key=lambda t: -float(scaled[t]))[: top_k or VOCAB]
-    total, mass, nucleus = sum(float(probabilities[t]) for t in ranked), 0.0, []
+    values = scaled.tolist()
+    most = max(values)
+    masses = [math.exp(value - most) for value in values]
+    kept = [token for token, mass in enumerate(masses) if mass >= min_p]
+    ranked = sorted(kept, key=lambda t: -values[t])[: top_k or len(values)]
+    total, mass, nucleus = math.fsum(masses[t] for t in ranked), 0.0, []
     for token in ranked:
         if mass / total >= top_p:
             break
         nucleus.append(token)
-        mass += float(probabilities[token])
+        mass += masses[token]
     masked = torch.full_like(scaled, -torch.inf)
     masked[nucleus] = scaled[nucleus]
     return masked
@@ -112,6 +119,103 @@ def test_each_row_of_a_mixed_batch_is_drawn_from_its_own_distribution() -> None:
             assert float(logprobs[index]) == pytest.approx(float(want[token]), abs=1e-5), index
             if case.asked.sampling.temperature == 0:
                 assert token == int(want.argmax())
+
+
+WIDE = 3000
+"""More tokens than are looked at first."""
+CUTS: list[dict[str, Any]] = [
+    {"top_p": 0.1}, {"top_p": 0.9}, {"top_p": 0.999}, {"min_p": 0.3}, {"min_p": 1e-4}, {"min_p": 1e-4, "top_p": 0.9},
+    {"top_k": 1}, {"top_k": 40}, {"top_k": 1023}, {"top_k": 1024}, {"top_k": 2500}, {"top_k": 2500, "top_p": 0.8},
+    {"top_k": 300, "min_p": 1e-3, "top_p": 0.95}, {"allowed_token_ids": [5, 2999], "top_p": 0.9}, {"top_p": 1.0},
+    {"logit_bias": {"7": 30.0}, "top_p": 0.999}, {"top_k": 40, "top_p": 0.5, "allowed_token_ids": [8, 9, 10]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 12.0], ids=lambda spread: f"spread {spread}")
+@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16"])
+def test_what_is_cut_off_is_what_exact_arithmetic_cuts_off(
+    spread: float, rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flat and peaked rows, and such with many equal tokens, in pieces; the nucleus may differ by its last token."""
+    monkeypatch.setattr(draws, "PIECE_LOGITS", 5 * WIDE)
+    monkeypatch.setattr(cutting, "SORT_LOGITS", 2 * WIDE)
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(len(CUTS), WIDE, generator=generator) * spread
+    logits = logits.bfloat16() if rounded else logits
+    cases = [Wanted(request(temperature=1.0, **cut)) for cut in CUTS]
+    rows, _, positions = batch(cases)
+    work = logits.to(torch.float32, copy=True)
+    rows.edit(work, positions)
+    work -= work.amax(dim=-1, keepdim=True)
+    assert rows.truncated is not None
+    cutting.cut_off(work, *rows.truncated)
+    for at, case in enumerate(cases):
+        want = case.logprobs(logits[at])
+        stays, should = set(kept(work[at])), set(kept(want))
+        odd = stays ^ should
+        assert len(odd) <= (1 if "top_p" in CUTS[at] else 0), (CUTS[at], len(stays), len(should))
+        got = work[at].double().log_softmax(dim=-1)
+        both = sorted(stays & should)
+        assert torch.allclose(got[both], want[both], atol=2e-3 if odd else 1e-5), CUTS[at]
+    tokens, logprobs = draw(logits, rows, torch.ones(len(cases), 1), positions)
+    got = work.log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    assert torch.equal(logprobs, got), "a step in pieces draws from the same"
+
+
+def kept(row: torch.Tensor) -> list[int]:
+    return (row > -1e200).nonzero().squeeze(1).tolist()
+
+
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what a device would be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("aten::_local_scalar_dense", "aten::nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("asks", "most"),
+    [
+        ({"repetition_penalty": 1.2, "frequency_penalty": 0.5}, 0),
+        ({"logit_bias": {"4": 1.0}, "allowed_token_ids": [4, 5]}, 0),
+        ({"min_tokens": 2, "stop_token_ids": [7], "max_tokens": 9}, 0),
+        ({"top_k": 50, "top_p": 0.9, "seed": 3}, 0),
+        ({"top_p": 0.9}, 1),
+    ],
+)
+def test_no_step_waits_for_the_device_row_by_row(asks: dict[str, Any], most: int) -> None:
+    rows, heat, positions = batch([Wanted(request(temperature=1.0, **asks))] * 9)
+    with Waits() as waits:
+        for _ in range(2):
+            draw(torch.randn(9, WIDE), rows, heat, positions)
+    assert waits.count <= 2 * most
+
+
+def test_a_step_takes_memory_for_a_piece_however_many_rows_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draws, "PIECE_LOGITS", 8 * WIDE)
+    monkeypatch.setattr(cutting, "SORT_LOGITS", 2 * WIDE)
+    peaks = [peak(count) for count in (8, 64)]
+    assert peaks[1] < 1.2 * peaks[0]
+    assert peaks[0] / (8 * WIDE) < 32, "bytes a logit of a piece"
+
+
+def peak(count: int) -> int:
+    """Bytes at most that a step takes beside its logits."""
+    rows, heat, positions = batch([Wanted(request(temperature=1.0, top_p=0.9))] * count)
+    logits = torch.randn(count, WIDE) * 4
+    draw(logits, rows, heat, positions)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        draw(logits, rows, heat, positions)
+    events: Any = profile.profiler.kineto_results.events()
+    taken = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return int(max(itertools.accumulate(nbytes for _, nbytes in taken)))
 
 
 def test_raw_logprobs_are_the_models_own() -> None:

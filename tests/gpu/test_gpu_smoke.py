@@ -18,7 +18,9 @@ import torch
 from engine_kinds import KINDS
 from gpu_smoke.__main__ import Row, main, run, table
 from gpu_smoke.checks import CHECKS, _without_cache
-from gpu_smoke.scene import Plan, Scene, Wrong, gpu_mib
+from gpu_smoke.latency import Reader
+from gpu_smoke.scene import MOE, NotHere, Plan, Scene, Wrong, gpu_mib
+from gpu_smoke.variants import VARIANTS
 from rollout_worker.engine import ENGINES
 
 QUICK = ["start", "outputs", "limits", "abort asleep"]
@@ -41,7 +43,7 @@ def test_an_engine_on_a_gpu(engine: str, tmp_path: Path) -> None:
     plan = Plan(device="cuda", size="0.5b", out=tmp_path, idle_seconds=90)
     if plan.python(engine) is None:
         pytest.skip(f"{engine} is not installed in this environment")
-    rows = list(run(plan, [engine], list(CHECKS)))
+    rows = list(run(plan, [engine], [*CHECKS, *VARIANTS]))
     assert "failed" not in {row.outcome for row in rows}, table(rows)
 
 
@@ -149,6 +151,75 @@ def test_staged_weights_that_no_rank_holds_are_found(
     else:
         with pytest.raises(Wrong, match=f"{ranks} of 2 ranks hold .*, {locked} page-locked"):
             CHECKS["held ahead"](scene)
+
+
+@pytest.mark.parametrize(
+    ("later", "wrong"),
+    [
+        ([([1, 2], [-0.1, -0.2]), ([3, 2], [-0.1, -0.2]), ([1, 2], [-0.1, -0.2])], None),
+        ([([1, 2], [-0.1, -0.2])] * 3, "makes the same tokens"),
+        ([([1, 2], [-0.1, -0.2]), ([3, 2], [-0.1, -0.2]), ([1, 2], [-0.1, -0.9])], "token 1"),
+    ],
+    ids=["right", "no update", "not the first any more"],
+)
+def test_a_version_that_does_not_come_back_is_found(
+    later: list[tuple[list[int], list[float]]], wrong: str | None
+) -> None:
+    outputs = iter([{"token_ids": ids, "logprobs": logprobs} for ids, logprobs in later])
+    scene: Any = SimpleNamespace(
+        worker=SimpleNamespace(sample=lambda _: next(outputs)),
+        update=lambda **_: {"pause_seconds": 0.5},
+        version_tensors=1000,
+    )
+    if wrong is None:
+        told = CHECKS["there and back"](scene)
+        assert told == "pause 500 ms, 500 us for each of 1000 tensors"
+    else:
+        with pytest.raises(Wrong, match=wrong):
+            CHECKS["there and back"](scene)
+
+
+@pytest.mark.parametrize(("late", "right"), [(0.4, True), (3.0, False)])
+def test_tokens_that_come_late_while_weights_are_staged_are_found(
+    late: float, monkeypatch: pytest.MonkeyPatch, *, right: bool
+) -> None:
+    waits = iter([0.05, late])
+
+    def longest(_: Reader, work: Any) -> float:
+        work()
+        return next(waits)
+
+    monkeypatch.setattr(Reader, "longest", longest)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    staged: list[int] = []
+    scene: Any = SimpleNamespace(
+        plan=SimpleNamespace(device="cuda"),
+        version_bytes=16 << 30,
+        stage=lambda: staged.append(1),
+        discard=lambda: None,
+    )
+    if right:
+        assert "while 32.0 GiB were staged" in CHECKS["latency"](scene)
+    else:
+        with pytest.raises(Wrong, match=r"a token took 3.00 s"):
+            CHECKS["latency"](scene)
+    assert len(staged) == 2
+
+
+def test_a_variant_that_cannot_be_tried_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(device="cuda", size="0.5b", out=tmp_path, idle_seconds=0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(NotHere, match="needs 2 GPUs, here is 1"):
+        VARIANTS["two GPUs"].planned(plan, "two GPUs", "vllm")
+    with pytest.raises(NotHere, match="hf can't"):
+        VARIANTS[MOE].planned(plan, MOE, "hf")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    own, _ = VARIANTS["two GPUs"].planned(plan, "two GPUs", "sglang")
+    assert own.extra == ("--engine-arg=--tp-size=2",)
+    assert own.size == "0.5b"
+    assert {name for each in VARIANTS.values() for name in each.checks} <= set(CHECKS)
 
 
 def test_a_failure_is_told_in_the_table() -> None:

@@ -91,6 +91,28 @@ def unnamed_files(pid: int, folder: Path) -> list[str]:
     return [file for file in found if file.startswith(f"{folder}/") and file.endswith("(deleted)")]
 
 
+def shared_descriptors(pid: int, others: Iterable[Process]) -> list[str]:
+    """Sockets and unnamed memory that a process and any of the others have open, the same ones."""
+    mine = _open_files(pid)
+    return [
+        f"{other.command} ({other.pid}): {mine[key]}"
+        for other in others
+        for key in _open_files(other.pid).keys() & mine.keys()
+        if mine[key].startswith(("socket:", "/memfd:"))
+    ]
+
+
+def _open_files(pid: int) -> dict[tuple[int, int], str]:
+    """Device and inode of what a process has open, and what it is called."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for entry in (PROC / str(pid) / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                status = entry.stat()
+                found[status.st_dev, status.st_ino] = os.readlink(entry)
+    return found
+
+
 def _bound() -> list[tuple[str, str]]:
     """Inodes and paths of unix sockets in the file system."""
     rows = [line.split() for line in (PROC / "net" / "unix").read_text().splitlines()[1:]]

@@ -42,6 +42,7 @@ from rollout_worker.engines import (
     ranks,
     reads,
     room,
+    selfcheck,
     stopping,
 )
 from rollout_worker.lifecycle import governor, supervisor
@@ -341,7 +342,19 @@ async def test_the_code_about_sinks_can_be_filled(tmp_path: Path) -> None:
 
 
 def test_what_engines_share_is_described_as_it_is() -> None:
-    modules = (checkpoint, fitting, folder, held, mapped, mappings, ranks, reads, room, stopping)
+    modules = (
+        checkpoint,
+        fitting,
+        folder,
+        held,
+        mapped,
+        mappings,
+        ranks,
+        reads,
+        room,
+        selfcheck,
+        stopping,
+    )
     known = {module.__name__.rpartition(".")[2]: module for module in modules}
     seen = set()
     table = section(page("docs/engines.md"), "Parts that every engine shares")

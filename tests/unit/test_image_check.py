@@ -85,6 +85,18 @@ def test_requirements_tell_the_engine(name: str) -> None:
     assert engine_of(text) == wanted
 
 
+def test_the_images_name_their_user() -> None:
+    """No entry of /etc/passwd has uid 65532: `getpass.getuser` then wants a variable."""
+    file = (ROOT / "Dockerfile").read_text()
+    [base] = re.findall(
+        r"^FROM \$\{BASE_IMAGE\} AS python$.*?^FROM", file, re.MULTILINE | re.DOTALL
+    )
+    assert dict(re.findall(r"(USER|LOGNAME)=(\w+)", base)) == {
+        "USER": "rollout",
+        "LOGNAME": "rollout",
+    }
+
+
 def test_an_image_of_another_engine_is_noticed() -> None:
     """Each would pass its own checks: a target may have the wrong requirements."""
     for engine in ENGINES:
@@ -97,13 +109,24 @@ def test_an_image_of_another_engine_is_noticed() -> None:
 
 
 def place(**other: object) -> dict[str, Any]:
-    right = {"pid": 1, "user": [65532, 65532, []], "writable": ["/tmp", "/dev/shm"]}
+    right = {
+        "pid": 1,
+        "user": [65532, 65532, []],
+        "user_name": "rollout",
+        "writable": ["/tmp", "/dev/shm"],
+    }
     return {**right, **other}
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"pid": 7}, {"user": [0, 0, []]}, {"writable": ["/", "/tmp", "/dev/shm"]}, {"writable": []}],
+    [
+        {"pid": 7},
+        {"user": [0, 0, []]},
+        {"user_name": ""},
+        {"writable": ["/", "/tmp", "/dev/shm"]},
+        {"writable": []},
+    ],
 )
 def test_a_process_that_is_not_as_in_a_pod_is_noticed(wrong: dict[str, object]) -> None:
     assert judge.place(place()) == []

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +16,27 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_worker.engine import EngineError, EngineRequest, Entry, InvalidRequest, TensorSpec
+from rollout_worker.engine import (
+    EngineError,
+    EngineRequest,
+    Entry,
+    InvalidRequest,
+    TensorSpec,
+    WeightsRejected,
+)
 from rollout_worker.engines import EngineOptions, tested
 from rollout_worker.engines.checkpoint import dtype_of
 from rollout_worker.engines.dtypes import TORCH_DTYPES
 from rollout_worker.engines.sglang import model, settings, spilling
+from rollout_worker.engines.sglang.bridge import Bridge
+from rollout_worker.engines.sglang.desk import Desk
+from rollout_worker.engines.sglang.engine import SglangEngine
 from rollout_worker.engines.sglang.process import Process
+from rollout_worker.engines.sglang.versions import Versions
 from rollout_worker.engines.vllm.intake import Model, check
 from rollout_worker.observe.processes import title_of
-from rollout_worker.schemas import SamplingParams
+from rollout_worker.schemas import CHECKPOINT, SamplingParams
+from tiny_engine import write_weights
 from waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -107,16 +120,44 @@ def folder(path: Path, **quantisation: object) -> EngineOptions:
     return EngineOptions(model=path)
 
 
-def test_fp8_that_sglang_would_update_wrongly_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"quantization_config.*weight_block_size"):
-        model.read_model(folder(tmp_path, quant_method="fp8", activation_scheme="static"))
+def quantised(path: Path) -> SglangEngine:
+    options = folder(path, quant_method="compressed-tensors", format="float-quantized")
+    write_weights(path, 1)
+    return SglangEngine(replace(options, max_length=8, args=("--python", "/nonexistent")))
 
 
-def test_block_wise_fp8_is_not_refused_for_being_fp8(tmp_path: Path) -> None:
+async def test_a_kind_that_sglang_would_update_wrongly_is_refused_before_it_is_loaded(
+    tmp_path: Path,
+) -> None:
+    engine = quantised(tmp_path)
+    with pytest.raises(EngineError, match=r"'compressed-tensors'.*--self-update-check=off"):
+        await engine.start(lambda _: None)
+
+
+async def test_such_a_kind_may_be_served_without_updates(tmp_path: Path) -> None:
+    off = quantised(tmp_path)._options
+    engine = SglangEngine(replace(off, args=(*off.args, "--self-update-check=off")))
+    with pytest.raises(EngineError, match="can't be started"):  # the next thing: no such Python
+        await engine.start(lambda _: None)
+
+
+async def test_weights_that_sglang_would_not_take_are_refused_before_they_are_staged(
+    tmp_path: Path,
+) -> None:
+    """In its own words where it has some: it would say the same of every update."""
     options = folder(tmp_path, quant_method="fp8", weight_block_size=[128, 128])
-    with pytest.raises(EngineError) as refused:  # the folder has no weights
-        model.read_model(options)
-    assert "quantization_config" not in str(refused.value)
+    write_weights(tmp_path, 1)
+    found = model.read_model(replace(options, max_length=8))
+    facts = {"no_updates": None, "device": [9, 0], "ranks": 1}
+    for more, why in (
+        ({"no_updates": "Online weight updates are not supported"}, "Online weight updates"),
+        ({"device": [10, 0]}, r"capability 10\.0"),
+    ):
+        versions = Versions(
+            options, found, Bridge(print), Desk(Bridge(print), 1, CHECKPOINT), facts | more, print
+        )
+        with pytest.raises(WeightsRejected, match=why):
+            await versions.open_slot([])
 
 
 class Latent(nn.Module):

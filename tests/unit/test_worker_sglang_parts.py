@@ -39,10 +39,11 @@ from rollout_worker.engines.sglang.process import Process
 from rollout_worker.engines.sglang.streams import Stream, child_tokens
 from rollout_worker.observe.processes import find
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
+from rollout_worker.turn.sharing import SOCKET
 from tiny_engine import write_weights
 from waiting import until
 
-MODEL = Model(None, Layout({}, {}, {}), frozenset({2}), 64, 100, "float32", 0)
+MODEL = Model(None, Layout({}, {}, {}), frozenset({2}), 64, 100, "float32", 0, {})
 
 
 def asked(temperature: float) -> EngineRequest:
@@ -214,6 +215,31 @@ def test_one_node_has_no_flags_of_a_gang() -> None:
     flags = settings.child_flags(options, settings.parse(()), MODEL, cpu=True)
     assert "--nnodes" not in flags
     assert SLOTS_VARIABLE not in settings.environ(options, cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("shared", "cpu", "own", "graphs"),
+    [
+        (True, False, None, "1"),
+        (True, False, "0", "0"),
+        (False, False, None, None),
+        (True, True, None, None),
+    ],
+)
+def test_graphs_are_given_back_with_the_weights_where_others_get_the_device(
+    shared: bool, cpu: bool, own: str | None, graphs: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ((SOCKET, "/turn" if shared else None), (settings.GRAPHS_VARIABLE, own)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    found = settings.environ(EngineOptions(model=Path("m")), cpu=cpu)
+    assert found.get(settings.GRAPHS_VARIABLE) == graphs
+    if graphs is not None:
+        monkeypatch.setenv(settings.GRAPHS_VARIABLE, graphs)
+    more = ["cuda_graph"] if graphs == "1" else []
+    assert settings.with_graphs(["weights", "kv_cache"]) == ["weights", "kv_cache", *more]
+    assert settings.with_graphs(["kv_cache"]) == ["kv_cache"]
 
 
 def test_a_rank_finds_the_slot_of_its_own_node(

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from rollout_worker.engine import EngineError, EngineRequest, Gang, InvalidRequest
-from rollout_worker.engines import network
-from rollout_worker.engines.vllm import hashing, settings, under_ray
+from rollout_worker.engines import EngineOptions, network
+from rollout_worker.engines.vllm import hashing, launch, settings, under_ray
 from rollout_worker.engines.vllm.gate import Gate
 from rollout_worker.engines.vllm.hashing import beside_hash
 from rollout_worker.engines.vllm.intake import Model, check
@@ -331,3 +331,24 @@ async def test_a_core_owes_a_step_until_it_has_said_that_it_rests() -> None:
     core.answers.set()
     await pausing
     assert steering.idle_since() is None
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_graphs_and_communicators_sleep_where_others_get_the_device(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SOCKET, raising=False)
+    if shared:
+        monkeypatch.setenv(SOCKET, "/turn")
+    options = EngineOptions(Path("model"), dtype="bfloat16")
+
+    def found(*given: str, cpu: bool = False) -> set[str]:
+        own = settings.Settings(120, argparse.Namespace(), frozenset(given))
+        arguments = launch._arguments(options, own, cpu=cpu)
+        return {flag for flag in launch.LEFT_TO_OTHERS if arguments.get(flag)}
+
+    assert found() == (set(launch.LEFT_TO_OTHERS) if shared else set())
+    assert "enable_nccl_comm_suspend" not in found("enable_nccl_comm_suspend"), (
+        "the user's own wins"
+    )
+    assert found(cpu=True) == set()

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from rollout_worker.engine import EngineError, Entry, Layout, TensorSpec
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.mapped import MappedSink
+from rollout_worker.engines.vllm import backups
 from rollout_worker.engines.vllm.gate import Gate
 from rollout_worker.engines.vllm.labels import Labels
 from rollout_worker.engines.vllm.launch import Steps
@@ -24,19 +26,29 @@ V1 = WeightsId(epoch=1, version=1)
 
 
 class Device:
-    """vLLM's core and its only worker: which memory is there, and how often weights were loaded."""
+    """vLLM's core and its only worker: which memory is there, how often weights were loaded, and copied."""
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
         self.there = set(BOTH)
-        self.loads = 0
+        self.copied = False
+        self.loads = self.brought_back = 0
         self.engine_core = self
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        if method == "rollout_release":
+        if method == "rollout_pinned_bytes":
+            return [self.nbytes if args[0] == 1 else 0]
+        if method == "rollout_forget":
+            assert "weights" not in self.there, "there is nothing to forget"
+            self.copied = False
+        elif method == "rollout_release":
+            self.copied = self.copied or (args[0] == 1 and "weights" in args[1])
             self.there -= set(BOTH) if "weights" in args[1] else set(args[1])
         elif method == "rollout_wake":
             assert not self.there & set(args[0]), "taken twice"
             self.there |= set(args[0])
+            if "weights" in args[0] and self.copied:
+                self.copied, self.brought_back = False, self.brought_back + 1
         else:
             assert method == "rollout_load"
             assert "weights" in self.there, "loaded to where nothing is"
@@ -57,9 +69,9 @@ class Sleeper:
     """The adapter's part that sleeps, on such a device."""
 
     def __init__(self, nbytes: int = 3) -> None:
-        self.device = Device()
+        self.device = Device(nbytes)
         config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
-        layout = Layout({"a": TensorSpec("U8", (nbytes,))}, {}, {})
+        layout = Layout({"a": TensorSpec("U8", (3,))}, {}, {})
         launched: Any = SimpleNamespace(
             llm=self.device, config=config, layout=layout, steps=Steps(), cpu=False
         )
@@ -171,3 +183,63 @@ async def test_a_copy_in_main_memory_without_room_is_refused_before_it_is_made()
     assert sleeper.there == set(BOTH)
     await sleeper.sleep(2, *BOTH)
     assert sleeper.there == set()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_what_level_1_kept_is_given_up_where_nobody_wants_it(level: Literal[1, 2]) -> None:
+    """By level 2 on top, or by a wake whose values a commit brings: 141 GB of a 70B, not copied for nothing."""
+    sleeper = Sleeper()
+    await sleeper.sleep(1, *BOTH)
+    assert sleeper.device.copied
+    if level == 2:
+        await sleeper.sleep(2, *BOTH)
+    else:
+        await sleeper.wake_empty("weights")
+    assert not sleeper.device.copied
+    if level == 2:
+        await sleeper.wake(*BOTH)
+        assert sleeper.device.loads == 1, "their values come from their source"
+    assert sleeper.device.brought_back == 0
+
+
+async def test_level_1_brings_its_copy_back_otherwise() -> None:
+    sleeper = Sleeper()
+    for times in (1, 2):
+        await sleeper.sleep(1, *BOTH)
+        await sleeper.wake(*BOTH)
+        assert (sleeper.device.brought_back, sleeper.device.loads) == (times, 0)
+
+
+def piece(size: int, tag: str, *, asleep: bool = False) -> Any:
+    """An entry of vLLM's allocator."""
+    backup = object() if asleep else None
+    return SimpleNamespace(
+        handle=(0, size, 0, 0), tag=tag, is_asleep=asleep, cpu_backup_tensor=backup
+    )
+
+
+def test_room_is_counted_as_torch_takes_it() -> None:
+    """Each locked piece is a power of two: 70B over 8 ranks takes 166 GB, not 141."""
+    pieces = {
+        1: piece(20 << 20, "weights"),
+        2: piece(2 << 20, "weights"),
+        3: piece(24 << 20, "kv_cache"),
+        4: piece(5 << 20, "cudagraph"),
+        5: piece(6 << 20, "weights", asleep=True),
+    }
+    assert backups.pinned_bytes(pieces, 1) == (32 + 2 + 8) << 20
+    assert backups.pinned_bytes(pieces, 2) == 8 << 20
+
+
+def test_only_pieces_with_buffers_stay_of_what_was_kept() -> None:
+    buffer = torch.zeros(4)
+    start = buffer.data_ptr()
+    pieces = {
+        start - 64: piece(64, "weights", asleep=True),
+        start: piece(64, "weights", asleep=True),
+        start + 64: piece(64, "weights", asleep=True),
+        start + 128: piece(64, "cudagraph", asleep=True),
+    }
+    backups.forget_weights(pieces, [buffer, torch.zeros(0)])
+    kept = [at - start for at, data in pieces.items() if data.cpu_backup_tensor is not None]
+    assert kept == [0, 128]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import getpass
 import os
 import re
 import sys
@@ -37,6 +38,13 @@ def shared_files() -> list[list[str]]:
     ]
 
 
+def user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
+
+
 def main() -> None:
     names = {
         re.sub(r"[-_.]+", "-", each.metadata["Name"]).lower(): each.version
@@ -48,6 +56,7 @@ def main() -> None:
         {
             "pid": os.getpid(),
             "user": [os.getuid(), os.getgid(), os.getgroups()],
+            "user_name": user_name(),
             "writable": [folder for folder in FOLDERS if writable(folder)],
             "python": sys.version.split()[0],
             "installed": names,

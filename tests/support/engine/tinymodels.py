@@ -73,6 +73,19 @@ def half_billion(home: Path, seed: int, dtype: str) -> Path:
     return folder
 
 
+def many_experts(home: Path, seed: int, dtype: str) -> Path:
+    """Return a whole model folder of a mixture of 128 experts in two layers, of 780 tensors."""
+
+    def make(partial: Path) -> None:
+        maker = script()
+        shape = maker.Shape(hidden=256, intermediate=128, tied=False, experts=128, dtype=dtype)
+        maker.make_model(partial, seed, shape)
+
+    folder = home / f"qwen3-moe-128-{dtype}-s{seed}"
+    _once(folder, make)
+    return folder
+
+
 def _once(folder: Path, make: Callable[[Path], object]) -> None:
     """Make a folder unless it is there: wholly or not at all, whoever makes it meanwhile."""
     if folder.exists():

@@ -22,7 +22,7 @@ from rollout_worker.engine import (
     Refill,
     Sink,
 )
-from rollout_worker.engines import EngineOptions
+from rollout_worker.engines import EngineOptions, selfcheck
 from rollout_worker.schemas import (
     CHECKPOINT,
     AbortReason,
@@ -66,6 +66,7 @@ class SglangEngine:
         """See `Engine.start`."""
         loaded = await self._node.start(report)
         self._assemble(loaded)
+        await self._prove(loaded, report)
         logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
         return EngineInfo(
             engine="sglang",
@@ -90,6 +91,31 @@ class SglangEngine:
         self._page = Page(bridge)
         self._versions = Versions(self._options, model, bridge, self._desk, facts, self._node.die)
         self.capabilities = capabilities(tokenizer=model.tokenizer is not None, facts=facts)
+
+    async def _prove(self, loaded: Loaded, report: Callable[[Progress], None]) -> None:
+        """Warm up, and see that updates of this model work."""
+        model, options, bridge, versions = loaded.model, self._options, self._bridge, self._versions
+        assert bridge is not None
+        assert versions is not None
+
+        async def reload() -> None:
+            try:
+                await versions.reload()
+            except EngineCrashed as error:
+                raise EngineError(self._node.last_words() or str(error)) from error
+
+        probe = selfcheck.Probe(self.generate, model.vocab_size, model.max_length, "sampling")
+        cpu = settings.on_cpu(options)
+        report(Progress(message="warming up"))
+        try:
+            await probe.warm_up(selfcheck.PROMPT_TOKENS if cpu else selfcheck.LONG_TOKENS)
+            if self._settings.self_update_check:
+                key = ("sglang", loaded.root_hash, options.args, options.dtype)
+                await selfcheck.check_update(probe, reload, report, key)
+            await bridge.call("flush")
+        except (EngineCrashed, CallFailed) as error:
+            words = self._node.last_words()
+            raise EngineError(f"SGLang started, but can't generate: {words or error}") from error
 
     async def stop(self) -> None:
         """See `Engine.stop`."""

@@ -54,6 +54,7 @@ def _give_methods() -> None:
     Scheduler.rollout_bring_back = spilling.bring_back
     Scheduler.rollout_forget = spilling.forget
     Scheduler.rollout_meet = spilling.meet
+    Scheduler.rollout_check = loader.check
     Scheduler.rollout_hold = loader.hold
     Scheduler.rollout_drop = loader.drop
 

@@ -19,11 +19,15 @@ from torch import Tensor
 
 from rollout_worker.engines import held
 from rollout_worker.engines.mappings import Place
+from rollout_worker.sources.files import open_source
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Load the file that the command names: by its `path`, or by its `slot`, on every node its own."""
     where = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
+    if "folder" in where:
+        model.load_weights(_read_folder(Path(where["folder"])))
+        return
     if "told" in where:  # memory that was given: no file, but places
         ticket = Path(where["told"]).read_text()
         model.load_weights(held.tensors_of(ticket))
@@ -34,6 +38,12 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # it may still read locked memory
     held.check(where)
+
+
+def _read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield what the files of a checkpoint have, as a version of it would have it."""
+    for file in sorted({place.file for place in open_source(folder).places.values()}):
+        yield from _read(str(file))
 
 
 def _read(path: str) -> Iterator[tuple[str, Tensor]]:
@@ -50,6 +60,21 @@ def _read_held(ours: held.Held) -> Iterator[tuple[str, Tensor]]:
         for name, field in json.loads(ours.first(first)[8:]).items()
     ]
     return ours.tensors(places)
+
+
+def check(scheduler: Any) -> None:
+    """Refuse what SGLang itself refuses to update: it answers so at every update, before it touches anything.
+
+    Raises:
+        ValueError: in its own words.
+    """
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    why = weight_updater._unsupported_derived_weight_cache_error(
+        scheduler.tp_worker.model_runner.model
+    )
+    if why is not None:
+        raise ValueError(why)
 
 
 def hold(scheduler: Any, told: str) -> None:

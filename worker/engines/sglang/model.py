@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rollout_worker.engine import EngineError, Entry, Layout
@@ -18,10 +19,16 @@ from rollout_worker.engines.folder import (
 )
 from rollout_worker.sources.files import open_source
 
+FIX = "use an unquantised checkpoint or block-wise fp8 (weight_block_size)"
+FP8_DEVICES = (8, 9), (10, 0)
+"""Compute capabilities, the second one excluded, on which SGLang keeps block-wise fp8 as it is loaded."""
+
+Capability = tuple[int, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model folder, read."""
+    """A model folder, read. `quantisation`: what it says of it, empty if it is not quantised."""
 
     tokenizer: Any | None
     layout: Layout
@@ -30,6 +37,7 @@ class Model:
     vocab_size: int
     dtype: str
     bytes_total: int
+    quantisation: Mapping[str, Any]
 
     def text(self, token_ids: Iterable[int]) -> str:
         """Return the text of token ids with its special tokens, for stop strings."""
@@ -44,7 +52,6 @@ def read_model(options: EngineOptions) -> Model:
     """
     config = read_config(options.model)
     config |= config.get("text_config") or {}
-    _check_quantisation(config)
     source = open_source(options.model)
     try:
         vocab = int(config["vocab_size"])
@@ -58,17 +65,42 @@ def read_model(options: EngineOptions) -> Model:
         vocab_size=vocab,
         dtype=_dtype(options, config, source.entries),
         bytes_total=source.bytes_total,
+        quantisation=_quantisation(options.model, config),
     )
 
 
-def _check_quantisation(config: dict[str, Any]) -> None:
-    """Refuse fp8 with a scale for each tensor: SGLang's updates would rework it twice (0.5.23)."""
-    found = config.get("quantization_config") or {}
-    if found.get("quant_method") == "fp8" and not found.get("weight_block_size"):
-        raise EngineError(
-            "the model's config.json: quantization_config is fp8 with a scale for each tensor, "
-            "whose updates SGLang gets wrong: use block-wise fp8 (weight_block_size) or bf16"
-        )
+def _quantisation(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what SGLang looks at, in its order."""
+    named = config.get("quantization_config") or config.get("compression_config")
+    if named or not (folder / "hf_quant_config.json").exists():
+        return named or {}
+    return {"quant_method": "modelopt"}
+
+
+def refuse_updates(quantisation: Mapping[str, Any], device: Capability | None) -> str | None:
+    """Return why SGLang 0.5.23 can't update such weights, None where it is known to do it right.
+
+    What it packs or requantises at the load it would have to undo before each update, and it does so for
+    almost no kind: the update then fails or, worse, serves other numbers.
+
+    Args:
+        quantisation: Of the model.
+        device: Compute capability; None if it is not known or there is no GPU.
+    """
+    if not quantisation:
+        return None
+    method = quantisation.get("quant_method", "unknown")
+    if method != "fp8":
+        return f"the model is quantised by {method!r}, which SGLang packs at the load: {FIX}"
+    if not quantisation.get("weight_block_size"):
+        return f"the model is fp8 with a scale for each tensor, which SGLang reworks at the load: {FIX}"
+    if device is None or FP8_DEVICES[0] <= device < FP8_DEVICES[1]:
+        return None
+    number = ".".join(map(str, device))
+    return (
+        f"on a GPU of compute capability {number} SGLang packs or requantises block-wise fp8 at the load: "
+        "use an unquantised checkpoint, a GPU of capability 8.9 or 9.0 (Ada, Hopper), or vLLM"
+    )
 
 
 def _dtype(options: EngineOptions, config: dict[str, Any], entries: Sequence[Entry]) -> str:

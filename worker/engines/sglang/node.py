@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout_worker.engine import EngineCrashed, EngineError
-from rollout_worker.engines import EngineOptions, tested
+from rollout_worker.engines import EngineOptions, selfcheck, tested
 from rollout_worker.engines.checkpoint import hash_of
 from rollout_worker.engines.network import address_of
 from rollout_worker.schemas import Progress
@@ -21,7 +21,7 @@ from rollout_worker.threads import in_thread
 
 from . import settings
 from .bridge import Bridge
-from .model import Model, read_model
+from .model import Model, read_model, refuse_updates
 from .process import Process, milestone
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ class Node:
         report(Progress(message="reading the model's configuration"))
         try:
             model = await in_thread(lambda _: read_model(self._options), self._give_up)
+            if self._given.self_update_check:
+                _check_kind(model)
             options = await in_thread(self._located, self._give_up)
             bridge, process = self._launch(options, model, report)
             hashing = asyncio.create_task(self._hash())
@@ -88,8 +90,7 @@ class Node:
         except ReadCancelled:
             raise EngineError("the engine was stopped while it loaded") from None
         except EngineCrashed as error:
-            words = self._process.last_words() if self._process else ""
-            raise EngineError(f"SGLang did not start: {words or error}") from error
+            raise EngineError(f"SGLang did not start: {self.last_words() or error}") from error
         process.watch_schedulers()
         return Loaded(model, bridge, facts, digest)
 
@@ -120,6 +121,10 @@ class Node:
         sock = process.start(self._given.python, flags, settings.environ(options, cpu))
         self._reading = asyncio.create_task(self._read(bridge, sock))
         return bridge, process
+
+    def last_words(self) -> str:
+        """Return what the child said last of what went wrong; empty if it said nothing."""
+        return "" if self._process is None else self._process.last_words()
 
     async def _read(self, bridge: Bridge, sock: socket.socket) -> None:
         await bridge.run(sock)
@@ -161,3 +166,9 @@ class Node:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reading
             self._reading = None
+
+
+def _check_kind(model: Model) -> None:
+    """Refuse a kind of weights that can't be updated before it is loaded."""
+    if (why := refuse_updates(model.quantisation, None)) is not None:
+        raise EngineError(f"{why}; {selfcheck.FLAG}=off in engine.args serves it without updates")

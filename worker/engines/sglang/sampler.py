@@ -13,7 +13,8 @@ import torch
 from sglang.srt.layers import sampler as base
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from .draws import Row, Rows, draw
+from .draws import draw
+from .rows import Row, Rows
 
 BACKENDS = ("flashinfer", "pytorch")
 """Which of SGLang's samplers ours replaces; it names one itself according to the platform."""

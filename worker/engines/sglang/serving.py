@@ -26,6 +26,7 @@ from sglang.version import __version__
 
 from . import inside
 from .bridge import LIMIT, frame
+from .settings import with_graphs
 from .streams import child_tokens
 
 logger = logging.getLogger(__name__)
@@ -118,9 +119,19 @@ class _Server:
             "max_tokens": self._info["max_total_num_tokens"],
             "max_running": state.get("effective_max_running_requests_per_dp")
             or state.get("max_running_requests"),
+            "no_updates": await self._refusal(),
+            "device": torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
             "ranks": state.get("tp_size", 1) * state.get("pp_size", 1),
             **{name: bool(state.get(name)) for name in keep},
         }
+
+    async def _refusal(self) -> str | None:
+        """Return why the schedulers would refuse every update, None if they would not."""
+        try:
+            await self._tell("rollout_check")
+        except OSError as error:
+            return str(error)
+        return None
 
     async def _answer(self, call: dict[str, Any]) -> None:
         operation: Callable[..., Awaitable[Any]] = getattr(self, f"_do_{call['op']}")
@@ -216,13 +227,13 @@ class _Server:
             raise OSError(str(error)) from error
 
     async def _do_release(self, tags: list[str]) -> None:
-        give = messages.ReleaseMemoryOccupationReqInput(tags=tags)
+        give = messages.ReleaseMemoryOccupationReqInput(tags=with_graphs(tags))
         await self._manager.release_memory_occupation(give)
         # That is the first rank's answer; the others may still be at it, and their devices go to others.
         await self._tell("rollout_meet")
 
     async def _do_retake(self, tags: list[str]) -> None:
-        take = messages.ResumeMemoryOccupationReqInput(tags=tags)
+        take = messages.ResumeMemoryOccupationReqInput(tags=with_graphs(tags))
         await self._manager.resume_memory_occupation(take)
 
     async def _do_flush(self) -> bool:

@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import NoReturn
 
 from rollout_worker.engine import EngineError, Gang
-from rollout_worker.engines import EngineOptions, tested
+from rollout_worker.engines import EngineOptions, selfcheck, tested
 from rollout_worker.engines.mapped import SLOTS_VARIABLE
 from rollout_worker.engines.network import interface_of, own_address
+from rollout_worker.turn.sharing import SOCKET
 
 from .model import Model
 from .refused import REFUSED
 
 FOLDER_VARIABLE = "ROLLOUT_SGLANG_SPILL"
 """Tells the ranks of a node where their weights are to go at sleep level 1."""
+
+GRAPHS_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+"""Lets SGLang give back the memory of CUDA graphs, too."""
 
 SLACK_TOKENS = 16
 """SGLang ends outputs a few tokens before its context is full: it gets a context so much longer."""
@@ -50,13 +54,14 @@ class Settings:
 
     `python`: an interpreter that has SGLang. `step_deadline_seconds`: running requests without a
     new token for so long count as hung. `flags`: SGLang's own. `any_version`: start also a version
-    that nobody tested.
+    that nobody tested. `self_update_check`: load the checkpoint as an update before serving.
     """
 
     python: str
     step_deadline_seconds: float
     flags: tuple[str, ...]
     any_version: bool = False
+    self_update_check: bool = True
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,6 +79,7 @@ def parse(args: Sequence[str]) -> Settings:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--step-deadline-seconds", type=float, default=120.0)
     parser.add_argument(tested.FLAG, action="store_true")
+    selfcheck.add_flag(parser)
     known, flags = parser.parse_known_args(list(args))
     for flag in flags:
         name = flag.partition("=")[0]
@@ -86,6 +92,7 @@ def parse(args: Sequence[str]) -> Settings:
         known.step_deadline_seconds,
         (*_world(flags), *flags),
         known.allow_untested_version,
+        known.self_update_check == "on",
     )
 
 
@@ -150,6 +157,12 @@ def _place(gang: Gang | None) -> list[str]:
     ]  # fmt: skip
 
 
+def with_graphs(tags: Sequence[str]) -> list[str]:
+    """Return the tags of SGLang's memory for these of ours: graphs go and come with the weights, where they can."""
+    graphs = os.environ.get(GRAPHS_VARIABLE, "").lower() in ("1", "true")
+    return [*tags, "cuda_graph"] if graphs and "weights" in tags else list(tags)
+
+
 def environ(options: EngineOptions, cpu: bool) -> dict[str, str]:
     """Return the variables that SGLang needs besides the worker's own; a leader is an address.
 
@@ -164,6 +177,9 @@ def environ(options: EngineOptions, cpu: bool) -> dict[str, str]:
         # We ask for SLACK_TOKENS more than the model's length, which no request reaches.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
+    if SOCKET in os.environ and not cpu:
+        # Others get the devices when it sleeps. All-reduces in graphs get a copy for it, so it is not for all.
+        wanted[GRAPHS_VARIABLE] = os.environ.get(GRAPHS_VARIABLE, "1")
     if cpu:
         wanted["SGLANG_USE_CPU_ENGINE"] = "1"
         wanted["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")

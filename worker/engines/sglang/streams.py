@@ -163,7 +163,7 @@ def child_request(
     """Return the fields of SGLang's request.
 
     Every id that ends the output goes as a stop id, EOS too; stop strings are found here. What the
-    sampler must know beyond SGLang's own parameters is in `custom_params`, see `draws.Row`.
+    sampler must know beyond SGLang's own parameters is in `custom_params`, see `rows.Row`.
     """
     sampling = request.sampling
     stops = stop_ids(sampling, eos)

@@ -12,7 +12,16 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from rollout_worker.engine import EngineCrashed, EngineError, Entry, Given, KvPolicy, Refill, Sink
+from rollout_worker.engine import (
+    EngineCrashed,
+    EngineError,
+    Entry,
+    Given,
+    KvPolicy,
+    Refill,
+    Sink,
+    WeightsRejected,
+)
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.mapped import LentSink, MappedSink, open_mapped, sealed
 from rollout_worker.engines.ranks import Ranks
@@ -20,7 +29,7 @@ from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 
 from .bridge import Bridge, CallFailed
 from .desk import Desk
-from .model import Model
+from .model import Model, refuse_updates
 
 TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 FIX = "enable SGLang's memory saver (on by default on a GPU)"
@@ -66,6 +75,10 @@ class Versions:
         self._desk = desk
         self._facts = facts
         self._give_up = give_up
+        device = facts.get("device")
+        self._no_updates: str | None = facts.get("no_updates") or refuse_updates(
+            model.quantisation, None if device is None else tuple(device)
+        )
         self._ranks: Ranks | None = None
         self._lock = asyncio.Lock()
         self._away: set[MemoryTag] = set()
@@ -74,9 +87,29 @@ class Versions:
 
     async def open_slot(self, entries: Sequence[Entry], given: Given | None = None) -> Sink:
         """See `Engine.open_slot`."""
+        self._check_updatable()
         return await open_slot(
             self._options, self._model, entries, given=given, ranks=self._known()
         )
+
+    def _check_updatable(self) -> None:
+        """Refuse weights that SGLang would refuse, before anything is touched for them."""
+        if self._no_updates is not None:
+            raise WeightsRejected(self._no_updates)
+
+    async def reload(self) -> None:
+        """Load the checkpoint once more as a commit loads a version; nothing runs.
+
+        Raises:
+            WeightsRejected: SGLang doesn't update this model.
+            EngineCrashed: it failed at it, and has ended.
+        """
+        self._check_updatable()
+        folder = {"folder": str(self._options.model)}
+        async with self._lock, self._whole("the update"):
+            await self._desk.pause()
+            await self._bridge.call("load", where=folder, version=None, flush=True)
+            await self._desk.resume()
 
     def _known(self) -> Ranks:
         """Return those that hold weights."""

@@ -29,7 +29,7 @@ from rollout_worker.engine import (
     Refill,
     Sink,
 )
-from rollout_worker.engines import EngineOptions
+from rollout_worker.engines import EngineOptions, selfcheck
 from rollout_worker.observe import processes
 from rollout_worker.schemas import (
     AbortReason,
@@ -89,8 +89,7 @@ class VllmEngine:
             if launched.config.parallel_config.use_ray:
                 launched.adopt(await under_ray.ranks(launched.llm))
             parts = await self._assemble(launched)
-            async with asyncio.timeout(WARM_UP_SECONDS):
-                await parts.traffic.warm_up()
+            await self._prove(parts, report)
         except (EngineCrashed, TimeoutError) as error:
             await asyncio.to_thread(ending.shut_down, launched)
             raise EngineError(f"vLLM started, but can't generate: {error}") from error
@@ -117,6 +116,21 @@ class VllmEngine:
             root_hash=launched.root_hash,
             layout=launched.layout,
         )
+
+    async def _prove(self, parts: _Parts, report: Callable[[Progress], None]) -> None:
+        """Warm up, and see that updates of this model work."""
+        launched, options = parts.launched, self._options
+        model = launched.model
+        probe = selfcheck.Probe(
+            parts.traffic.generate, model.vocab_size, model.max_length, options.logprobs
+        )
+        async with asyncio.timeout(WARM_UP_SECONDS):
+            # Long prompts vLLM has tried by itself, to see what memory they take.
+            await probe.warm_up(selfcheck.PROMPT_TOKENS)
+        if self._settings.self_update_check:
+            key = ("vllm", launched.root_hash, options.args, options.dtype)
+            await selfcheck.check_update(probe, parts.versions.reload, report, key)
+        await parts.steering.reset_cache()
 
     async def _launch(self, report: Callable[[Progress], None]) -> launch.Launched:
         loop = asyncio.get_running_loop()

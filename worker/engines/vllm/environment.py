@@ -13,7 +13,10 @@ from .settings import Settings
 
 
 def prepare_environment() -> None:
-    """Set what vLLM reads of the environment, unless somebody did."""
+    """Set what vLLM reads of the environment, unless somebody did; how it starts processes in any case."""
+    # A forked process has our listening sockets, memory of staged weights that is never given back, and the
+    # wakeup descriptor of our loop: a SIGTERM to it arrives here. Our threads may hold locks besides.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

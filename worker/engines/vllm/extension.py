@@ -29,6 +29,7 @@ from rollout_worker.engines.watching import Watching
 from rollout_worker.observe.processes import find
 from rollout_worker.turn.sharing import join
 
+from . import backups
 from .settings import MEMBER_VARIABLE, WATCH_VARIABLE
 from .under_ray import HEAD_VARIABLE
 
@@ -129,11 +130,16 @@ class Extension:
         settled = not self.vllm_config.parallel_config.enable_eplb
         with set_current_vllm_config(self.vllm_config), _seen(ticket, settled) as tensors:
             self.model_runner.reload_weights(weights_iterator=tensors)
-            if self.device.type == "cpu":
-                _repack_heads(self.model_runner.get_model())
-            else:
-                torch.cuda.synchronize(self.device)  # it may still read locked memory
+            _finish_load(self)
         held.check(json.loads(ticket))
+
+    def rollout_reload(self) -> None:
+        """Load the model's own checkpoint as `rollout_load` loads a version."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.reload_weights()
+            _finish_load(self)
 
     def rollout_hold(
         self, where: dict[str, str], size: int, tally: tuple[str, str], lent: bool
@@ -172,11 +178,26 @@ class Extension:
         else:
             worker.discard(("kv_cache",))
 
+    def rollout_pinned_bytes(self, level: int) -> int:
+        """Return how much main memory a sleep of a GPU takes here."""
+        return backups.pinned_bytes(_allocations(), level)
+
+    def rollout_forget(self) -> None:
+        """Give up what sleep at level 1 keeps of a GPU's weights."""
+        worker: Any = self
+        models = [self.model_runner.get_model(), worker.get_draft_model()]
+        buffers = [b for model in models if model is not None for b in model.buffers()]
+        backups.forget_weights(_allocations(), buffers)
+        torch.accelerator.empty_host_cache()
+
     def rollout_wake(self, tags: list[str]) -> None:
         """Take memory back; on a CPU pages come back by themselves, as zeros."""
-        if self.device.type != "cpu":
-            worker: Any = self
-            worker.wake_up(tags)
+        if self.device.type == "cpu":
+            return
+        worker: Any = self
+        worker.wake_up(tags)
+        # Torch would keep the locked copies for itself, beside the books of who asks for the next.
+        torch.accelerator.empty_host_cache()
 
 
 @contextlib.contextmanager
@@ -197,6 +218,21 @@ def _seen(ticket: str, settled: bool) -> Iterator[Iterator[tuple[str, torch.Tens
     reads.tell(Path(os.environ[SLOTS_VARIABLE]), told, watching.untouched)
 
 
+def _allocations() -> dict[int, Any]:
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    allocator: Any = get_mem_allocator_instance()
+    return dict(allocator.pointer_to_data)
+
+
+def _finish_load(worker: Extension) -> None:
+    if worker.device.type == "cpu":
+        _repack_heads(worker.model_runner.get_model())
+        _repack_experts(worker.model_runner.get_model())
+    else:
+        torch.cuda.synchronize(worker.device)  # it may still read locked memory
+
+
 def _repack_heads(model: Any) -> None:
     """Pack output heads anew that are tied to the embedding.
 
@@ -209,6 +245,17 @@ def _repack_heads(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _repack_experts(model: Any) -> None:
+    """Pack experts that a load has just brought: vLLM packs them after the first one only (vLLM 0.32)."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if isinstance(experts, CPUUnquantizedExperts):
+            experts.process_weights_after_loading(module)
 
 
 def _kv_tensors(runner: Any) -> list[torch.Tensor]:

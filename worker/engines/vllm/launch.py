@@ -21,6 +21,7 @@ from rollout_worker.engines.folder import eos_ids, load_tokenizer, read_config
 from rollout_worker.observe.processes import Process, descendants
 from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import open_source
+from rollout_worker.turn.sharing import SOCKET
 
 from .environment import join_gang
 from .hashing import Report, beside_hash
@@ -37,6 +38,10 @@ TITLE = "VLLM::"
 """What vLLM's processes call themselves."""
 DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""
+
+LEFT_TO_OTHERS = ("sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend")
+"""What gives back more than weights and KV asleep. All-reduces in graphs get a copy, so only devices that are shared
+have it."""
 
 DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
@@ -206,6 +211,8 @@ def _arguments(options: EngineOptions, settings: Settings, *, cpu: bool) -> dict
             "master_port": options.gang.port,
             "distributed_executor_backend": "mp",
         }
+    if not cpu and SOCKET in os.environ:
+        ours |= {flag: True for flag in LEFT_TO_OTHERS if flag not in settings.given}
     if not cpu and "distributed_executor_backend" not in settings.given:
         # A single GPU's model would run inside the core, where nobody sees to it that it ends.
         ours["distributed_executor_backend"] = "mp"

@@ -131,8 +131,6 @@ def launch_ranks(
     config, _ = launch.configure(options, flags, leader)
     tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
     layout = layout_of(open_source(options.model).entries, tied=tied)
-    # Not forked: the worker has threads, and its sockets are nobody else's.
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ[settings.MEMBER_VARIABLE] = str(os.getpid())
     if options.gang.in_part:
         os.environ[settings.WATCH_VARIABLE] = "1"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rollout_worker.engine import EngineError, Gang
-from rollout_worker.engines import tested
+from rollout_worker.engines import selfcheck, tested
 
 from .refused import REFUSED
 from .under_ray import check_flags
@@ -34,11 +34,13 @@ class Settings:
 
     `step_deadline_seconds`: with requests running, longer without a step counts as hung.
     `vllm`: the parsed flags of vLLM, all of them. `given`: the names of those that were given.
+    `self_update_check`: load the checkpoint as an update before serving.
     """
 
     step_deadline_seconds: float
     vllm: argparse.Namespace
     given: frozenset[str]
+    self_update_check: bool = True
 
 
 def _untested() -> str | None:
@@ -98,6 +100,7 @@ def parse(args: Sequence[str], gang: Gang | None = None) -> Settings:
     parser: Any = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--step-deadline-seconds", type=float, default=120.0)
     parser.add_argument(tested.FLAG, action="store_true")
+    selfcheck.add_flag(parser)
     AsyncEngineArgs.add_cli_args(parser)
     try:
         given = _given(parser, args)
@@ -105,7 +108,7 @@ def parse(args: Sequence[str], gang: Gang | None = None) -> Settings:
     except (_Refusal, ValueError) as error:
         raise EngineError(
             f"engine.args of the vllm engine: {error}; its flags are those of `vllm serve --help`"
-            f", --step-deadline-seconds and {tested.FLAG}"
+            f", --step-deadline-seconds, {selfcheck.FLAG} and {tested.FLAG}"
         ) from error
     if not parsed.allow_untested_version and (why := _untested()) is not None:
         raise EngineError(why)
@@ -117,7 +120,8 @@ def parse(args: Sequence[str], gang: Gang | None = None) -> Settings:
         )
     _spread(parsed, given, gang)
     check_flags(parsed)
-    return Settings(parsed.step_deadline_seconds, parsed, given)
+    check = parsed.self_update_check == "on"
+    return Settings(parsed.step_deadline_seconds, parsed, given, check)
 
 
 def _spread(parsed: argparse.Namespace, given: frozenset[str], gang: Gang | None) -> None:

@@ -39,13 +39,6 @@ class Traffic:
         for name in self._steering.streams:
             self._gate.dismiss(name)
 
-    async def warm_up(self) -> None:
-        """Make a few tokens, so that no request waits for what vLLM compiles lazily."""
-        sampling = SamplingParams(max_tokens=2, top_p=0.9, ignore_eos=True)
-        async for _ in self.generate(EngineRequest("warm-up", (0,), sampling, "sampling")):
-            pass
-        await self._steering.reset_cache()
-
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
         """See `Engine.generate`."""
         name, streams = request.request_id, self._steering.streams

@@ -77,7 +77,7 @@ class Versions:
         kept = kv == "keep" and not steering.kv_lost
         if not kept:
             await steering.lose_kv()
-        await self._load(sink)
+        await self._load("rollout_load", sink.ticket())
         if self._empty:
             self._dropped = self._empty = False
             steering.away.discard("weights")
@@ -85,11 +85,21 @@ class Versions:
         await self._launched.llm.engine_core.set_weight_version_async(label)
         self._labels.adopt(label)
 
-    async def _load(self, sink: MappedSink) -> None:
-        """Let the workers take what it holds; a failure leaves them with halves of two versions."""
+    async def reload(self) -> None:
+        """Load the checkpoint once more as a commit loads a version; nothing runs.
+
+        Raises:
+            EngineCrashed: vLLM failed at it.
+        """
+        async with self._lock, self._steering.frozen():
+            await self._steering.lose_kv()
+            await self._load("rollout_reload")
+
+    async def _load(self, method: str, *args: object) -> None:
+        """Let the workers load; a failure leaves them with halves of two versions."""
         self._steering.broken = True
         try:
-            await self._call("rollout_load", sink.ticket())
+            await self._call(method, *args)
         except Exception as error:
             raise EngineCrashed(f"vLLM failed to load verified weights: {error}") from error
         self._steering.broken = False
@@ -130,15 +140,14 @@ class Versions:
                 self._along = "kv_cache" not in away
                 wanted.add("kv_cache")  # vLLM's sleep on a GPU gives both back
             if "weights" in wanted & away and level == 2:
-                self._dropped = True
-                await self.forget_spill()
+                await self._forget_copy()
             fresh = wanted - away
             if "weights" in fresh and level == 1 and self._launched.cpu:
                 # A copy in a file, so that they come back whatever happens to their source.
                 self._spill = sealed(await refill(on_disk=True))
-            if "weights" in fresh and level == 1 and not self._launched.cpu:
-                # vLLM's own copy is in main memory, locked, and asked for without a look.
-                check_room(self._copied_bytes())
+            if "weights" in fresh and not self._launched.cpu:
+                # vLLM's own copies are in main memory, locked, and asked for without a look.
+                check_room(await self._pinned_bytes(level))
             if not fresh:
                 return
             async with self._steering.frozen():
@@ -149,11 +158,18 @@ class Versions:
             if "weights" in fresh:
                 self._dropped = level == 2
 
-    def _copied_bytes(self) -> int:
-        """Return how many bytes of weights vLLM's processes of this node hold together."""
-        parallel = self._launched.config.parallel_config
-        once = sum(spec.nbytes for spec in self._launched.layout.required.values())
-        return once * int(parallel.data_parallel_size) // self._nodes
+    async def _pinned_bytes(self, level: int) -> int:
+        """Return how much main memory the ranks of this node take together to sleep at this level."""
+        parallel = self._launched.config.parallel_config  # vLLM answers for one data-parallel rank
+        once = sum(await self._call("rollout_pinned_bytes", level))
+        return int(once) * int(parallel.data_parallel_size) // self._nodes
+
+    async def _forget_copy(self) -> None:
+        """Give up what level 1 keeps of sleeping weights."""
+        if not self._launched.cpu and not self._dropped:
+            await self._call("rollout_forget")
+        self._dropped = True
+        await self.forget_spill()
 
     async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
         """See `Engine.wake`."""
@@ -173,9 +189,11 @@ class Versions:
                 sink = self._spill or sealed(await refill())
             try:
                 async with self._steering.frozen():
+                    if refill is None and "weights" in back:
+                        await self._forget_copy()  # nobody wants it brought back
                     await self._call("rollout_wake", sorted(back))
                     if sink is not None:
-                        await self._load(sink)
+                        await self._load("rollout_load", sink.ticket())
                         self._dropped = False
                     away -= there
                     self._empty = self._empty or there != back

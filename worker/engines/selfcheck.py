@@ -1,0 +1,142 @@
+"""Before an engine serves: a warm-up, and its own checkpoint loaded once more by the way of an update.
+
+What an engine packs or requantises at its load may not survive an update: then the first commit ends it, or
+it serves other numbers and nobody is told. With the checkpoint's own bytes both show at the start, by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from rollout_worker.engine import EngineCrashed, EngineDelta, EngineError, EngineRequest
+from rollout_worker.schemas import LogprobsOf, Progress, SamplingParams, StopReason
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--self-update-check"
+"""Among `engine.args`, for engines that load a checkpoint in another way than an update."""
+
+PROMPTS, PROMPT_TOKENS, TOKENS = 4, 24, 8
+LONG_TOKENS = 8192
+"""Prompt of a warm-up: what an engine computes in one piece by default."""
+NATS = 0.1
+"""By how much a logprob may differ: the weights are the same, so only the order of sums does."""
+
+Generate = Callable[[EngineRequest], AsyncIterator[EngineDelta]]
+Outputs = Sequence[tuple[Sequence[int], Sequence[float]]]
+
+_proven: set[Hashable] = set()
+"""What passed in this process: an engine that is restarted is the same as the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """How to try an engine that runs: its `generate`, and what its model takes."""
+
+    generate: Generate
+    vocab_size: int
+    max_length: int
+    logprobs: LogprobsOf
+
+    async def warm_up(self, tokens: int = LONG_TOKENS) -> None:
+        """Make a few tokens from a long prompt, so that nobody's request waits for what is compiled lazily."""
+        length = max(1, min(tokens, self.max_length - 2))
+        sampling = SamplingParams(max_tokens=2, top_p=0.9, ignore_eos=True)
+        await self._one("warm-up", self._prompt(0, length), sampling)
+
+    async def outputs(self, round_: str) -> Outputs:
+        """Return greedy outputs of fixed prompts, each alone in its batch; no round shares another's prefixes."""
+        room = max(1, min(TOKENS, self.max_length - 1))
+        sampling = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
+        length = max(1, min(PROMPT_TOKENS, self.max_length - room))
+        return [
+            await self._one(f"self-update-{round_}-{i}", self._prompt(i, length), sampling)
+            for i in range(PROMPTS)
+        ]
+
+    def _prompt(self, number: int, length: int) -> tuple[int, ...]:
+        """Return ids from the first thousand: behind them a vocabulary may have ids with a meaning."""
+        ids = min(self.vocab_size, 1000)
+        return tuple((number * 331 + i * 97 + i * i) % ids for i in range(length))
+
+    async def _one(
+        self, name: str, prompt: tuple[int, ...], sampling: SamplingParams
+    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        request = EngineRequest(name, prompt, sampling, self.logprobs, cache_salt=name)
+        async for delta in self.generate(request):
+            tokens += delta.token_ids
+            logprobs += delta.logprobs or ()
+            if delta.stop_reason is StopReason.ABORTED:
+                raise EngineCrashed("the engine ended while it made its first tokens")
+        return tuple(tokens), tuple(logprobs)
+
+
+def add_flag(parser: argparse.ArgumentParser) -> None:
+    """Make the flag known."""
+    parser.add_argument(FLAG, choices=("on", "off"), default="on")
+
+
+async def check_update(
+    probe: Probe,
+    reload: Callable[[], Awaitable[None]],
+    report: Callable[[Progress], None],
+    key: Hashable,
+) -> None:
+    """Load the checkpoint by the way of an update, and see that the outputs are what they were.
+
+    Args:
+        probe: The engine, idle.
+        reload: Loads the model's own checkpoint as a commit loads a version.
+        report: Told what is done.
+        key: What of it passed once need not be tried again.
+
+    Raises:
+        EngineError: the engine can't update this model; the text says why and what to change.
+    """
+    if key in _proven:
+        return
+    report(Progress(message="loading the checkpoint once more, as an update"))
+    began = time.monotonic()
+    before = await probe.outputs("before")
+    try:
+        await reload()
+        after = await probe.outputs("after")
+    except EngineError as error:
+        raise _refusal(f"the attempt failed: {error}") from error
+    why = difference(before, after)
+    if why is not None:
+        raise _refusal(f"its own checkpoint, loaded as an update, changes its outputs: {why}")
+    _proven.add(key)
+    logger.info(
+        "the engine takes updates of this model", extra={"seconds": time.monotonic() - began}
+    )
+
+
+def difference(before: Outputs, after: Outputs) -> str | None:
+    """Return how two rounds of outputs differ by more than the order of sums, None if they don't.
+
+    Where two tokens are as likely as each other, an output may go on with either from there.
+    """
+    for number, (old, new) in enumerate(zip(before, after, strict=True)):
+        for at, (token, was, other, now) in enumerate(zip(*old, *new, strict=True)):
+            if not (math.isfinite(now) and abs(was - now) <= NATS):
+                return f"token {at} of output {number} had logprob {was:.4g}, now {now:.4g}"
+            if token != other:
+                if at == 0:
+                    return f"output {number} began with token {token}, now with {other}"
+                break
+    return None
+
+
+def _refusal(why: str) -> EngineError:
+    return EngineError(
+        f"this engine can't update this model's weights ({why}): use another engine or a checkpoint "
+        f"that is not quantised, or add {FLAG}=off to engine.args if its weights never change"
+    )
