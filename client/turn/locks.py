@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rollout_client.errors import TurnFailed
 from rollout_worker.turn import Turn, TurnError, TurnTimeout
-from rollout_worker.turn.memory import BACK_SECONDS, settled
+from rollout_worker.turn.memory import BACK_SECONDS, wait_for_memory
 
 from .plan import ENV_DIRECTORY
 
@@ -175,7 +175,8 @@ def _tell(waiting_for: Mapping[str, str]) -> None:
 async def _room(left_by: Mapping[str, str], began: float, seconds: float | None) -> None:
     """Let the driver take back what a holder that died had; nobody waits for one that gave its turn back."""
     left = BACK_SECONDS if seconds is None else began + seconds - time.monotonic()
-    if not await settled(min(BACK_SECONDS, max(0.0, left))):
+    missing, _ = await wait_for_memory({}, min(BACK_SECONDS, max(0.0, left)))
+    if missing is not None:
         for device, holder in left_by.items():
             logger.warning(
                 "%s still gives back the memory of %s, which has ended: there may be too little of it",
