@@ -619,7 +619,7 @@ async def test_a_forked_child_can_not_give_its_parents_turn(directory: Path) -> 
     if child == 0:
         turn.give()
         os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    assert os.waitpid(child, 0)[1] == 0  # noqa: ASYNC222  # it ends at once
     with pytest.raises(TurnTimeout):
         await other.take_async(0.1)
     turn.give()
