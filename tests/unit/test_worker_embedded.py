@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -194,6 +195,34 @@ def test_two_workers_share_a_process(kinds: tuple[type[Worker], type[AsyncWorker
         ):
             raise AssertionError
     assert found == [41, 42]
+
+
+def test_ports_end_and_open_again_although_a_child_was_forked(
+    kinds: tuple[type[Worker], type[AsyncWorker]],
+) -> None:
+    """The processes of a data loader live on, with copies of every socket."""
+    with contextlib.ExitStack() as stack:
+        with kinds[0](model="model", **ALONE) as worker:
+            urls = worker.data_url, worker.control_url
+            clients = [stack.enter_context(httpx.Client(trust_env=False)) for _ in urls]
+            for client, url in zip(clients, urls, strict=True):
+                assert client.get(url).status_code == 404  # its connection stays open
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+                os._exit(0)
+            stack.callback(os.waitpid, child, 0)
+            stack.callback(os.kill, child, signal.SIGKILL)
+        for client, url in zip(clients, urls, strict=True):
+            with pytest.raises((httpx.ConnectError, httpx.RemoteProtocolError)):
+                client.get(url, timeout=5)
+        again = {
+            f"{name}_port": int(url.rpartition(":")[2])
+            for name, url in zip(("data", "control"), urls, strict=True)
+        }
+        with kinds[0](model="model", **{**ALONE, **again}) as worker:
+            assert (worker.data_url, worker.control_url) == urls
+            assert generate(worker).status_code == 200
 
 
 async def test_the_same_within_an_event_loop(
