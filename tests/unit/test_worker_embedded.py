@@ -393,3 +393,34 @@ def test_the_interpreter_ends_though_nobody_closed_it(
     assert ("ZeroDivisionError" in done.stderr) is (end == "1 / 0")
     assert "Exception ignored" not in done.stderr
     assert "Task was destroyed" not in done.stderr
+
+
+TOO_LATE = """
+import sys, threading
+from pathlib import Path
+sys.path[:0] = {paths!r}
+from tiny_engine import TinyEngine
+from rollout_worker.embedded import Worker, WorkerEnded
+
+class Tiny(Worker):
+    _make_engine = staticmethod(lambda: TinyEngine(Path({model!r})))
+
+def late():
+    threading.main_thread().join()
+    try:
+        Tiny(model="model", auth="none", control_host="127.0.0.1", data_port=0, control_port=0).__enter__()
+    except WorkerEnded as error:
+        print(error)
+
+threading.Thread(target=late).start()
+"""
+
+
+def test_a_worker_that_starts_while_the_interpreter_ends_says_so(tmp_path: Path) -> None:
+    model = str(write_weights(tmp_path / "model", 100))
+    script = TOO_LATE.format(paths=sys.path, model=model)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "the interpreter ends, for its main thread has ended" in done.stdout, done.stderr
+    assert "start the worker before that" in done.stdout

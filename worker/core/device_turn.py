@@ -77,6 +77,7 @@ class DeviceTurn:
         """What the sleeping engine keeps, in bytes: context, graphs, buffers of NCCL."""
         self._sharing: Sharing | None = None
         self._waiting = False
+        self._told_gone: str | None = None
 
     async def take(
         self, report: Callable[[Progress], None], wanted: Callable[[], bool] = lambda: True
@@ -182,6 +183,21 @@ class DeviceTurn:
         kept = max(self._residue(now).values(), default=0)
         who = f" ({self._before} had the devices before)" if self._before else ""
         return f"; other processes keep {kept / GIB:.1f} GiB{who}"
+
+    def check_files(self) -> str | None:
+        """Say what is wrong with the lock files of a turn that is had, and log it once."""
+        gone = self._turn.replaced_files()
+        if not gone:
+            self._told_gone = None
+            return None
+        why = (
+            f"the lock files of {', '.join(gone)} were removed while this worker has the turn, so others don't wait for"
+            " it: put the worker to sleep, and find out who removes files in the lock directory"
+        )
+        if why != self._told_gone:
+            logger.error("%s", why)
+        self._told_gone = why
+        return why
 
     async def note_use(self) -> None:
         """Note what is free while the engine has all its memory: what its sleep then frees is what it needs."""

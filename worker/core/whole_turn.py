@@ -197,6 +197,10 @@ class WholeTurn:
             else:
                 return
 
+    def check_files(self) -> str | None:
+        """Say what is wrong with the lock files of the head's node; a member logs it of its own."""
+        return self._own.check_files()
+
     async def note_use(self) -> None:
         """Note on each node what is free while the engine has all its memory."""
         if not self._held:

@@ -35,6 +35,10 @@ class Locks(Protocol):
         """Wait for it, and for the memory of who had it before."""
         ...
 
+    def check_files(self) -> str | None:
+        """Log, once, that lock files were removed."""
+        ...
+
     async def note_use(self) -> None:
         """Note what is free while the engine has all its memory."""
         ...
@@ -126,6 +130,7 @@ class MemberTurn:
 
     def look(self, quiet: float) -> None:
         """Give back what is held for nothing: the head has been silent for so many seconds."""
+        self._locks.check_files()
         if quiet > SILENCE_SECONDS and self._phase not in ("InUse", "Released"):
             logger.warning("the head has been silent for %.0f s: giving the turn up", quiet)
             self._end()

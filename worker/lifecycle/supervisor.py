@@ -244,6 +244,8 @@ class Supervisor:
             wrong = engine.alive()
             if wrong is not None:
                 runtime.crashed(wrong)
+            if runtime.turn is not None and (gone := runtime.turn.check_files()) is not None:
+                runtime.last_error = gone
 
     async def _bury(self, reason: str) -> None:
         """End the dead engine's requests and free its resources."""

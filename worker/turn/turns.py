@@ -150,6 +150,16 @@ class Turn:
                 self._held = None
                 self._give()
 
+    def replaced_files(self) -> list[str]:
+        """Return those of the devices that this object has whose lock files others don't find any more."""
+        with self._guard:
+            held = self._devices if self._held is not None else ()
+            return [
+                each
+                for each in held
+                if not files.is_current(self._open[each], self._directory, each)
+            ]
+
     def fileno_list(self) -> list[int]:
         """Return what processes need that shall hold the turn, too (`pass_fds`): the open lock files, and their keepers.
 
