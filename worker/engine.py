@@ -380,6 +380,10 @@ class Engine(Protocol):
     priorities, salts. One exception: where both kinds of logprobs are the same numbers (T = 1 or
     0, untruncated, unpenalised) either may be asked for, whichever is declared."""
 
+    on_end: Callable[[str], None]
+    """Set by the worker before `start`, and called in its loop with the reason once the engine has ended by itself; an
+    adapter that only `alive` can tell never calls it."""
+
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
         """Load the model and begin stepping; once. Tokens are stamped (0, 0) until a commit.
 

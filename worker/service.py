@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .core.runtime import Runtime
-from .engine import Engine, Gang, Member
+from .engine import Engine, EngineError, Gang, Member
 from .engines import EngineOptions, create, create_member
 from .engines.room import Staging
 from .lifecycle.governor import Governor
 from .lifecycle.supervisor import Supervisor
 from .lifecycle.verbs import Verbs, wakes_empty
 from .observe.telemetry import resident_bytes
-from .requests.admission import check_room, check_version, expand, not_serving
+from .requests.admission import check_room, check_version, engine_failed, expand, not_serving
 from .requests.flights import Flight, Flights
 from .schemas import (
     AbortReason,
@@ -120,7 +120,11 @@ class Worker:
             ProblemError: 4xx or 503, which names the fix.
         """
         with self._counting_refusals():
-            return self._submit(request)
+            try:
+                return self._submit(request)
+            except EngineError as error:
+                self.runtime.crashed(str(error))  # the supervisor has not looked since it died
+                raise engine_failed() from error
 
     def _submit(self, request: GenerateRequest) -> Flight:
         self._check_serving()

@@ -94,6 +94,7 @@ class Settings:
     turn_directory: Path | None
     turn_devices: tuple[str, ...]
     turn_holder: str
+    turn_margin: int | None
     kube_api_url: str | None
     kube_ca: Path
     kube_token_file: Path
@@ -294,6 +295,8 @@ FLAGS: tuple[Flag, ...] = (
          " by turns with this engine", metavar="DIR"),
     Flag("turn-devices", _devices, (), "comma-separated devices of this node whose locks are the engine's turn;"
          " with --nodes above 1 each node has its own", metavar="DEVICE,…"),
+    Flag("turn-margin", bytes_of, None, "so much memory of each device must be free beyond what the engine freed"
+         " when it fell asleep, before it wakes; default: 512Mi", metavar="SIZE"),
     Flag("turn-holder", _name, None, "name under which others see that this worker has the turn; default: the"
          " host's name"),
     Flag("log-level", str, "info", "minimum log level", ("debug", "info", "warning", "error")),

@@ -364,8 +364,9 @@ class RolloutPool:
         try:
             yield session.held
         except BaseException as error:
-            session.give()  # here: nothing in the pool's thread may come between
-            self._thread.call(session.leave(error))
+            # Here: nothing in the pool's thread may come between, and a forked child has no such thread.
+            if session.end_block(error):
+                self._thread.call(session.leave(error))
             raise
-        session.give()
-        self._thread.call(session.leave(None))
+        if session.end_block(None):
+            self._thread.call(session.leave(None))

@@ -34,6 +34,12 @@ from .pushing.push import Push
 
 logger = logging.getLogger(__name__)
 
+AGAIN_SECONDS = 0.5
+ASK_SECONDS = 3.0
+"""How long somebody who only asks for a wake waits for it."""
+TELL_SECONDS = 1.0
+"""What a worker gets to take note of a wake whose end nobody waits for."""
+
 
 class DirectSteering:
     """See the module.
@@ -205,29 +211,111 @@ class DirectSteering:
     async def change_state(self, state: PoolState, seconds: float) -> int:
         """Move all replicas that answer to a state; return how many serve then.
 
+        What passes is waited for: that no replica answers, or one loads, or another trainer has put one to sleep.
+
         Raises:
             SteeringFailed: A replica refused, or others hold it, or time ran out.
         """
-        names = list(await self._ports.states())
-        keeper = self._keeper
-        try:
-            with keeper.ordering(state):
+        why = ""
+        with self._keeper.ordering(state):
+            try:
                 async with asyncio.timeout(seconds):
-                    answers = await self._ports.ask(names, lambda c: keeper.change_state(c, state))
-        except TimeoutError:
-            why = f"not all replicas were {state} within {seconds:g} s"
-            raise SteeringFailed(why) from None
+                    while True:
+                        try:
+                            return await self._order(state)
+                        except _Passing as error:
+                            why = f": {error}"
+                            turn = error.turn
+                        await asyncio.sleep(AGAIN_SECONDS)
+                        if (wish := self._keeper.state) != state:
+                            raise SteeringFailed(f"this pool was asked to be {wish} meanwhile{why}")
+                        if turn:
+                            await self._until_none_sleeps()
+            except TimeoutError:
+                text = f"not all replicas were {state} within {seconds:g} s{why}"
+                raise SteeringFailed(text) from None
+
+    async def _order(self, state: PoolState) -> int:
+        """Move all replicas that answer now.
+
+        Raises:
+            SteeringFailed: A replica refused.
+            _Passing: None answers, or one can't obey yet.
+        """
+        told = await self._ports.ask(self._ports.names(), lambda control: control.state())
+        there = [name for name, answer in told.items() if isinstance(answer, WorkerState)]
+        moved = await self._ports.ask(there, lambda c: self._keeper.change_state(c, state))
+        answers = {**told, **moved}
         for name, answer in answers.items():
             if isinstance(answer, ControlError):
+                turn = state == "Active" and _is_anothers_turn(answer, told[name])
+                if turn or answer.slug in PASSING:
+                    raise _Passing(f"{name}: {answer.detail}", turn=turn)
                 raise SteeringFailed(answer.detail, replica=name) from answer
-            if isinstance(answer, ControlUnreachable):
-                logger.warning("%s does not answer and was left as it is: %s", name, answer)
-        moved = [name for name, answer in answers.items() if answer is None]
-        return len(moved) if state == "Active" else 0
+        away = {n: a for n, a in answers.items() if isinstance(a, ControlUnreachable)}
+        if len(away) == len(answers):
+            said = "; ".join(map(str, away.values())) or "the pool has no members"
+            raise _Passing(f"no worker answers ({said})")
+        for name, answer in away.items():
+            logger.warning("%s does not answer and was left as it is: %s", name, answer)
+        return len(answers) - len(away) if state == "Active" else 0
+
+    async def _until_none_sleeps(self) -> None:
+        """Wait for other trainers' turns: to wake a replica meanwhile would end their sleep."""
+        while True:
+            told = await self._ports.ask(self._ports.names(), lambda control: control.state())
+            states = [each for each in told.values() if isinstance(each, WorkerState)]
+            if not any(hold.state == "Asleep" for each in states for hold in each.holds):
+                return
+            await asyncio.sleep(AGAIN_SECONDS)
 
     async def ask_state(self, state: PoolState, seconds: float) -> None:
-        """Ask for a state; nobody else would see to it, so this waits as `change_state` does."""
-        await self.change_state(state, seconds)
+        """Ask for a state, and wait a moment for it; who doesn't have it then comes to it as soon as it can.
+
+        Raises:
+            SteeringFailed: A replica refused; or none answers, which can't be told to wake.
+        """
+        try:
+            await self.change_state(state, min(seconds, ASK_SECONDS))
+        except SteeringFailed as error:
+            if isinstance(error.__cause__, ControlError):
+                raise
+            if state != "Active":
+                return  # the keeper sees to it
+            # It may wait for devices that this very process keeps, so it has to go on without us.
+            names = self._ports.names()
+            answers = await self._ports.ask(names, lambda c: c.wake(timeout=TELL_SECONDS))
+            if all(isinstance(a, ControlUnreachable) and not a.slow for a in answers.values()):
+                raise
+
+
+class _Passing(Exception):
+    """Not now, but it may be in a moment; `turn`: once another trainer's turn is over."""
+
+    def __init__(self, why: str, *, turn: bool = False) -> None:
+        super().__init__(why)
+        self.turn = turn
+
+
+PASSING = {
+    "starting",
+    "loading",
+    "failed",
+    "waking",
+    "draining",
+    "shutting-down",
+    "changed-meanwhile",
+}
+"""Refusals of a worker that can't obey yet; the last one: another trainer of this name has woken it meanwhile."""
+
+
+def _is_anothers_turn(
+    error: ControlError, told: WorkerState | ControlError | ControlUnreachable
+) -> bool:
+    """Whether it can't wake because another trainer, of this name or another one, wants it asleep."""
+    if error.slug != "held" or not isinstance(told, WorkerState):
+        return error.slug == "asleep"
+    return any(hold.state == "Asleep" for hold in told.holds if hold.holder != told.caller)
 
 
 def _highest_epoch(state: WorkerState) -> int:

@@ -16,6 +16,8 @@ from .session import HeldTurn
 class local_turn:
     """Hold the locks of devices for a block, with `with` or `async with`; ask nobody to make way.
 
+    After an error in the block this process keeps them, as after `pool.turn`.
+
     Args:
         devices: As of `rollout_client.turn.TurnOptions`.
         directory: As of `rollout_client.turn.TurnOptions`.
@@ -64,9 +66,12 @@ class local_turn:
             locks.give()
             raise
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         assert self._locks is not None
-        self._locks.give()
+        if error is None:
+            self._locks.give()
+        else:
+            self._locks.keep_after(error)
 
     async def __aenter__(self) -> HeldTurn:
         devices = await pod_devices() if self._given is None else self._given
@@ -78,5 +83,5 @@ class local_turn:
             locks.give()
             raise
 
-    async def __aexit__(self, *_: object) -> None:
-        self.__exit__()
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.__exit__(kind, error, traceback)

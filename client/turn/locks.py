@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rollout_client.errors import TurnFailed
 from rollout_worker.turn import Turn, TurnError, TurnTimeout
-from rollout_worker.turn.memory import BACK_SECONDS, settled
+from rollout_worker.turn.memory import BACK_SECONDS, wait_for_memory
 
 from .plan import ENV_DIRECTORY
 
@@ -33,7 +33,8 @@ _around: ContextVar[tuple[Locks, ...]] = ContextVar("turns around this code", de
 
 
 _guard = threading.Lock()
-_idle: dict[tuple[int, Path, tuple[str, ...], str], list[Turn]] = {}
+_Key = tuple[int, Path, tuple[str, ...], str]
+_idle: dict[_Key, list[Turn]] = {}
 """Turns of this process that nobody uses at the moment."""
 
 
@@ -58,6 +59,17 @@ class Locks:
         self.devices = tuple(sorted(devices))
         self._key = (os.getpid(), directory, self.devices, holder)
         self._borrowed = False
+        self._kept = False
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child of the process whose locks these are."""
+        return self._key[0] != os.getpid()
+
+    @property
+    def kept(self) -> bool:
+        """Whether this process has them already: a block ended with an error."""
+        return self._left() is not None
 
     @property
     def held(self) -> bool:
@@ -82,6 +94,7 @@ class Locks:
                     "turns don't nest: this code runs inside a turn on the same devices or of the same "
                     "pool already, and would wait for itself"
                 )
+        self._check_kept()
         held = json.loads(os.environ.get(ENV_HELD) or "{}")
         if self._directory == Path(held.get("directory", "")):
             taken = set(held["devices"]) & set(self.devices)
@@ -89,6 +102,17 @@ class Locks:
                 raise TurnFailed(
                     f"`rollout-turn run` holds {', '.join(sorted(taken))} for this program as long as it "
                     "runs: take the turn in the program, or run it under rollout-turn, not both"
+                )
+
+    def _check_kept(self) -> None:
+        for (pid, directory, devices, _holder), idle in list(_idle.items()):
+            if (pid, directory) != self._key[:2] or devices == self.devices:
+                continue
+            mine = sorted(set(devices) & set(self.devices))
+            if mine and any(turn.held for turn in idle):
+                raise TurnFailed(
+                    f"this process keeps {', '.join(mine)} since a turn on {', '.join(devices)} ended with an error: "
+                    "free the memory in another turn on exactly these devices, whose end gives them back"
                 )
 
     def _meets(self, other: Locks) -> bool:
@@ -130,22 +154,54 @@ class Locks:
                     thread.submit(asyncio.run, _room(turn.left_by, began, seconds)).result()
 
     def give(self) -> None:
-        """Give back what is held, for all processes that share it."""
+        """Give back what is held, for all processes that share it, and what an earlier block left.
+
+        A turn that did not begin leaves that, and a forked child gives nothing.
+        """
+        gives = self._active or not self._kept
+        if self._turn is not None and self._borrowed and not self.forked and gives:
+            self._turn.give()
+        self.keep()
+
+    def keep(self) -> None:
+        """End the block and keep what is held: until this process has ended, or its next turn on these devices."""
         self._active = False
-        if self._turn is None or not self._borrowed:
+        if self._turn is None or not self._borrowed or self.forked:
             return
-        self._turn.give()
         self._borrowed = False
         with _guard:
             _idle.setdefault(self._key, []).append(self._turn)
+
+    def keep_after(self, failure: BaseException) -> None:
+        """Keep what is held because the block failed: what it had in memory hangs on the error's frames."""
+        if self._borrowed and not self.forked:
+            failure.add_note(
+                f"this process keeps {', '.join(self.devices)} until it ends, or until its next turn on them ends"
+                " without an error"
+            )
+        self.keep()
 
     def _borrow(self) -> Turn | None:
         if self._turn is not None and not self._borrowed:
             self._borrowed = True
             with _guard:
-                if idle := _idle.get(self._key):
+                key, self._kept = self._key, False
+                if (left := self._left()) is not None:
+                    (key, self._turn), self._kept = left, True
+                    _idle[key].remove(self._turn)
+                elif idle := _idle.get(key):
                     self._turn = idle.pop()
+                self._key = key
         return self._turn
+
+    def _left(self) -> tuple[_Key, Turn] | None:
+        """What a block on these very devices left held, under whatever name."""
+        for key, idle in list(_idle.items()):
+            if key[:3] == self._key[:3]:
+                for turn in idle:
+                    if turn.held:
+                        return key, turn
+        return None
 
     def filenos(self) -> list[int]:
         """Return what processes inherit that shall hold the turn, too."""
@@ -175,7 +231,8 @@ def _tell(waiting_for: Mapping[str, str]) -> None:
 async def _room(left_by: Mapping[str, str], began: float, seconds: float | None) -> None:
     """Let the driver take back what a holder that died had; nobody waits for one that gave its turn back."""
     left = BACK_SECONDS if seconds is None else began + seconds - time.monotonic()
-    if not await settled(min(BACK_SECONDS, max(0.0, left))):
+    missing, _ = await wait_for_memory({}, min(BACK_SECONDS, max(0.0, left)))
+    if missing is not None:
         for device, holder in left_by.items():
             logger.warning(
                 "%s still gives back the memory of %s, which has ended: there may be too little of it",

@@ -116,6 +116,7 @@ class Session:
     async def _sleep(self) -> None:
         if self._pool is None:
             return
+        kept = self._locks.kept
         try:
             async with asyncio.timeout(self._left):
                 self._before = await _state(await self._pool._steer(), self._left)
@@ -126,6 +127,8 @@ class Session:
             ) from None
         self._asked = True
         steering = await self._pool._steer()
+        if kept:  # a worker that waits for these very locks can't be waited for
+            return await steering.ask_state("Asleep", self._left)
         while True:
             try:
                 return await self._pool.sleep(seconds=self._left)
@@ -144,23 +147,31 @@ class Session:
         if await steering.state() == "Asleep":  # else somebody wants something else meanwhile
             await steering.ask_state(before, UNDO_SECONDS)
 
+    def end_block(self, failure: BaseException | None) -> bool:
+        """Give the locks back, or keep them after a failure; whether this process took them, and no parent of it."""
+        if failure is None:
+            self.give()
+        else:
+            self._locks.keep_after(failure)
+        return not self._locks.forked
+
     async def leave(self, failure: BaseException | None) -> None:
-        """Give the turn back, then wake the pool; after a failure only ask for it.
+        """Give the turn back, then wake the pool; after a failure keep the locks and only ask for it.
 
         Raises:
             SteeringFailed: The pool was asked, but does not serve in time.
             EpochLost: Another trainer has the pool.
             ClusterError: Not allowed, or no answer.
         """
-        self.give()
-        if self._pool is None or not self._plan.wake or self._plan.rank != 0:
+        took = self.end_block(failure)
+        if not took or self._pool is None or not self._plan.wake or self._plan.rank != 0:
             return
         if failure is None:
             return await self._wake(self._pool, self._plan.serving)
         try:
             await self._wake(self._pool, serving=False)
         except RolloutError as second:
-            failure.add_note(f"the turn was given back, but the pool was not woken: {second}")
+            failure.add_note(f"the pool was not asked to wake: {second}")
         return None
 
     async def ask_awake(self) -> None:

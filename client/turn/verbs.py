@@ -35,9 +35,10 @@ class TurnVerbs(SteeringVerbs):
         """Have the devices that this process shares with the pool for a block.
 
         The pool falls asleep, this process takes the node's locks, the block runs, the locks are given
-        back, the pool wakes. Free all memory of the devices before the block ends. However the block
-        ends, the turn is given back and the pool is asked to wake; after an error this does not wait
-        until it serves. See docs/share-gpus.md.
+        back, the pool wakes. Free all memory of the devices before the block ends. After an error in the
+        block this process keeps the locks until it ends, or until its next turn on these devices ends well, for what
+        hangs on the error is still in memory; the pool is asked to wake all the same, without waiting until it
+        serves. A forked child that leaves the block gives nothing away. See docs/share-gpus.md.
 
         Args:
             **options: See `rollout_client.turn.TurnOptions`.

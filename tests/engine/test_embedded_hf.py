@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from reference import Reference
 from rollout_worker.embedded import HandOverFailed, ProblemError, Worker
@@ -50,8 +51,13 @@ def trainer_model(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def worker(tiny_models: TinyModels) -> Iterator[Worker]:
+    transformers_logging.enable_progress_bar()  # as a trainer may have it
     with Worker(model=tiny_models.model(1), **ALONE) as worker:
         yield worker
+
+
+def test_the_trainers_progress_bars_are_left_alone(worker: Worker) -> None:
+    assert transformers_logging.is_progress_bar_enabled()
 
 
 @pytest.fixture

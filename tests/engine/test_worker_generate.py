@@ -325,6 +325,7 @@ METRICS = [
     "engine_pause_seconds",
     "engine_restarts_total",
     "transition_seconds",
+    "turn_residue_bytes",
     "turn_wait_seconds",
     "memory_resident_bytes",
 ]

@@ -411,6 +411,68 @@ async def test_a_state_that_one_refuses_fails_and_one_that_is_held_does_not(
         await steered.direct.change_state("Asleep", 0.3)
 
 
+@pytest.mark.parametrize("name", ["the same", "another"])
+async def test_a_wake_that_meets_another_trainers_sleep_waits_for_its_end(
+    steered: Steered, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Who has the same token shares our hold, so a wake in between would end that trainer's sleep."""
+    await steered.direct.change_state("Asleep", 10)
+    control = steered.controls[0]
+    if name == "another":
+        control.holds_of_others = ["Asleep"]
+
+    async def meets(request: web.Request) -> web.StreamResponse:
+        if name == "the same":
+            control.holds = ["Asleep"]
+        control.server.answers["POST", "/v1/resume"] = control._answer
+        control.busy["resume"] = [(409, "asleep" if name == "the same" else "held")]
+        return await control._answer(request)
+
+    control.server.answers["POST", "/v1/resume"] = meets
+    waking = asyncio.create_task(steered.direct.change_state("Active", 20))
+    await until(lambda: "resume" in control.verbs, what="the wake")
+    before = control.verbs
+    looks = len(control.bodies)
+    await until(lambda: len(control.bodies) > looks + 1, what="two looks")
+    assert control.verbs == before
+    control.holds = control.holds_of_others = []
+    assert await waking == 2
+    assert control.verbs[-1] == "resume"
+
+
+async def test_a_sleep_that_another_trainer_ended_is_asked_for_again(steered: Steered) -> None:
+    steered.controls[0].busy["sleep"] = [(409, "changed-meanwhile"), (409, "loading")]
+    await steered.direct.change_state("Asleep", 20)
+    assert steered.controls[0].holds == ["Asleep"]
+
+
+async def test_a_state_that_was_asked_for_counts_even_if_nobody_heard_of_it(
+    steered: Steered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the keeper would go on with the wish before it."""
+    await steered.direct.change_state("Asleep", 10)
+    members, steered.members = (
+        steered.members,
+        [Member("http://w2:8000", "w2", "http://127.0.0.1:9")],
+    )
+    with pytest.raises(SteeringFailed, match=r"not all .* Active within 0\.2 s: no worker answers"):
+        await steered.direct.change_state("Active", 0.2)
+    assert await steered.direct.state() == "Active"
+    await steered.direct.ask_state("Asleep", 0.2)
+    steered.members = members
+    steered.controls[0].holds = []
+    await until(lambda: steered.controls[0].holds == ["Asleep"], what="the keeper sees to it")
+
+
+async def test_a_newer_wish_ends_the_wait_of_an_older_one(steered: Steered) -> None:
+    steered.controls[0].refuse["sleep"] = (409, "loading")
+    falling = asyncio.create_task(steered.direct.change_state("Asleep", 20))
+    await until(lambda: "sleep" in steered.controls[0].verbs, what="the first try")
+    await steered.direct.change_state("Active", 10)
+    with pytest.raises(SteeringFailed, match="asked to be Active meanwhile"):
+        await falling
+
+
 async def test_one_that_is_dead_is_no_reason_to_fail(steered: Steered) -> None:
     steered.members.append(Member("http://w2:8000", "w2", "http://127.0.0.1:9"))
     assert await steered.direct.change_state("Asleep", 10) == 0, "nobody serves"

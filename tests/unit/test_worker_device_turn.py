@@ -400,6 +400,23 @@ async def test_a_replaced_lock_file_replaces_the_engine(
             await trainer.take_async(0.1)
 
 
+async def test_a_lock_file_that_is_removed_within_the_turn_is_told(
+    tmp_path: Path, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any trainer can do so, and the next holder would not wait."""
+    async with taking_turns(tmp_path, directory) as worker:
+        (directory / lock_name(GPU)).unlink()
+        said = f"the lock files of {GPU} were removed while this worker has the turn"
+        await until(lambda: said in str(worker.worker.state().last_error), what="it says so")
+        assert [each.getMessage() for each in caplog.records].count(
+            str(worker.runtime.last_error)
+        ) == 1
+        assert worker.state is Lifecycle.ACTIVE
+        await worker.sleep()
+        await worker.wake()
+        assert has(directory) == "me"
+
+
 def _share(worker: TinyWorker) -> None:
     """Do what a process of an engine does."""
     import socket

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -196,6 +197,34 @@ def test_two_workers_share_a_process(kinds: tuple[type[Worker], type[AsyncWorker
     assert found == [41, 42]
 
 
+def test_ports_end_and_open_again_although_a_child_was_forked(
+    kinds: tuple[type[Worker], type[AsyncWorker]],
+) -> None:
+    """The processes of a data loader live on, with copies of every socket."""
+    with contextlib.ExitStack() as stack:
+        with kinds[0](model="model", **ALONE) as worker:
+            urls = worker.data_url, worker.control_url
+            clients = [stack.enter_context(httpx.Client(trust_env=False)) for _ in urls]
+            for client, url in zip(clients, urls, strict=True):
+                assert client.get(url).status_code == 404  # its connection stays open
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+                os._exit(0)
+            stack.callback(os.waitpid, child, 0)
+            stack.callback(os.kill, child, signal.SIGKILL)
+        for client, url in zip(clients, urls, strict=True):
+            with pytest.raises((httpx.ConnectError, httpx.RemoteProtocolError)):
+                client.get(url, timeout=5)
+        again = {
+            f"{name}_port": int(url.rpartition(":")[2])
+            for name, url in zip(("data", "control"), urls, strict=True)
+        }
+        with kinds[0](model="model", **{**ALONE, **again}) as worker:
+            assert (worker.data_url, worker.control_url) == urls
+            assert generate(worker).status_code == 200
+
+
 async def test_the_same_within_an_event_loop(
     kinds: tuple[type[Worker], type[AsyncWorker]],
 ) -> None:
@@ -364,3 +393,34 @@ def test_the_interpreter_ends_though_nobody_closed_it(
     assert ("ZeroDivisionError" in done.stderr) is (end == "1 / 0")
     assert "Exception ignored" not in done.stderr
     assert "Task was destroyed" not in done.stderr
+
+
+TOO_LATE = """
+import sys, threading
+from pathlib import Path
+sys.path[:0] = {paths!r}
+from tiny_engine import TinyEngine
+from rollout_worker.embedded import Worker, WorkerEnded
+
+class Tiny(Worker):
+    _make_engine = staticmethod(lambda: TinyEngine(Path({model!r})))
+
+def late():
+    threading.main_thread().join()
+    try:
+        Tiny(model="model", auth="none", control_host="127.0.0.1", data_port=0, control_port=0).__enter__()
+    except WorkerEnded as error:
+        print(error)
+
+threading.Thread(target=late).start()
+"""
+
+
+def test_a_worker_that_starts_while_the_interpreter_ends_says_so(tmp_path: Path) -> None:
+    model = str(write_weights(tmp_path / "model", 100))
+    script = TOO_LATE.format(paths=sys.path, model=model)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "the interpreter ends, for its main thread has ended" in done.stdout, done.stderr
+    assert "start the worker before that" in done.stdout

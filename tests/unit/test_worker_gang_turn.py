@@ -323,7 +323,7 @@ async def test_memory_of_each_node_is_looked_at_before_its_ranks_load(
         member.locks._look = look
         where = f"127.0.0.1:{member.port}"
         async with head(tmp_path, where, *nodes.flags(0), wait=False) as gang:
-            await says(gang, f"rank 1 at {where}: waiting for memory of the devices: it still")
+            await says(gang, f"rank 1 at {where}: waiting for memory: it still grows")
             before = time.monotonic() + 3 * whole_turn.PATIENCE_SECONDS
             await until(lambda: time.monotonic() > before, what="longer than locks are waited for")
             assert nodes.held[:2] == ["gang-0", "gang-1"], "it is on its way"
@@ -331,6 +331,29 @@ async def test_memory_of_each_node_is_looked_at_before_its_ranks_load(
             assert not gang.engines
             there.set()
             await gang.reaches(Lifecycle.ACTIVE)
+
+
+async def test_each_node_knows_what_its_ranks_need_to_wake(
+    tmp_path: Path, nodes: Nodes, root_hash: str
+) -> None:
+    """The ranks fall asleep by their engine's own word: the head says before that the memory is looked at."""
+    free = 20 << 30
+
+    async def look() -> dict[str, Free]:
+        return {"GPU 0": Free(free, 80 << 30)}
+
+    async with taking_turns(tmp_path, nodes, root_hash) as (gang, (member,)):
+        assert isinstance(member.locks, DeviceTurn)
+        member.locks._look = look
+        await gang.sleep(tags=("kv_cache",))
+        free = 79 << 30
+        await gang.sleep(tags=("weights",))
+        await until(lambda: nodes.held[1] != "gang-1", what="it is given back")
+        free = 40 << 30
+        waking = asyncio.create_task(gang.wake())
+        await says(gang, "waiting for memory: GPU 0 has 40.0 of 80.0 GiB free")
+        free = 70 << 30
+        await waking
 
 
 # Deaths and silence.

@@ -18,18 +18,18 @@ from rollout_worker.settings import Settings
 from rollout_worker.turn import Turn, TurnError, TurnReplaced
 from rollout_worker.turn.memory import (
     BACK_SECONDS,
-    EVERY_SECONDS,
+    GIB,
+    GROWS,
     Free,
+    Look,
     free_memory,
-    grows,
-    missing,
+    wait_for_memory,
 )
 from rollout_worker.turn.sharing import Sharing
 
 logger = logging.getLogger(__name__)
 
-Look = Callable[[], Awaitable[Mapping[str, Free]]]
-
+MARGIN_BYTES = 512 << 20
 LOOK_SECONDS = 1.0
 """How often whoever waits looks whether it should still, besides whenever something changes."""
 
@@ -44,15 +44,18 @@ class DeviceTurn:
         changed: Callable[[float], Awaitable[object]],
         look: Look = free_memory,
         memory_seconds: float = BACK_SECONDS,
+        *,
+        counts: bool = True,
     ) -> None:
         """Prepare; nothing is opened before the turn is wanted.
 
         Args:
             settings: name the directory, the devices and this holder.
-            telemetry: counts what the waits took, unless this node's turn is one of several.
+            telemetry: of the worker, if its metrics are seen.
             changed: returns when something has changed in the worker, or after so many seconds.
             look: returns the free memory of the devices, nothing where there is no such thing.
             memory_seconds: how long to wait for memory that others gave back.
+            counts: whether to count what the waits took; False where this node's turn is one of several.
         """
         assert settings.turn_directory is not None, "checked by the settings"
         self._turn = Turn(settings.turn_directory, settings.turn_devices, settings.turn_holder)
@@ -60,9 +63,21 @@ class DeviceTurn:
         self._changed = changed
         self._look = look if settings.device != "cpu" else _nothing
         self._memory_seconds = memory_seconds
-        self._left: Mapping[str, Free] = {}
+        self._counts = counts
+        self._margin = settings.turn_margin or MARGIN_BYTES
+        self._before = ""
+        """Who had the devices when this worker began to wait for them."""
+        self._came: Mapping[str, Free] = {}
+        """What was free when this turn was had."""
+        self._awake: Mapping[str, Free] = {}
+        """What was free while the engine had all its memory."""
+        self._needs: dict[str, int] = {}
+        """What must be free for the engine to wake, in bytes."""
+        self._own: dict[str, int] = {}
+        """What the sleeping engine keeps, in bytes: context, graphs, buffers of NCCL."""
         self._sharing: Sharing | None = None
         self._waiting = False
+        self._told_gone: str | None = None
 
     async def take(
         self, report: Callable[[Progress], None], wanted: Callable[[], bool] = lambda: True
@@ -75,11 +90,14 @@ class DeviceTurn:
         """
         if self._turn.held:
             return True
+
+        def tell(who: Mapping[str, str]) -> None:
+            self._before = ", ".join(dict.fromkeys(who.values()))
+            report(Progress(message=waits_for(who)))
+
         began = time.monotonic()
         self._waiting = True
-        taking = asyncio.create_task(
-            self._turn.take_async(waiting=lambda who: report(Progress(message=waits_for(who))))
-        )
+        taking = asyncio.create_task(self._turn.take_async(waiting=tell))
         had = False
         try:
             while wanted() and not had:
@@ -117,45 +135,90 @@ class DeviceTurn:
         except TurnError as error:
             raise EngineError(str(error)) from error
         waited = time.monotonic() - began
-        if self._telemetry is not None:
+        if self._telemetry is not None and self._counts:
             self._telemetry.turn_seconds.observe(waited)
         logger.info("it is this worker's turn for the devices, after %.3f s", waited)
 
     async def _room(self, report: Callable[[Progress], None], wanted: Callable[[], bool]) -> bool:
-        """Wait until who had the turn before has given its memory back; False if not `wanted` any more.
+        """Wait until there is room for the engine; False if it is not `wanted` any more.
 
-        The lock of a killed process may fall before the driver has taken its memory back.
+        Others may keep what they like beside it. The lock of a killed process may fall before the driver has taken its
+        memory back.
 
         Raises:
-            EngineError: it has not.
+            EngineError: there is none.
         """
-        until, before = time.monotonic() + self._memory_seconds, await self._look()
-        if not before:
-            return wanted()
-        while wanted():
-            why = missing(before, self._left)
-            if why is not None and time.monotonic() > until:
-                raise EngineError(
-                    f"{why}: who had the turn before gave it back, but not its memory; let it free that,"
-                    " or end it"
-                )
-            if why is None and self._left:
-                return True
-            report(
-                Progress(message=f"waiting for memory of the devices: {why or 'it still grows'}")
+
+        def tell(why: str, now: Mapping[str, Free]) -> None:
+            self._count_residue(now)
+            report(Progress(message=f"waiting for memory: {why}{self._kept(now)}"))
+
+        seconds = self._memory_seconds
+        why, self._came = await wait_for_memory(
+            self._needs, seconds, look=self._look, tell=tell, wanted=wanted
+        )
+        self._count_residue(self._came)
+        if why is not None and why != GROWS:
+            raise EngineError(
+                f"no room to wake: {why}{self._kept(self._came)}. Let them free it inside their turn"
+                " (torch.cuda.empty_cache(), NCCL groups destroyed or suspended), or let this engine take less;"
+                f" tried again, the turn was given back after {seconds:g} s"
             )
-            await asyncio.sleep(EVERY_SECONDS)
-            now = await self._look()
-            if not self._left and (not grows(now, before) or time.monotonic() > until):
-                return True
-            before = now
-        return False
+        return wanted()
+
+    def _residue(self, now: Mapping[str, Free]) -> dict[str, int]:
+        """What others keep on each device, in bytes."""
+        return {
+            device: max(0, each.total - each.free - self._own.get(device, 0))
+            for device, each in now.items()
+        }
+
+    def _count_residue(self, now: Mapping[str, Free]) -> None:
+        if self._telemetry is not None:
+            for device, kept in self._residue(now).items():
+                self._telemetry.turn_residue.labels(device).set(kept)
+
+    def _kept(self, now: Mapping[str, Free]) -> str:
+        """Say what others keep, and who they may be."""
+        kept = max(self._residue(now).values(), default=0)
+        who = f" ({self._before} had the devices before)" if self._before else ""
+        return f"; other processes keep {kept / GIB:.1f} GiB{who}"
+
+    def check_files(self) -> str | None:
+        """Say what is wrong with the lock files of a turn that is had, and log it once."""
+        gone = self._turn.replaced_files()
+        if not gone:
+            self._told_gone = None
+            return None
+        why = (
+            f"the lock files of {', '.join(gone)} were removed while this worker has the turn, so others don't wait for"
+            " it: put the worker to sleep, and find out who removes files in the lock directory"
+        )
+        if why != self._told_gone:
+            logger.error("%s", why)
+        self._told_gone = why
+        return why
+
+    async def note_use(self) -> None:
+        """Note what is free while the engine has all its memory: what its sleep then frees is what it needs."""
+        if self._turn.held:
+            self._awake = await self._look()
 
     async def give_back(self) -> None:
-        """Give the turn back, and remember what the engine leaves free for its next one."""
+        """Give the turn back, and remember what the engine needs for its next one."""
         if self._turn.held:
-            self._left = await self._look()
+            self._note_needs(await self._look())
         self.give()
+
+    def _note_needs(self, asleep: Mapping[str, Free]) -> None:
+        for device, left in asleep.items():
+            if (came := self._came.get(device)) is not None:
+                kept = self._own.get(device, 0) + came.free - left.free
+                self._own[device] = max(0, kept)
+            if (awake := self._awake.get(device)) is not None:
+                # Never more than there was beside the awake engine, or it would wait for ever.
+                self._needs[device] = left.free - max(0, awake.free - self._margin)
+        self._came = self._awake = {}
 
     def give(self) -> None:
         """Give the turn back: no process of the engine has memory of the devices."""
@@ -165,7 +228,8 @@ class DeviceTurn:
 
     def leave(self) -> None:
         """Let go of the turn: it stays with those of the engine's processes that haven't ended."""
-        self._left = {}
+        self._came = self._awake = {}
+        self._needs, self._own = {}, {}
         self._turn.leave()
 
     def close(self) -> None:

@@ -93,7 +93,7 @@ class Runtime:
     def _turn(self, gang: Head | None) -> DeviceTurn | WholeTurn:
         if gang is None:
             return DeviceTurn(self.settings, self.telemetry, self.changed.wait)
-        own = DeviceTurn(self.settings, None, self.changed.wait)
+        own = DeviceTurn(self.settings, self.telemetry, self.changed.wait, counts=False)
         return WholeTurn(own, gang, self.telemetry)
 
     def _moved(self, old: Lifecycle, new: Lifecycle) -> None:

@@ -197,6 +197,19 @@ class WholeTurn:
             else:
                 return
 
+    def check_files(self) -> str | None:
+        """Say what is wrong with the lock files of the head's node; a member logs it of its own."""
+        return self._own.check_files()
+
+    async def note_use(self) -> None:
+        """Note on each node what is free while the engine has all its memory."""
+        if not self._held:
+            return
+        number = self._number
+        told = (member.line.use_turn(number) for member in self._head.members)
+        # A node that does not answer goes on with what it knows.
+        await asyncio.gather(self._own.note_use(), *told, return_exceptions=True)
+
     async def give_back(self) -> None:
         """Give the turn back on all nodes; each remembers what the engine leaves free there."""
         if not self._held:

@@ -63,7 +63,7 @@ class Host:
 
         Raises:
             BadSettings: a port or the credentials can't be used.
-            WorkerEnded: the engine can't be loaded, or this worker was started before.
+            WorkerEnded: the engine can't be loaded, this worker was started before, or the interpreter ends.
         """
         if self._thread.ident is not None:
             raise WorkerEnded("a worker starts once: make another one")
@@ -188,7 +188,7 @@ def _register(host: Host) -> None:
     """Note who has to end before the interpreter does.
 
     Raises:
-        WorkerEnded: another one with such an engine runs here.
+        WorkerEnded: another one with such an engine runs here, or the interpreter ends.
     """
     global _registered
     with _lock:
@@ -198,13 +198,19 @@ def _register(host: Host) -> None:
                 f"a worker with the {kind} engine runs in this process already: close it first, or"
                 " give the second one a process of its own (rollout-worker serve)"
             )
-        _hosts.add(host)
         if not _registered:
             # Before the threads of executors are told to end, without which no engine stops in order:
             # functions of `atexit` are called after that.
             before = getattr(threading, "_register_atexit", atexit.register)
-            before(_close_all)
+            try:
+                before(_close_all)
+            except RuntimeError as error:
+                raise WorkerEnded(
+                    f"the interpreter ends, for its main thread has ended ({error}): start the worker before that, and"
+                    " let the main thread wait for the thread that uses it"
+                ) from error
             _registered = True
+        _hosts.add(host)
 
 
 def _close_all() -> None:

@@ -12,7 +12,7 @@ ELSEWHERE = {
     "log_level": "logging is the trainer's: set the level of the logger 'rollout_worker'",
     "log_format": "logging is the trainer's: give the root logger a handler",
     **dict.fromkeys(
-        ("turn_directory", "turn_devices", "turn_holder"),
+        ("turn_directory", "turn_devices", "turn_margin", "turn_holder"),
         "turns are the whole process's: take them with rollout_client.turn",
     ),
     **dict.fromkeys(

@@ -35,6 +35,14 @@ class Locks(Protocol):
         """Wait for it, and for the memory of who had it before."""
         ...
 
+    def check_files(self) -> str | None:
+        """Log, once, that lock files were removed."""
+        ...
+
+    async def note_use(self) -> None:
+        """Note what is free while the engine has all its memory."""
+        ...
+
     async def give_back(self) -> None:
         """Give it back after use."""
         ...
@@ -88,8 +96,8 @@ class MemberTurn:
         self._check(attempt)
         return self.view()
 
-    def use(self, attempt: int) -> GangTurn:
-        """Keep the turn from now on, whether the head is heard or not.
+    async def use(self, attempt: int) -> GangTurn:
+        """Keep the turn from now on, whether the head is heard or not; told again, note what is free in use.
 
         Raises:
             ProblemError: 409, this attempt is over, or has not got it yet.
@@ -97,6 +105,9 @@ class MemberTurn:
         self._check(attempt)
         if self._phase not in ("Held", "InUse"):
             raise conflict("changed-meanwhile", f"the turn is {self._phase}: take it first")
+        if self._phase == "InUse":
+            await self._locks.note_use()
+            self._check(attempt)
         self._phase = "InUse"
         self.used.set()
         return self.view()
@@ -119,6 +130,7 @@ class MemberTurn:
 
     def look(self, quiet: float) -> None:
         """Give back what is held for nothing: the head has been silent for so many seconds."""
+        self._locks.check_files()
         if quiet > SILENCE_SECONDS and self._phase not in ("InUse", "Released"):
             logger.warning("the head has been silent for %.0f s: giving the turn up", quiet)
             self._end()

@@ -306,6 +306,8 @@ class Governor:
         runtime = self._runtime
         engine, _ = runtime.loaded()
         level = 2 if self._updates.empty else target.level  # there are no values to keep
+        if runtime.turn is not None and not self._released:
+            await runtime.turn.note_use()
         with runtime.telemetry.transition("sleep"):
             asleep = engine.sleep(level, target.released, self._updates.refill)
             await runtime.call(asleep, MEMORY_SECONDS, "sleep")

@@ -160,10 +160,16 @@ class Supervisor:
     async def _create_and_start(self) -> None:
         runtime = self._runtime
         self._report(Progress(message="creating the engine"))
-        runtime.died = asyncio.get_running_loop().create_future()
+        died = runtime.died = asyncio.get_running_loop().create_future()
+
+        def ended(why: str) -> None:
+            if runtime.died is died:  # else another engine has taken its place
+                runtime.crashed(why)
+
         async with asyncio.timeout(runtime.settings.start_timeout):
             # In a thread: importing an engine takes seconds, and probes need answers.
             engine = runtime.engine = await asyncio.to_thread(self._create)
+            engine.on_end = ended
             info = await self._start(engine)
         check_it_sleeps(runtime, engine)
         runtime.info = info
@@ -238,6 +244,8 @@ class Supervisor:
             wrong = engine.alive()
             if wrong is not None:
                 runtime.crashed(wrong)
+            if runtime.turn is not None and (gone := runtime.turn.check_files()) is not None:
+                runtime.last_error = gone
 
     async def _bury(self, reason: str) -> None:
         """End the dead engine's requests and free its resources."""

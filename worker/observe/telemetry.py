@@ -190,6 +190,12 @@ class Telemetry:
             buckets=_TURN_BUCKETS,
             registry=registry,
         )
+        self.turn_residue = Gauge(
+            "rollout_worker_turn_residue_bytes",
+            "Memory of a device that other processes kept when the engine was last to take its own.",
+            ["device"],
+            registry=registry,
+        )
 
     def info(self, engine: str, engine_version: str, model: str) -> None:
         """Export what is served."""

@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from rollout_worker.engine import EngineCrashed, EngineError
 from rollout_worker.requests.bodies import Bodies, BodyRoute
 from rollout_worker.schemas import Problem
 from rollout_worker.wire.bodies import Limits
@@ -48,6 +49,7 @@ def new_app(
     app.add_exception_handler(ProblemError, _on_problem)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(EngineError, _on_engine_error)
     app.add_exception_handler(Exception, _on_defect)
     app.state.bodies = Bodies(limits, refused=refused)
     app.router.route_class = BodyRoute
@@ -93,6 +95,14 @@ async def _on_http(request: Request, error: Exception) -> Response:
     if "Allow" in (error.headers or {}):
         answer.headers["Allow"] = (error.headers or {})["Allow"]
     return answer
+
+
+async def _on_engine_error(request: Request, error: Exception) -> Response:
+    """What no route has an answer of its own for; a dead engine is the supervisor's to replace."""
+    if isinstance(error, EngineCrashed):
+        why = f"the engine died and is being restarted: {error}"
+        return problem_response(ProblemError("failed", why, retry_after=5))
+    return problem_response(ProblemError("engine-refused", str(error), retry_after=5))
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:

@@ -51,6 +51,13 @@ def raise_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+def end_for_all(sock: socket.socket | None) -> None:
+    """End a socket for children that were forked meanwhile, too: their copies would keep it open beyond a close."""
+    if sock is not None:
+        with contextlib.suppress(OSError):  # its other end has done so
+            sock.shutdown(socket.SHUT_RDWR)
+
+
 @dataclass(frozen=True, slots=True)
 class Places:
     """How many connections each port takes at once."""
@@ -74,6 +81,7 @@ class Connection(asyncio.Protocol):
         self._inner = inner
         self._room = room
         self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None
         self.waits_since: float | None = None
         """When the header that has not ended began; None while there is none."""
         self._tls = False
@@ -114,6 +122,7 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own transports
         self._transport = transport
+        self._socket = transport.get_extra_info("socket")  # in the end, TLS has let go of it
         self._tls = transport.get_extra_info("ssl_object") is not None
         self.waits_since = time.monotonic()
         self._room.connections[self] = None
@@ -149,6 +158,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give the place back."""
+        end_for_all(self._socket)
         self._room.connections.pop(self, None)
         self._inner.connection_lost(exc)
 
@@ -259,6 +269,7 @@ class Listener:
         asyncio.get_running_loop().remove_reader(self._sock)
         for task in (*self._tasks, *self._room.greetings):
             task.cancel()
+        end_for_all(self._sock)
         self._sock.close()
 
     async def wait_closed(self) -> None:

@@ -139,7 +139,7 @@ def _add_turn(app: FastAPI, worker: MemberWorker) -> None:
     async def use(attempt: Attempt, leader: Leader) -> GangTurn:
         """Keep the turn: all nodes have theirs."""
         worker.hear(leader)
-        return worker.turn.use(attempt)
+        return await worker.turn.use(attempt)
 
     @app.delete("/v1/gang/turn/{attempt}")
     async def give(attempt: Attempt, leader: Leader, started: bool) -> GangTurn:

@@ -38,7 +38,7 @@ def not_serving(
     if state in _NO_ENGINE:
         return _refusal(*_NO_ENGINE[state])
     if not runtime.alive:
-        return _refusal("failed", "the engine failed and is being restarted", 5)
+        return engine_failed()
     want = runtime.target().want
     if want is Want.ASLEEP or state in (Lifecycle.DRAINING, Lifecycle.ASLEEP, Lifecycle.WAKING):
         return _refusal("asleep", "the worker is asleep: wake it, or use another replica", 5)
@@ -64,6 +64,11 @@ def _fenced(
             required=_identity(required),
         )
     return None
+
+
+def engine_failed() -> ProblemError:
+    """What requests get from the moment in which an engine dies."""
+    return _refusal(*_NO_ENGINE[Lifecycle.FAILED])
 
 
 def _refusal(slug: str, detail: str, retry_after: int) -> ProblemError:

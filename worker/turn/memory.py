@@ -1,24 +1,29 @@
-"""How much memory the accelerators that this process sees have left, as nvidia-smi tells it.
+"""How much memory the accelerators that this process sees have left, and whether what others had is back.
 
-Not asked through torch: that would make a context on the device, in a process that has no other use for one.
+nvidia-smi tells it. It is not asked through torch: that would make a context on the device, in a process that has no
+other use for one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-MIB = 1 << 20
+logger = logging.getLogger(__name__)
+
+MIB, GIB = 1 << 20, 1 << 30
 ASK_SECONDS = 10.0
 BACK_SECONDS = 30.0
 """How long memory may take to come back from who had the turn before."""
 EVERY_SECONDS = 0.2
-SLACK = 0.05
-"""So much of a device others may keep beyond what they kept before; engines leave more than that unused."""
+QUIET_SECONDS = 2.0
+"""Where nobody knows how much is to come: so long nothing more must come before it counts as all. A driver may begin late."""
+GROWS = "it still grows"
 
 _COMMAND = (
     "nvidia-smi",
@@ -35,10 +40,17 @@ class Free:
     total: int
 
 
+Look = Callable[[], Awaitable[Mapping[str, Free]]]
+
+
 async def free_memory() -> dict[str, Free]:
-    """Return the memory of each visible device; nothing where there is no nvidia-smi or no answer."""
+    """Return the memory of each visible device; nothing where there is no nvidia-smi or no answer.
+
+    That nobody can look is logged once.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which(_COMMAND[0]) is None:
-        return {}
+        return _blind("there is no nvidia-smi")
     process = await asyncio.create_subprocess_exec(
         *_COMMAND,
         stdin=asyncio.subprocess.DEVNULL,
@@ -49,12 +61,40 @@ async def free_memory() -> dict[str, Free]:
         async with asyncio.timeout(ASK_SECONDS):
             told, _ = await process.communicate()
     except TimeoutError:
-        return {}
+        return _blind(f"nvidia-smi does not answer within {ASK_SECONDS:g} s")
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    return parsed(told.decode(errors="replace"), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    found = parsed(told.decode(errors="replace"), visible)
+    if not found:
+        return _blind(
+            f"nvidia-smi tells no free memory of the devices in CUDA_VISIBLE_DEVICES ({visible}), as for parts of a"
+            " GPU (MIG)"
+        )
+    if MPS in os.environ:
+        _say_once(
+            f"{MPS} is set: the MPS server frees memory of a client that died when it likes, and a lock says"
+            " nothing of that"
+        )
+    return found
+
+
+MPS = "CUDA_MPS_PIPE_DIRECTORY"
+_said: set[str] = set()
+
+
+def _blind(why: str) -> dict[str, Free]:
+    _say_once(
+        f"{why}, so nobody looks whether the memory of who had the devices before is back: the locks alone decide"
+    )
+    return {}
+
+
+def _say_once(what: str) -> None:
+    if what not in _said:
+        _said.add(what)
+        logger.warning("%s", what)
 
 
 def parsed(told: str, visible: str | None) -> dict[str, Free]:
@@ -80,14 +120,14 @@ def _names(wanted: str, index: str, uuid: str) -> bool:
     return wanted == index or (wanted.startswith("GPU-") and uuid.startswith(wanted))
 
 
-def missing(now: Mapping[str, Free], before: Mapping[str, Free]) -> str | None:
-    """Say which device has less memory left than before, beyond the slack; None if none has."""
-    for device, then in before.items():
+def shortfall(now: Mapping[str, Free], needs: Mapping[str, int]) -> str | None:
+    """Say which device has less memory free than is needed of it; None if none has."""
+    for device, need in needs.items():
         left = now.get(device)
-        if left is not None and left.free + SLACK * then.total < then.free:
+        if left is not None and left.free < need:
             return (
-                f"{device} has {left.free / 2**30:.1f} GiB free, {then.free / 2**30:.1f} GiB when this"
-                " engine had it last"
+                f"{device} has {left.free / GIB:.1f} of {left.total / GIB:.1f} GiB free, {need / GIB:.1f} GiB are"
+                f" needed: {(need - left.free) / GIB:.1f} GiB are missing"
             )
     return None
 
@@ -99,18 +139,41 @@ def grows(now: Mapping[str, Free], before: Mapping[str, Free]) -> bool:
     )
 
 
-async def settled(seconds: float = BACK_SECONDS) -> bool:
-    """Wait until a driver has taken back what processes that have ended had; False if it still does after so long.
+async def wait_for_memory(
+    needs: Mapping[str, int],
+    seconds: float = BACK_SECONDS,
+    *,
+    look: Look = free_memory,
+    tell: Callable[[str, Mapping[str, Free]], None] = lambda why, now: None,
+    wanted: Callable[[], bool] = lambda: True,
+) -> tuple[str | None, Mapping[str, Free]]:
+    """Wait until the memory of who had the devices before is back: the one rule for workers and trainers.
 
-    Returns at once where there is no nvidia-smi.
+    It is back once as much is free as is needed. Where that isn't known, once nothing more has come for
+    `QUIET_SECONDS`. Where nobody can look, at once.
+
+    Args:
+        needs: bytes that must be free, by device; empty if it isn't known.
+        seconds: how long to wait.
+        look: returns the free memory of each device.
+        tell: is told what is waited for, and what the devices have free.
+        wanted: whether to go on.
+
+    Returns:
+        What is still missing when the time is up, else None; and the last look.
     """
-    until, before = time.monotonic() + seconds, await free_memory()
-    while before:
+    now, began = await look(), time.monotonic()
+    grew = began
+    while now and wanted():
+        at = time.monotonic()
+        why = shortfall(now, needs)
+        if why is None and (needs or at - grew >= QUIET_SECONDS):
+            return None, now
+        if at - began > seconds:
+            return why or (GROWS if at - grew < 2 * EVERY_SECONDS else None), now
+        tell(why or GROWS, now)
         await asyncio.sleep(EVERY_SECONDS)
-        now = await free_memory()
-        if not grows(now, before):
-            return True
-        if time.monotonic() > until:
-            return False
-        before = now
-    return True
+        before, now = now, await look() or now
+        if grows(now, before):
+            grew = time.monotonic()
+    return None, now

@@ -22,6 +22,12 @@ class _Attempt:
 
     done: Future[None] = field(default_factory=Future)
     locked: list[str] = field(default_factory=list)
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child, whose parent's it is: its unlocking would be the parent's, too."""
+        return self.pid != os.getpid()
 
 
 class Turn:
@@ -132,11 +138,27 @@ class Turn:
             raise
 
     def give(self) -> None:
-        """Give the turn back for every process that shares it; does nothing if it isn't held."""
+        """Give the turn back for every process that shares it; does nothing if it isn't held.
+
+        A forked child gives nothing back: the turn is its parent's, and the child shares it until it has ended.
+        """
+        held = self._held
+        if held is None or held.forked:
+            return
         with self._guard:
-            if self._held is not None:
+            if self._held is held:
                 self._held = None
                 self._give()
+
+    def replaced_files(self) -> list[str]:
+        """Return those of the devices that this object has whose lock files others don't find any more."""
+        with self._guard:
+            held = self._devices if self._held is not None else ()
+            return [
+                each
+                for each in held
+                if not files.is_current(self._open[each], self._directory, each)
+            ]
 
     def fileno_list(self) -> list[int]:
         """Return what processes need that shall hold the turn, too (`pass_fds`): the open lock files, and their keepers.
@@ -183,6 +205,8 @@ class Turn:
 
     def _abandon(self, attempt: _Attempt) -> None:
         """Give back at once what the attempt has, even if it ended well a moment ago."""
+        if attempt.forked:
+            return
         with self._guard:
             if self._attempt is attempt:
                 self._attempt = None

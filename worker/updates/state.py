@@ -149,9 +149,12 @@ class Updates:
             given: Tensors of this process in the place of the source.
 
         Raises:
-            ProblemError: 409, the state or the order of identities forbids it; 422, the path.
+            ProblemError: 409, the state or the order of identities forbids it; 422, the path; 503, the engine has
+                just died.
         """
         self._runtime.loaded()
+        if not self._runtime.alive:
+            raise ProblemError("failed", "the engine died and is being restarted", retry_after=5)
         self.check_resident()
         identity = WeightsId(epoch=request.epoch, version=request.version)
         self.check_order(identity)

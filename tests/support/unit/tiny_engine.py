@@ -185,6 +185,7 @@ class TinyEngine:
         self.wrong: str | None = None
         self.spent: str | None = None
         """What `alive` says."""
+        self.on_end: Callable[[str], None] = lambda why: None
         self.resident: dict[MemoryTag, bool] = {"weights": True, "kv_cache": True}
         self.asked = 0
         """Requests that it was given."""

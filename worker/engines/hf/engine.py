@@ -77,6 +77,7 @@ class HfEngine:
         self._ended: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.capabilities = capabilities(stop_strings=True, reloads=True)
+        self.on_end: Callable[[str], None] = lambda why: None
 
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
         """See `Engine.start`."""
@@ -286,6 +287,7 @@ class HfEngine:
 
     def _end_streams(self, why: str) -> None:
         self._ended = why
+        self.on_end(why)
         for stream in self._streams.values():
             stream.deltas.put_nowait(
                 EngineDelta(

@@ -73,6 +73,8 @@ def load(
 
     tensors, root = _read(source, dtype, _model_class(config), report, cancelled)
     report(Progress(message="building the model"))
+    if not options.guest:  # it is the process's owner who sets it for the whole process
+        transformers.utils.logging.disable_progress_bar()
     model = _build(config, tensors, dtype, settings).to(device)
     layout, targets = _layout(model, source)
     return Loaded(
@@ -162,7 +164,6 @@ def _model_class(config: Any) -> Any:
 
 def _build(config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, settings: Settings) -> Any:
     """Make the model around the tensors; it takes them as they are, without a copy."""
-    transformers.utils.logging.disable_progress_bar()
     model, info = _model_class(config).from_pretrained(
         None,
         config=config,

@@ -61,6 +61,7 @@ class SglangEngine:
         self._versions: Versions | None = None
         self._page: Page | None = None
         self.capabilities: Capabilities = capabilities(tokenizer=True, facts={})
+        self.on_end: Callable[[str], None] = lambda why: None
 
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
         """See `Engine.start`."""
@@ -127,6 +128,8 @@ class SglangEngine:
     def _end_streams(self) -> None:
         for stream in self._streams.values():
             stream.end(AbortReason.ENGINE)
+        if self._node.ended is not None:
+            self.on_end(self._node.ended)
 
     def validate(self, request: EngineRequest) -> None:
         """See `Engine.validate`."""

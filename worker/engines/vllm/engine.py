@@ -80,6 +80,7 @@ class VllmEngine:
         self._before = processes.descendants(os.getpid())
         self._standing = processes.Standing()
         self.capabilities = _capabilities(options.logprobs, seed=True, strings=True, cache=True)
+        self.on_end: Callable[[str], None] = lambda why: None
 
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
         """See `Engine.start`."""
