@@ -14,8 +14,13 @@ from jinja2 import TemplateError
 
 from chatstyles import trained
 
-SPECIAL = re.compile(r"<[|\uff5c]?[A-Za-z_/][^<>{}\s'\"\\]*>|\[[A-Z_/]+\]")
+SPECIAL = re.compile(
+    r"<[|\uff5c]?[A-Za-z_/][^<>{}\s'\"\\]*>|\[[A-Z_/]+\]|\[\|[a-z]+\|\]|\[e~\[|\]~!?b[\]\[]"
+)
 """What looks like a token of its own in a template."""
+
+_ROLES = ("system", "user", "assistant", "tool", "observation")
+"""Some templates put a role between the halves of its token."""
 
 
 @cache
@@ -34,7 +39,8 @@ def tokenizer(name: str) -> Any:
 
     text = templates()[name]
     backend = Tokenizer.from_str(trained())
-    specials = sorted({"<s>", "</s>", *SPECIAL.findall(text)})
+    roles = {f"<|{role}|>" for role in _ROLES} if re.search(r"<\|(\{\{|['\"])", text) else ()
+    specials = sorted({"<s>", "</s>", *roles, *SPECIAL.findall(text)})
     backend.add_special_tokens([AddedToken(each, special=True) for each in specials])
     found = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>",
