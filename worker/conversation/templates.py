@@ -231,7 +231,7 @@ class Template:
         """
         kind = windows.kind_of(last)
         if kind == "calls":
-            own = self._own_close if tail.endswith(self._own_close) else ""
+            own = self.seams.shared_end(self._own_close, tail)
             return max(own, self.seams.last_special(tail), key=len)
         return tail if kind == "assistant" else ""
 

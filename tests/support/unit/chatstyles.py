@@ -109,7 +109,7 @@ COMMAND = r"""
 {{- '<|action|>[' -}}
 {%- for c in m.tool_calls %}{{ {'name': c.function.name, 'parameters': c.function.arguments} | tojson }}{% endfor -%}
 {{- ']<|/action|><|/turn|>' -}}
-{%- else %}{{ m.content ~ '<|/turn|>' }}{% endif -%}
+{%- else %}{{ m.content ~ '<|/said|><|/turn|>' }}{% endif -%}
 {%- else -%}
 {{- '<|turn|><|' ~ ('system' if m.role == 'tool' else m.role) ~ '|>' ~ m.content ~ '<|/turn|>' -}}
 {%- endif -%}
@@ -176,8 +176,8 @@ STYLES = {
     "command": Style(
         COMMAND,
         ("<bos>", "<|turn|>", "<|/turn|>", "<|chatbot|>", "<|system|>", "<|user|>", "<|action|>",
-         "<|/action|>"),
-        "<|/turn|>",
+         "<|/action|>", "<|/said|>"),
+        "<|/said|><|/turn|>",
         "<|/turn|>",
     ),
     "plain": Style(PLAIN, ("<eos>",), "<eos>", "<eos>", words=GPT2),
@@ -223,7 +223,7 @@ def tokenizer(style: str) -> Any:
     backend.add_special_tokens([AddedToken(text, special=True) for text in made.specials])
     found = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        eos_token=made.end,
+        eos_token=made.calls_end if style == "command" else made.end,
         pad_token=made.specials[0],
         clean_up_tokenization_spaces=False,
     )

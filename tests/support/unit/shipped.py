@@ -21,6 +21,12 @@ SPECIAL = re.compile(
 
 _ROLES = ("system", "user", "assistant", "tool", "observation")
 """Some templates put a role between the halves of its token."""
+_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|END_OF_TURN_TOKEN|>", "<end_of_turn>", "<turn|>"),
+    *("<|end|>", "<|return|>", "<|endoftext|>", "[|endofturn|]", "[e~[", "<|EOT|>"),
+    *("<\uff5cend\u2581of\u2581sentence\uff5c>", "<|end_of_sentence|>"),
+)
+"""What families end an answer with; the others with `</s>`."""
 
 
 @cache
@@ -42,8 +48,9 @@ def tokenizer(name: str) -> Any:
     roles = {f"<|{role}|>" for role in _ROLES} if re.search(r"<\|(\{\{|['\"])", text) else ()
     specials = sorted({"<s>", "</s>", *roles, *SPECIAL.findall(text)})
     backend.add_special_tokens([AddedToken(each, special=True) for each in specials])
+    eos = next((end for end in _ENDS if end in text), "</s>")
     found = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>",
+        tokenizer_object=backend, bos_token="<s>", eos_token=eos, pad_token=eos,
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
     found.chat_template = text
