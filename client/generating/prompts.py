@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, TypedDict, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from rollout_client.spelling import check_names, did_you_mean
+from rollout_client.spelling import did_you_mean
 from rollout_worker.schemas import GenerateRequest, SamplingParams
 
 OnVersionChange = Literal["continue", "restart", "fail"]
@@ -77,7 +77,10 @@ def check_options(options: Mapping[str, Any]) -> None:
         TypeError: As Python's own for a keyword argument that does not exist.
         ValueError: `on_version_change` has a value that it can't have.
     """
-    check_names("generate", options, GenerateOptions.__annotations__)
+    known = GenerateOptions.__annotations__
+    for name in options:
+        if name not in known:
+            raise TypeError(f"generate has no argument {name!r}{_fix_of(name, known)}")
     choices = get_args(OnVersionChange)
     if (chosen := options.get("on_version_change", "continue")) not in choices:
         raise ValueError(f"on_version_change is {chosen!r}: use one of {', '.join(choices)}")
@@ -119,7 +122,12 @@ def _token_ids(prompt: Sequence[int] | _Array) -> tuple[int, ...]:
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, Sequence):
         kind = type(prompt).__name__
-        raise TypeError(f"a prompt is a list, an array or a tensor of token ids, not a {kind}")
+        fix = (
+            ": pass its ['input_ids'], or give return_dict=False to apply_chat_template"
+            if hasattr(ids, "keys") and "input_ids" in ids
+            else ""
+        )
+        raise TypeError(f"a prompt is a list, an array or a tensor of token ids, not a {kind}{fix}")
     if ids and isinstance(ids[0], Sequence):
         raise ValueError("a prompt is one row of token ids: pass many to generate_many")
     whole = tuple(ids)
@@ -141,14 +149,32 @@ def _plain(value: Any) -> Any:
 
 def _said(error: ValidationError) -> str:
     """Return what is wrong, in words of ours: the path of each field and what it must be."""
-    wrong = []
-    for each in error.errors()[:MAX_SAID]:
+    wrong, found = [], error.errors()
+    # What follows from a mistake further inside is not told: that one is what to fix.
+    outer = {each["loc"][:size] for each in found for size in range(len(each["loc"]))}
+    inner = [each for each in found if each["loc"] not in outer]
+    for each in inner[:MAX_SAID]:
         path = ".".join(map(str, each["loc"]))
         if each["type"] == "extra_forbidden":
             fields = SamplingParams if each["loc"][0] == "sampling" else GenerateRequest
             name = str(each["loc"][-1])
             wrong.append(f"{path} does not exist{did_you_mean(name, fields.model_fields)}")
         else:
-            wrong.append(f"{path}: {each['msg']}, not {str(each['input'])[:80]!r}")
-    more = error.error_count() - len(wrong)
+            fix = _FIXES.get(path, "")
+            wrong.append(f"{path}: {each['msg']}, not {str(each['input'])[:80]!r}{fix}")
+    more = len(inner) - len(wrong)
     return "; ".join(wrong) + (f"; and {more} more" if more else "")
+
+
+_FIXES = {
+    "logprobs": ": 'sampling' is what an output has by default, 'none' leaves them out",
+    "sampling.stop": ": write a list of strings, also for one",
+    "sampling.top_k": ": 0 stands for all tokens",
+}
+
+
+def _fix_of(name: str, known: Mapping[str, object]) -> str:
+    """Return what to write instead of an argument that does not exist."""
+    if name in SamplingParams.model_fields:
+        return f": put it into sampling, as in sampling={{{name!r}: …}}"
+    return ": use deadline_seconds" if name == "timeout" else did_you_mean(name, known)

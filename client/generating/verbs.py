@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Sized
 from typing import Any, Literal, Unpack
 
 from rollout_client.errors import ManyFailed, RequestRefused, RolloutError
@@ -140,7 +140,13 @@ class GeneratingVerbs:
 
         Raises:
             ManyFailed: See `on_error`.
+            TypeError: The prompts are an iterator, whose results have no known number.
         """
+        if not isinstance(prompts, Sized):
+            raise TypeError(
+                f"generate_many needs to know how many prompts there are, not a "
+                f"{type(prompts).__name__}: pass list(prompts), or use as_completed"
+            )
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be raise or return, not {on_error!r}")
         results: list[Any] = [None] * len(prompts)

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+import requests
 import transformers
 
 from contracts import Served
@@ -65,6 +66,8 @@ def test_a_completion_of_ids(client: Any, reference: dict[int, Reference], token
     expected = reference[1].raw_logprobs(PROMPT, ids)
     assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=1e-4)
     assert choice.logprobs.tokens == [tokenizer.decode([i]) for i in ids]
+    said = zip(choice.logprobs.tokens, choice.logprobs.token_logprobs, strict=True)
+    assert choice.logprobs.top_logprobs == [{token: logprob} for token, logprob in said]
     assert answer.usage.model_dump(include={"prompt_tokens", "completion_tokens"}) == {
         "prompt_tokens": len(PROMPT),
         "completion_tokens": 12,
@@ -72,6 +75,33 @@ def test_a_completion_of_ids(client: Any, reference: dict[int, Reference], token
     [span] = choice.weights
     assert raw.headers["X-Weights-Version"] == str(span["version"])
     assert (span["start"], span["end"]) == (0, 12)
+
+
+def test_trls_own_client_generates(worker: Served, reference: dict[int, Reference]) -> None:
+    """As its GRPOTrainer calls it: ids in, ids and the logprobs of what was sampled out."""
+    from trl.generation.vllm_client import VLLMClient
+
+    class Client(VLLMClient):  # type: ignore[misc]
+        """Its constructor asks for vLLM to be installed beside it, which nothing here calls."""
+
+        def __init__(self, url: str) -> None:
+            self.session, self.base_url, self.model = requests.Session(), url, "tiny"
+            self.session.trust_env = False
+
+    found = Client(str(worker.data.base_url).rstrip("/")).generate(
+        prompts=[PROMPT, PROMPT[:3]], n=2, repetition_penalty=1.0, temperature=1.0, top_p=1.0,
+        top_k=0, min_p=0.0, max_tokens=5, logprobs=0, structured_outputs_regex=None,
+        generation_kwargs={"ignore_eos": True},
+    )  # fmt: skip
+    assert found["prompt_ids"] == [PROMPT, PROMPT[:3]]
+    assert [len(ids) for ids in found["completion_ids"]] == [5] * 4
+    assert found["logprob_token_ids"] == [[[i] for i in ids] for ids in found["completion_ids"]]
+    for prompt, ids, logprobs in zip(
+        [PROMPT, PROMPT, PROMPT[:3], PROMPT[:3]], found["completion_ids"], found["logprobs"],
+        strict=True,
+    ):  # fmt: skip
+        expected = reference[1].raw_logprobs(prompt, ids)
+        assert [each for [each] in logprobs] == pytest.approx(expected, abs=1e-3)
 
 
 def test_text_prompts_several_and_n(client: Any, tokenizer: Any) -> None:

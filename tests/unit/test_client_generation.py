@@ -384,6 +384,11 @@ async def test_the_pools_floor_is_sent_unless_the_request_has_bounds(
     assert sent == [(0, 4), (None, 2)]
 
 
+async def test_prompts_of_unknown_number_are_refused(pool: AsyncRolloutPool) -> None:
+    with pytest.raises(TypeError, match=r"not a generator: pass list\(prompts\), or use as_compl"):
+        await pool.generate_many(each for each in [PROMPT])  # type: ignore[arg-type]
+
+
 async def test_bad_arguments_never_leave(pool: AsyncRolloutPool, worker: ScriptedWorker) -> None:
     with pytest.raises(ValueError, match="top_p"):
         await pool.generate(PROMPT, sampling={"top_p": 2})

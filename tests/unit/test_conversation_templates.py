@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from chatstyles import STYLES, tokenizer
 from conversations import ADD, QUESTION, Counting, answer, begun, codec, sampled, text_of
+from rollout_worker.conversation.seams import Seams
 from rollout_worker.schemas import RolloutRequest, TemplateError
 
 FAMILIES = sorted(set(STYLES) - {"plain"})
@@ -64,6 +65,79 @@ def test_tool_results_are_the_whole_render(style: str, together: bool) -> None:
     assert request.input_ids == whole(request, style)
     assert "full_renders" not in request.counters
     assert request.counters.get("regroups", 0) == (not together and style != "gemma")
+
+
+BRIEF = {"role": "system", "content": "be brief"}
+
+
+@pytest.mark.parametrize("tools", [None, [ADD]], ids=["plain", "with tools"])
+def test_a_system_message_that_moves_is_the_real_one(tools: list[Any] | None) -> None:
+    """Mistral prints it before the last question: no stand-in's word takes its place."""
+    request, tok = begun("mistral", [BRIEF, QUESTION], tools=tools), tokenizer("mistral")
+    for asked in ("and then?", "and now?"):
+        before = [*request.get_generation_prompt_ids(tok), *answer(request, "mistral", "19")]
+        request.add_user_message(tok, asked)
+        prompt = request.get_generation_prompt_ids(tok).tolist()
+        assert prompt[: len(before)] == before
+        assert tok.decode(prompt).endswith(f"[INST] be brief\n\n{asked}[/INST]")
+        added = prompt[len(before) :]
+        assert whole(request, "mistral")[-len(added) :] == added
+    assert request.counters.get("full_renders") == 2
+    assert "zqx" not in text_of(request, "mistral")
+
+
+def test_a_system_message_moves_behind_a_question_that_nobody_answered() -> None:
+    tok = copy.deepcopy(tokenizer("qwen"))
+    tok.chat_template = (
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+        "{% if not loop %}{{ '<|im_end|>' + messages[0].content }}{% endif %}"
+    )
+    request = RolloutRequest.from_messages([BRIEF, QUESTION], tok, max_prompt_len=512)
+    with pytest.raises(TemplateError, match="anew"):
+        request.add_user_message(tok, "and then?")
+    assert "zqx" not in tok.decode(request.input_ids.tolist())
+
+
+@pytest.mark.parametrize("end", ["", "<|/turn|>"], ids=["cut short", "ended"])
+def test_a_next_answer_that_is_opened_unasked_costs_no_token(end: str) -> None:
+    """Command A prints the beginning of the next answer, even behind calls."""
+    request, tok = begun("command", tools=[ADD]), tokenizer("command")
+    said = '<|action|>[{"name": "add", "parameters": {"a": 1}}]<|/action|>'
+    answer(request, "command", said, end=end, tool_calls=[CALL])
+    request.messages[-1]["content"] = ""
+    request.add_tool_response_messages(tok, ["19"])
+    request.get_generation_prompt_ids(tok)
+    assert request.input_ids == whole(request, "command")
+    assert "<|/action|><|/turn|><|turn|><|system|>19" in text_of(request, "command")
+
+
+def test_a_word_of_a_stand_in_is_never_tokenized() -> None:
+    """The last check, whatever a template does with what it is tried with."""
+    seams, message = Seams(codec("qwen")), "in place of a content"
+    for text in ("zqxsystemzqx", "so zqxnext0zqx", 'call "zqxtoolzqx"', "zqxcall01"):
+        with pytest.raises(TemplateError, match=message):
+            seams.encode("zqxaskzqx<|im_end|>", text)
+        with pytest.raises(TemplateError, match=message):
+            codec("qwen").encode_media(text, {"image": []}, {})
+    assert seams.encode("zqxaskzqx<|im_end|>", "seven")[0] == codec("qwen").encode("seven")
+
+
+def test_a_word_of_a_stand_in_is_refused_in_a_message() -> None:
+    request, tok = begun("qwen"), tokenizer("qwen")
+    before = request.model_dump_json()
+    for content in ("say zqxaskzqx", [{"type": "text", "text": "zqxreplyzqx"}]):
+        with pytest.raises(ValueError, match=r"role 'user' holds 'zqx.*change that word"):
+            request.add_user_message(tok, content)
+    with pytest.raises(ValueError, match="role 'assistant' holds 'zqxreplyzqx'"):
+        request.add_assistant_message(tok, "zqxreplyzqx")
+    assert request.model_dump_json() == before
+    request.add_user_message(tok, "zqx and zqxa are words")
+    request.get_generation_prompt_ids(tok)
+    ids = tok.encode("zqxreplyzqx<|im_end|>")
+    request.add_assistant_message(tok, None, ids)
+    assert request.input_ids[-len(ids) :] == ids, "what was sampled is kept"
+    request.finalize(tok)
+    assert "no full render to compare with" in str(request.difference)
 
 
 def test_llamas_calls_end_with_a_token_of_their_own() -> None:

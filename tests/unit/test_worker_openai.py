@@ -191,7 +191,6 @@ def test_prompts_of_all_shapes(prompt: Any, prompts: list[Any]) -> None:
         ({"model": "other"}, "model"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"enable_thinking": False}, "enable_thinking"),
         ({"whatever": 0}, "whatever"),
         ({"echo": 0}, "echo"),
@@ -210,6 +209,40 @@ def test_what_never_changes_an_answer_is_ignored() -> None:
     fields = {"user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "whatever": None}
     same = {"echo": False, "best_of": 1, "length_penalty": 1.0, "parallel_tool_calls": True}
     CompletionRequest.model_validate({"prompt": "a", **fields, **same}).check("tiny")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("parallel", "names"), [(None, ["a", "b"]), (False, ["a"])])
+async def test_of_several_calls_only_the_first_where_one_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, parallel: Any, names: list[str]
+) -> None:
+    said = "".join(
+        f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in "ab"
+    )
+
+    async def given(value: Any) -> Any:
+        return value
+
+    monkeypatch.setattr(
+        Texts, "decoder", lambda _: given(lambda ids, _special: said if ids else "")
+    )
+    monkeypatch.setattr(Texts, "render", lambda *_, **__: given([5, 6]))
+    monkeypatch.setattr(Texts, "template", lambda _: given("tools <tool_call>"))
+    tool = {"type": "function", "function": {"name": "a"}}
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "max_tokens": 3}
+    asked |= {"parallel_tool_calls": parallel, "stream": stream}
+    async with tiny_worker(tmp_path) as tiny:
+        tiny.engine.free = True
+        answer = await call(
+            data_app(tiny.worker), "/v1/chat/completions", json.dumps(asked).encode()
+        )
+    assert answer.status == 200, answer.content
+    if stream:
+        lines = [line for line in answer.content.decode().splitlines() if '"tool_calls": [' in line]
+        message = json.loads(lines[0].removeprefix("data: "))["choices"][0]["delta"]
+    else:
+        message = answer.body["choices"][0]["message"]
+    assert [each["function"]["name"] for each in message["tool_calls"]] == names
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 Bottom up: `buffers` (growing columns), `streams` (one column per quantity), `positions` (three-axis
 rope), `messages`, `opaque` and `media` (what accompanies the tokens), `processing` (tokenizers and
 processors), `windows` and `seams` (a turn without its conversation), `forms` (how a template takes
-contents and calls), `templates` (what a turn adds), `answers` (contents without calls), `prompts`
-(the first turn), `sanity` (the final check), `record` (the data), `writing` and `request`
-(the operations), `batch` (tensors for a trainer). Nothing imports torch until a tensor is needed.
+contents and calls), `templates` (what a turn adds), `known` (those tried before), `answers`
+(contents without calls), `prompts` (the first turn), `sanity` (the final check), `record` (the
+data), `writing` and `request` (the operations), `batch` (tensors for a trainer). Nothing imports
+torch until a tensor is needed.
 """
 
 from .batch import RolloutBatch, from_batch, to_batch

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from .messages import Message
 from .processing import TemplateError
+from .windows import TOOL
 
 _WORD = "zqxformzqx"
-_KEY = "zqxkey"
+_KEY = "zqxkeyzqx"
 _ITEMS = [{"type": "text", "text": _WORD}]
 _SHOWN = ("'type': 'text'", '"type": "text"', '"type":"text"')
 """How the list itself looks where a template prints that, instead of its text."""
@@ -89,14 +90,14 @@ class Forms:
         new: Message = {"role": role, "content": content}
         if role == "user":
             return [[new]]
-        ask = self._filler("user", "zqxask")
+        ask = self._filler("user", "zqxaskzqx")
         if role == "assistant":
             return [[ask, new]]
         if role == "tool":
             call = self._call({"id": "zqxcall01", "type": "function", "function": _FUNCTION})
             calls = {**self._filler("assistant", ""), "tool_calls": [call]}
-            return [[ask, calls, {**new, "tool_call_id": "zqxcall01", "name": "zqxtool"}]]
-        return [[new, ask], [ask, self._filler("assistant", "zqxsaid"), new]]
+            return [[ask, calls, {**new, "tool_call_id": "zqxcall01", "name": TOOL}]]
+        return [[new, ask], [ask, self._filler("assistant", "zqxsaidzqx"), new]]
 
     def _filler(self, role: str, text: str) -> Message:
         items = self._prints(role, "text") is not True and self._prints(role, "items")
@@ -125,16 +126,16 @@ class Forms:
     @cached_property
     def _calls(self) -> tuple[str, str]:
         """How a call is printed whose arguments are a mapping, and one with text."""
-        ask, said = self._filler("user", "zqxask"), []
+        ask, said = self._filler("user", "zqxaskzqx"), []
         for arguments in ({_KEY: _WORD}, f'{{"{_KEY}": "{_WORD}"}}'):
-            function = {"name": "zqxtool", "arguments": arguments}
+            function = {"name": TOOL, "arguments": arguments}
             call = {"id": "zqxcall01", "type": "function", "function": function}
             calls = {**self._filler("assistant", ""), "tool_calls": [call]}
             said.append(self._said([ask, calls]))
         return said[0], said[1]
 
 
-_FUNCTION: Message = {"name": "zqxtool", "arguments": {}}
+_FUNCTION: Message = {"name": TOOL, "arguments": {}}
 
 
 def _joined(role: str, content: Sequence[Any]) -> str:

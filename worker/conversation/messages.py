@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -11,6 +12,11 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 Message = dict[str, Any]
 Media = dict[str, list[Any]]
+
+STAND_IN = re.compile(
+    r"zqx(?:ask|form|given|got|key|name|next\d+|reply|said|system|tool)zqx|zqxcall01"
+)
+"""Words that stand for contents while a template is tried: never sent, never kept."""
 
 MEDIA_KEYS = ("image", "video", "audio")
 _KINDS = {
@@ -94,7 +100,7 @@ def taken(value: Any) -> tuple[Message, Media]:
     Media become placeholders (`{"type": "image"}`); existing placeholders stay.
 
     Raises:
-        ValueError: The message has no role.
+        ValueError: The message has no role, or holds a stand-in's word.
         TypeError: It is not a message.
     """
     message = dict(plain(value))
@@ -104,10 +110,24 @@ def taken(value: Any) -> tuple[Message, Media]:
     media: Media = {key: [] for key in MEDIA_KEYS}
     if isinstance(message["content"], Sequence) and not isinstance(message["content"], str):
         message["content"] = [_item(plain(item), media) for item in message["content"]]
+    check_words(message)
     calls = message.pop("tool_calls", None)
     if calls:  # some templates only look whether there is the key
         message["tool_calls"] = [tool_call(call) for call in calls]
     return message, media
+
+
+def check_words(message: Message) -> None:
+    """Check that a message has no word of the stand-ins.
+
+    Raises:
+        ValueError: It has.
+    """
+    if found := STAND_IN.search(str(message["content"])):
+        raise ValueError(
+            f"a message of role {message['role']!r} holds {found[0]!r}, with which chat templates "
+            "are tried in place of contents: change that word"
+        )
 
 
 def _item(item: Message, media: Media) -> Message:

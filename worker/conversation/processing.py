@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from .messages import Media, Message
+from .messages import STAND_IN, Media, Message
 from .positions import RopeLayout
 
 _TEXT_KEYS = frozenset(
@@ -87,7 +87,14 @@ class Codec:
         return str(text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; adds no BOS, as templates print their own."""
+        """Return the ids of a text; adds no BOS, as templates print their own.
+
+        Raises:
+            TemplateError: The text holds a stand-in's word (`windows`) instead of a content.
+        """
+        return self._ids(_real(text))
+
+    def _ids(self, text: str) -> list[int]:
         if not text:
             return []
         fast = self._fast
@@ -107,9 +114,12 @@ class Codec:
 
         It is not clean if the tokenizer merges across the seam: no ids appended to the context's
         would equal those of the whole. Then the ids of the text alone are returned.
+
+        Raises:
+            TemplateError: See `encode`; the context may hold such words.
         """
-        before = self.encode(context)
-        whole = self.encode(context + text)
+        before = self._ids(context)
+        whole = self._ids(context + _real(text))
         if whole[: len(before)] == before:
             return whole[len(before) :], True
         return self.encode(text), False
@@ -132,7 +142,11 @@ class Codec:
         arguments = {names[key]: items for key, items in given.items()}
         found = dict(
             self.source(
-                text=[text], return_tensors="pt", add_special_tokens=False, **arguments, **options
+                text=[_real(text)],
+                return_tensors="pt",
+                add_special_tokens=False,
+                **arguments,
+                **options,
             )
         )
         ids = [int(token) for token in found["input_ids"][0]]
@@ -158,3 +172,13 @@ class Codec:
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+
+def _real(text: str) -> str:
+    """Return a text that is to be recorded; the last check of what the words of trials become."""
+    if found := STAND_IN.search(text):
+        raise TemplateError(
+            f"the chat template prints {found[0]!r} in place of a content: it moves earlier "
+            "messages into later turns; use another template"
+        )
+    return text

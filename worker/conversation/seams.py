@@ -70,6 +70,11 @@ class Seams:
         found = [match.start() for match in self._special.finditer(tail)]
         return tail[found[-1] :] if found else ""
 
+    def shared_end(self, own: str, text: str) -> str:
+        """Return the most of `own`, whole or from a special token on, that a text ends with."""
+        starts = [0, *(match.start() for match in self._special.finditer(own))]
+        return next((own[start:] for start in starts if text.endswith(own[start:])), "")
+
     def first_special(self, text: str) -> str:
         """Return the special token that a text begins with; empty: with none."""
         found = self._special.match(text)

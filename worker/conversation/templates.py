@@ -11,14 +11,14 @@ model's name: families differ only in what their templates answer.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from . import windows
 from .forms import Forms
-from .messages import Media, Message
+from .messages import STAND_IN, Media, Message
 from .processing import Codec, TemplateError
 from .seams import Seams, Turn, common
 
@@ -40,6 +40,10 @@ class _Split(NamedTuple):
     close: str
     added: str
     rewritten: bool
+
+    def is_real(self) -> bool:
+        """Return whether nothing in it stands for a message before it, as a moved one would."""
+        return not STAND_IN.search(self.close + self.added)
 
 
 class Template:
@@ -80,7 +84,7 @@ class Template:
         shape = windows.shape_of(window)
         if shape not in self._openings:
             text, more = self._opening(window), windows.longer(window)
-            same = more == window or self._opening(more) == text
+            same = (more == window or self._opening(more) == text) and not STAND_IN.search(text)
             self._openings[shape] = self._opened(window, text) if same else None
         found = self._openings[shape]
         return self._opened(history, self._opening(history)) if found is None else found
@@ -116,31 +120,30 @@ class Template:
                 or prints the conversation anew.
         """
         window = self._window(history, group)
-        if self._trusts(window, group):
-            split = self._split(window, group)
-            if split is not None:
-                before = windows.with_real_end(split.before, history[-1])
-                return self._tokenized(split._replace(before=before), media, mm)
-        whole = self._named([*history[:-2], *map(windows.stand_in, history[-2:])])
-        split = self._split(whole, group)
-        if split is None:
+        split = self._split(window, group) if self._trusts(window, group) else None
+        full = split is None or not split.is_real()
+        if full:
+            split = self._split(self._named(windows.whole_of(history)), group)
+        if split is None or not split.is_real():
             raise TemplateError(
                 f"the chat template can't continue {history[-1]['role']!r} with "
                 f"{group[0]['role']!r}: it prints the conversation before it anew"
             )
         before = windows.with_real_end(split.before, history[-1])
-        return self._tokenized(split._replace(before=before), media, mm, full=True)
+        return self._tokenized(split._replace(before=before), media, mm, full=full)
 
     def reply(self, history: Sequence[Message], message: Message) -> Turn:
         """Return what an assistant's message given as text adds behind the generation prompt."""
-        generation, window = self.generation_prompt(history), self._window(history)
-        opened, plain = self.render(window, generation_prompt=True), self._body(window)
-        whole = self._body([*window, message])
-        for before in (opened, plain):
-            if whole.startswith(before):
-                body, clean = self.seams.encode(before, whole[len(before) :])
-                header = 0 if before is opened else common(body, generation)
-                return Turn(body=body, merged=not clean, header=header)
+        generation = self.generation_prompt(history)
+        for short, full in ((self._window(history), False), (history, True)):
+            opened, plain = self.render(short, generation_prompt=True), self._body(short)
+            whole = self._body([*short, message])
+            for before in (opened, plain):
+                added = whole[len(before) :]
+                if whole.startswith(before) and not STAND_IN.search(added):
+                    body, clean = self.seams.encode(before, added)
+                    header = 0 if before is opened else common(body, generation)
+                    return Turn(body=body, merged=not clean, full=full, header=header)
         raise TemplateError("the chat template prints the conversation anew before an answer")
 
     def closing(self, history: Sequence[Message]) -> Turn:
@@ -148,9 +151,8 @@ class Template:
         window = self._window(history)
         text = self._body(window)
         end = windows.end_in(text, window[-1])
-        return Turn(
-            close=self.codec.encode(self._close(window[-1], text[end:] if end >= 0 else ""))
-        )
+        tail = text[end:] if end >= 0 else ""
+        return Turn(close=self.codec.encode(self._close(window[-1], tail)))
 
     def _tokenized(
         self, split: _Split, media: Media, mm: Mapping[str, Any], *, full: bool = False
@@ -195,9 +197,21 @@ class Template:
         text, kind = self.render(messages), windows.kind_of(messages[-1])
         if kind not in self._trailers:
             opened = self.render(messages, generation_prompt=True)
-            whole = opened.startswith(text)
-            self._trailers[kind] = "" if whole else text[len(self.seams.shared(text, opened)) :]
+            if not opened.startswith(text):
+                self._trailers[kind] = text[len(self.seams.shared(text, opened)) :]
+            else:
+                self._trailers[kind] = self._unasked(kind) if kind in ("assistant", "calls") else ""
         return text.removesuffix(self._trailers[kind])
+
+    def _unasked(self, kind: str) -> str:
+        """Return the next answer's beginning, where a template prints that unasked (Command A)."""
+        window = self._named(windows.window_for(kind))
+        group = windows.group_for("tool" if kind == "calls" else "user")
+        with suppress(TemplateError):
+            texts = self.render(window), self.render([*window, *group])
+            mine, theirs = (t[max(0, windows.end_in(t, window[-1])) :] for t in texts)
+            return mine[len(self.seams.shared(mine, theirs)) :]
+        return ""
 
     def _rendered(self, window: Sequence[Message]) -> str:
         """Return a window's text; calls without ids of their own make the same window again."""
@@ -217,8 +231,8 @@ class Template:
         """
         kind = windows.kind_of(last)
         if kind == "calls":
-            own = self._own_close
-            return own if own and tail.endswith(own) else self.seams.last_special(tail)
+            own = self.seams.shared_end(self._own_close, tail)
+            return max(own, self.seams.last_special(tail), key=len)
         return tail if kind == "assistant" else ""
 
     @cached_property
@@ -238,18 +252,21 @@ class Template:
         return self._trusted[key]
 
     def _try(self, window: Sequence[Message], group: Sequence[Message]) -> bool:
-        try:
+        short = None
+        with suppress(TemplateError):
             short = self._split(window, group)
-        except TemplateError:
-            return False
         if short is None:
             return False
+        rest = short.added
         for message in group:
-            if message["content"] not in short.added:
+            if message["content"] not in rest:
                 raise TemplateError(
                     f"the chat template prints nothing of a message of role {message['role']!r} "
                     f"behind one of role {window[-1]['role']!r}"
                 )
+            rest = rest.replace(message["content"], "")
+        if not short._replace(added=rest).is_real():
+            return False
         more = windows.longer(window)
         try:
             long = short if more == window else self._split(more, group)
@@ -264,29 +281,9 @@ class Template:
         """Ids with which a policy ends its turn: EOS, the template's own, the next turn's first."""
         found = set(self.codec.eos_ids)
         for last, new in (("assistant", "user"), ("calls", "tool")):
-            try:
-                split = self._split(self._named(windows.window_for(last)), windows.group_for(new))
-            except TemplateError:
-                continue
-            if split is not None:
-                found |= set(self.codec.encode(split.close or split.added)[:1])
-        return frozenset(found & self.codec.special_ids | self.codec.eos_ids)
-
-
-_KNOWN: OrderedDict[tuple[int, str], Template] = OrderedDict()
-
-
-def template_of(
-    processing_class: Any, tools: Sequence[Message] | None, options: Mapping[str, Any]
-) -> Template:
-    """Return the template of a tokenizer or processor, with what is known of it already."""
-    text = getattr(processing_class, "chat_template", None)
-    words = json.dumps([tools or [], dict(options), text], sort_keys=True, default=repr)
-    key = id(processing_class), words
-    found = _KNOWN.get(key)
-    # An id may come again after its object is gone; a kept template keeps its object alive.
-    if found is None or found.codec.source is not processing_class:
-        found = _KNOWN[key] = Template(Codec(processing_class), tools, options)
-        while len(_KNOWN) > _KEPT:
-            _KNOWN.popitem(last=False)
-    return found
+            window = self._named(windows.window_for(last))
+            with suppress(TemplateError):
+                if split := self._split(window, windows.group_for(new)):
+                    token = self.seams.first_special(split.close or split.added)
+                    found |= {self.codec.specials[token]} if token else set()
+        return frozenset(found)

@@ -16,15 +16,16 @@ from .messages import Message
 MARK = "zqxreplyzqx"
 """Content of a stand-in for an answer."""
 
+TOOL = "zqxtoolzqx"
 _END = "zqx"
 _ASK, _GOT, _SYSTEM, _GIVEN = "zqxaskzqx", "zqxgotzqx", "zqxsystemzqx", "zqxgivenzqx"
 _USER: Message = {"role": "user", "content": _ASK}
 _REPLY: Message = {"role": "assistant", "content": MARK}
-_ARGUMENTS = {"zqxname": _GIVEN}
+_ARGUMENTS = {"zqxnamezqx": _GIVEN}
 _CALL = {
     "id": "zqxcall01",
     "type": "function",
-    "function": {"name": "zqxtool", "arguments": _ARGUMENTS},
+    "function": {"name": TOOL, "arguments": _ARGUMENTS},
 }
 
 _CALLS: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
@@ -124,7 +125,7 @@ def _call_like(call: Message) -> Message:
 
 def _call_for(tool: Message) -> Message:
     """Return the call that a result without one answers."""
-    name = tool.get("name", "zqxtool")
+    name = tool.get("name", TOOL)
     function = {"name": name, "arguments": _ARGUMENTS}
     return {**_CALL, "id": tool.get("tool_call_id", _CALL["id"]), "function": function}
 
@@ -144,7 +145,7 @@ def longer(window: Sequence[Message]) -> list[Message]:
 
 def window_for(kind: str) -> list[Message]:
     """Return a window that ends with a message of a kind."""
-    tool = {"role": "tool", "content": _GOT, "tool_call_id": _CALL["id"], "name": "zqxtool"}
+    tool = {"role": "tool", "content": _GOT, "tool_call_id": _CALL["id"], "name": TOOL}
     ends: dict[str, list[Message]] = {
         "user": [], "assistant": [_REPLY], "calls": [_CALLS], "tool": [_CALLS, tool],
     }  # fmt: skip
@@ -161,7 +162,16 @@ def tried(group: Sequence[Message]) -> list[Message]:
 
 def group_for(kind: str) -> list[Message]:
     """Return what a turn of a kind adds, to try a template with."""
-    return tried([{"role": kind, "tool_call_id": _CALL["id"], "name": "zqxtool"}])
+    return tried([{"role": kind, "tool_call_id": _CALL["id"], "name": TOOL}])
+
+
+def whole_of(history: Sequence[Message]) -> list[Message]:
+    """Return a conversation whose end alone is stand-ins, by which a text is taken apart.
+
+    The system message is never one: a template may print it in any later turn.
+    """
+    before = (m if m["role"] == "system" else stand_in(m) for m in history[-2:-1])
+    return [*history[:-2], *before, stand_in(history[-1])]
 
 
 def end_in(text: str, message: Message) -> int:

@@ -13,15 +13,16 @@ from pydantic import PrivateAttr
 from rollout_worker.schemas import LogprobsOf, WeightsSpan
 
 from .buffers import FLOAT32, INT32, Column, View
+from .known import template_of
 from .media import MediaTurn, kept
-from .messages import MEDIA_KEYS, Media, Message, tool_call
+from .messages import MEDIA_KEYS, Media, Message, check_words, tool_call
 from .processing import TemplateError
 from .prompts import begin
 from .record import Conversation, Counter, Cursor, RequestState
 from .sanity import SanityCheckMode, compare
 from .seams import Turn, join
 from .streams import Rope
-from .templates import Template, template_of
+from .templates import Template
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ class Writing(Conversation):
 
     def _add_text(self, processing_class: Any, message: Message) -> None:
         """Append an answer given as text, after the generation prompt."""
+        check_words(message)
         template = self._with(processing_class)
         turn = template.reply(self.messages, message)
         self._open(template)
@@ -229,11 +231,11 @@ class Writing(Conversation):
     def _difference(self, template: Template) -> str | None:
         try:
             text = template.render(self.messages)
+            ids, inputs = template.codec.encode_media(
+                text, self.multi_modal_data, self.mm_processor_kwargs
+            )
         except TemplateError as error:
             return f"no full render to compare with: {error}"
-        ids, inputs = template.codec.encode_media(
-            text, self.multi_modal_data, self.mm_processor_kwargs
-        )
         if self.prompt_cut:
             start, count = self.prompt_cut
             del ids[start : start + count]

@@ -40,6 +40,12 @@ class Exchange:
         """Whether this is the chat route."""
         return isinstance(self.request, ChatRequest)
 
+    @property
+    def most_calls(self) -> int | None:
+        """How many calls of tools an answer may have: of more, the first ones; None: any number."""
+        asked = self.request.parallel_tool_calls if isinstance(self.request, ChatRequest) else None
+        return 1 if asked is False else None
+
     def growing(self) -> Growing:
         """For the text of one output."""
         special = not self.request.skip_special_tokens
@@ -96,7 +102,7 @@ class Exchange:
         return {
             "tokens": texts,
             "token_logprobs": list(logprobs),
-            "top_logprobs": None,
+            "top_logprobs": [{t: p} for t, p in zip(texts, logprobs, strict=True)],
             "text_offset": offsets,
         }
 
@@ -122,6 +128,7 @@ class Exchange:
         }
         if self.chat:
             content, calls = parse(text) if self.tools else (text, [])
+            calls = calls[: self.most_calls]
             message = {"role": "assistant", "content": content or (None if calls else "")}
             choice["message"] = {**message, "tool_calls": calls} if calls else message
             if calls and output.stop_reason is StopReason.STOP:
@@ -196,6 +203,7 @@ class Chunks:
             if self._exchange.tools:
                 visible = self._gates[key].push(rest)
                 content, calls = self._gates[key].end()
+                calls = calls[: self._exchange.most_calls]
                 delta = {"content": visible + content} if visible + content else {}
                 if calls:
                     delta["tool_calls"] = [{"index": n, **c} for n, c in enumerate(calls)]

@@ -205,6 +205,9 @@ class ChatRequest(OpenAIRequest):
     top_logprobs: Int | None = None
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: str | Anything | None = None
+    parallel_tool_calls: Bool | None = Field(
+        default=None, description="false: of several calls of tools, the answer has the first."
+    )
     add_generation_prompt: Bool = True
     continue_final_message: Bool = False
     chat_template_kwargs: Anything | None = None

@@ -1,10 +1,11 @@
-"""Tokenizers and chat templates in the styles of five model families, built here from scratch.
+"""Tokenizers and chat templates in the styles of six model families, built here from scratch.
 
 The templates are our own and short, but do what the families' do where it matters for continuing a
 conversation: Qwen groups tool results, forgets earlier reasoning and ends turns with a newline that
 the model never samples; Llama ends calls with another token than answers; GLM ends a turn with the
 next one's first token; Gemma knows no system role; Mistral has no generation prompt, merges text
-without special tokens' help, and prints the tools before the last question, wherever that is.
+without special tokens' help, and prints the tools and the system message before the last question,
+wherever that is; Command A prints the next answer's beginning even if nobody asks for it.
 """
 
 from __future__ import annotations
@@ -82,14 +83,15 @@ GEMMA = r"""
 """
 MISTRAL = r"""
 {{- '<s>' -}}
+{%- set brief = messages[0].content if messages[0].role == 'system' -%}
 {%- set asked = namespace(last=-1) -%}
 {%- for m in messages if m.role == 'user' %}{% set asked.last = messages.index(m) %}{% endfor -%}
-{%- for m in messages -%}
+{%- for m in messages if m.role != 'system' -%}
 {%- if m.role == 'user' -%}
-{%- if tools and loop.index0 == asked.last -%}
+{%- if tools and messages.index(m) == asked.last -%}
 {{- '[AVAILABLE_TOOLS] ' ~ (tools | tojson) ~ '[/AVAILABLE_TOOLS]' -}}
 {%- endif -%}
-{{- '[INST] ' ~ m.content ~ '[/INST]' -}}
+{{- '[INST] ' ~ (brief ~ n ~ n if brief and loop.last else '') ~ m.content ~ '[/INST]' -}}
 {%- elif m.role == 'tool' -%}
 {%- if not m.tool_call_id %}{{ raise_exception('tool without a call id') }}{% endif -%}
 {{- '[TOOL_RESULTS] ' ~ ({'content': m.content, 'call_id': m.tool_call_id} | tojson) -}}
@@ -97,6 +99,22 @@ MISTRAL = r"""
 {%- elif m.tool_calls %}{{ '[TOOL_CALLS] ' ~ (m.tool_calls[0].function | tojson) ~ '</s>' }}
 {%- else %}{{ ' ' ~ m.content ~ '</s>' }}{% endif -%}
 {%- endfor -%}
+"""
+COMMAND = r"""
+{{- '<bos>' -}}
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+{{- '<|turn|><|chatbot|>' -}}
+{%- if m.tool_calls -%}
+{{- '<|action|>[' -}}
+{%- for c in m.tool_calls %}{{ {'name': c.function.name, 'parameters': c.function.arguments} | tojson }}{% endfor -%}
+{{- ']<|/action|><|/turn|>' -}}
+{%- else %}{{ m.content ~ '<|/said|><|/turn|>' }}{% endif -%}
+{%- else -%}
+{{- '<|turn|><|' ~ ('system' if m.role == 'tool' else m.role) ~ '|>' ~ m.content ~ '<|/turn|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{{- '<|turn|><|chatbot|>' -}}
 """
 PLAIN = r"""
 {%- for m in messages %}{{ m.role ~ ': ' ~ m.content ~ n }}{% endfor -%}
@@ -155,6 +173,13 @@ STYLES = {
         "</s>",
         True,
     ),
+    "command": Style(
+        COMMAND,
+        ("<bos>", "<|turn|>", "<|/turn|>", "<|chatbot|>", "<|system|>", "<|user|>", "<|action|>",
+         "<|/action|>", "<|/said|>"),
+        "<|/said|><|/turn|>",
+        "<|/turn|>",
+    ),
     "plain": Style(PLAIN, ("<eos>",), "<eos>", "<eos>", words=GPT2),
 }  # fmt: skip
 
@@ -198,7 +223,7 @@ def tokenizer(style: str) -> Any:
     backend.add_special_tokens([AddedToken(text, special=True) for text in made.specials])
     found = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        eos_token=made.end,
+        eos_token=made.calls_end if style == "command" else made.end,
         pad_token=made.specials[0],
         clean_up_tokenization_spaces=False,
     )

@@ -1,29 +1,82 @@
-"""Chat templates of many model families, as the `trl` wheel ships them, and what each prints itself."""
+"""Chat templates of many model families, as wheels ship them, and what each prints itself."""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Sequence
 from functools import cache, cached_property
-from importlib.metadata import distribution
+from importlib.metadata import PackagePath, distribution, distributions
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from chatstyles import trained
 
-SPECIAL = re.compile(r"<[|\uff5c]?[A-Za-z_/][^<>{}\s'\"\\]*>|\[[A-Z_/]+\]")
+SPECIAL = re.compile(
+    r"<[|\uff5c]?[A-Za-z_/][^<>{}\s'\"\\]*>|\[[A-Z_/]+\]|\[\|[a-z]+\|\]|\[e~\[|\]~!?b[\]\[]"
+)
 """What looks like a token of its own in a template."""
+
+_ROLES = ("system", "user", "assistant", "tool", "observation")
+"""Some templates put a role between the halves of its token."""
+_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|END_OF_TURN_TOKEN|>", "<end_of_turn>", "<turn|>"),
+    *("<|end|>", "<|return|>", "<|endoftext|>", "[|endofturn|]", "[e~[", "<|EOT|>"),
+    *("<\uff5cend\u2581of\u2581sentence\uff5c>", "<|end_of_sentence|>"),
+)
+"""What families end an answer with; the others with `</s>`."""
+
+
+CACHE = Path(os.environ.get("ROLLOUT_CACHE", Path(__file__).parents[3] / ".cache"))
+
+SOURCES = {
+    "axolotl": "env-templates",
+    "xinference": "env-templates",
+    "vllm": "env-vllm/lib/python3.*/site-packages",
+    "sglang": "env-sglang/lib/python3.*/site-packages",
+}
+"""Wheels, and below which folder of the cache they lie; `make prepared` puts them there."""
 
 
 @cache
 def templates() -> dict[str, str]:
-    """Return the templates by name."""
+    """Return those of the `trl` wheel, by name."""
     files = distribution("trl").files or []
     found = [file for file in files if file.match("trl/chat_templates/*.jinja")]
     return {file.stem: file.read_text() for file in sorted(found)}
+
+
+@cache
+def elsewhere() -> dict[str, str]:
+    """Return those of the other wheels by wheel and name, each text once."""
+    seen = {text: name for name, text in templates().items()}
+    for wheel, folder in SOURCES.items():
+        below = [*map(str, CACHE.glob(folder))]
+        builds = [distributions(name=name, path=below) for name in (wheel, f"{wheel}-cpu")]
+        for file in sorted(file for dist in chain(*builds) for file in dist.files or []):
+            for name, text in _read(wheel, file):
+                seen.setdefault(text, f"{wheel}/{name}")
+    return {name: text for text, name in seen.items() if "/" in name}
+
+
+def _read(wheel: str, file: PackagePath) -> list[tuple[str, str]]:
+    if file.suffix == ".jinja" and "rerank" not in file.parts:
+        return [(file.stem, file.read_text())]
+    if wheel != "xinference" or not file.match("xinference/model/llm/models/*.json"):
+        return []
+    models = json.loads(file.read_text())
+    found = [(model["model_name"], model.get("chat_template") or "") for model in models]
+    return [(name, text) for name, text in found if "{%" in text]
+
+
+def text_of(name: str) -> str:
+    """Return a template."""
+    return (elsewhere() if "/" in name else templates())[name]
 
 
 @cache
@@ -32,12 +85,14 @@ def tokenizer(name: str) -> Any:
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    text = templates()[name]
+    text = text_of(name)
     backend = Tokenizer.from_str(trained())
-    specials = sorted({"<s>", "</s>", *SPECIAL.findall(text)})
+    roles = {f"<|{role}|>" for role in _ROLES} if re.search(r"<\|(\{\{|['\"])", text) else ()
+    specials = sorted({"<s>", "</s>", *roles, *SPECIAL.findall(text)})
     backend.add_special_tokens([AddedToken(each, special=True) for each in specials])
+    eos = next((end for end in _ENDS if end in text), "</s>")
     found = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>",
+        tokenizer_object=backend, bos_token="<s>", eos_token=eos, pad_token=eos,
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
     found.chat_template = text
@@ -61,9 +116,11 @@ class Oracle:
 
     @cached_property
     def close(self) -> str:
-        """What it prints behind an answer."""
-        asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "zwölf"}]
-        return (self.text(asked) or "").rpartition("zwölf")[2]
+        """The token that it prints right behind an answer, and a question."""
+        said = ("user", "q"), ("assistant", "zwölf"), ("user", "then")
+        text = self.text([{"role": role, "content": content} for role, content in said]) or ""
+        found = SPECIAL.match(text.rpartition("zwölf")[2].lstrip())
+        return found[0] if found else ""
 
     def text(self, messages: Sequence[Any], *, opened: bool = False, words: int = 0) -> str | None:
         """Return the render; None: the template takes them in no form, or prints too few of them.
