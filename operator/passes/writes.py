@@ -135,7 +135,7 @@ class Writer(OneByOne):
             return None
         if resource == "pods":
             if why := _why_foreign(found, body, self.key.name):
-                self.obstacles.conflicts[label] = why
+                self.obstacles.note(label, CONFLICT, why, later)
                 return None
             # Not its revision, nor what the user adds: this may be a pod of an older template.
             ours = body["metadata"]["labels"].keys() & names.worker_labels("", 0, 0).keys()
