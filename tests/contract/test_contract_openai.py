@@ -81,14 +81,14 @@ def test_trls_own_client_generates(worker: Served, reference: dict[int, Referenc
     """As its GRPOTrainer calls it: ids in, ids and the logprobs of what was sampled out."""
     from trl.generation.vllm_client import VLLMClient
 
-    class Client(VLLMClient):  # type: ignore[misc]
+    class Client(VLLMClient):
         """Its constructor asks for vLLM to be installed beside it, which nothing here calls."""
 
         def __init__(self, url: str) -> None:
             self.session, self.base_url, self.model = requests.Session(), url, "tiny"
             self.session.trust_env = False
 
-    found = Client(str(worker.data.base_url).rstrip("/")).generate(
+    found: Any = Client(str(worker.data.base_url).rstrip("/")).generate(
         prompts=[PROMPT, PROMPT[:3]], n=2, repetition_penalty=1.0, temperature=1.0, top_p=1.0,
         top_k=0, min_p=0.0, max_tokens=5, logprobs=0, structured_outputs_regex=None,
         generation_kwargs={"ignore_eos": True},

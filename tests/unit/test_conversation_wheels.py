@@ -37,7 +37,7 @@ def tools(talk: Talk, end: End) -> None:
 
 def texts(talk: Talk, _: End) -> None:
     """Answers of nobody's: they are tokenized."""
-    for _ in range(3):
+    for _turn in range(3):
         said, group = {"role": "assistant", "content": next(talk.words)}, talk.user()
         talk.request.add_assistant_message(talk.tok, said["content"])
         talk.request.add_messages(talk.tok, group)
