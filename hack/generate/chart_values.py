@@ -366,7 +366,7 @@ Installs the CustomResourceDefinition `RolloutReplica`, the operator, the RBAC o
 workers, the roles `rollout-viewer`, `rollout-editor` and `rollout-trainer`, an admission policy and,
 if you want them, PodMonitors, alerts and dashboards. Needs Helm 3.17 or 4, Kubernetes 1.32 or later.
 
-    helm install rollout charts/rollout-operator --namespace rollout-system --create-namespace
+    helm install rollout-operator charts/rollout-operator --namespace rollout-system --create-namespace
 
 - `helm uninstall` keeps the CRD, its objects, running workers and the service account they run as
   (to remove everything, set `crds.keep=false` first). A later install under the same release name and

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
 
 from charts import CHART, NAMESPACE, RELEASE, VALUES, case, one
 from clusters import await_crd, control_plane
+from helmlines import PAGES, files_of, helm_lines
 from localkube import Cluster
 from manifests import pool, text
 from waiting import until_sync
@@ -25,7 +27,7 @@ OTHER, TENANT = "rollout-other", "tenant"
 def cluster() -> Iterator[Cluster]:
     """A control plane of its own: the chart's cluster-wide objects meet nobody else's."""
     with control_plane("chart") as cluster:
-        for namespace in (NAMESPACE, OTHER, TENANT, "rl", "rl-2", "team-a", "team-b"):
+        for namespace in (NAMESPACE, OTHER, TENANT, "rl", "rl-2", "more", "team-a", "team-b"):
             cluster.kubectl("create", "namespace", namespace)
         cluster.kubectl(
             "label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted"
@@ -177,3 +179,74 @@ def test_a_tenant_installs_in_a_namespace_of_its_own(cluster: Cluster) -> None:
     cluster.helm("uninstall", "mine", *mine)
     gone = "deployment/mine-rollout-operator"
     until_sync(lambda: gone not in installed(cluster), 30, what="the operator to be gone")
+
+
+def stub_crd(plural: str, kind: str) -> dict[str, object]:
+    """A kind of the Prometheus Operator that takes whatever it is given."""
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.monitoring.coreos.com"},
+        "spec": {
+            "group": "monitoring.coreos.com",
+            "names": {"plural": plural, "singular": kind.lower(), "kind": kind},
+            "scope": "Namespaced",
+            "versions": [version],
+        },
+    }
+
+
+def may_check_tokens(cluster: Cluster) -> bool:
+    """Whether the workers of `rl` may ask who calls their control ports."""
+    account = "--as=system:serviceaccount:rl:rollout-worker"
+    return all(
+        cluster.kubectl(*words, account, check=False).strip() == "yes"
+        for words in (
+            ("auth", "can-i", "create", "tokenreviews.authentication.k8s.io"),
+            (
+                *("auth", "can-i", "create", "localsubjectaccessreviews.authorization.k8s.io"),
+                "-n",
+                "rl",
+            ),
+        )
+    )
+
+
+def test_the_helm_lines_of_the_pages_follow_one_another(cluster: Cluster, tmp_path: Path) -> None:
+    """Whoever follows one page after the other loses no right of the workers and no image."""
+    for plural, kind in (("podmonitors", "PodMonitor"), ("prometheusrules", "PrometheusRule")):
+        crd = stub_crd(plural, kind)
+        cluster.kubectl("apply", "-f", "-", input=json.dumps(crd))
+        cluster.kubectl(
+            "wait", "--for=condition=Established", f"crd/{plural}.monitoring.coreos.com"
+        )
+    where = ("--namespace", NAMESPACE)
+    ran, rightful = [], False
+    for page in PAGES:
+        for name, text_of in files_of(page).items():
+            (tmp_path / name).write_text(text_of)
+        for verb, *words in helm_lines(page):
+            assert "…" not in " ".join(words), f"{page}: give all of the command"
+            release = next(word for word in words if not word.startswith("-"))
+            assert release == "rollout-operator", f"{page}: one release name on all pages"
+            if verb == "install" and ran:
+                cluster.helm("uninstall", "rollout-operator", *where)
+            at = {
+                "charts/rollout-operator": str(CHART),
+                "gpu-values.yaml": f"{tmp_path}/gpu-values.yaml",
+            }
+            cluster.helm(verb, *(at.get(word, word) for word in words))
+            ran.append(verb)
+            rightful = rightful or "workers.namespaces={rl}" in words
+            assert may_check_tokens(cluster) or not rightful, (
+                f"{page}: helm {verb} {' '.join(words)}"
+            )
+            if verb == "upgrade":
+                args = cluster.kubectl("-n", NAMESPACE, "get", "deploy", "-o", "yaml")
+                assert "registry.example/rollout-operator:0.1.0" in args, (
+                    f"{page}: the image is kept"
+                )
+    assert ran[-1] == "uninstall"
+    assert ran.count("upgrade") >= 5

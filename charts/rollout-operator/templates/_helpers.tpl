@@ -46,10 +46,12 @@ helm.sh/chart: {{ include "rollout-operator.chart" . }}
 {{- .Values.watchNamespaces | default $own | uniq | toJson -}}
 {{- end -}}
 
-{{/* Namespaces with workers, as JSON: told, else the watched ones, else the release's own. */}}
+{{/* Namespaces with workers, as JSON: told, else the watched ones, else the release's own; and those of
+     colocated pools, whose workers need the same rights. */}}
 {{- define "rollout-operator.workerNamespaces" -}}
 {{- $own := list .Release.Namespace -}}
-{{- .Values.workers.namespaces | default .Values.watchNamespaces | default $own | uniq | toJson -}}
+{{- $told := .Values.workers.namespaces | default .Values.watchNamespaces | default $own -}}
+{{- concat $told .Values.colocation.namespaces | uniq | toJson -}}
 {{- end -}}
 
 {{/* Whether something that another release of this chart left behind has this name: helm would refuse
