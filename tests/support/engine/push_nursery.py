@@ -2,7 +2,7 @@
 
     python push_nursery.py
 
-Takes a line of JSON from stdin for each child, `{"role": …, "arguments": […], "out": file}`, and writes one when it
+Takes a line of JSON from stdin for each child, `{"role": …, "arguments": […], "out": file, "lease": seconds or null}`, and writes one when it
 has been started (`{"started": pid}`) and when it has ended (`{"ended": pid, "status": …}`). It goes with its stdin,
 and its children with it.
 """
@@ -28,13 +28,23 @@ import push_trainer
 import rollout_worker.engines.hf
 import rollout_worker.ports.server
 import rollout_worker.service  # noqa: F401
+from rollout_client.steering.pushing import sending
 from rollout_worker.__main__ import main as serve
+from rollout_worker.ports import weights
+from rollout_worker.transfer import connection
 
 PR_SET_PDEATHSIG = 1
 ROLES: dict[str, Callable[[Sequence[str]], int]] = {
     "worker": lambda arguments: serve(["serve", *arguments]),
     "trainer": push_trainer.main,
 }
+
+
+def shorten(seconds: float) -> None:
+    """Have trainer and worker take a silence of these seconds for the other one's end."""
+    sending.LEASE_SECONDS = seconds
+    weights.LEASE_SECONDS = seconds
+    connection.PING_SECONDS = seconds / 20
 
 
 def tell(**fields: Any) -> None:
@@ -55,6 +65,8 @@ def child(order: dict[str, Any]) -> NoReturn:
             os.dup2(source, target)
         os.closerange(3, 64)
         faulthandler.register(signal.SIGUSR1)  # says in `out` what each thread does
+        if order.get("lease") is not None:
+            shorten(order["lease"])
         status = ROLES[order["role"]](order["arguments"])
     finally:
         if sys.exc_info()[0] is not None:

@@ -81,9 +81,11 @@ class Nursery:
             self._over = True
             self._news.notify_all()
 
-    def start(self, role: str, arguments: Sequence[str], out: Path) -> int:
-        """Start a process; returns its id."""
-        order = {"role": role, "arguments": list(arguments), "out": str(out)}
+    def start(
+        self, role: str, arguments: Sequence[str], out: Path, lease: float | None = None
+    ) -> int:
+        """Start a process, perhaps with shorter leases; returns its id."""
+        order = {"role": role, "arguments": list(arguments), "out": str(out), "lease": lease}
         with self._starting, self._news:
             count = len(self._started)
             assert self._process.stdin is not None
