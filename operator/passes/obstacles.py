@@ -121,9 +121,15 @@ class Obstacles:
         """Seconds until this write, which was refused, may be tried again."""
         return max(SOON_SECONDS, self._met[label].due - now)
 
-    def retry_at(self, label: str, now: float) -> float:
-        """When others of the kind may be tried after the refusal of this one, monotonic."""
-        return min(self._met[label].due, now + RETRY_SECONDS)
+    def is_refused(self, label: str) -> bool:
+        """Whether the API server did not do this write: not because its name is taken."""
+        met = self._met.get(label)
+        return met is not None and met.tries > 0 and met.reason != CONFLICT
+
+    def turn(self, label: str) -> int:
+        """Sorts writes of a kind: what is about to be told, what was never tried, what was refused most."""
+        met = self._met.get(label)
+        return -1 if met is not None and met.tries and not met.reason else self.tries(label)
 
     def tries(self, label: str) -> int:
         """How often in a row this write was refused."""
@@ -158,6 +164,14 @@ class Obstacles:
             text = f"the API server rejected {what}: {text}{hint}"
         reason = API_ERROR if busy else REJECTED
         return self.note(label, reason, text, now + min(MAX_SECONDS, wait), tries)
+
+    def hold_kind(self, kind: str, refused: str, rest: Iterable[str], now: float) -> None:
+        """Hold the rest of a kind back after the refusal of one: for longer each time, up to 10 s."""
+        tries = self.tries(kind) + 1
+        wait = max(self._met[refused].due - now, SOON_SECONDS * 2.0 ** min(tries, 20))
+        due = now + min(RETRY_SECONDS, wait)
+        self.note(kind, "", "", due, tries)
+        self.hold(rest, due)
 
     def hold(self, labels: Iterable[str], due: float) -> None:
         """Hold these writes back until then, whatever else is known of them."""

@@ -56,24 +56,24 @@ class OneByOne:
         """Do one of these writes, by label, then two, four, …, until one is refused.
 
         An exhausted quota or a webhook that is down refuses all: the rest of the kind waits some seconds,
-        and those that were never tried come first then.
+        and those that were never tried come before the others then.
         """
         found = self.obstacles
         now, held = self.ctx.monotonic(), found.get(kind)
         if found.waits(kind, now) and held is not None:
             found.hold(writes, held.due)
             return
-        due = sorted((x for x in writes if not found.waits(x, now)), key=found.tries)
+        due = sorted((x for x in writes if not found.waits(x, now)), key=found.turn)
         size = 1
         while due:
             batch, due = due[:size], due[size:]
             await self.all(writes[label]() for label in batch)
-            refused = [x for x in batch if x in found.rejections or x in found.api_errors]
+            refused = [label for label in batch if found.is_refused(label)]
             if refused:
-                found.hold([kind, *due], found.retry_at(refused[0], self.ctx.monotonic()))
+                found.hold_kind(kind, refused[0], due, self.ctx.monotonic())
                 return
+            found.overcome(kind)
             size *= 2
-        found.overcome(kind)
 
     async def guarded(
         self, label: str, what: str, request: tuple[str, str], write: Callable[[], Awaitable[T]]

@@ -121,13 +121,14 @@ class Writer(OneByOne):
         name, later = body["metadata"]["name"], self.ctx.monotonic() + RETRY_SECONDS
         try:
             found = await self.ctx.kube.get(resource, self.key.namespace, name)
-        except NotFound:
-            return None  # gone in between: the next pass creates it
+        except NotFound:  # gone in between: the next pass creates it
+            self.obstacles.note(label, "", "", self.ctx.monotonic(), 0)
+            return None
         self.ctx.store.upsert(resource, found)  # type: ignore[arg-type]
         if self.will_go(found):
             if not self.is_ours(found):
                 # Its name gets free, and perhaps no event says when.
-                self.obstacles.note(label, "", "", later)
+                self.obstacles.note(label, "", "", later, 0)
             return None
         if not self.is_ours(found):
             text = f"{label} exists but is not ours: delete it, or give the RolloutReplica another name"

@@ -313,6 +313,15 @@ async def test_an_exhausted_quota_is_not_hammered(lab: PassLab) -> None:
     assert len(lab.ctx.store.pods(KEY)) == 200, "all at once, as soon as there is room"
 
 
+async def test_a_namespace_that_is_gone_is_not_hammered(lab: PassLab) -> None:
+    """404 is routine of one pod, but not a reason to try 200 of them."""
+    lab.api.answers["POST", PODS] = Fault(404, "NotFound").answer()
+    lab.has_pool(replicas=200)
+    await live(lab, 60)
+    assert tries(lab, ("POST", PODS)) <= 30
+    assert condition(lab.status, "Degraded") == ("True", "Rejected")
+
+
 async def test_a_pod_that_is_refused_alone_holds_the_others_back_for_seconds(lab: PassLab) -> None:
     async def create(request: web.Request) -> web.StreamResponse:
         if json.loads(await request.text())["metadata"]["name"] == "math-0-0":
