@@ -123,6 +123,9 @@ def plan_pods(
             if gang.index < spec.replicas:
                 _keep_whole(spec, seen, gang, places, now, plan, wait)
         _roll(spec, gangs, healthy, settling, plan)
+        there, busy = {g.index: g.pods for g in gangs.values()}, bool(plan.create or plan.delete)
+        for index, why in places.moves(there, healthy, wait, busy=busy):
+            _let_go(spec, gangs[index], plan, why)
     if seen.unsettled:
         # What is wrong is told all the same: it has not gone because the view is old.
         wait.at_most(UNSETTLED_SECONDS)
@@ -130,8 +133,6 @@ def plan_pods(
     plan.replacing = _replacing(spec, seen, gangs, plan)
     plan.waiting, plan.misplaced = places.waiting, places.misplaced
     plan.strangers = [*places.strangers, *told_strangers(seen)]
-    if places.moves_in is not None:
-        wait.at_most(places.moves_in)
     return plan
 
 
