@@ -124,6 +124,9 @@ def plan_pods(
             if gang.index < spec.replicas and (gang.pods or gang.index not in taken):
                 _keep_whole(spec, seen, gang, places, now, plan, wait)
         _roll(spec, gangs, healthy, settling, plan)
+        there, busy = {g.index: g.pods for g in gangs.values()}, bool(plan.create or plan.delete)
+        for index, why in places.moves(there, healthy, wait, busy=busy):
+            _let_go(spec, gangs[index], plan, why)
     if seen.unsettled:
         # What is wrong is told all the same: it has not gone because the view is old.
         wait.at_most(UNSETTLED_SECONDS)
@@ -131,8 +134,6 @@ def plan_pods(
     plan.replacing = _replacing(spec, seen, gangs, plan)
     plan.waiting, plan.misplaced = places.waiting, places.misplaced
     plan.strangers = [*places.strangers, *told_strangers(seen)]
-    if places.moves_in is not None:
-        wait.at_most(places.moves_in)
     return plan
 
 

@@ -107,6 +107,15 @@ class Placement:
             return f"the trainer's pod {trainer!r} goes, and takes its claim {claim.name!r} along"
         return self._moved(pod, self.of(pod.replica, pod.rank))
 
+    def drift(self, pod: Pod) -> str | None:
+        """Why a pod that may stay belongs elsewhere; None: it is there, or nobody knows yet."""
+        now = self.of(pod.replica, pod.rank)
+        if not isinstance(now, Place) or pod.taken is None or pod.taken.claim_uid == now.claim_uid:
+            return None
+        if self._unsettled():
+            return None
+        return f"its place is beside the trainer's pod {now.trainer!r}, with claim {now.claim!r}"
+
     def _unsettled(self) -> bool:
         left = SETTLED_SECONDS - self._beside.stable_seconds
         if left > 0:
@@ -117,11 +126,7 @@ class Placement:
         if not isinstance(now, Place) or pod.taken is None:
             return None
         if pod.taken.claim_uid != now.claim_uid:
-            if self._unsettled():
-                return None
-            return (
-                f"its place is beside the trainer's pod {now.trainer!r}, with claim {now.claim!r}"
-            )
+            return None  # that can wait: see `drift`
         if pod.taken.devices != now.devices:
             return f"its share of claim {now.claim!r} is {', '.join(now.devices)}"
         if pod.node not in (None, now.node):

@@ -5,12 +5,13 @@ A pool of its own accelerators has no places, and its pods may always be made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollout_operator.api import names
 from rollout_operator.api.spec import RolloutReplicaSpec
 
 from .placement import Misplaced, Place, Placement, Waits
+from .plan import Wait
 from .world import Observed, Pod
 
 
@@ -24,6 +25,7 @@ class Places:
 
     def __init__(self, spec: RolloutReplicaSpec, seen: Observed) -> None:
         self._placement = None if spec.colocation is None else Placement(spec, seen.beside)
+<<<<<<< HEAD
         self._pool = seen.name
         claims = (seen.beside.claims or {}).values()
         self._users = {user for claim in claims for user in claim.users}
@@ -33,6 +35,11 @@ class Places:
             taken = pod.taken if pod.owned and not pod.finished else None
             for device in () if taken is None else taken.devices:
                 self._held.setdefault(device, pod)
+=======
+        self._pool, self._replicas = seen.name, spec.replicas
+        self._claims = seen.beside.claims
+        self._pods = (*seen.pods, *seen.predecessors)
+>>>>>>> k-places
         self.waiting: dict[int, str] = {}
         """What replicas without pods wait for, of the trainer."""
         self.misplaced: list[Misplaced] = []
@@ -63,10 +70,45 @@ class Places:
         reasons = (self._placement.lost(pod) for pod in pods if pod.owned)
         return next((why for why in reasons if why), None)
 
-    @property
-    def moves_in(self) -> float | None:
-        """Seconds until the order of the trainer's pods counts, if one of those asked about waits."""
-        return None if self._placement is None else self._placement.moves_in
+    def moves(
+        self,
+        replicas: Mapping[int, Sequence[Pod]],
+        healthy: frozenset[int],
+        wait: Wait,
+        *,
+        busy: bool,
+    ) -> list[tuple[int, str]]:
+        """Return which replica leaves its place for the one where it belongs, and why: one at most.
+
+        One after the other, as in a rolling update: an engine that moves loads its model again, and
+        has pushed weights from the others alone. Who does nothing useful goes first, then whose
+        place is free; if none is, one gives its own up.
+
+        Args:
+            replicas: pods by replica.
+            healthy: replicas that do what the spec asks for.
+            wait: told when to look again.
+            busy: pods are made or deleted for other reasons; nobody moves meanwhile.
+        """
+        if self._placement is None:
+            return []
+        there = {i: pods for i, pods in replicas.items() if pods and i < self._replicas}
+        found = {index: self._drift(pods) for index, pods in there.items()}
+        if self._placement.moves_in is not None:
+            wait.at_most(self._placement.moves_in)
+        drifts = {index: drift for index, drift in found.items() if drift is not None}
+        # Who is down and in its place has just moved, or has a trouble of its own.
+        if busy or not drifts or any(i not in healthy and i not in drifts for i in there):
+            return []
+        first = min(drifts, key=lambda index: (index in healthy, drifts[index][0], index))
+        return [(first, drifts[first][1])]
+
+    def _drift(self, pods: Sequence[Pod]) -> tuple[bool, str] | None:
+        """Whether the place where a replica belongs is taken, and why it belongs there; None: it is there."""
+        assert self._placement is not None
+        whys = [why for pod in pods if (why := self._placement.drift(pod))]
+        taken = any(isinstance(self._free(pod.replica, pod.rank), Waits) for pod in pods)
+        return (taken, whys[0]) if whys else None
 
     @property
     def strangers(self) -> list[Misplaced]:

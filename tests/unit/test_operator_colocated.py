@@ -178,8 +178,10 @@ def test_an_earlier_trainer_moves_those_behind_it() -> None:
     for _ in range(int(SETTLED_SECONDS)):
         world.step()
         assert places(world) == before, "it may be another one's in a moment"
-    for _ in range(20):
+    for _ in range(40):
         world.step()
+        living = [pod for pod in world.pods.values() if not pod.deleting]
+        assert sum(pod.ready for pod in living) >= 1, "one after the other"
     status = world.run()
     assert status.phase == "Ready"
     assert [pod.taken.trainer for pod in world.pods.values() if pod.taken] == ["a", "t-0"]

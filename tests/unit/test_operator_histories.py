@@ -413,7 +413,7 @@ class History:
             world.step()
             if _settled(world):
                 break
-        world.run()
+        world.run(400)
 
     def _push_when_all_listen(self) -> None:
         """One publish heals all, whatever was lost before; workers need not serve to take it."""

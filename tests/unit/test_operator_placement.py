@@ -342,8 +342,9 @@ def test_a_pod_stays_in_its_place_and_leaves_it_for_another() -> None:
     assert Placement(spec, both).lost(unscheduled) is None
     first = beside(trainer("a"), trainer("t-0"), trainer("t-1"))
     waits = Placement(spec, replace(first, stable_seconds=SETTLED_SECONDS - 9))
-    assert (waits.lost(mine), waits.moves_in) == (None, 9.0)
-    assert Placement(spec, first).lost(mine) == (
+    assert (waits.drift(mine), waits.moves_in) == (None, 9.0)
+    assert Placement(spec, first).lost(mine) is None
+    assert Placement(spec, first).drift(mine) == (
         "its place is beside the trainer's pod 'a', with claim 'claim of a'"
     )
     moved = beside(trainer("t-0", node="elsewhere"), trainer("t-1"))

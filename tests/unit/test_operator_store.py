@@ -67,6 +67,8 @@ def test_it_holds_an_object_but_not_its_namesake() -> None:
     assert not store.holds("pods", pod("a", 2, uid="another"))
     assert not store.holds("pods", pod("b", 2))
     assert not store.holds("services", pod("a", 2))
+
+
 def of_class(found: Obj, operator_class: str | None) -> Obj:
     return found | {"spec": {"operatorClass": operator_class} if operator_class else {}}
 

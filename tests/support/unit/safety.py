@@ -404,7 +404,8 @@ def _lost_its_place(one: Pass, replica: int) -> bool:
     if one.spec.colocation is None:
         return False
     placement = Placement(one.spec, one.seen.beside)
-    return any(placement.lost(pod) for pod in one.ours.values() if pod.replica == replica)
+    mine = [pod for pod in one.ours.values() if pod.replica == replica]
+    return any(placement.lost(pod) or placement.drift(pod) for pod in mine)
 
 
 def _rolls_within_its_budget(one: Pass) -> None:
