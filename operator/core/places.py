@@ -25,8 +25,7 @@ class Places:
 
     def __init__(self, spec: RolloutReplicaSpec, seen: Observed) -> None:
         self._placement = None if spec.colocation is None else Placement(spec, seen.beside)
-<<<<<<< HEAD
-        self._pool = seen.name
+        self._pool, self._replicas = seen.name, spec.replicas
         claims = (seen.beside.claims or {}).values()
         self._users = {user for claim in claims for user in claim.users}
         self._held: dict[str, Pod] = {}
@@ -35,11 +34,6 @@ class Places:
             taken = pod.taken if pod.owned and not pod.finished else None
             for device in () if taken is None else taken.devices:
                 self._held.setdefault(device, pod)
-=======
-        self._pool, self._replicas = seen.name, spec.replicas
-        self._claims = seen.beside.claims
-        self._pods = (*seen.pods, *seen.predecessors)
->>>>>>> k-places
         self.waiting: dict[int, str] = {}
         """What replicas without pods wait for, of the trainer."""
         self.misplaced: list[Misplaced] = []
