@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+import moe_rank
+from ranks import ranks
 from reference import Reference
 from rollout_client import PublishFailed, RolloutPool, whole_tensors
 from rollout_client.steering.checkpoint_form import Unfused, state_of
+from rollout_worker.sources.files import write_manifest
 from workers import InProcess, in_process
 
 COMMON: dict[str, Any] = {
@@ -146,6 +150,24 @@ def test_a_published_model_makes_the_tokens_that_transformers_makes(
     files = pool.save_and_publish(model.float(), 4, tmp_path / "versions")
     assert files.root_hash == done.root_hash
     assert pool.generate(PROMPT, sampling=GREEDY).token_ids == tokens
+
+
+def test_ranks_that_fsdp_has_given_shards_publish_it_together(
+    pool: RolloutPool, worker: InProcess, checkpoint: Path, tmp_path: Path
+) -> None:
+    stepped(loaded(checkpoint), 0.3).save_pretrained(tmp_path / "model")
+    story = {
+        "model": str(tmp_path / "model"),
+        "url": str(worker.data.base_url).rstrip("/"),
+        "control": str(worker.control.base_url).rstrip("/"),
+    }
+    with ranks(moe_rank.main, 2, tmp_path, json.dumps(story)) as started:
+        for rank in started:
+            assert rank.status(120) == 0, rank.said
+    roots = {(tmp_path / f"root-{rank}").read_text() for rank in range(2)}
+    assert roots == {write_manifest(tmp_path / "model")}
+    tokens = pool.generate(PROMPT, sampling=GREEDY).token_ids
+    assert list(tokens) == Reference(tmp_path / "model").greedy(PROMPT, 12)
 
 
 def test_its_state_dict_is_refused_with_what_to_give_instead(
