@@ -5,14 +5,19 @@ Hooks are called in the pool's loop: they must be quick and must not raise.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 from weakref import WeakKeyDictionary
 
 from .results import AttemptReport, GenerateResult
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 
 class Hook:
@@ -88,3 +93,15 @@ class PrometheusHook(Hook):
     def published(self, outcome: str, seconds: float) -> None:
         """Observe it."""
         self._metrics.publishes.labels(self._pool, outcome).observe(seconds)
+
+
+def guarded(progress: Callable[P, object]) -> Callable[P, None]:
+    """Return a `progress` of the caller's that ends nothing: what it raises is logged."""
+
+    def told(*args: P.args, **more: P.kwargs) -> None:
+        try:
+            progress(*args, **more)
+        except Exception:
+            logger.exception("progress raised an error; what it tells of goes on")
+
+    return told

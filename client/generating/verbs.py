@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Sized
 from typing import Any, Literal, Unpack
 
 from rollout_client.errors import ManyFailed, RequestRefused, RolloutError
+from rollout_client.hooks import guarded
 from rollout_client.results import GenerateResult
 from rollout_worker.schemas import GenerateRequest, WeightsId
 
@@ -150,12 +151,12 @@ class GeneratingVerbs:
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be raise or return, not {on_error!r}")
         results: list[Any] = [None] * len(prompts)
-        ended = 0
+        ended, tell = 0, None if progress is None else guarded(progress)
         async for index, result in self.as_completed(prompts, concurrency=concurrency, **options):
             results[index] = result
             ended += 1
-            if progress is not None:
-                progress(ended, len(prompts))
+            if tell is not None:
+                tell(ended, len(prompts))
         if on_error == "raise" and any(isinstance(each, RolloutError) for each in results):
             raise ManyFailed(results)
         return results

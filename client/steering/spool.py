@@ -47,7 +47,17 @@ def items_of(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
     if not isinstance(state, Iterable):
         raise TypeError(f"weights are a model, a state dict or a generator, not a {kind}")
     items: Iterable[tuple[str, Any]] = state.items() if isinstance(state, Mapping) else state
-    return ((name, whole(tensor)) for name, tensor in items)
+    return ((name, whole(tensor)) for name, tensor in map(_pair, items))
+
+
+def _pair(item: Any) -> tuple[str, Any]:
+    """Return what a stream brought, which must be a name and a tensor."""
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise TypeError(
+            f"weights are pairs of a name and a tensor, and a {type(item).__name__} came: give a model, its"
+            " state dict, or a generator of (name, tensor)"
+        )
+    return item[0], item[1]
 
 
 def whole(tensor: Any) -> Any:
@@ -63,7 +73,8 @@ def is_sharded(tensor: Any) -> bool:
 async def each(tensors: Tensors) -> AsyncIterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) from whatever the trainer has."""
     if isinstance(tensors, AsyncIterable):
-        async for name, tensor in tensors:
+        async for item in tensors:
+            name, tensor = _pair(item)
             yield name, whole(tensor)
     else:
         for item in items_of(tensors):
@@ -95,7 +106,7 @@ async def spool(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) 
 
     Raises:
         ValueError: A name came twice, or no tensor came at all.
-        FileExistsError: The folder exists; what was published must not change.
+        FileExistsError: The folder exists with other content; what was published must not change.
         ImportError: safetensors or xxhash is not installed.
     """
     source = each(tensors)
@@ -164,8 +175,6 @@ class _Writer:
         """Make the folder."""
         import xxhash  # noqa: F401 - what is missing is told before anything is written
 
-        if self._final.exists():
-            raise FileExistsError(f"{self._final} exists: publish under a new version")
         self.give_up()
         made = [self._folder, *(each for each in self._final.parents if not each.exists())]
         self._folder.mkdir(parents=True)
@@ -215,7 +224,11 @@ class _Writer:
         self._shard, self._bytes = {}, 0
 
     def end(self) -> str:
-        """Write the last shard, the index and the manifest; the folder gets its name."""
+        """Write the last shard, the index and the manifest; the folder gets its name.
+
+        Raises:
+            FileExistsError: There is another one of that name; one with the same content stays, and this one goes.
+        """
         if not self._places:
             raise ValueError("no tensors were given")
         self._write()
@@ -234,9 +247,24 @@ class _Writer:
             file.write_text(json.dumps(body, indent=1) + "\n")
             _settle(file)
         _flush(self._folder)
+        if self._final.exists():
+            if _root_of(self._final) != root:
+                raise FileExistsError(
+                    f"{self._final} exists with other content: publish under a new version"
+                )
+            self.give_up()  # the first attempt to publish it failed once it was written
+            return root
         self._folder.rename(self._final)
         _flush(self._final.parent)
         return root
+
+
+def _root_of(folder: Path) -> object:
+    """Return what a folder's manifest says of its content; None: nothing."""
+    try:
+        return json.loads((folder / MANIFEST).read_text()).get("root_hash")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _header(file: Path) -> dict[str, dict[str, Any]]:

@@ -13,8 +13,8 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Self, Unpack
 
 from rollout_client.errors import PublishFailed, RolloutError, SteeringFailed
-from rollout_client.hooks import Hook
-from rollout_worker.schemas import Pushed, WeightsId, WeightsSource
+from rollout_client.hooks import Hook, guarded
+from rollout_worker.schemas import MAX_IDENTITY, Pushed, WeightsId, WeightsSource
 
 from .protocol import (
     ACQUIRE_SECONDS,
@@ -224,9 +224,10 @@ class SteeringVerbs:
     ) -> Published:
         began, outcome = time.monotonic(), "cancelled"
         steering = await self._steer()
+        tell = guarded(progress)
         try:
             identity = await self._identity(version)
-            done = await steering.publish(identity, source, seconds, progress, push, root_hash)
+            done = await steering.publish(identity, source, seconds, tell, push, root_hash)
             outcome, self._last = "ok", identity
         except RolloutError as error:
             outcome = type(error).__name__
@@ -289,7 +290,13 @@ class SteeringVerbs:
 
         Raises:
             PublishFailed: A higher one was published here.
+            ValueError: It is no whole number, or out of range.
         """
+        if isinstance(version, bool) or not hasattr(version, "__index__"):
+            raise ValueError(f"version must be a whole number, not {version!r}")
+        version = version.__index__()  # numpy's, too
+        if not 0 <= version <= MAX_IDENTITY:
+            raise ValueError(f"version must be 0 to {MAX_IDENTITY}, not {version}")
         if self.epoch is None:
             await self.acquire()
         assert self.epoch is not None

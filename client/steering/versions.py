@@ -60,13 +60,14 @@ class Versions:
         middle of a run.
 
         Raises:
-            FileExistsError: The folder has a version of this epoch that is not older.
+            FileExistsError: The folder has a later version of this epoch. Whether this very one has the same
+                content is seen once it is written.
         """
         if not self.folder.exists():
             return
         epoch, number = identity.as_tuple()
         there = [each for each, path in self._found() if path.suffix != ".partial"]
-        if met := [version for each, version in there if each == epoch and version >= number]:
+        if met := [version for each, version in there if each == epoch and version > number]:
             raise FileExistsError(
                 f"{self.folder} has version {max(met)} of epoch {epoch}: publish under a new version; "
                 "if it is of another pool, or of one that is gone, use a folder of your own, or delete it"

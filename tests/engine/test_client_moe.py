@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+import moe_rank
+from ranks import ranks
 from reference import Reference
 from rollout_client import PublishFailed, RolloutPool, whole_tensors
 from rollout_client.steering.checkpoint_form import Unfused, state_of
-from rollout_client.steering.spool import spool_here
+from rollout_worker.sources.files import write_manifest
 from workers import InProcess, in_process
 
 COMMON: dict[str, Any] = {
@@ -46,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 PROMPT = [5, 6, 7, 8, 9, 100]
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 
 def model_of(kind: str, seed: int = 1) -> Any:
@@ -68,7 +73,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worker(checkpoint: Path) -> Iterator[InProcess]:
-    with in_process(checkpoint, "--weights-port", "0") as worker:
+    with (
+        tempfile.TemporaryDirectory(
+            prefix="moe-"
+        ) as short,  # a socket's path has at most 107 bytes
+        in_process(
+            checkpoint, "--weights-port", "0", "--weights-socket", f"{short}/sock"
+        ) as worker,
+    ):
         yield worker
 
 
@@ -116,16 +128,46 @@ def test_a_state_that_needs_nothing_is_given_as_it_is(tmp_path: Path) -> None:
     assert state_of(stream) is stream
 
 
-def test_a_model_that_was_written_makes_the_tokens_that_it_makes_itself(
-    checkpoint: Path, tmp_path: Path
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_published_model_makes_the_tokens_that_transformers_makes(
+    pool: RolloutPool, worker: InProcess, checkpoint: Path, tmp_path: Path, transport: Any
 ) -> None:
-    model = stepped(loaded(checkpoint), 0.1)
-    spool_here(model, tmp_path / "1")
-    model.save_pretrained(tmp_path / "2")
-    model.config.save_pretrained(tmp_path / "1")
-    tokens = Reference(tmp_path / "1").greedy(PROMPT, 12)
-    assert tokens == Reference(tmp_path / "2").greedy(PROMPT, 12)
-    assert tokens != Reference(checkpoint).greedy(PROMPT, 12)
+    model = loaded(checkpoint)
+    before = None
+    for version in (1, 2):  # by TCP the second one goes as what differs
+        stepped(model, 0.1).save_pretrained(tmp_path / str(version))
+        pool.publish_weights(version, tensors=model, transport=transport)
+        tokens = pool.generate(PROMPT, sampling=GREEDY).token_ids
+        assert list(tokens) == Reference(tmp_path / str(version)).greedy(PROMPT, 12)
+        assert tokens != before
+        before = tokens
+    done = pool.publish_weights(3, tensors=model.double(), cast=True, transport=transport)
+    assert pool.generate(PROMPT, sampling=GREEDY).token_ids == tokens
+    for level in (1, 2):
+        worker.control.post("/v1/sleep", json={"level": level})
+        worker.control.post("/v1/wake")
+        assert pool.generate(PROMPT, sampling=GREEDY).token_ids == tokens
+    files = pool.save_and_publish(model.float(), 4, tmp_path / "versions")
+    assert files.root_hash == done.root_hash
+    assert pool.generate(PROMPT, sampling=GREEDY).token_ids == tokens
+
+
+def test_ranks_that_fsdp_has_given_shards_publish_it_together(
+    pool: RolloutPool, worker: InProcess, checkpoint: Path, tmp_path: Path
+) -> None:
+    stepped(loaded(checkpoint), 0.3).save_pretrained(tmp_path / "model")
+    story = {
+        "model": str(tmp_path / "model"),
+        "url": str(worker.data.base_url).rstrip("/"),
+        "control": str(worker.control.base_url).rstrip("/"),
+    }
+    with ranks(moe_rank.main, 2, tmp_path, json.dumps(story)) as started:
+        for rank in started:
+            assert rank.status(120) == 0, rank.said
+    roots = {(tmp_path / f"root-{rank}").read_text() for rank in range(2)}
+    assert roots == {write_manifest(tmp_path / "model")}
+    tokens = pool.generate(PROMPT, sampling=GREEDY).token_ids
+    assert list(tokens) == Reference(tmp_path / "model").greedy(PROMPT, 12)
 
 
 def test_its_state_dict_is_refused_with_what_to_give_instead(

@@ -270,6 +270,24 @@ async def test_what_is_to_be_cast_has_the_dtypes_that_workers_tell(
     assert asked == [1, 1, 0]
 
 
+async def test_a_progress_that_raises_ends_no_publish(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world.pool() as pool:
+        done = await pool.publish_weights(1, tensors=tensors(), progress=lambda told: 1 / 0)  # type: ignore[arg-type]
+    assert done.replicas == 3
+    assert "progress raised an error; what it tells of goes on" in caplog.messages
+
+
+@pytest.mark.parametrize("version", ["5", 5.0, None, True, -1, 2**60])
+async def test_what_is_no_version_is_refused(world: World, version: Any) -> None:
+    async with world.pool() as pool:
+        with pytest.raises(ValueError, match="version must be"):
+            await pool.publish_weights(version, "/w")
+        with pytest.raises(ValueError, match="version must be"):
+            await pool.publish_weights(version, tensors=tensors())
+
+
 async def test_a_freed_tensor_is_not_cast(world: World) -> None:
     for control in world.controls:
         control.dtypes = {"x": "BF16"}

@@ -207,6 +207,20 @@ def test_what_was_published_is_never_written_again(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "v" / "manifest.json").read_text()) == written
 
 
+def test_the_same_content_may_be_written_again_to_publish_it_again(tmp_path: Path) -> None:
+    values = {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
+    root = spool_here(values, tmp_path / "v")
+    assert spool_here(dict(reversed(values.items())), tmp_path / "v") == root
+    with pytest.raises(FileExistsError, match="v exists with other content: publish under a new"):
+        spool_here({**values, "a": torch.ones(3)}, tmp_path / "v")
+    assert names(tmp_path) == {"v"}
+
+
+def test_what_is_no_pair_of_a_name_and_a_tensor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="pairs of a name and a tensor, and a Tensor came: give"):
+        spool_here([torch.ones(3)], tmp_path / "v")  # type: ignore[list-item]
+
+
 # Which versions may come, and which may go.
 
 
@@ -249,7 +263,8 @@ def test_nobody_writes_among_the_versions_of_another_pool(tmp_path: Path) -> Non
         (tmp_path / "runs" / name).mkdir(parents=True)
     for fine in (version(1, 100), version(2, 6), version(3, 1)):
         versions.check(fine)
-    for taken in (version(1, 1), version(1, 99), version(2, 5)):
+    versions.check(version(1, 99))  # perhaps again, with the same content
+    for taken in (version(1, 1), version(1, 98), version(2, 4)):
         with pytest.raises(FileExistsError, match="publish under a new version"):
             versions.check(taken)
 

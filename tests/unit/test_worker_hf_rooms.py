@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollout_worker.engine import EngineError, Entry, Layout, TensorSpec
+from rollout_worker.engine import EngineError, Entry, Layout, TensorSpec, WeightsRejected
 from rollout_worker.engines.hf.buffers import Buffers
 from rollout_worker.engines.hf.loading import Loaded
 from rollout_worker.engines.hf.memory import Memory
@@ -55,6 +55,13 @@ def filled(sink: Buffers, value: float) -> Buffers:
 
 def is_all(model: Any, value: float) -> bool:
     return all(bool((tensor == value).all()) for tensor in model.parameters())
+
+
+def test_a_model_whose_tensors_can_not_be_followed_is_not_updated() -> None:
+    model = nn.Linear(3, 4)
+    loaded = Loaded(model, None, Layout({}, {}, {}), {}, "", frozenset(), 8, 8)
+    with pytest.raises(WeightsRejected, match="transformers converts this model's tensors"):
+        Memory(loaded, None, Staging()).buffers(ENTRIES)
 
 
 def test_all_of_its_memory_is_charged_before_it_is_filled() -> None:

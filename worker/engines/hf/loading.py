@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from rollout_worker.weights import OUTPUT_HEAD
 
 from .attention import implementation
 from .buffers import Buffers
+from .fused import Part, parts_of
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 class Loaded:
     """A model that can run.
 
-    `targets` maps the checkpoint's names to the tensors of the model that hold them.
+    `targets` maps the checkpoint's names to the tensors of the model that hold them, `parts` those that
+    are a part of one.
     """
 
     model: Any
@@ -42,6 +44,7 @@ class Loaded:
     eos_token_ids: frozenset[int]
     max_length: int
     vocab_size: int
+    parts: dict[str, Part] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
@@ -76,12 +79,13 @@ def load(
     if not options.guest:  # it is the process's owner who sets it for the whole process
         transformers.utils.logging.disable_progress_bar()
     model = _build(config, tensors, dtype, settings).to(device)
-    layout, targets = _layout(model, source)
+    layout, targets, parts = _layout(model, source)
     return Loaded(
         model=model,
         tokenizer=load_tokenizer(options.model),
         layout=layout,
         targets=targets,
+        parts=parts,
         root_hash=root,
         eos_token_ids=eos,
         max_length=length,
@@ -182,8 +186,8 @@ def _build(config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, settings
     return model.eval().requires_grad_(False)
 
 
-def _layout(model: Any, source: Source) -> tuple[Layout, dict[str, Tensor]]:
-    """Return what a version of this model must hold, and where it goes."""
+def _layout(model: Any, source: Source) -> tuple[Layout, dict[str, Tensor], dict[str, Part]]:
+    """Return what a version of this model must hold, and where it goes: to a tensor, or a part of one."""
     held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     held |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
     specs = {entry.name: entry.spec for entry in source.entries}
@@ -196,12 +200,18 @@ def _layout(model: Any, source: Source) -> tuple[Layout, dict[str, Tensor]]:
         for name, tensor in held.items()
         if id(tensor) in canonical and canonical[id(tensor)] != name
     }
-    required = {name: specs[name] for name in canonical.values()}
+    uncovered = sorted(name for name in held if id(held[name]) not in canonical)
+    parts = parts_of(model, held, uncovered)
+    if parts.keys() <= specs.keys():
+        homes = {id(part.home) for part in parts.values()}
+        uncovered = [name for name in uncovered if id(held[name]) not in homes]
+    required = {name: specs[name] for name in (*canonical.values(), *parts) if name in specs}
     optional = {name: spec for name, spec in specs.items() if name not in required}
     optional |= {name: required[target] for name, target in tied.items()}
-    uncovered = sorted(name for name in held if id(held[name]) not in canonical)
+    layout = Layout(required, optional, tied)
     if uncovered:
-        # transformers renames or fuses tensors of some models while loading them.
+        # transformers makes tensors of some models in a way that can't be followed.
         logger.warning("weights of this model cannot be updated: no %s in it", uncovered[0])
-    targets = {} if uncovered else {name: held[name] for name in required}
-    return Layout(required, optional, tied), targets
+        return layout, {}, {}
+    targets = {name: parts[name].home if name in parts else held[name] for name in required}
+    return layout, targets, parts

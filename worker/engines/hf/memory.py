@@ -20,6 +20,7 @@ from rollout_worker.engine import EngineError, Entry, Given, Mapped, Tensors, We
 from rollout_worker.engines.room import Staging
 
 from .buffers import BOUNCE, Buffers, bounced, nbytes
+from .fused import fused
 from .lent import Lent, serves_from
 from .loading import Loaded
 from .rooms import Beside, Room, Spec, in_main_memory
@@ -49,7 +50,7 @@ class Memory:
         staging: Staging,
         beside: Beside | None = None,
     ) -> None:
-        self._targets = loaded.targets
+        self._targets, self._parts = loaded.targets, loaded.parts
         self._staging = staging
         self._beside = beside
         self._all = _distinct(loaded.model)
@@ -141,7 +142,9 @@ class Memory:
     def _exchange(
         self, tensors: Mapping[str, Tensor], views: Collection[int], *, pin: bool, aside: bool
     ) -> None:
-        pairs = [(self._targets[name], tensors[name]) for name in self._targets]
+        whole = [name for name in self._targets if name not in self._parts]
+        pairs = [(self._targets[name], tensors[name]) for name in whole]
+        pairs += fused(self._parts, tensors)
         for target, tensor in pairs:
             if target.dtype != tensor.dtype:
                 raise RuntimeError("a staged tensor has another dtype than the model's")

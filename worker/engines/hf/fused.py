@@ -1,0 +1,101 @@
+"""Tensors that transformers makes of several of the checkpoint's when it loads them, such as the experts of a layer.
+
+Where each of the checkpoint's lies in such a tensor is found by what `save_pretrained` does, done to numbers that
+say where they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LAYER = re.compile(r".*?\.\d+\.")
+"""The first part of a name with a number: what is converted together lies in one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a tensor of the checkpoint lies in one of the model's.
+
+    Attributes:
+        home: The model's.
+        whole: Its shape.
+        shape: Of the checkpoint's.
+        strides: Of its elements in the home, counted in elements.
+        offset: Of its first one.
+    """
+
+    home: Tensor
+    whole: torch.Size
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+
+def parts_of(model: Any, held: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Part]:
+    """Return, by the checkpoint's names, what these tensors of a model are made of; empty if that can't be told.
+
+    Args:
+        model: Of transformers.
+        held: Its tensors by its own names.
+        names: Of those that its checkpoint has otherwise.
+    """
+    try:
+        # No public name: what `save_pretrained` uses.
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return {}
+    layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name in names:
+        found = _LAYER.match(name)
+        layers[found[0] if found else ""][name] = held[name]
+    parts: dict[str, Part] = {}
+    for homes in layers.values():
+        numbers, start = {}, 0
+        starts: dict[str, int] = {}
+        for name, home in homes.items():
+            starts[name] = start
+            numbers[name] = torch.arange(start, start + home.numel()).view(home.shape)
+            start += home.numel()
+        for name, where in revert_weight_conversion(model, dict(numbers)).items():
+            made = (_part(where, homes[home], starts[home]) for home in homes)
+            if (part := next(filter(None, made), None)) is None:
+                return {}
+            parts[name] = part
+    return parts
+
+
+def _part(where: Tensor, home: Tensor, start: int) -> Part | None:
+    """Return where a tensor lies in a home whose first number is this; None: it is not all there, or not in order."""
+    if not where.numel():
+        return None
+    offset = int(where.reshape(-1)[0]) - start
+    strides = tuple(
+        int(where.select(dim, 1).reshape(-1)[0]) - start - offset if size > 1 else 0
+        for dim, size in enumerate(where.shape)
+    )
+    last = offset + sum((size - 1) * step for size, step in zip(where.shape, strides, strict=True))
+    if min(offset, *strides) < 0 or last >= home.numel():
+        return None
+    numbers = torch.arange(start, start + home.numel())
+    if not torch.equal(torch.as_strided(numbers, where.shape, strides, offset), where):
+        return None
+    return Part(home, home.shape, where.shape, strides, offset)
+
+
+def fused(parts: Mapping[str, Part], tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return each of the model's tensors with what is to be in it, made of the checkpoint's."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for name, part in parts.items():
+        tensor = tensors[name]
+        key = id(part.home)
+        if key not in made:
+            made[key] = part.home, torch.empty(part.whole, dtype=tensor.dtype, device=tensor.device)
+        torch.as_strided(made[key][1], part.shape, part.strides, part.offset).copy_(tensor)
+    return list(made.values())
