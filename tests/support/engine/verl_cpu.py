@@ -58,9 +58,9 @@ def _one_backend(backend: str | None = None, **named: Any) -> None:
     _init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, **named)
 
 
-torch.distributed.init_process_group = _one_backend
+torch.distributed.init_process_group = _one_backend  # type: ignore[assignment]
 # FSDP sends the states of a module between accelerators alone, though gloo could.
-_init_utils._check_module_states_for_sync_module_states = lambda _: None
+_init_utils._check_module_states_for_sync_module_states = lambda module_states: None
 # verl patches a class of TRL that the TRL of this environment keeps with packages we have not.
 import_utils.is_trl_available = lambda: False
 # Here the index of a device becomes the text "cpu:0"; elsewhere tensors are moved to what it is.
