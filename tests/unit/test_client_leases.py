@@ -6,7 +6,7 @@ import mmap
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -160,7 +160,7 @@ async def test_a_connection_that_ends_without_a_word_gives_nothing_back(
     assert second.content["b"] == (torch.arange(9) + 9).numpy().tobytes()
 
 
-def broken() -> object:
+def broken() -> Iterator[tuple[str, torch.Tensor]]:
     """A stream that dies once its first bytes are there."""
     yield "a", weights(2)["a"]
     raise PublishFailed("the trainer's own error")

@@ -181,7 +181,7 @@ async def test_peers_that_fetch_at_once_wait_for_their_turn_and_too_many_come_ag
             ]
             for peer, offer in zip(peers, offers, strict=True):
                 peer.send(Kind.FETCH, {"ticket": offer.ticket})
-                await until(lambda peer=peer: peer.unheard, what="a ping, or an answer")
+                await heard(peer)
             with pytest.raises(Refused, match="3 others fetch from this worker: stage again") as no:
                 peers[3].expect(Kind.LAYOUT)
             assert no.value.slug == "busy"
@@ -191,11 +191,15 @@ async def test_peers_that_fetch_at_once_wait_for_their_turn_and_too_many_come_ag
             first.close()
             assert (await asyncio.to_thread(others[1].expect, Kind.LAYOUT)).head["layout"]
             again = worker.updates.offer("me", OfferRequest(epoch=1, version=1))
-            peer = {"host": LOOPBACK, "port": again.port, "ticket": again.ticket}
+            giver = {"host": LOOPBACK, "port": again.port, "ticket": again.ticket}
             others[1].close()
             async with pushed_worker(tmp_path / "b") as joiner:
-                staged = await joiner.stage(1, 0, source={"pushed": {"peers": [peer]}})
+                staged = await joiner.stage(1, 0, source={"pushed": {"peers": [giver]}})
                 assert (staged.phase, staged.error) == ("Staged", None)
+
+
+async def heard(peer: Connection) -> None:
+    await until(lambda: peer.unheard, what="a ping, or an answer")
 
 
 def _told(peer: Connection) -> bool:

@@ -42,9 +42,13 @@ ROLES: dict[str, Callable[[Sequence[str]], int]] = {
 
 def shorten(seconds: float) -> None:
     """Have trainer and worker take a silence of these seconds for the other one's end."""
-    sending.LEASE_SECONDS = seconds
-    weights.LEASE_SECONDS = seconds
-    connection.PING_SECONDS = seconds / 20
+    for module, name, value in (
+        (sending, "LEASE_SECONDS", seconds),
+        (weights, "LEASE_SECONDS", seconds),
+        (connection, "PING_SECONDS", seconds / 20),
+    ):
+        assert hasattr(module, name)
+        setattr(module, name, value)
 
 
 def tell(**fields: Any) -> None:
