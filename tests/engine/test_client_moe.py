@@ -17,8 +17,10 @@ import moe_rank
 from ranks import ranks
 from reference import Reference
 from rollout_client import PublishFailed, RolloutPool, whole_tensors
+from rollout_client.steering import checkpoint_form
 from rollout_client.steering.checkpoint_form import Unfused, state_of
 from rollout_worker.sources.files import write_manifest
+from rollout_worker.transfer.layout import LayoutError
 from workers import InProcess, in_process
 
 COMMON: dict[str, Any] = {
@@ -150,6 +152,14 @@ def test_a_published_model_makes_the_tokens_that_transformers_makes(
     files = pool.save_and_publish(model.float(), 4, tmp_path / "versions")
     assert files.root_hash == done.root_hash
     assert pool.generate(PROMPT, sampling=GREEDY).token_ids == tokens
+
+
+def test_without_transformers_reversal_fused_experts_are_refused_with_the_fix() -> None:
+    plain = {"model.layers.0.mlp.experts.0.down_proj.weight": torch.ones(1)}
+    assert checkpoint_form._unfused_already(plain) is plain
+    fused = {"model.layers.0.mlp.experts.down_proj": torch.ones(1)}
+    with pytest.raises(LayoutError, match=r"'model\.layers\.0.*no revert_weight_conversion"):
+        checkpoint_form._unfused_already(fused)
 
 
 def test_ranks_that_fsdp_has_given_shards_publish_it_together(

@@ -59,7 +59,7 @@ def lender() -> Iterator[Lender]:
 
 
 def memory(model: nn.Module, staging: Staging) -> Memory:
-    loaded: Any = SimpleNamespace(model=model, targets=dict(model.named_parameters()))
+    loaded: Any = SimpleNamespace(model=model, targets=dict(model.named_parameters()), parts={})
     return Memory(loaded, None, staging)
 
 
