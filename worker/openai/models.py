@@ -220,10 +220,13 @@ class ChatRequest(OpenAIRequest):
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools to show to the model."""
-        if self.tool_choice == "none":
-            return []
+        """The tools to show to the model; with `tool_choice: none`, too, as vLLM does: TRL relies on that."""
         return [tool.model_dump() for tool in self.tools or ()]
+
+    @property
+    def may_call_tools(self) -> bool:
+        """Whether calls are looked for in the answer's text."""
+        return bool(self.tools) and self.tool_choice != "none"
 
     def check(self, served: str) -> None:
         """See `OpenAIRequest.check`."""

@@ -123,7 +123,7 @@ def add_openai(app: FastAPI, worker: Worker, texts: Texts) -> None:
             continue_final_message=body.continue_final_message,
         )
         call = _Call(worker, texts, request, body, min_version)
-        call.tools = bool(body.offered) and parser_of(await texts.template()) is not None
+        call.tools = body.may_call_tools and parser_of(await texts.template()) is not None
         return await call.answer("chatcmpl", [ids], body.limit, logprobs=bool(body.logprobs))
 
     app.include_router(router)
