@@ -103,7 +103,10 @@ class Job:
             "driver": DRIVER,
             "nodeName": node,
             "pool": {"name": node, "generation": 1, "resourceSliceCount": 1},
-            "devices": [{"name": f"gpu-{i}"} for i in range(DEVICES)],
+            "devices": [
+                {"name": f"gpu-{i}", "attributes": {"uuid": {"string": f"GPU-{index}-{i}"}}}
+                for i in range(DEVICES)
+            ],
         }
         self.api.create(f"{RESOURCE}/resourceslices", {"metadata": {"name": node}, "spec": spec})
 
