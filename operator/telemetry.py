@@ -42,6 +42,7 @@ class PoolFigures:
         weights: `which` (committed, target, active_min, active_max) to (epoch, version).
         conditions: Type to status.
         degraded: Reason why it is degraded; None if it isn't.
+        progressing: Reason why it is progressing; None if it isn't.
     """
 
     desired: int = 0
@@ -52,6 +53,7 @@ class PoolFigures:
     weights: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     conditions: Mapping[str, str] = field(default_factory=dict)
     degraded: str | None = None
+    progressing: str | None = None
 
 
 class Telemetry:
@@ -226,6 +228,11 @@ class _Pools(Collector):
             "1 for the reason why a pool is degraded.",
             labels=[*labels, "reason"],
         )
+        progressing = GaugeMetricFamily(
+            "rollout_pool_progressing",
+            "1 for the reason why a pool is progressing.",
+            labels=[*labels, "reason"],
+        )
         for key, shown in list(self.figures.items()):
             at = [key.namespace, key.name]
             desired.add_metric(at, shown.desired)
@@ -241,4 +248,7 @@ class _Pools(Collector):
                     condition.add_metric([*at, kind, each], float(each == status))
             if shown.degraded is not None:
                 degraded.add_metric([*at, shown.degraded], 1.0)
-        yield from (desired, replicas, ready, asleep, restarts, version, epoch, condition, degraded)
+            if shown.progressing is not None:
+                progressing.add_metric([*at, shown.progressing], 1.0)
+        yield from (desired, replicas, ready, asleep, restarts, version, epoch)
+        yield from (condition, degraded, progressing)

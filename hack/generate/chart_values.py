@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from rollout_operator.api.crd import structural
 from rollout_operator.api.names import CONTROL_TLS_NAME
@@ -19,6 +22,9 @@ Schema = dict[str, Any]
 
 LABEL = "^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 OPTIONAL_NAME = "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$"
+DURATION = "^([0-9]+(ms|[smhdwy]))+$"
+ONE_VALUE = ("podTemplate", "alerts")
+CHART = Path(__file__).resolve().parents[2] / "charts" / "rollout-operator"
 ENGINES = {"hf": "Hugging Face", "vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -112,6 +118,10 @@ def _metrics() -> Schema:
                 "Create PodMonitors for operator and workers; needs the Prometheus Operator."
             ),
             interval=text("Time between scrapes.", pattern="^[0-9]+(ms|s|m)$"),
+            scrapeTimeout=text(
+                "After which time a scrape fails, at most the interval; if empty, Prometheus' own default.",
+                pattern="^([0-9]+(ms|s|m))?$",
+            ),
             labels=labels,
         ),
         prometheusRule=group(
@@ -120,15 +130,36 @@ def _metrics() -> Schema:
             ),
             labels=labels,
             runbookUrl=text(
-                "Where docs/runbook.md is published; each alert's runbook_url leads to a section of it.",
-                minLength=1,
+                "URL at which docs/runbook.md is published; each alert's runbook_url leads to a section of it. "
+                "If empty, alerts have none.",
+                pattern="^(https?://[^#]+)?$",
             ),
+            alerts=_alerts(),
         ),
         dashboards=group(
             enabled=switch("Create a ConfigMap with the Grafana dashboards."),
             labels=strings("Labels that Grafana's sidecar looks for."),
         ),
     )
+
+
+def _alerts() -> Schema:
+    """Return the schema of what single alerts change, by the names in the chart's rules.yaml."""
+    rules = yaml.safe_load((CHART / "rules.yaml").read_text())["groups"]
+    changes = group(
+        enabled=switch("Whether the alert is installed."),
+        severity=text("Its label severity.", minLength=1),
+        **{"for": text("How long its condition holds before it fires.", pattern=DURATION)},
+    )
+    del changes["required"]
+    names = [rule["alert"] for each in rules for rule in each["rules"]]
+    schema = group(
+        "Changes of single alerts: a map of name, such as RolloutPoolNotServing, to `enabled`, `for` and `severity`; "
+        "what is left out stays as in rules.yaml.",
+        **dict.fromkeys(names, changes),
+    )
+    del schema["required"]
+    return schema
 
 
 def _image() -> dict[str, Schema]:
@@ -348,11 +379,11 @@ def readme(values: Mapping[str, Any]) -> str:
 
 
 def leaves(schema: Schema, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Schema]]:
-    """Yield the values that are set one by one; a pod template counts as one."""
+    """Yield the values that are set one by one; a pod template counts as one, alerts do too."""
     for name, child in schema["properties"].items():
         if name == "global":
             continue
-        if "properties" in child and name != "podTemplate":
+        if "properties" in child and name not in ONE_VALUE:
             yield from leaves(child, (*path, name))
         else:
             yield (*path, name), child
