@@ -287,25 +287,45 @@ def _rights() -> dict[str, Schema]:
                 "the object; if false, anyone who may update an object may change all of it."
             )
         ),
-        "networkPolicy": group(
-            enabled=switch(
-                "Create a NetworkPolicy in each namespace with workers: everybody reaches their data "
-                "port; only the operator, networkPolicy.controlFrom and the namespace's other workers "
-                "(gangs talk on ports of their engine's choice) reach the others."
-            ),
-            controlFrom=items(
-                "Peers of a NetworkPolicy that may reach control ports and the port for pushed weights (8002) "
-                "too, such as trainers that stage "
-                "weights themselves.",
-                {"type": "object"},
-            ),
-        ),
+        "networkPolicy": _network_policy(),
         "serviceAccount": group(
             create=switch("Create the operator's service account."),
             name=text("Name of the service account; if empty, derived from the release."),
             annotations=strings("Annotations of the service account."),
         ),
     }
+
+
+def _network_policy() -> Schema:
+    peer = {"type": "object"}
+    return group(
+        enabled=switch(
+            "Create a NetworkPolicy for the workers of each namespace with workers, and one for the operator's pods. "
+            "The operator reaches the workers' control ports, the namespace's workers reach each other on all "
+            "ports (gangs choose theirs), and the peers below what they are for. The network plugin must enforce "
+            "policies; another policy can open more and close nothing."
+        ),
+        dataFrom=items(
+            "Peers, as in a NetworkPolicy, that may reach the workers' data port (8000): generation without a "
+            "token, and metrics. If empty, everybody may; else these, metricsFrom and trainersFrom.",
+            peer,
+        ),
+        metricsFrom=items(
+            "Peers that scrape metrics. They reach the operator's port 8080 (if empty, everybody does) and, where dataFrom "
+            "restricts it, the workers' data port, on which the metrics are: they may generate, too.",
+            peer,
+        ),
+        trainersFrom=items(
+            "Peers that publish weights or steer workers: they may reach data, control (8001) and weights ports. Without "
+            "them `publish_weights(tensors=…)` reaches no worker.",
+            peer,
+        ),
+        controlFrom=items("Peers that may reach control and weights ports only.", peer),
+        weightsPorts=items(
+            "Ports for pushed weights that the policy opens: add each spec.weights.transport.port that a pool sets.",
+            {"type": "integer", "minimum": 1024, "maximum": 65535},
+        ),
+    )
 
 
 def _operator() -> dict[str, Schema]:
