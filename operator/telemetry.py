@@ -23,7 +23,23 @@ from prometheus_client.registry import Collector
 from rollout_operator.api.objects import Key
 
 DURATION_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-UPDATE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+UPDATE_BUCKETS = (
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+    1800.0,
+    7200.0,
+)
+OUTCOMES = ("Complete", "Superseded", "Failed")
 CONDITION_STATUSES = ("True", "False", "Unknown")
 
 T = TypeVar("T", bound=MetricWrapperBase)
@@ -158,6 +174,10 @@ class Telemetry:
     def pool(self, key: Key, figures: PoolFigures) -> None:
         """Show these figures for a pool."""
         self._pools.figures[key] = figures
+        # Exported from the start: a rate over a series that appears later misses its first event.
+        for outcome in OUTCOMES:
+            self._series(key, self._updates, outcome)
+        self._series(key, self._failed_passes)
 
     def update_ended(self, key: Key, outcome: str, seconds: float) -> None:
         """Count a weights update of a pool that reached an outcome."""

@@ -115,7 +115,8 @@ def _metrics() -> Schema:
     return group(
         podMonitor=group(
             enabled=switch(
-                "Create PodMonitors for operator and workers; needs the Prometheus Operator."
+                "Create PodMonitors for operator and workers; needs the Prometheus Operator. Their pods have no "
+                "annotation prometheus.io/scrape then, so that nothing is counted twice."
             ),
             interval=text("Time between scrapes.", pattern="^[0-9]+(ms|s|m)$"),
             scrapeTimeout=text(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from charts import CHART, case, every, helm, one, rendered
+from charts import CHART, ROOT, case, every, helm, one, rendered
 from localkube.debian import unpack_prometheus
 from rollout_operator.api.objects import Key
 from rollout_operator.telemetry import PoolFigures
@@ -457,6 +457,47 @@ def test_monitors_scrape_ports_that_exist() -> None:
     }
     # `data` is the port of the pods that operator/core/pods/ builds.
     assert ports == {"http": "rollout-operator", "data": "rollout-worker"}
+
+
+def test_pods_are_scraped_once() -> None:
+    """By their annotations or by a PodMonitor: a sum over both would be twice the truth."""
+    for name, wanted in (("default", 2), ("monitoring", 0)):
+        documents = case(name)
+        pod = one(documents, "Deployment")["spec"]["template"]["metadata"]["annotations"]
+        config = one(documents, "ConfigMap", "rollout-rollout-operator")["data"]["config.yaml"]
+        hf = yaml.safe_load(config)["engines"]["hf"]["podTemplate"]["annotations"]
+        assert sum("prometheus.io/scrape" in notes for notes in (pod, hf)) == wanted
+    done = rendered(
+        "--set=metrics.podMonitor.enabled=true", "--set=metrics.podMonitor.scrapeTimeout=5s"
+    )
+    for monitor in every(done, "PodMonitor"):
+        assert monitor["spec"]["podMetricsEndpoints"][0]["scrapeTimeout"] == "5s"
+
+
+def test_the_trainer_of_the_hybrid_example_is_scraped_both_ways() -> None:
+    documents = yaml.safe_load_all((ROOT / "examples" / "hybrid" / "trainer.yaml").read_text())
+    pod = one(list(documents), "StatefulSet")["spec"]["template"]
+    (monitor,) = (
+        m for m in every(case("monitoring"), "PodMonitor") if "workers" in m["metadata"]["name"]
+    )
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    ports = {p["name"]: p["containerPort"] for p in pod["spec"]["containers"][0]["ports"]}
+    annotations = pod["metadata"]["annotations"]
+    assert str(ports[monitor["spec"]["podMetricsEndpoints"][0]["port"]]) == "8000"
+    assert annotations["prometheus.io/port"] == "8000"
+    assert annotations["prometheus.io/scrape"] == "true"
+
+
+def test_panels_name_the_pool_and_survive_a_new_leader() -> None:
+    """Two pools of one name are two lines, and a series of another pod is the same line."""
+    for path in DASHBOARDS:
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel["targets"]:
+                assert " by (" in target["expr"], f"{panel['title']}: keeps `pod`"
+                if path.stem == "rollout-pools":
+                    assert target["legendFormat"].startswith("{{namespace}}/{{pool}}")
+                else:
+                    assert "{{job}}" in target["legendFormat"]
 
 
 def test_dashboards_have_no_panel_twice_or_overlapping() -> None:
