@@ -182,7 +182,8 @@ def _image() -> dict[str, Schema]:
             "description": "Number of operator pods; one leads, the others stand by.",
         },
         "fullnameOverride": text(
-            "Name of the operator's objects; if empty, derived from the release."
+            "Name of the operator's objects; if empty, derived from the release.",
+            pattern="^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$",
         ),
         "engines": group(
             hf=_engine(ENGINES["hf"], "if empty, rollout-worker-hf at the chart's appVersion"),
@@ -203,8 +204,8 @@ def _scope() -> dict[str, Schema]:
         "rbac": group(
             namespaced=switch(
                 "Create nothing cluster-wide: no CRD, admission policy, ClusterRole or "
-                "ClusterRoleBinding, and Roles instead of the ClusterRoles for people. What a cluster "
-                "admin does first is said above."
+                "ClusterRoleBinding, and Roles instead of the ClusterRoles for people. See above for "
+                "what a cluster admin must do first."
             )
         ),
         "workers": group(
@@ -212,6 +213,13 @@ def _scope() -> dict[str, Schema]:
                 "Namespaces in which the service account rollout-worker gets its permissions; if "
                 "empty, the watched ones, else the release's own.",
                 namespaces,
+            ),
+            tokenReviews=text(
+                "Who may review tokens, which is a right of the whole cluster and which workers need to know their "
+                "callers: `listed`, the accounts rollout-worker of these namespaces; `any`, every service account of the "
+                "cluster, so that the admin of a namespace can make the rest alone (docs/runbook.md#service-account-missing). "
+                "A review says whose a token is to somebody who has it already.",
+                enum=["listed", "any"],
             ),
             serviceAccount=group(
                 create=switch("Create the service account rollout-worker in these namespaces."),
@@ -258,9 +266,8 @@ def _colocation(namespace: Schema) -> Schema:
             pattern="^(/[A-Za-z0-9][-A-Za-z0-9._]*)+$",
         ),
         claim=text(
-            "Name of these claims; if empty, rollout-turn if enabled, else there is no directory, and turns "
-            "exclude each other only as far as everybody keeps to them. Set it without enabled to use claims "
-            "that somebody else made.",
+            "Name of the lock directory's PersistentVolumeClaims. If empty, rollout-turn if colocation.enabled, else "
+            "none: nothing enforces exclusion. Set it without enabled to use claims that somebody else made.",
             pattern=OPTIONAL_NAME,
         ),
         nodeNamespace=text(
@@ -271,6 +278,12 @@ def _colocation(namespace: Schema) -> Schema:
         nodeSelector=strings(
             "Labels that a node must have to get the directory; if empty, all do."
         ),
+        tolerations=items(
+            "Tolerations of the DaemonSet's pods; all taints, as nodes with accelerators often have some.",
+            {"type": "object"},
+        ),
+        priorityClassName=text("PriorityClass of the DaemonSet's pods."),
+        resources=open_object("Compute resources of each container of the DaemonSet."),
     )
 
 
@@ -343,7 +356,11 @@ def _operator() -> dict[str, Schema]:
             format=text("Log format.", enum=["json", "text"]),
         ),
         "extraArgs": items(
-            "Additional operator flags, see `rollout-operator run --help`.", {"type": "string"}
+            "Additional operator flags, see `rollout-operator run --help`; none that other values and the RBAC go by.",
+            {
+                "type": "string",
+                "not": {"pattern": "^--(config|http-port|lease-name|service-account)(=|$)"},
+            },
         ),
         "extraEnv": items(
             "Additional environment of the operator's container, as in a pod spec.",
@@ -353,7 +370,7 @@ def _operator() -> dict[str, Schema]:
             enabled=switch("Create a PodDisruptionBudget for the operator's pods."),
             maxUnavailable={
                 "type": ["integer", "string"],
-                "description": "How many of them may be evicted at a time, or which part of them.",
+                "description": "Maximum number or percentage of operator pods unavailable during evictions.",
                 "minimum": 0,
                 "pattern": "^[0-9]+%$",
             },

@@ -315,6 +315,26 @@ def test_the_node_part_holds_no_token_and_no_capability_and_is_not_the_operator(
     assert not selector.items() <= template["metadata"]["labels"].items()
 
 
+def test_the_node_part_takes_a_priority_and_resources() -> None:
+    spec = one(colocated(), "DaemonSet")["spec"]["template"]["spec"]
+    assert spec["tolerations"] == [{"operator": "Exists"}]
+    assert "priorityClassName" not in spec
+    (daemon,) = every(
+        colocated(
+            "colocation.priorityClassName=system-node-critical",
+            "colocation.resources.limits.memory=64Mi",
+            "colocation.tolerations[0].key=nvidia.com/gpu",
+        ),
+        "DaemonSet",
+    )
+    spec = daemon["spec"]["template"]["spec"]
+    assert spec["tolerations"] == [{"key": "nvidia.com/gpu"}]
+    assert spec["priorityClassName"] == "system-node-critical"
+    for each in (*spec["initContainers"], *spec["containers"]):
+        assert each["resources"]["limits"] == {"memory": "64Mi"}
+        assert each["resources"]["requests"] == {"cpu": "1m", "memory": "8Mi"}
+
+
 def test_claims_outlive_the_release_as_their_pods_do() -> None:
     def kept(*settings: str) -> set[tuple[str, str]]:
         return {
