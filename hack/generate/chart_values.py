@@ -225,6 +225,13 @@ def _scope() -> dict[str, Schema]:
                 create=switch("Create the service account rollout-worker in these namespaces."),
                 annotations=strings("Annotations of that service account."),
             ),
+            dataToken=group(
+                secretName=text(
+                    "Secret (token) in each namespace with workers; with it their data ports want that token for all but "
+                    "health, readiness and metrics (docs/worker.md#a-token-for-the-data-port). If empty, they want none.",
+                    pattern=OPTIONAL_NAME,
+                )
+            ),
             controlTLS=group(
                 secretName=text(
                     "Secret (tls.crt, tls.key) in each namespace with workers; with it their control "

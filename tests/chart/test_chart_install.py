@@ -253,7 +253,8 @@ def test_the_helm_lines_of_the_pages_follow_one_another(cluster: Cluster, tmp_pa
             "wait", "--for=condition=Established", f"crd/{plural}.monitoring.coreos.com"
         )
     where = ("--namespace", NAMESPACE)
-    ran, rightful = [], False
+    ran: list[str] = []
+    rightful = False
     for page in PAGES:
         for name, text_of in files_of(page).items():
             (tmp_path / name).write_text(text_of)

@@ -269,6 +269,23 @@ def test_control_ports_speak_tls_with_both_secrets_only() -> None:
     assert "set secretName and caSecretName, or neither" in half.stderr
 
 
+def test_data_ports_want_a_token_with_a_secret_only() -> None:
+    def hf(*settings: str) -> Document:
+        config = one(rendered(*settings), "ConfigMap", NAME)["data"]["config.yaml"]
+        ConfigFile.model_validate(yaml.safe_load(config))
+        engine: Document = yaml.safe_load(config)["engines"]["hf"]
+        return engine
+
+    assert "volumes" not in hf()["podTemplate"]
+    engine = hf("--set=workers.dataToken.secretName=data-token")
+    (volume,) = engine["podTemplate"]["volumes"]
+    assert volume["secret"]["secretName"] == "data-token"
+    (mount,) = engine["podTemplate"]["volumeMounts"]
+    (variable,) = engine["env"]
+    assert variable == {"name": "ROLLOUT_DATA_TOKEN_FILE", "value": f"{mount['mountPath']}/token"}
+    assert variable["name"] in {flag.env for flag in FLAGS}
+
+
 def colocated(*settings: str) -> list[Document]:
     wanted = ("colocation.enabled=true", "colocation.namespaces={rl,rl-2}", *settings)
     return rendered(*(f"--set={each}" for each in wanted))
