@@ -65,7 +65,7 @@ RUN if [ -n "$ENGINE_SITE_PACKAGES" ]; then \
     fi
 COPY --from=code /code /opt/rollout
 USER 65532:65532
-EXPOSE 8000 8001
+EXPOSE 8000 8001 8002
 ENTRYPOINT ["rollout-worker"]
 
 # What engines need of the system: compilers, since Triton, torch and nvcc compile while they run,
@@ -92,7 +92,7 @@ RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
     sh /install/install.sh
 COPY --from=code /code /opt/rollout
 USER 65532:65532
-EXPOSE 8000 8001
+EXPOSE 8000 8001 8002
 ENTRYPOINT ["rollout-worker"]
 
 # Requirements of vLLM and SGLang are complete, and pip must not resolve dependencies: some builds
@@ -105,7 +105,7 @@ RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
 ENV CUDA_HOME=/usr/local/cuda
 COPY --from=code /code /opt/rollout
 USER 65532:65532
-EXPOSE 8000 8001
+EXPOSE 8000 8001 8002
 ENTRYPOINT ["rollout-worker"]
 
 FROM engine AS worker-vllm-cpu
@@ -115,7 +115,7 @@ RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
     sh /install/install.sh --no-deps
 COPY --from=code /code /opt/rollout
 USER 65532:65532
-EXPOSE 8000 8001
+EXPOSE 8000 8001 8002
 ENTRYPOINT ["rollout-worker"]
 
 FROM engine AS worker-sglang
@@ -126,7 +126,7 @@ RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
 ENV CUDA_HOME=/usr/local/cuda
 COPY --from=code /code /opt/rollout
 USER 65532:65532
-EXPOSE 8000 8001
+EXPOSE 8000 8001 8002
 ENTRYPOINT ["rollout-worker"]
 
 # With stand-ins for the kernels, which no other image contains.
@@ -140,5 +140,5 @@ RUN --mount=type=bind,source=hack/sglang_cpu,target=/stand-ins \
     cp /stand-ins/*.py "$site" && echo "import sglang_cpu" >"$site/sglang_cpu.pth"
 COPY --from=code /code /opt/rollout
 USER 65532:65532
-EXPOSE 8000 8001
+EXPOSE 8000 8001 8002
 ENTRYPOINT ["rollout-worker"]

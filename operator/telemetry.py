@@ -23,7 +23,23 @@ from prometheus_client.registry import Collector
 from rollout_operator.api.objects import Key
 
 DURATION_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-UPDATE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+UPDATE_BUCKETS = (
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+    1800.0,
+    7200.0,
+)
+OUTCOMES = ("Complete", "Superseded", "Failed")
 CONDITION_STATUSES = ("True", "False", "Unknown")
 
 T = TypeVar("T", bound=MetricWrapperBase)
@@ -42,6 +58,7 @@ class PoolFigures:
         weights: `which` (committed, target, active_min, active_max) to (epoch, version).
         conditions: Type to status.
         degraded: Reason why it is degraded; None if it isn't.
+        progressing: Reason why it is progressing; None if it isn't.
     """
 
     desired: int = 0
@@ -52,6 +69,7 @@ class PoolFigures:
     weights: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     conditions: Mapping[str, str] = field(default_factory=dict)
     degraded: str | None = None
+    progressing: str | None = None
 
 
 class Telemetry:
@@ -156,6 +174,10 @@ class Telemetry:
     def pool(self, key: Key, figures: PoolFigures) -> None:
         """Show these figures for a pool."""
         self._pools.figures[key] = figures
+        # Exported from the start: a rate over a series that appears later misses its first event.
+        for outcome in OUTCOMES:
+            self._series(key, self._updates, outcome)
+        self._series(key, self._failed_passes)
 
     def update_ended(self, key: Key, outcome: str, seconds: float) -> None:
         """Count a weights update of a pool that reached an outcome."""
@@ -226,6 +248,11 @@ class _Pools(Collector):
             "1 for the reason why a pool is degraded.",
             labels=[*labels, "reason"],
         )
+        progressing = GaugeMetricFamily(
+            "rollout_pool_progressing",
+            "1 for the reason why a pool is progressing.",
+            labels=[*labels, "reason"],
+        )
         for key, shown in list(self.figures.items()):
             at = [key.namespace, key.name]
             desired.add_metric(at, shown.desired)
@@ -241,4 +268,7 @@ class _Pools(Collector):
                     condition.add_metric([*at, kind, each], float(each == status))
             if shown.degraded is not None:
                 degraded.add_metric([*at, shown.degraded], 1.0)
-        yield from (desired, replicas, ready, asleep, restarts, version, epoch, condition, degraded)
+            if shown.progressing is not None:
+                progressing.add_metric([*at, shown.progressing], 1.0)
+        yield from (desired, replicas, ready, asleep, restarts, version, epoch)
+        yield from (condition, degraded, progressing)

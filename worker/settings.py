@@ -59,6 +59,7 @@ class Settings:
     max_length: int | None
     data_host: str
     data_port: int
+    data_token_file: Path | None
     control_host: str
     control_port: int
     weights_port: int | None
@@ -245,6 +246,8 @@ FLAGS: tuple[Flag, ...] = (
          "maximum tokens of prompt plus output; default: the model's maximum"),
     Flag("data-host", _name, "0.0.0.0", "address the data port listens on", metavar="HOST"),
     Flag("data-port", _port, 8000, "data port: generation, health, readiness, metrics"),
+    Flag("data-token-file", Path, None, "file with a bearer token that the data port wants for all but /health,"
+         " /ready and /metrics; default: none is wanted"),
     Flag("control-host", _name, "0.0.0.0", "address the control port listens on", metavar="HOST"),
     Flag("control-port", _port, 8001, "control port: state, pause, sleep, weights"),
     Flag("weights-port", _port, None,

@@ -30,7 +30,7 @@ from rollout_client.hooks import Hook
 from rollout_client.kube.access import access
 from rollout_client.kube.client import Kube
 from rollout_client.routing.balancer import MAX_IMBALANCE, Balancer
-from rollout_client.routing.connections import Connections
+from rollout_client.routing.connections import Connections, DataToken
 from rollout_client.routing.health import SILENT_SECONDS, Health
 from rollout_client.routing.router import Router
 from rollout_client.spelling import check_names
@@ -81,6 +81,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         hook: Hook | None = None,
         steering: Steering | None = None,
         max_staleness: int | None = None,
+        data_token: DataToken = None,
     ) -> None:
         if max_failures < 0 or (max_staleness or 0) < 0:
             raise ValueError("max_failures and max_staleness must be 0 or more")
@@ -93,7 +94,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         self._hook = hook or Hook()
         self._discovery = discovery
         self._background = Background(name)
-        connections = Connections()
+        connections = Connections(data_token)
         router = Router(
             Balancer(max_imbalance=max_imbalance, deterministic=deterministic),
             self._trouble,

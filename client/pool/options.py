@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from rollout_client.hooks import Hook
+from rollout_client.routing.connections import DataToken
 
 
 class PoolOptions(TypedDict, total=False):
@@ -20,6 +21,8 @@ class PoolOptions(TypedDict, total=False):
         hook: Gets measurements.
         max_staleness: Requests without bounds of their own are served by weights at most so many
             versions older than the last one published with this pool; None: by any.
+        data_token: Bearer token of the workers' data ports (`--data-token-file`), or a function that returns
+            it at each request; None: they want none.
     """
 
     max_imbalance: int
@@ -29,6 +32,7 @@ class PoolOptions(TypedDict, total=False):
     deadline_seconds: float
     hook: Hook | None
     max_staleness: int | None
+    data_token: DataToken
 
 
 POOL_OPTIONS = ("name", *PoolOptions.__annotations__)

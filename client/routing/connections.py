@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,6 +37,10 @@ def authorities(*, environment: bool) -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=environment)
 
 
+DataToken = str | Callable[[], str] | None
+"""Token of the members' data ports, or what returns it at each request; None: they want none."""
+
+
 @dataclass(slots=True)
 class _Client:
     client: httpx.AsyncClient
@@ -44,9 +48,14 @@ class _Client:
 
 
 class Connections:
-    """Clients by member URL, made when first needed."""
+    """Clients by member URL, made when first needed.
 
-    def __init__(self) -> None:
+    Args:
+        token: Sent with each request.
+    """
+
+    def __init__(self, token: DataToken = None) -> None:
+        self._token = token
         self._clients: dict[str, list[_Client]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -73,11 +82,17 @@ class Connections:
         # A proxy named in the environment is not meant for pods of the same cluster.
         return httpx.AsyncClient(
             base_url=url,
+            auth=None if self._token is None else self._authorize,
             timeout=TIMEOUT,
             limits=limits,
             verify=authorities(environment=True),
             trust_env=False,
         )
+
+    def _authorize(self, request: httpx.Request) -> httpx.Request:
+        token = self._token() if callable(self._token) else self._token
+        request.headers["Authorization"] = f"Bearer {token}"
+        return request
 
     def drop(self, url: str) -> None:
         """Close a member's clients in the background; no request may use them any more."""

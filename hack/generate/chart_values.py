@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from rollout_operator.api.crd import structural
 from rollout_operator.api.names import CONTROL_TLS_NAME
@@ -19,6 +22,9 @@ Schema = dict[str, Any]
 
 LABEL = "^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 OPTIONAL_NAME = "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$"
+DURATION = "^([0-9]+(ms|[smhdwy]))+$"
+ONE_VALUE = ("podTemplate", "alerts")
+CHART = Path(__file__).resolve().parents[2] / "charts" / "rollout-operator"
 ENGINES = {"hf": "Hugging Face", "vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -109,9 +115,14 @@ def _metrics() -> Schema:
     return group(
         podMonitor=group(
             enabled=switch(
-                "Create PodMonitors for operator and workers; needs the Prometheus Operator."
+                "Create PodMonitors for operator and workers; needs the Prometheus Operator. Their pods have no "
+                "annotation prometheus.io/scrape then, so that nothing is counted twice."
             ),
             interval=text("Time between scrapes.", pattern="^[0-9]+(ms|s|m)$"),
+            scrapeTimeout=text(
+                "After which time a scrape fails, at most the interval; if empty, Prometheus' own default.",
+                pattern="^([0-9]+(ms|s|m))?$",
+            ),
             labels=labels,
         ),
         prometheusRule=group(
@@ -120,15 +131,36 @@ def _metrics() -> Schema:
             ),
             labels=labels,
             runbookUrl=text(
-                "Where docs/runbook.md is published; each alert's runbook_url leads to a section of it.",
-                minLength=1,
+                "URL at which docs/runbook.md is published; each alert's runbook_url leads to a section of it. "
+                "If empty, alerts have none.",
+                pattern="^(https?://[^#]+)?$",
             ),
+            alerts=_alerts(),
         ),
         dashboards=group(
             enabled=switch("Create a ConfigMap with the Grafana dashboards."),
             labels=strings("Labels that Grafana's sidecar looks for."),
         ),
     )
+
+
+def _alerts() -> Schema:
+    """Return the schema of what single alerts change, by the names in the chart's rules.yaml."""
+    rules = yaml.safe_load((CHART / "rules.yaml").read_text())["groups"]
+    changes = group(
+        enabled=switch("Whether the alert is installed."),
+        severity=text("Its label severity.", minLength=1),
+        **{"for": text("How long its condition holds before it fires.", pattern=DURATION)},
+    )
+    del changes["required"]
+    names = [rule["alert"] for each in rules for rule in each["rules"]]
+    schema = group(
+        "Changes of single alerts: a map of name, such as RolloutPoolNotServing, to `enabled`, `for` and `severity`; "
+        "what is left out stays as in rules.yaml.",
+        **dict.fromkeys(names, changes),
+    )
+    del schema["required"]
+    return schema
 
 
 def _image() -> dict[str, Schema]:
@@ -150,7 +182,8 @@ def _image() -> dict[str, Schema]:
             "description": "Number of operator pods; one leads, the others stand by.",
         },
         "fullnameOverride": text(
-            "Name of the operator's objects; if empty, derived from the release."
+            "Name of the operator's objects; if empty, derived from the release.",
+            pattern="^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$",
         ),
         "engines": group(
             hf=_engine(ENGINES["hf"], "if empty, rollout-worker-hf at the chart's appVersion"),
@@ -171,8 +204,8 @@ def _scope() -> dict[str, Schema]:
         "rbac": group(
             namespaced=switch(
                 "Create nothing cluster-wide: no CRD, admission policy, ClusterRole or "
-                "ClusterRoleBinding, and Roles instead of the ClusterRoles for people. What a cluster "
-                "admin does first is said above."
+                "ClusterRoleBinding, and Roles instead of the ClusterRoles for people. See above for "
+                "what a cluster admin must do first."
             )
         ),
         "workers": group(
@@ -181,9 +214,23 @@ def _scope() -> dict[str, Schema]:
                 "empty, the watched ones, else the release's own.",
                 namespaces,
             ),
+            tokenReviews=text(
+                "Who may review tokens, which is a right of the whole cluster and which workers need to know their "
+                "callers: `listed`, the accounts rollout-worker of these namespaces; `any`, every service account of the "
+                "cluster, so that the admin of a namespace can make the rest alone (docs/runbook.md#service-account-missing). "
+                "A review says whose a token is to somebody who has it already.",
+                enum=["listed", "any"],
+            ),
             serviceAccount=group(
                 create=switch("Create the service account rollout-worker in these namespaces."),
                 annotations=strings("Annotations of that service account."),
+            ),
+            dataToken=group(
+                secretName=text(
+                    "Secret (token) in each namespace with workers; with it their data ports want that token for all but "
+                    "health, readiness and metrics (docs/worker.md#a-token-for-the-data-port). If empty, they want none.",
+                    pattern=OPTIONAL_NAME,
+                )
             ),
             controlTLS=group(
                 secretName=text(
@@ -226,9 +273,8 @@ def _colocation(namespace: Schema) -> Schema:
             pattern="^(/[A-Za-z0-9][-A-Za-z0-9._]*)+$",
         ),
         claim=text(
-            "Name of these claims; if empty, rollout-turn if enabled, else there is no directory, and turns "
-            "exclude each other only as far as everybody keeps to them. Set it without enabled to use claims "
-            "that somebody else made.",
+            "Name of the lock directory's PersistentVolumeClaims. If empty, rollout-turn if colocation.enabled, else "
+            "none: nothing enforces exclusion. Set it without enabled to use claims that somebody else made.",
             pattern=OPTIONAL_NAME,
         ),
         nodeNamespace=text(
@@ -239,6 +285,12 @@ def _colocation(namespace: Schema) -> Schema:
         nodeSelector=strings(
             "Labels that a node must have to get the directory; if empty, all do."
         ),
+        tolerations=items(
+            "Tolerations of the DaemonSet's pods; all taints, as nodes with accelerators often have some.",
+            {"type": "object"},
+        ),
+        priorityClassName=text("PriorityClass of the DaemonSet's pods."),
+        resources=open_object("Compute resources of each container of the DaemonSet."),
     )
 
 
@@ -256,25 +308,45 @@ def _rights() -> dict[str, Schema]:
                 "the object; if false, anyone who may update an object may change all of it."
             )
         ),
-        "networkPolicy": group(
-            enabled=switch(
-                "Create a NetworkPolicy in each namespace with workers: everybody reaches their data "
-                "port; only the operator, networkPolicy.controlFrom and the namespace's other workers "
-                "(gangs talk on ports of their engine's choice) reach the others."
-            ),
-            controlFrom=items(
-                "Peers of a NetworkPolicy that may reach control ports and the port for pushed weights (8002) "
-                "too, such as trainers that stage "
-                "weights themselves.",
-                {"type": "object"},
-            ),
-        ),
+        "networkPolicy": _network_policy(),
         "serviceAccount": group(
             create=switch("Create the operator's service account."),
             name=text("Name of the service account; if empty, derived from the release."),
             annotations=strings("Annotations of the service account."),
         ),
     }
+
+
+def _network_policy() -> Schema:
+    peer = {"type": "object"}
+    return group(
+        enabled=switch(
+            "Create a NetworkPolicy for the workers of each namespace with workers, and one for the operator's pods. "
+            "The operator reaches the workers' control ports, the namespace's workers reach each other on all "
+            "ports (gangs choose theirs), and the peers below what they are for. The network plugin must enforce "
+            "policies; another policy can open more and close nothing."
+        ),
+        dataFrom=items(
+            "Peers, as in a NetworkPolicy, that may reach the workers' data port (8000): generation without a "
+            "token, and metrics. If empty, everybody may; else these, metricsFrom and trainersFrom.",
+            peer,
+        ),
+        metricsFrom=items(
+            "Peers that scrape metrics. They reach the operator's port 8080 (if empty, everybody does) and, where dataFrom "
+            "restricts it, the workers' data port, on which the metrics are: they may generate, too.",
+            peer,
+        ),
+        trainersFrom=items(
+            "Peers that publish weights or steer workers: they may reach data, control (8001) and weights ports. Without "
+            "them `publish_weights(tensors=…)` reaches no worker.",
+            peer,
+        ),
+        controlFrom=items("Peers that may reach control and weights ports only.", peer),
+        weightsPorts=items(
+            "Ports for pushed weights that the policy opens: add each spec.weights.transport.port that a pool sets.",
+            {"type": "integer", "minimum": 1024, "maximum": 65535},
+        ),
+    )
 
 
 def _operator() -> dict[str, Schema]:
@@ -291,7 +363,11 @@ def _operator() -> dict[str, Schema]:
             format=text("Log format.", enum=["json", "text"]),
         ),
         "extraArgs": items(
-            "Additional operator flags, see `rollout-operator run --help`.", {"type": "string"}
+            "Additional operator flags, see `rollout-operator run --help`; none that other values and the RBAC go by.",
+            {
+                "type": "string",
+                "not": {"pattern": "^--(config|http-port|lease-name|service-account)(=|$)"},
+            },
         ),
         "extraEnv": items(
             "Additional environment of the operator's container, as in a pod spec.",
@@ -301,7 +377,7 @@ def _operator() -> dict[str, Schema]:
             enabled=switch("Create a PodDisruptionBudget for the operator's pods."),
             maxUnavailable={
                 "type": ["integer", "string"],
-                "description": "How many of them may be evicted at a time, or which part of them.",
+                "description": "Maximum number or percentage of operator pods unavailable during evictions.",
                 "minimum": 0,
                 "pattern": "^[0-9]+%$",
             },
@@ -348,11 +424,11 @@ def readme(values: Mapping[str, Any]) -> str:
 
 
 def leaves(schema: Schema, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Schema]]:
-    """Yield the values that are set one by one; a pod template counts as one."""
+    """Yield the values that are set one by one; a pod template counts as one, alerts do too."""
     for name, child in schema["properties"].items():
         if name == "global":
             continue
-        if "properties" in child and name != "podTemplate":
+        if "properties" in child and name not in ONE_VALUE:
             yield from leaves(child, (*path, name))
         else:
             yield (*path, name), child

@@ -10,6 +10,9 @@ Doc = dict[str, Any]
 
 WIDTH, HEIGHT, COLUMNS = 8, 8, 3
 POOL = 'namespace=~"$namespace",pool=~"$pool"'
+JOB = 'job=~"$job"'
+BY_POOL = "namespace, pool"
+LEGEND = "{{namespace}}/{{pool}}"
 
 
 @dataclass(frozen=True)
@@ -23,32 +26,52 @@ class Panel:
     kind: str = "timeseries"
 
 
-def quantiles(metric: str, selector: str, by: str) -> tuple[tuple[str, str], ...]:
-    """Return median and p99 of a histogram."""
+def legend_of(by: str) -> str:
+    """Return the legend for labels, pools as namespace/name."""
+    return " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(",")).replace(
+        "{{namespace}} {{pool}}", LEGEND
+    )
+
+
+def quantiles(metric: str, by: str = BY_POOL, selector: str = POOL) -> tuple[tuple[str, str], ...]:
+    """Return median and p99 of a histogram; without observations there is no line, not NaN."""
     rate = f"sum by (le, {by}) (rate({metric}_bucket{{{selector}}}[$__rate_interval]))"
-    legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(","))
     return tuple(
-        (f"histogram_quantile({q}, {rate})", f"{legend} p{q * 100:g}") for q in (0.5, 0.99)
+        (f"histogram_quantile({q}, {rate}) >= 0", f"{legend_of(by)} p{q * 100:g}")
+        for q in (0.5, 0.99)
     )
 
 
-def summed(metric: str, by: str = "namespace, pool", selector: str = POOL) -> tuple[str, str]:
+def summed(metric: str, by: str = BY_POOL, selector: str = POOL) -> tuple[str, str]:
     """Return the rate of a counter, summed."""
-    legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(","))
-    return f"sum by ({by}) (rate({metric}{{{selector}}}[$__rate_interval]))", legend
+    return f"sum by ({by}) (rate({metric}{{{selector}}}[$__rate_interval]))", legend_of(by)
 
 
-def gauge(metric: str, by: str = "namespace, pool", more: str = "") -> tuple[str, str]:
-    """Return a gauge of the chosen pools, summed."""
-    legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(","))
-    return f"sum by ({by}) ({metric}{{{POOL}{more}}})", legend
+def hourly(metric: str, by: str = BY_POOL) -> tuple[str, str]:
+    """Return by how much a counter of pools grew in an hour."""
+    return f"sum by ({by}) (increase({metric}{{{POOL}}}[1h]))", legend_of(by)
 
 
-def version_of(which: str) -> tuple[str, str]:
+def gauge(metric: str, by: str = BY_POOL, also: str = "") -> tuple[str, str]:
+    """Return a gauge of the chosen pools' workers, summed."""
+    return f"sum by ({by}) ({metric}{{{POOL}}})", f"{legend_of(by)} {also}".strip()
+
+
+def figure(name: str, also: str = "", selector: str = "") -> tuple[str, str]:
+    """Return a figure that the operator shows of each pool; `pod` is left out, as leaders change."""
     return (
-        f'rollout_pool_weights_version{{{POOL},which="{which}"}}',
-        f"{{{{namespace}}}}/{{{{pool}}}} {which}",
+        f"max by ({BY_POOL}) (rollout_pool_{name}{{{POOL}{selector}}})",
+        f"{LEGEND} {also}".strip(),
     )
+
+
+def identity(part: str, which: str) -> tuple[str, str]:
+    """Return the epoch or version of a pool's target, committed or active weights."""
+    return figure(f"weights_{part}", which, f',which="{which}"')
+
+
+def _difference(part: str, operator: str) -> str:
+    return f"{identity(part, 'target')[0]} {operator} {identity(part, 'active_min')[0]}"
 
 
 POOLS = (
@@ -57,68 +80,71 @@ POOLS = (
         "Replicas that are desired, that exist, that serve and that are asleep.",
         "short",
         (
-            (f"rollout_pool_replicas_desired{{{POOL}}}", "{{pool}} desired"),
-            (f"rollout_pool_replicas{{{POOL}}}", "{{pool}} total"),
-            (f"rollout_pool_replicas_ready{{{POOL}}}", "{{pool}} serving"),
-            (f"rollout_pool_replicas_asleep{{{POOL}}}", "{{pool}} asleep"),
+            figure("replicas_desired", "desired"),
+            figure("replicas", "total"),
+            figure("replicas_ready", "serving"),
+            figure("replicas_asleep", "asleep"),
         ),
     ),
     Panel(
-        "True conditions",
-        "1 for each condition that is True; Degraded should never be.",
+        "Conditions",
+        "1 while a condition is True; Degraded should never be.",
         "short",
         (
             (
-                f'rollout_pool_condition{{{POOL},status="True"}}',
-                "{{pool}} {{type}}",
+                f'max by ({BY_POOL}, type) (rollout_pool_condition{{{POOL},status="True"}})',
+                f"{LEGEND} {{{{type}}}}",
             ),
         ),
+        "state-timeline",
     ),
     Panel(
         "Weights version",
         "Target and committed version; they differ while an update is in progress.",
         "short",
-        (version_of("target"), version_of("committed")),
+        (identity("version", "target"), identity("version", "committed")),
     ),
     Panel(
         "Weights epoch",
         "Increases when another trainer takes over.",
         "short",
-        ((f'rollout_pool_weights_epoch{{{POOL},which="committed"}}', "{{pool}}"),),
+        (identity("epoch", "target"), identity("epoch", "committed")),
+    ),
+    Panel(
+        "Versions behind the target",
+        "Of the replica with the oldest weights, within one epoch: how stale new tokens are.",
+        "short",
+        ((f"{_difference('version', '-')} and {_difference('epoch', '==')}", LEGEND),),
     ),
     Panel(
         "Weights updates",
-        "From the start of an update to its outcome, over the whole pool.",
+        "Mean time from the start of an update to its outcome, over the whole pool, of those in the last 10 minutes.",
         "s",
-        quantiles("rollout_pool_weights_update_seconds", POOL, "pool, outcome"),
+        (
+            (
+                f"sum by ({BY_POOL}, outcome) (increase(rollout_pool_weights_update_seconds_sum{{{POOL}}}[10m]))"
+                f" / (sum by ({BY_POOL}, outcome) (increase(rollout_pool_weights_update_seconds_count{{{POOL}}}[10m])) > 0)",
+                f"{LEGEND} {{{{outcome}}}}",
+            ),
+        ),
     ),
     Panel(
         "Updates by outcome",
         "In the last hour.",
         "short",
-        (
-            (
-                f"sum by (pool, outcome) (increase(rollout_pool_weights_update_seconds_count{{{POOL}}}[1h]))",
-                "{{pool}} {{outcome}}",
-            ),
-        ),
+        (hourly("rollout_pool_weights_update_seconds_count", f"{BY_POOL}, outcome"),),
     ),
     Panel(
         "Replica restarts",
-        "In the last hour.",
+        "In the last hour; of a Hybrid pool none, as its pods are the trainer's.",
         "short",
-        ((f"increase(rollout_pool_restarts_total{{{POOL}}}[1h])", "{{pool}}"),),
+        (hourly("rollout_pool_restarts_total"),),
     ),
     Panel(
         "Engine restarts",
         "Engine restarts inside their workers, in the last hour.",
         "short",
-        (
-            (
-                f"sum by (namespace, pool) (increase(rollout_worker_engine_restarts_total{{{POOL}}}[1h]))",
-                "{{pool}}",
-            ),
-        ),
+        (hourly("rollout_worker_engine_restarts_total"),),
     ),
     Panel(
         "Generated tokens",
@@ -136,88 +162,120 @@ POOLS = (
         "Finished outputs",
         "Per second, by stop reason.",
         "reqps",
-        (summed("rollout_worker_requests_total", "pool, stop_reason"),),
+        (summed("rollout_worker_requests_total", f"{BY_POOL}, stop_reason"),),
     ),
     Panel(
         "Refused requests",
-        "Per second, by reason: 409, 429 and 503, which callers try again, and what is wrong with them.",
+        "Requests per second answered with 409, 429 or 503, by reason; clients retry these. Others are wrong.",
         "reqps",
-        (summed("rollout_worker_refused_total", "pool, reason"),),
+        (summed("rollout_worker_refused_total", f"{BY_POOL}, reason"),),
     ),
     Panel(
         "Requests",
         "Running and queued.",
         "short",
         (
-            gauge("rollout_worker_requests_in_flight", "pool"),
-            (gauge("rollout_worker_requests_queued", "pool")[0], "{{pool}} queued"),
+            gauge("rollout_worker_requests_in_flight", also="running"),
+            gauge("rollout_worker_requests_queued", also="queued"),
+        ),
+    ),
+    Panel(
+        "Workers without a request",
+        "Share of the workers whose engine has nothing to do, asleep ones included.",
+        "percentunit",
+        (
+            (
+                f"avg by ({BY_POOL}) (rollout_worker_requests_in_flight{{{POOL}}} == bool 0)",
+                LEGEND,
+            ),
         ),
     ),
     Panel(
         "Request duration",
         "From acceptance to completion.",
         "s",
-        quantiles("rollout_worker_request_duration_seconds", POOL, "pool"),
+        quantiles("rollout_worker_request_duration_seconds"),
     ),
     Panel(
         "Time to first token",
-        "From acceptance to the first token.",
+        "From acceptance to the first token, the time in the queue included.",
         "s",
-        quantiles("rollout_worker_time_to_first_token_seconds", POOL, "pool"),
+        quantiles("rollout_worker_time_to_first_token_seconds"),
     ),
     Panel(
         "Time between tokens",
         "Of one output; the mean where several tokens arrive together.",
         "s",
-        quantiles("rollout_worker_inter_token_seconds", POOL, "pool"),
+        quantiles("rollout_worker_inter_token_seconds"),
     ),
     Panel(
         "Weights update of a worker",
         "Duration of each phase.",
         "s",
-        quantiles("rollout_worker_weights_update_seconds", POOL, "phase"),
+        quantiles("rollout_worker_weights_update_seconds", f"{BY_POOL}, phase"),
     ),
     Panel(
         "Engine pause during commit",
         "Time during which an engine could generate no tokens.",
         "s",
-        quantiles("rollout_worker_engine_pause_seconds", POOL, "pool"),
+        quantiles("rollout_worker_engine_pause_seconds"),
+    ),
+    Panel(
+        "Time paused by commits",
+        "Share of the engines' time in the last 10 minutes.",
+        "percentunit",
+        (
+            (
+                f"avg by ({BY_POOL}) (rate(rollout_worker_engine_pause_seconds_sum{{{POOL}}}[10m]))",
+                LEGEND,
+            ),
+        ),
     ),
     Panel(
         "Lifecycle transitions",
         "Duration of sleep, wake, pause and other transitions.",
         "s",
-        quantiles("rollout_worker_transition_seconds", POOL, "transition"),
+        quantiles("rollout_worker_transition_seconds", f"{BY_POOL}, transition"),
     ),
     Panel(
         "Wait for the turn",
         "Time until a worker that shares its devices may use them.",
         "s",
-        quantiles("rollout_worker_turn_wait_seconds", POOL, "pool"),
+        quantiles("rollout_worker_turn_wait_seconds"),
+    ),
+    Panel(
+        "Memory that others keep",
+        "Of a device that takes turns: what other processes had of it when the engine was last to take memory.",
+        "bytes",
+        (gauge("rollout_worker_turn_residue_bytes", f"{BY_POOL}, pod, instance, device"),),
     ),
     Panel(
         "Workers by state",
-        "How many workers are in each lifecycle state.",
+        "How many replicas' workers are in each lifecycle state.",
         "short",
-        (gauge("rollout_worker_lifecycle_state", "state"),),
+        (gauge("rollout_worker_lifecycle_state", f"{BY_POOL}, state"),),
     ),
     Panel(
         "Resident memory",
-        "Of the worker processes; drops while they are asleep.",
+        "Host memory of the workers, not GPU memory. It grows during vLLM's level-1 sleep: the weights move there.",
         "bytes",
-        (gauge("rollout_worker_memory_resident_bytes", "pool, pod"),),
+        (gauge("rollout_worker_memory_resident_bytes", f"{BY_POOL}, pod, instance"),),
     ),
 )
 
 OPERATOR = (
     Panel(
-        "Leaders", "Should be 1.", "short", (("sum(rollout_operator_leader)", "leaders"),), "stat"
+        "Leaders",
+        "Should be 1 of each release.",
+        "short",
+        ((f"sum by (namespace, job) (rollout_operator_leader{{{JOB}}})", "{{namespace}} {{job}}"),),
+        "stat",
     ),
     Panel(
         "Pools",
         "Pools known to the leader.",
         "short",
-        (("count(rollout_pool_replicas)", "pools"),),
+        ((f"count by (job) (rollout_pool_replicas{{{JOB}}})", "{{job}}"),),
         "stat",
     ),
     Panel(
@@ -226,8 +284,9 @@ OPERATOR = (
         "s",
         (
             (
-                "time() - max by (resource) (rollout_operator_watch_last_event_timestamp_seconds)",
-                "{{resource}}",
+                "time() - max by (job, resource) "
+                f"(rollout_operator_watch_last_event_timestamp_seconds{{{JOB}}})",
+                "{{job}} {{resource}}",
             ),
         ),
     ),
@@ -235,51 +294,56 @@ OPERATOR = (
         "Reconcile passes",
         "Per second, by result.",
         "ops",
-        (summed("rollout_operator_reconcile_total", "result", ""),),
+        (summed("rollout_operator_reconcile_total", "job, result", JOB),),
     ),
     Panel(
         "Pass duration",
         "From the start of a pass to its last write.",
         "s",
-        quantiles("rollout_operator_reconcile_duration_seconds", "", "job"),
+        quantiles("rollout_operator_reconcile_duration_seconds", "job", JOB),
     ),
     Panel(
         "Queue wait",
         "How long pools waited once they were due.",
         "s",
-        quantiles("rollout_operator_queue_wait_seconds", "", "job"),
+        quantiles("rollout_operator_queue_wait_seconds", "job", JOB),
     ),
     Panel(
         "Queue depth",
         "Pools that are due and waiting.",
         "short",
-        (("max(rollout_operator_queue_depth)", "due"),),
+        ((f"max by (job) (rollout_operator_queue_depth{{{JOB}}})", "{{job}}"),),
     ),
     Panel(
         "API server requests",
         "Per second, by verb and resource.",
         "reqps",
-        (summed("rollout_operator_api_requests_total", "verb, resource", ""),),
+        (summed("rollout_operator_api_requests_total", "job, verb, resource", JOB),),
     ),
     Panel(
         "Failed API server requests",
         "Per second, by code; 0 means no answer.",
         "reqps",
-        (summed("rollout_operator_api_requests_total", "code", 'code!~"2..|404|409"'),),
+        (summed("rollout_operator_api_requests_total", "job, code", JOB + ',code!~"2..|404|409"'),),
     ),
     Panel(
         "Event loop lag",
         "How late timers ran: the worst of the last 30 seconds.",
         "s",
-        (("max by (pod) (rollout_operator_event_loop_lag_seconds)", "{{pod}}"),),
+        (
+            (
+                f"max by (job, pod) (rollout_operator_event_loop_lag_seconds{{{JOB}}})",
+                "{{job}} {{pod}}",
+            ),
+        ),
     ),
     Panel(
         "Missed watch events",
         "Per second: deletions found only by a full list, and own writes that the watch never showed.",
         "ops",
         (
-            ("sum(rate(rollout_operator_ghosts_total[$__rate_interval]))", "ghosts"),
-            summed("rollout_operator_expectation_timeouts_total", "resource", ""),
+            (summed("rollout_operator_ghosts_total", "job", JOB)[0], "{{job}} ghosts"),
+            summed("rollout_operator_expectation_timeouts_total", "job, resource", JOB),
         ),
     ),
 )
@@ -288,7 +352,7 @@ OPERATOR = (
 def dashboards() -> dict[str, str]:
     """Return file names and JSON texts."""
     pools = _dashboard("rollout-pools", "Rollout pools", POOLS, ("namespace", "pool"))
-    operator = _dashboard("rollout-operator", "Rollout operator", OPERATOR, ())
+    operator = _dashboard("rollout-operator", "Rollout operator", OPERATOR, ("job",))
     return {
         "rollout-pools.json": json.dumps(pools, indent=1) + "\n",
         "rollout-operator.json": json.dumps(operator, indent=1) + "\n",
@@ -320,12 +384,13 @@ def _datasource() -> Doc:
 
 def _choice(label: str) -> Doc:
     within = '{namespace=~"$namespace"}' if label == "pool" else ""
+    metric = "rollout_operator_leader" if label == "job" else "rollout_pool_replicas"
     return {
         "name": label,
         "label": label.capitalize(),
         "type": "query",
         "datasource": {"type": "prometheus", "uid": "${datasource}"},
-        "query": {"query": f"label_values(rollout_pool_replicas{within}, {label})", "refId": label},
+        "query": {"query": f"label_values({metric}{within}, {label})", "refId": label},
         "refresh": 2,
         "includeAll": True,
         "multi": True,

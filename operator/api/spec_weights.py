@@ -145,7 +145,7 @@ class Transport(ApiModel):
         ge=1024,
         le=65535,
         description="TCP port of every worker for pushed weights; a change replaces the pods. The "
-        "chart's NetworkPolicy lets trainers reach 8002 only.",
+        "chart's NetworkPolicy opens the ports in networkPolicy.weightsPorts (8002).",
         json_schema_extra=rules(
             cel(
                 f"!(self in [{DATA_PORT}, {CONTROL_PORT}, {GANG_PORT}])",

@@ -92,7 +92,8 @@ def show_figures(ctx: Context, key: Key, pool: Obj, status: RolloutReplicaStatus
         restarts=status.restarts,
         weights=weights,
         conditions={c.type: c.status for c in status.conditions},
-        degraded=_degraded(status),
+        degraded=_reason(status, Condition.DEGRADED),
+        progressing=_reason(status, Condition.PROGRESSING),
     )
     ctx.telemetry.pool(key, figures)
 
@@ -104,8 +105,9 @@ def _desired(pool: Obj, status: RolloutReplicaStatus) -> int:
     return int(pool["spec"].get("replicas", 1))
 
 
-def _degraded(status: RolloutReplicaStatus) -> str | None:
-    found = status.condition(Condition.DEGRADED)
+def _reason(status: RolloutReplicaStatus, kind: Condition) -> str | None:
+    """Reason of a condition that is True; None if it isn't."""
+    found = status.condition(kind)
     return found.reason if found is not None and found.status == "True" else None
 
 

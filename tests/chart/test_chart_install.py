@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,14 +21,24 @@ NOT_THERE = ("PodMonitor", "PrometheusRule")
 """Kinds of the Prometheus Operator, which this API server does not have."""
 
 
-OTHER, TENANT = "rollout-other", "tenant"
+OTHER, TENANT, ALONE = "rollout-other", "tenant", "alone"
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A control plane of its own: the chart's cluster-wide objects meet nobody else's."""
     with control_plane("chart") as cluster:
-        for namespace in (NAMESPACE, OTHER, TENANT, "rl", "rl-2", "more", "team-a", "team-b"):
+        for namespace in (
+            NAMESPACE,
+            OTHER,
+            TENANT,
+            ALONE,
+            "rl",
+            "rl-2",
+            "more",
+            "team-a",
+            "team-b",
+        ):
             cluster.kubectl("create", "namespace", namespace)
         cluster.kubectl(
             "label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted"
@@ -198,9 +209,9 @@ def stub_crd(plural: str, kind: str) -> dict[str, object]:
     }
 
 
-def may_check_tokens(cluster: Cluster) -> bool:
-    """Whether the workers of `rl` may ask who calls their control ports."""
-    account = "--as=system:serviceaccount:rl:rollout-worker"
+def may_check_tokens(cluster: Cluster, namespace: str = "rl") -> bool:
+    """Whether the workers of a namespace may ask who calls their control ports."""
+    account = f"--as=system:serviceaccount:{namespace}:rollout-worker"
     return all(
         cluster.kubectl(*words, account, check=False).strip() == "yes"
         for words in (
@@ -208,10 +219,29 @@ def may_check_tokens(cluster: Cluster) -> bool:
             (
                 *("auth", "can-i", "create", "localsubjectaccessreviews.authorization.k8s.io"),
                 "-n",
-                "rl",
+                namespace,
             ),
         )
     )
+
+
+def test_an_admin_of_a_namespace_takes_it_into_service_alone(cluster: Cluster) -> None:
+    """With the commands of the runbook, once every account may review tokens."""
+    page = (CHART.parents[1] / "docs" / "runbook.md").read_text()
+    lines = re.findall(r"^kubectl (-n more create .*)$", page, re.MULTILINE)
+    where = ("--namespace", OTHER)
+    cluster.helm("install", "open", CHART, *where, "--set=workers.tokenReviews=any")
+    cluster.kubectl("-n", ALONE, "create", "serviceaccount", "owner")
+    owner = ("--clusterrole=admin", "--serviceaccount=alone:owner")
+    cluster.kubectl("-n", ALONE, "create", "rolebinding", "owner", *owner)
+    for line in lines:
+        cluster.kubectl(
+            *line.replace("more", ALONE).split(), "--as=system:serviceaccount:alone:owner"
+        )
+    assert may_check_tokens(cluster, ALONE)
+    cluster.helm("upgrade", "open", CHART, *where, "--set=crds.keep=false")
+    assert not may_check_tokens(cluster, ALONE), "listed is the default"
+    cluster.helm("uninstall", "open", *where)
 
 
 def test_the_helm_lines_of_the_pages_follow_one_another(cluster: Cluster, tmp_path: Path) -> None:

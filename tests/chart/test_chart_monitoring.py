@@ -7,11 +7,12 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from charts import CHART, case, every, one
+from charts import CHART, ROOT, case, every, helm, one, rendered
 from localkube.debian import unpack_prometheus
 from rollout_operator.api.objects import Key
 from rollout_operator.telemetry import PoolFigures
@@ -92,161 +93,272 @@ def test_every_query_of_the_dashboards_is_valid(tmp_path: Path) -> None:
     promtool("check", "rules", file)
 
 
-def pool_of(desired: int, exist: int, ready: int, *, asleep: int = 0) -> dict[str, str]:
-    """Series of the pool a/p, for two hours."""
-    counts = {"_desired": desired, "": exist, "_ready": ready, "_asleep": asleep}
+Series = dict[str, str]
+Case = tuple[str, Series, int, dict[str, str]]
+"""An alert, series by their names, the minute that is looked at, and the labels of what fires."""
+
+POOL = {"namespace": "a", "pool": "p"}
+OPERATOR = {"namespace": "ops", "job": "operator"}
+
+
+def named(metric: str, values: str, **labels: str) -> Series:
+    inner = ",".join(f'{label}="{value}"' for label, value in labels.items())
+    return {f"{metric}{{{inner}}}": values}
+
+
+def of_pool(metric: str, values: str, **labels: str) -> Series:
+    """A series of the pool a/p."""
+    return named(f"rollout_pool_{metric}", values, **POOL, **labels)
+
+
+def pool_of(desired: int, exist: int, ready: int | str, *, asleep: int = 0) -> Series:
+    """Series of the pool a/p, for four hours."""
+    counts = {"_desired": desired, "": exist, "_asleep": asleep}
+    found = {
+        k: v for w, n in counts.items() for k, v in of_pool(f"replicas{w}", f"{n}x250").items()
+    }
+    return found | of_pool("replicas_ready", ready if isinstance(ready, str) else f"{ready}x250")
+
+
+def condition(kind: str, status: str = "True", values: str = "1x250") -> Series:
+    return of_pool("condition", values, type=kind, status=status)
+
+
+def degraded(reason: str) -> Series:
+    return condition("Degraded") | of_pool("degraded", "1x250", reason=reason)
+
+
+def progressing(reason: str, values: str = "1x250") -> Series:
+    return condition("Progressing", values=values) | of_pool("progressing", values, reason=reason)
+
+
+def weights(target: tuple[int, int], committed: tuple[int, int]) -> Series:
     return {
-        f'rollout_pool_replicas{which}{{namespace="a",pool="p"}}': f"{count}x130"
-        for which, count in counts.items()
+        name: f"{value}x250"
+        for which, both in (("target", target), ("committed", committed))
+        for metric, value in zip(("weights_epoch", "weights_version"), both, strict=True)
+        for name in of_pool(metric, "", which=which)
     }
 
 
-def condition(kind: str, status: str = "True") -> dict[str, str]:
-    """A condition of the pool a/p, for two hours."""
-    labels = f'namespace="a",pool="p",type="{kind}",status="{status}"'
-    return {f"rollout_pool_condition{{{labels}}}": "1x130"}
+def failed_writes(values: str) -> Series:
+    return of_pool("failed_writes_total", values, **WRITE)
 
 
-def failed_writes(values: str) -> dict[str, str]:
-    """A write of the pool a/p that fails, as often as the values say."""
-    labels = 'namespace="a",pool="p",verb="create",resource="pods",reason="ApiError"'
-    return {f"rollout_pool_failed_writes_total{{{labels}}}": values}
+def worker(metric: str, values: str, **labels: str) -> Series:
+    return named(f"rollout_worker_{metric}", values, **POOL, pod="w", **labels)
 
 
-WRITES_FAIL = (
-    "RolloutPoolWritesFail",
-    {"namespace": "a", "pool": "p", "verb": "create", "resource": "pods", "reason": "ApiError"},
+def operator(metric: str, values: str, job: str = "operator", **labels: str) -> Series:
+    return named(f"rollout_operator_{metric}", values, namespace="ops", job=job, **labels)
+
+
+WRITE = {"verb": "create", "resource": "pods", "reason": "ApiError"}
+WORKER = {**POOL, "pod": "w"}
+NEW_LEADER = named("rollout_pool_degraded", "1x30", **POOL, reason="BackOff", pod="o1") | named(
+    "rollout_pool_degraded", "_x30 1x220", **POOL, reason="BackOff", pod="o2"
 )
-FAILED_PASSES = {'rollout_pool_failed_passes_total{namespace="a",pool="p"}': "0+1x130"}
+LOST = pool_of(8, 8, "8x30 0x220") | progressing("Starting", "_x30 1x220")
 
 
-@pytest.mark.parametrize(
-    ("series", "minutes", "alert", "labels"),
-    [
-        (
-            {
-                'rollout_pool_condition{namespace="a",pool="p",type="Degraded",status="True"}': "1x130"
-            },
-            10,
-            "RolloutPoolDegraded",
-            {"namespace": "a", "pool": "p", "type": "Degraded", "status": "True"},
-        ),
-        (
-            pool_of(8, 8, 0) | condition("Progressing"),
-            15,
-            "RolloutPoolNotServing",
-            {"namespace": "a", "pool": "p"},
-        ),
-        (
-            pool_of(8, 0, 0) | condition("Degraded"),
-            15,
-            "RolloutPoolNotServing",
-            {"namespace": "a", "pool": "p"},
-        ),
-        (
-            pool_of(8, 7, 7) | condition("Degraded"),
-            120,
-            "RolloutPoolReplicasMissing",
-            {"namespace": "a", "pool": "p"},
-        ),
-        (
-            pool_of(8, 8, 5, asleep=2) | condition("Progressing"),
-            120,
-            "RolloutPoolReplicasMissing",
-            {"namespace": "a", "pool": "p"},
-        ),
-        (
-            {
-                'rollout_pool_weights_epoch{namespace="a",pool="p",which="target"}': "1x130",
-                'rollout_pool_weights_epoch{namespace="a",pool="p",which="committed"}': "1x130",
-                'rollout_pool_weights_version{namespace="a",pool="p",which="target"}': "8x130",
-                'rollout_pool_weights_version{namespace="a",pool="p",which="committed"}': "7x130",
-            },
-            20,
-            "RolloutPoolWeightsBehind",
-            {"namespace": "a", "pool": "p"},
-        ),
-        (
-            {
-                'rollout_pool_weights_epoch{namespace="a",pool="p",which="target"}': "2x130",
-                'rollout_pool_weights_epoch{namespace="a",pool="p",which="committed"}': "1x130",
-                'rollout_pool_weights_version{namespace="a",pool="p",which="target"}': "0x130",
-                'rollout_pool_weights_version{namespace="a",pool="p",which="committed"}': "7x130",
-            },
-            20,
-            "RolloutPoolWeightsBehind",
-            {"namespace": "a", "pool": "p"},
-        ),
-        (
-            {'rollout_pool_degraded{namespace="a",pool="p",reason="NoLiveCopy"}': "1x130"},
-            5,
-            "RolloutPoolNoLiveCopy",
-            {"namespace": "a", "pool": "p", "reason": "NoLiveCopy"},
-        ),
-        ({"rollout_operator_leader": "0x130"}, 5, "RolloutOperatorNoLeader", {}),
-        (failed_writes("1 4 5 5 5 6 6 6 6 6 7x100"), 15, *WRITES_FAIL),
-        (failed_writes("1 " + " ".join(f"{n}x5" for n in range(1, 20))), 100, *WRITES_FAIL),
-        (FAILED_PASSES, 30, "RolloutPoolPassesFail", {"namespace": "a", "pool": "p"}),
-        (
-            {'rollout_operator_reconcile_total{result="error"}': "0+1x130"},
-            40,
-            "RolloutOperatorErrors",
-            {},
-        ),
-    ],
-    ids=[
-        *("degraded", "not serving", "pods refused", "one of eight missing", "one lost asleep"),
-        *("version behind", "epoch behind", "no live copy", "no leader"),
-        *("writes begin to fail", "a write every 5 minutes", "passes fail", "an error a minute"),
-    ],
-)
+def queue_waits(*counts: str) -> Series:
+    bounds = ("0.1", "5.0", "10.0", "+Inf")
+    return {
+        name: values
+        for le, values in zip(bounds, counts, strict=True)
+        for name in operator("queue_wait_seconds_bucket", "", le=le)
+    }
+
+
+FIRES: dict[str, Case] = {
+    "degraded": ("RolloutPoolDegraded", degraded("BackOff"), 10, POOL),
+    "waking for long": (
+        "RolloutPoolNotServing",
+        pool_of(8, 8, 0) | progressing("Waking"),
+        15,
+        POOL,
+    ),
+    "pods refused": ("RolloutPoolNotServing", pool_of(8, 0, 0) | degraded("Rejected"), 15, POOL),
+    "every replica lost": ("RolloutPoolNotServing", LOST, 45, POOL),
+    "one of eight missing": (
+        "RolloutPoolReplicasMissing",
+        pool_of(8, 7, 7) | degraded("Rejected"),
+        120,
+        POOL,
+    ),
+    "one lost asleep": (
+        "RolloutPoolReplicasMissing",
+        pool_of(8, 8, 5, asleep=2) | progressing("Waking"),
+        120,
+        POOL,
+    ),
+    "missing under two leaders": (
+        "RolloutPoolReplicasMissing",
+        pool_of(8, 7, 7) | NEW_LEADER,
+        75,
+        POOL,
+    ),
+    "starts for three hours": (
+        "RolloutPoolStartsSlowly",
+        pool_of(8, 8, 7) | progressing("Starting"),
+        180,
+        POOL,
+    ),
+    "workers not scraped": ("RolloutPoolNotScraped", pool_of(2, 2, 2), 20, POOL),
+    "version behind": ("RolloutPoolWeightsBehind", weights((1, 8), (1, 7)), 20, POOL),
+    "epoch behind": ("RolloutPoolWeightsBehind", weights((2, 0), (1, 7)), 20, POOL),
+    "no live copy": ("RolloutPoolNoLiveCopy", degraded("NoLiveCopy"), 5, POOL),
+    "writes begin to fail": (
+        "RolloutPoolWritesFail",
+        failed_writes("1 4 5 5 5 6 6 6 6 6 7x100"),
+        15,
+        POOL | WRITE,
+    ),
+    "a write every 5 minutes": (
+        "RolloutPoolWritesFail",
+        failed_writes("1 " + " ".join(f"{n}x5" for n in range(1, 20))),
+        100,
+        POOL | WRITE,
+    ),
+    "passes fail": ("RolloutPoolPassesFail", of_pool("failed_passes_total", "0+1x130"), 30, POOL),
+    "a restart a minute": ("RolloutPoolRestarting", of_pool("restarts_total", "0+1x60"), 30, POOL),
+    "failed": (
+        "RolloutWorkerFailed",
+        worker("lifecycle_state", "1x60", state="Failed"),
+        5,
+        WORKER | {"state": "Failed"},
+    ),
+    "engine dies each minute": (
+        "RolloutWorkerEngineRestarting",
+        worker("engine_restarts_total", "0+1x60"),
+        20,
+        WORKER,
+    ),
+    "queued and none runs": (
+        "RolloutWorkerQueueing",
+        worker("requests_queued", "3x60") | worker("requests_in_flight", "0x60"),
+        10,
+        WORKER,
+    ),
+    "no leader": ("RolloutOperatorNoLeader", operator("leader", "0x130"), 5, OPERATOR),
+    "no leader of one release": (
+        "RolloutOperatorNoLeader",
+        operator("leader", "0x130") | operator("leader", "1x130", job="another"),
+        5,
+        OPERATOR,
+    ),
+    "one release is gone": (
+        "RolloutOperatorNoLeader",
+        operator("leader", "1x30 stale") | operator("leader", "1x130", job="another"),
+        40,
+        OPERATOR,
+    ),
+    "no operator at all": ("RolloutOperatorNoLeader", {"up": "1x130"}, 5, {}),
+    "an error a minute": (
+        "RolloutOperatorErrors",
+        operator("reconcile_total", "0+1x130", result="error"),
+        40,
+        OPERATOR,
+    ),
+    "pools wait": (
+        "RolloutOperatorSlow",
+        queue_waits("0x60", "0+1x60", "0+10x60", "0+10x60"),
+        30,
+        OPERATOR,
+    ),
+    "too many requests": (
+        "RolloutOperatorApiErrors",
+        operator("api_requests_total", "0+12x60", verb="get", code="429"),
+        30,
+        OPERATOR,
+    ),
+}
+
+SILENT: dict[str, tuple[str, Series]] = {
+    "recovered": ("RolloutPoolDegraded", condition("Degraded", "False")),
+    "asleep": ("RolloutPoolNotServing", pool_of(2, 2, 0, asleep=2) | condition("Asleep")),
+    "paused": ("RolloutPoolNotServing", pool_of(2, 2, 0) | condition("Ready", "False")),
+    "suspended": ("RolloutPoolNotServing", pool_of(2, 0, 0) | condition("Suspended")),
+    "waits for its trainer": (
+        "RolloutPoolNotServing",
+        pool_of(2, 0, 0) | progressing("WaitingForTrainer"),
+    ),
+    "has no trainer": ("RolloutPoolNotServing", pool_of(2, 0, 0) | degraded("TooFewTrainers")),
+    "loads, or queues for devices": (
+        "RolloutPoolNotServing",
+        pool_of(8, 8, 0) | progressing("Starting"),
+    ),
+    "loads after a suspension": (
+        "RolloutPoolNotServing",
+        LOST | condition("Suspended", values="0x30 1x10 0x210"),
+    ),
+    "paused as a whole": (
+        "RolloutPoolReplicasMissing",
+        pool_of(2, 2, 0) | condition("Ready", "False"),
+    ),
+    "updating": ("RolloutPoolReplicasMissing", pool_of(2, 2, 2) | progressing("StagingWeights")),
+    "one waits for its trainer": (
+        "RolloutPoolReplicasMissing",
+        pool_of(2, 1, 1) | progressing("WaitingForTrainer"),
+    ),
+    "one loads": ("RolloutPoolReplicasMissing", pool_of(2, 2, 1) | progressing("Starting")),
+    "loads for 90 minutes": ("RolloutPoolStartsSlowly", progressing("Starting", "1x90 stale")),
+    "trainer comes tomorrow": ("RolloutPoolStartsSlowly", progressing("WaitingForTrainer")),
+    "scraped": ("RolloutPoolNotScraped", pool_of(2, 2, 2) | worker("info", "1x250")),
+    "none serves": ("RolloutPoolNotScraped", pool_of(2, 2, 0)),
+    "ahead of the target": ("RolloutPoolWeightsBehind", weights((1, 9), (2, 7))),
+    "degraded otherwise": ("RolloutPoolNoLiveCopy", degraded("BackOff")),
+    "a busy minute": ("RolloutPoolWritesFail", failed_writes("1 2 3 4x250")),
+    "few failed passes": (
+        "RolloutPoolPassesFail",
+        of_pool("failed_passes_total", "1 3 4x250"),
+    ),
+    "a restart": ("RolloutPoolRestarting", of_pool("restarts_total", "0x100 1x150")),
+    "ready": ("RolloutWorkerFailed", worker("lifecycle_state", "0x250", state="Failed")),
+    "an engine died": (
+        "RolloutWorkerEngineRestarting",
+        worker("engine_restarts_total", "0x110 1x140"),
+    ),
+    "queued behind others": (
+        "RolloutWorkerQueueing",
+        worker("requests_queued", "3x250") | worker("requests_in_flight", "8x250"),
+    ),
+    "a standby": (
+        "RolloutOperatorNoLeader",
+        operator("leader", "0x250", pod="a") | operator("leader", "1x250", pod="b"),
+    ),
+    "few errors": (
+        "RolloutOperatorErrors",
+        operator("reconcile_total", "1 3 4x250", result="error"),
+    ),
+    "pools don't wait": (
+        "RolloutOperatorSlow",
+        queue_waits("0+10x250", "0+10x250", "0+10x250", "0+10x250"),
+    ),
+    "a conflict now and then": (
+        "RolloutOperatorApiErrors",
+        operator("api_requests_total", "0+12x250", verb="patch", code="409"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("alert", "series", "minutes", "labels"), FIRES.values(), ids=FIRES)
 def test_alert_fires(
-    series: dict[str, str], minutes: int, alert: str, labels: dict[str, str], tmp_path: Path
+    alert: str, series: Series, minutes: int, labels: dict[str, str], tmp_path: Path
 ) -> None:
     firing(series, minutes, alert, labels, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("series", "alert"),
-    [
-        (pool_of(2, 2, 0, asleep=2) | condition("Asleep"), "RolloutPoolNotServing"),
-        (pool_of(2, 2, 0) | condition("Ready", "False"), "RolloutPoolNotServing"),
-        (pool_of(2, 0, 0) | condition("Suspended"), "RolloutPoolNotServing"),
-        (pool_of(2, 2, 0) | condition("Ready", "False"), "RolloutPoolReplicasMissing"),
-        (pool_of(2, 2, 2) | condition("Progressing"), "RolloutPoolReplicasMissing"),
-        (
-            {
-                'rollout_pool_weights_epoch{namespace="a",pool="p",which="target"}': "1x130",
-                'rollout_pool_weights_epoch{namespace="a",pool="p",which="committed"}': "2x130",
-                'rollout_pool_weights_version{namespace="a",pool="p",which="target"}': "9x130",
-                'rollout_pool_weights_version{namespace="a",pool="p",which="committed"}': "7x130",
-            },
-            "RolloutPoolWeightsBehind",
-        ),
-        (
-            {
-                'rollout_operator_leader{pod="a"}': "0x130",
-                'rollout_operator_leader{pod="b"}': "1x130",
-            },
-            "RolloutOperatorNoLeader",
-        ),
-        (failed_writes("1 2 3 4x130"), "RolloutPoolWritesFail"),
-        (
-            {'rollout_pool_failed_passes_total{namespace="a",pool="p"}': "1 3 4x130"},
-            "RolloutPoolPassesFail",
-        ),
-        (
-            {'rollout_operator_reconcile_total{result="error"}': "1 3 4x130"},
-            "RolloutOperatorErrors",
-        ),
-    ],
-    ids=[
-        *("asleep", "paused", "suspended", "paused as a whole", "updating"),
-        *("ahead of the target", "a standby", "a busy minute", "few failed passes", "few errors"),
-    ],
-)
-def test_alert_does_not_fire(series: dict[str, str], alert: str, tmp_path: Path) -> None:
-    firing(series, 120, alert, None, tmp_path)
+@pytest.mark.parametrize(("alert", "series"), SILENT.values(), ids=SILENT)
+def test_alert_does_not_fire(alert: str, series: Series, tmp_path: Path) -> None:
+    firing(series, 130, alert, None, tmp_path)
+
+
+def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    alerts = {rule["alert"] for group in groups for rule in group["rules"]}
+    assert {alert for alert, *_ in FIRES.values()} == alerts
+    assert {alert for alert, _ in SILENT.values()} == alerts
 
 
 def firing(
@@ -286,10 +398,49 @@ def firing(
     promtool("test", "rules", folder / "test.yaml")
 
 
+def rules_of(*settings: str) -> dict[str, dict[str, Any]]:
+    """Return the rules of the rendered PrometheusRule by their names."""
+    wanted = ("enabled=true", *settings)
+    spec = one(
+        rendered(*(f"--set=metrics.prometheusRule.{each}" for each in wanted)), "PrometheusRule"
+    )["spec"]
+    return {rule["alert"]: rule for group in spec["groups"] for rule in group["rules"] or ()}
+
+
+def test_single_alerts_can_be_changed() -> None:
+    before = rules_of()
+    after = rules_of(
+        "alerts.RolloutPoolDegraded.enabled=false",
+        "alerts.RolloutPoolNotServing.for=1h30m",
+        "alerts.RolloutPoolNotServing.severity=page",
+        "alerts.RolloutPoolRestarting.for=5m",
+    )
+    changed = {name for name, rule in after.items() if rule != before[name]}
+    assert changed == {"RolloutPoolNotServing", "RolloutPoolRestarting"}
+    assert set(before) - set(after) == {"RolloutPoolDegraded"}
+    assert after["RolloutPoolNotServing"]["for"] == "1h30m"
+    assert after["RolloutPoolNotServing"]["labels"] == {"severity": "page"}
+    assert after["RolloutPoolRestarting"]["for"] == "5m"
+    assert not rules_of(*(f"alerts.{name}.enabled=false" for name in before))
+
+
+@pytest.mark.parametrize(
+    "setting", ["RolloutPoolLost.enabled=false", "RolloutPoolDegraded.for=soon"]
+)
+def test_an_alert_that_does_not_exist_or_can_not_be_read_is_refused(setting: str) -> None:
+    done = helm("template", "rollout", CHART, f"--set=metrics.prometheusRule.alerts.{setting}")
+    assert done.returncode != 0
+    assert "at '/metrics/prometheusRule/alerts" in done.stderr
+
+
 def test_chart_carries_rules_and_dashboards() -> None:
     documents = case("monitoring")
     rule = one(documents, "PrometheusRule")
-    assert rule["spec"] == yaml.safe_load(RULES.read_text())
+    shipped = yaml.safe_load(RULES.read_text())
+    for each in (each for group in shipped["groups"] for each in group["rules"]):
+        # Alertmanager's readers are not in the repository: no link is better than a relative one.
+        del each["annotations"]["runbook_url"]
+    assert rule["spec"] == shipped
     assert rule["metadata"]["labels"]["release"] == "prometheus"
     boards = one(documents, "ConfigMap", "rollout-rollout-operator-dashboards")
     assert boards["metadata"]["labels"]["grafana_dashboard"] == "1"
@@ -306,6 +457,47 @@ def test_monitors_scrape_ports_that_exist() -> None:
     }
     # `data` is the port of the pods that operator/core/pods/ builds.
     assert ports == {"http": "rollout-operator", "data": "rollout-worker"}
+
+
+def test_pods_are_scraped_once() -> None:
+    """By their annotations or by a PodMonitor: a sum over both would be twice the truth."""
+    for name, wanted in (("default", 2), ("monitoring", 0)):
+        documents = case(name)
+        pod = one(documents, "Deployment")["spec"]["template"]["metadata"]["annotations"]
+        config = one(documents, "ConfigMap", "rollout-rollout-operator")["data"]["config.yaml"]
+        hf = yaml.safe_load(config)["engines"]["hf"]["podTemplate"]["annotations"]
+        assert sum("prometheus.io/scrape" in notes for notes in (pod, hf)) == wanted
+    done = rendered(
+        "--set=metrics.podMonitor.enabled=true", "--set=metrics.podMonitor.scrapeTimeout=5s"
+    )
+    for monitor in every(done, "PodMonitor"):
+        assert monitor["spec"]["podMetricsEndpoints"][0]["scrapeTimeout"] == "5s"
+
+
+def test_the_trainer_of_the_hybrid_example_is_scraped_both_ways() -> None:
+    documents = yaml.safe_load_all((ROOT / "examples" / "hybrid" / "trainer.yaml").read_text())
+    pod = one(list(documents), "StatefulSet")["spec"]["template"]
+    (monitor,) = (
+        m for m in every(case("monitoring"), "PodMonitor") if "workers" in m["metadata"]["name"]
+    )
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    ports = {p["name"]: p["containerPort"] for p in pod["spec"]["containers"][0]["ports"]}
+    annotations = pod["metadata"]["annotations"]
+    assert str(ports[monitor["spec"]["podMetricsEndpoints"][0]["port"]]) == "8000"
+    assert annotations["prometheus.io/port"] == "8000"
+    assert annotations["prometheus.io/scrape"] == "true"
+
+
+def test_panels_name_the_pool_and_survive_a_new_leader() -> None:
+    """Two pools of one name are two lines, and a series of another pod is the same line."""
+    for path in DASHBOARDS:
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel["targets"]:
+                assert " by (" in target["expr"], f"{panel['title']}: keeps `pod`"
+                if path.stem == "rollout-pools":
+                    assert target["legendFormat"].startswith("{{namespace}}/{{pool}}")
+                else:
+                    assert "{{job}}" in target["legendFormat"]
 
 
 def test_dashboards_have_no_panel_twice_or_overlapping() -> None:

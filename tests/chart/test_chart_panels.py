@@ -60,6 +60,7 @@ class Pages:
         await worker.update(version, version)
         await worker.sleep()
         await worker.wake()
+        worker.worker.runtime.telemetry.turn_residue.labels("GPU 0").set(2**30)
 
     def _reconcile(self) -> None:
         telemetry, version = self.operator, self.version
@@ -71,7 +72,7 @@ class Pages:
                 replicas=1,
                 ready=1,
                 restarts=version,
-                weights={"target": identity, "committed": identity},
+                weights=dict.fromkeys(("target", "committed", "active_min"), identity),
                 conditions={"Ready": "True"},
             ),
         )
@@ -164,6 +165,7 @@ def panels() -> Iterator[tuple[str, str]]:
             for target in panel["targets"]:
                 query = target["expr"].replace("$__rate_interval", "15s")
                 query = query.replace("$namespace", "rl").replace("$pool", "math")
+                query = query.replace("$job", ".*")
                 yield f"{path.stem}: {panel['title']}: {target['refId']}", query
 
 

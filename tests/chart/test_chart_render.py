@@ -246,6 +246,19 @@ def test_notes_say_what_a_tenant_lacks() -> None:
     assert "There is no admission policy" not in notes()
 
 
+def test_notes_warn_of_a_namespace_without_an_account() -> None:
+    def notes(watched: str) -> str:
+        done = helm(
+            *("install", "rollout", CHART, "--dry-run=client"),
+            *(f"--set=watchNamespaces={watched}", "--set=workers.namespaces={b}"),
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.partition("NOTES:")[2]
+
+    assert "WARNING: namespace a is watched and not in workers.namespaces" in notes("{a,b}")
+    assert "WARNING" not in notes("{b}")
+
+
 def test_example_of_the_notes_is_a_valid_pool() -> None:
     from rollout_operator.api.spec import parse_spec
 
@@ -267,6 +280,8 @@ BAD = {
     "level": ("logging.level=LOUD", "at '/logging/level': value must be one of 'DEBUG'"),
     "policy": ("image.pullPolicy=Ever", "at '/image/pullPolicy': value must be one of 'Always'"),
     "namespace": ("watchNamespaces={A_b}", "at '/watchNamespaces/0': 'A_b' does not match pattern"),
+    "name": ("fullnameOverride=UPPER", "at '/fullnameOverride': 'UPPER' does not match pattern"),
+    "lease": ("extraArgs={--lease-name=x}", "at '/extraArgs/0': 'not' failed"),
     "interval": ("metrics.podMonitor.interval=soon", "at '/metrics/podMonitor/interval': 'soon'"),
 }
 

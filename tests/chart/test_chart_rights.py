@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from charts import Document, case, every, one
+from charts import CHART, Document, case, every, helm, one, rendered
 
 NAME = "rollout-rollout-operator"
 Rights = dict[str, set[str]]
@@ -125,6 +125,19 @@ def test_workers(name: str, namespaces: list[str]) -> None:
         if d["metadata"]["name"] == "rollout-worker"
     ]
     assert accounts == ([] if name == "minimal" else namespaces)
+
+
+def test_every_account_may_review_tokens_if_the_values_say_so() -> None:
+    """An admin of a namespace then needs none of the cluster to take it into service."""
+    documents = rendered("--set=workers.tokenReviews=any", "--set=workers.namespaces={rl}")
+    binding = one(documents, "ClusterRoleBinding", f"{NAME}-worker")
+    assert [(s["kind"], s["name"]) for s in binding["subjects"]] == [
+        ("Group", "system:serviceaccounts")
+    ]
+    here = [d for d in documents if d["metadata"].get("namespace") == "rl"]
+    assert one(here, "RoleBinding", f"{NAME}-worker")["subjects"][0]["name"] == "rollout-worker"
+    done = helm("template", "x", CHART, "--set=workers.tokenReviews=any,rbac.namespaced=true")
+    assert "let an admin make it and leave listed" in done.stderr
 
 
 ROLES: dict[str, Any] = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,32 +136,92 @@ def test_a_tenant_gets_nothing_cluster_wide() -> None:
             assert not [label for label in role["metadata"]["labels"] if "aggregate" in label]
 
 
+def ports(*numbers: int) -> list[Document]:
+    return [{"port": number, "protocol": "TCP"} for number in numbers]
+
+
+def of_workers(documents: list[Document]) -> list[Document]:
+    return [d for d in every(documents, "NetworkPolicy") if d["metadata"]["name"] != NAME]
+
+
 def test_only_the_operator_reaches_control_ports() -> None:
     assert not every(case("default"), "NetworkPolicy")
     documents = case("everything")
-    policies = every(documents, "NetworkPolicy")
+    *policies, own = every(documents, "NetworkPolicy")
     assert [p["metadata"]["namespace"] for p in policies] == ["rl", "rl-2"]
     for policy in policies:
         spec = policy["spec"]
         assert spec["podSelector"]["matchLabels"] == {LABEL_NAME: WORKER_APP}
         assert spec["policyTypes"] == ["Ingress"]
         data, control, gang = spec["ingress"]
-        assert data == {"ports": [{"port": DATA_PORT, "protocol": "TCP"}]}
-        ports = (CONTROL_PORT, WEIGHTS_PORT)
-        assert control["ports"] == [{"port": port, "protocol": "TCP"} for port in ports]
+        assert data == {"ports": ports(DATA_PORT)}
+        assert control["ports"] == ports(CONTROL_PORT, WEIGHTS_PORT)
         (operator,) = control["from"]
         namespace = operator["namespaceSelector"]["matchLabels"]
         assert namespace == {"kubernetes.io/metadata.name": NAMESPACE}
         labels = pod(documents)["metadata"]["labels"]
         assert operator["podSelector"]["matchLabels"].items() <= labels.items()
         assert gang == {"from": [{"podSelector": {"matchLabels": {LABEL_NAME: WORKER_APP}}}]}
+    assert own["metadata"]["namespace"] == NAMESPACE
+    assert own["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert own["spec"]["ingress"] == [{"ports": ports(8080)}]
+
+
+def peer(name: str) -> Document:
+    return {"podSelector": {"matchLabels": {"app": name}}}
 
 
 def test_trainers_may_be_let_through_to_control_ports() -> None:
-    (policy,) = every(case("tenant"), "NetworkPolicy")
+    (policy,) = of_workers(case("tenant"))
     operator, trainer = policy["spec"]["ingress"][1]["from"]
-    assert trainer == {"podSelector": {"matchLabels": {"app": "trainer"}}}
+    assert trainer == peer("trainer")
     assert "namespaceSelector" in operator
+
+
+def test_data_ports_are_open_to_whom_the_values_name() -> None:
+    def policies(**told: str) -> tuple[list[Document], list[Document]]:
+        """Ingress of the workers and of the operator with these peers."""
+        set_ = [
+            f"--set=networkPolicy.{who}[0].podSelector.matchLabels.app={name}"
+            for who, name in told.items()
+        ]
+        documents = rendered("--set=networkPolicy.enabled=true", *set_)
+        own = one(documents, "NetworkPolicy", NAME)["spec"]["ingress"]
+        return of_workers(documents)[0]["spec"]["ingress"], own
+
+    (data, control, _), (own,) = policies(
+        dataFrom="agents", metricsFrom="prometheus", trainersFrom="trainer", controlFrom="debug"
+    )
+    assert data == {
+        "ports": ports(DATA_PORT),
+        "from": [peer("agents"), peer("prometheus"), peer("trainer")],
+    }
+    assert control["ports"] == ports(CONTROL_PORT, WEIGHTS_PORT)
+    assert control["from"][1:] == [peer("trainer"), peer("debug")]
+    assert own == {"ports": ports(8080), "from": [peer("prometheus")]}
+    # Nobody is shut out of the data port by a list of who else may reach it.
+    (data, control, _), _ = policies(metricsFrom="prometheus", trainersFrom="trainer")
+    assert data == {"ports": ports(DATA_PORT)}
+    assert control["from"][1:] == [peer("trainer")]
+
+
+def test_a_pools_own_port_for_weights_can_be_opened() -> None:
+    documents = rendered(
+        "--set=networkPolicy.enabled=true", "--set=networkPolicy.weightsPorts={8002,9000}"
+    )
+    (policy,) = of_workers(documents)
+    assert policy["spec"]["ingress"][1]["ports"] == ports(CONTROL_PORT, WEIGHTS_PORT, 9000)
+
+
+def test_trainers_push_weights_with_the_values_of_the_page_about_gpus(tmp_path: Path) -> None:
+    page = (CHART.parents[1] / "docs" / "gpu.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(# gpu-values.yaml\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    values = tmp_path / "gpu-values.yaml"
+    values.write_text(block)
+    (policy,) = of_workers(rendered("--values", values))
+    control = policy["spec"]["ingress"][1]
+    assert control["ports"] == ports(CONTROL_PORT, WEIGHTS_PORT)
+    assert control["from"][1]["podSelector"] == peer("trainer")["podSelector"]
 
 
 def test_alerts_lead_to_where_the_runbook_is_published() -> None:
@@ -207,6 +269,23 @@ def test_control_ports_speak_tls_with_both_secrets_only() -> None:
     assert "set secretName and caSecretName, or neither" in half.stderr
 
 
+def test_data_ports_want_a_token_with_a_secret_only() -> None:
+    def hf(*settings: str) -> Document:
+        config = one(rendered(*settings), "ConfigMap", NAME)["data"]["config.yaml"]
+        ConfigFile.model_validate(yaml.safe_load(config))
+        engine: Document = yaml.safe_load(config)["engines"]["hf"]
+        return engine
+
+    assert "volumes" not in hf()["podTemplate"]
+    engine = hf("--set=workers.dataToken.secretName=data-token")
+    (volume,) = engine["podTemplate"]["volumes"]
+    assert volume["secret"]["secretName"] == "data-token"
+    (mount,) = engine["podTemplate"]["volumeMounts"]
+    (variable,) = engine["env"]
+    assert variable == {"name": "ROLLOUT_DATA_TOKEN_FILE", "value": f"{mount['mountPath']}/token"}
+    assert variable["name"] in {flag.env for flag in FLAGS}
+
+
 def colocated(*settings: str) -> list[Document]:
     wanted = ("colocation.enabled=true", "colocation.namespaces={rl,rl-2}", *settings)
     return rendered(*(f"--set={each}" for each in wanted))
@@ -251,6 +330,26 @@ def test_the_node_part_holds_no_token_and_no_capability_and_is_not_the_operator(
     assert waits["securityContext"]["runAsNonRoot"] is True
     selector = one(documents, "Service")["spec"]["selector"]
     assert not selector.items() <= template["metadata"]["labels"].items()
+
+
+def test_the_node_part_takes_a_priority_and_resources() -> None:
+    spec = one(colocated(), "DaemonSet")["spec"]["template"]["spec"]
+    assert spec["tolerations"] == [{"operator": "Exists"}]
+    assert "priorityClassName" not in spec
+    (daemon,) = every(
+        colocated(
+            "colocation.priorityClassName=system-node-critical",
+            "colocation.resources.limits.memory=64Mi",
+            "colocation.tolerations[0].key=nvidia.com/gpu",
+        ),
+        "DaemonSet",
+    )
+    spec = daemon["spec"]["template"]["spec"]
+    assert spec["tolerations"] == [{"key": "nvidia.com/gpu"}]
+    assert spec["priorityClassName"] == "system-node-critical"
+    for each in (*spec["initContainers"], *spec["containers"]):
+        assert each["resources"]["limits"] == {"memory": "64Mi"}
+        assert each["resources"]["requests"] == {"cpu": "1m", "memory": "8Mi"}
 
 
 def test_claims_outlive_the_release_as_their_pods_do() -> None:

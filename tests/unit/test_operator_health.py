@@ -121,6 +121,7 @@ async def test_figures_of_a_pool_come_and_go(site: Site) -> None:
         weights={"committed": (2, 80)},
         conditions={"Ready": "False"},
         degraded="NoLiveCopy",
+        progressing="Starting",
     )
     site.telemetry.pool(KEY, figures)
     page = (await site.get("/metrics"))[1]
@@ -135,10 +136,13 @@ async def test_figures_of_a_pool_come_and_go(site: Site) -> None:
         f'rollout_pool_condition{{{at},status="False",type="Ready"}} 1.0',
         f'rollout_pool_condition{{{at},status="True",type="Ready"}} 0.0',
         f'rollout_pool_degraded{{{at},reason="NoLiveCopy"}} 1.0',
+        f'rollout_pool_progressing{{{at},reason="Starting"}} 1.0',
     ):
         assert line in page
-    site.telemetry.pool(KEY, replace(figures, degraded=None))
-    assert "rollout_pool_degraded{" not in (await site.get("/metrics"))[1]
+    site.telemetry.pool(KEY, replace(figures, degraded=None, progressing=None))
+    page = (await site.get("/metrics"))[1]
+    assert "rollout_pool_degraded{" not in page
+    assert "rollout_pool_progressing{" not in page
     site.telemetry.forget(KEY)
     assert "math" not in (await site.get("/metrics"))[1]
 

@@ -13,8 +13,8 @@ from rollout_operator.api.status import (
     UpdatePhase,
     WeightsStatus,
 )
-from rollout_operator.passes.tell import outcomes
-from rollout_operator.telemetry import Telemetry
+from rollout_operator.passes.tell import FINAL, outcomes
+from rollout_operator.telemetry import PoolFigures, Telemetry
 from rollout_worker.schemas import WeightsSource
 
 STAGING, COMMITTING, COMPLETE = UpdatePhase.STAGING, UpdatePhase.COMMITTING, UpdatePhase.COMPLETE
@@ -73,6 +73,17 @@ def test_a_pool_that_is_gone_shows_no_updates() -> None:
     page = telemetry.page().decode()
     assert "math" not in page
     assert 'pool="other"' in page
+
+
+def test_a_first_update_is_counted_from_zero() -> None:
+    """A counter that is born with 1 has no increase that Prometheus could see."""
+    telemetry = Telemetry()
+    telemetry.pool(Key("rl", "math"), PoolFigures())
+    page = telemetry.page().decode()
+    for outcome in (*FINAL, UpdatePhase.FAILED):
+        at = f'namespace="rl",outcome="{outcome}",pool="math"'
+        assert f"rollout_pool_weights_update_seconds_count{{{at}}} 0.0" in page
+    assert 'rollout_pool_failed_passes_total{namespace="rl",pool="math"} 0.0' in page
 
 
 def test_no_series_says_when_another_one_began() -> None:

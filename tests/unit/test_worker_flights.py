@@ -227,6 +227,16 @@ async def test_the_metrics_count(worker: TinyWorker) -> None:
         assert 0 <= float(total) < 10
 
 
+async def test_the_first_token_counts_when_it_comes(worker: TinyWorker) -> None:
+    """A request may go on for an hour: its end is too late to hear of its beginning."""
+    flight = await worker.runs("r")
+    assert not flight.done.is_set()
+    page = worker.worker.metrics().decode()
+    assert "rollout_worker_time_to_first_token_seconds_count 1.0" in page
+    assert 'rollout_worker_time_to_first_token_seconds_bucket{le="1800.0"}' in page
+    assert 'rollout_worker_request_duration_seconds_bucket{le="7200.0"}' in page
+
+
 async def test_the_load_is_a_metric(worker: TinyWorker) -> None:
     await worker.begin("r", sampling={"n": 3})
     page = worker.worker.metrics().decode()

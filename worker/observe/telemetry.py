@@ -23,12 +23,12 @@ from .processes import descendants
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 7200)
+_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, *_REQUEST_BUCKETS)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _PAUSE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 30)
 _TURN_BUCKETS = (0.001, 0.005, 0.05, 0.5, 1, 5, 15, 30, 60, 120, 300, 600, 1800, 3600)
-_UPDATE_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_UPDATE_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 7200)
 
 PHASES = ("stage", "commit")
 TRANSITIONS = ("load", "quiesce", "resume", "sleep", "wake")

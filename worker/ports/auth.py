@@ -29,21 +29,30 @@ FILE_SECONDS = 5.0
 
 
 class BearerToken:
-    """`--auth token`: one secret from a file, reread at every call so that it can be rotated."""
+    """One secret from a file, reread at every call so that it can be rotated: `--auth token`.
 
-    def __init__(self, file: Path, seconds: float = FILE_SECONDS) -> None:
+    Args:
+        file: Holds the secret.
+        seconds: What reading it may take.
+        flag: Which names the file.
+    """
+
+    def __init__(
+        self, file: Path, seconds: float = FILE_SECONDS, flag: str = "--auth-token-file"
+    ) -> None:
         self._file = file
+        self._flag = flag
         self._seconds = seconds
         self._reading = Shared(self._secret, "token")
         if not self._secret():
-            raise BadSettings(f"--auth-token-file {str(file)!r} is empty: write a secret into it")
+            raise BadSettings(f"{flag} {str(file)!r} is empty: write a secret into it")
 
     def _secret(self) -> bytes:
         try:
             return self._file.read_bytes().strip()
         except OSError as error:
             raise BadSettings(
-                f"--auth-token-file {str(self._file)!r} can't be read: {error.strerror}"
+                f"{self._flag} {str(self._file)!r} can't be read: {error.strerror}"
             ) from error
 
     async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
@@ -54,12 +63,12 @@ class BearerToken:
         except BadSettings as error:
             raise ProblemError("auth-unavailable", str(error), retry_after=5) from error
         except TimeoutError:
-            late = f"--auth-token-file {str(self._file)!r} was not read in {self._seconds:g} s"
+            late = f"{self._flag} {str(self._file)!r} was not read in {self._seconds:g} s"
             raise ProblemError("auth-unavailable", late, retry_after=5) from None
         # Digests have equal length, so the comparison does not reveal the secret's length.
         same = hmac.compare_digest(_digest(given.encode()), _digest(secret))
         if not secret or not same:
-            raise unauthenticated("the bearer token does not match --auth-token-file")
+            raise unauthenticated(f"the bearer token does not match {self._flag}")
         return "token"
 
     async def close(self) -> None:

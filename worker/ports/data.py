@@ -1,13 +1,15 @@
-"""Routes of the data port: generate, info, health, readiness, metrics. No authentication."""
+"""Routes of the data port: generate, info, health, readiness, metrics. A token only if one is set."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_worker.observe.telemetry import CONTENT_TYPE
 from rollout_worker.openai.routes import add_openai
@@ -26,7 +28,9 @@ from rollout_worker.schemas import (
 from rollout_worker.service import Worker
 from rollout_worker.wire.problems import ProblemError
 
-from .app import new_app
+from .access import SEE, unauthenticated
+from .app import new_app, problem_response
+from .auth import BearerToken
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +48,45 @@ def data_app(worker: Worker) -> FastAPI:
     _add_facts(app, worker, texts)
     _add_probes(app, worker)
     add_openai(app, worker, texts)
+    file = worker.settings.data_token_file
+    if file is not None:
+        token = BearerToken(file, flag="--data-token-file")
+        app.add_middleware(TokenGuard, token=token, refused=worker.count_refusal)
     return app
+
+
+OPEN = ("/health", "/ready", "/metrics")
+"""For the kubelet and Prometheus, which are not given the token; none of them shows a prompt or output."""
+
+
+class TokenGuard:
+    """Lets requests with the data port's token through; answers others before it reads their bodies."""
+
+    def __init__(self, app: ASGIApp, token: BearerToken, refused: Callable[[str], None]) -> None:
+        self._app = app
+        self._token = token
+        self._refused = refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request, or what else the server tells."""
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            try:
+                await self._token.check(Headers(scope=scope).get("authorization"), SEE)
+            except ProblemError as error:
+                self._refused(error.slug)
+                await problem_response(_with_fix(error))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _with_fix(error: ProblemError) -> ProblemError:
+    """Say where the data port's token goes."""
+    if error.slug != "unauthenticated":
+        return error
+    return unauthenticated(
+        f"{error.problem.detail}; this data port wants the token of its --data-token-file: `data_token` of "
+        "rollout_client's pools, the API key of OpenAI's clients"
+    )
 
 
 def _add_generate(app: FastAPI, worker: Worker) -> None:

@@ -151,6 +151,7 @@ class Servers:
         places = places or connections.places()
         self._certificate = tls.certificate(settings)
         self._authorizer = authorizer
+        app = data_app(worker)  # may refuse its token's file, while no port is taken yet
         self._sockets = _bind_both(settings)
         try:
             self._weights = WeightsPort(settings, worker.updates.pushes.desk, self._certificate)
@@ -158,7 +159,7 @@ class Servers:
             for each in self._sockets:  # this process may go on without us
                 each.close()
             raise
-        data = AtMost(data_app(worker), max(1, places.data - PROBES), worker.count_refusal)
+        data = AtMost(app, max(1, places.data - PROBES), worker.count_refusal)
         control = control_app(worker, authorizer)
         held = self._certificate
         self._servers = [

@@ -242,6 +242,8 @@ class Flights:
         now, telemetry = time.monotonic(), self._runtime.telemetry
         if flight.first_token is None:
             flight.first_token = now
+            # Now, not at its end: a request may go on for half an hour.
+            telemetry.first_token_seconds.observe(now - flight.created)
         if output.latest is not None:
             telemetry.inter_token_seconds.observe((now - output.latest) / tokens)
         output.latest = now
@@ -259,8 +261,6 @@ class Flights:
         if flight.deadline is not None:
             flight.deadline.cancel()
         telemetry.request_seconds.observe(flight.ended - flight.created)
-        if flight.first_token is not None:
-            telemetry.first_token_seconds.observe(flight.first_token - flight.created)
         del self._flights[flight.request_id]
         flight.done.set()
         flight.fresh.set()
