@@ -54,13 +54,14 @@ def version_of(which: str) -> tuple[str, str]:
 POOLS = (
     Panel(
         "Replicas",
-        "Replicas that are desired, that exist, that serve and that are asleep.",
+        "Replicas that are desired, that exist, that serve, that are asleep and that do not answer.",
         "short",
         (
             (f"rollout_pool_replicas_desired{{{POOL}}}", "{{pool}} desired"),
             (f"rollout_pool_replicas{{{POOL}}}", "{{pool}} total"),
             (f"rollout_pool_replicas_ready{{{POOL}}}", "{{pool}} serving"),
             (f"rollout_pool_replicas_asleep{{{POOL}}}", "{{pool}} asleep"),
+            (f"rollout_pool_replicas_unreachable{{{POOL}}}", "{{pool}} unreachable"),
         ),
     ),
     Panel(
@@ -105,9 +106,18 @@ POOLS = (
     ),
     Panel(
         "Replica restarts",
-        "In the last hour.",
+        "In the last hour, and the most failures in a row of one replica.",
         "short",
-        ((f"increase(rollout_pool_restarts_total{{{POOL}}}[1h])", "{{pool}}"),),
+        (
+            (f"increase(rollout_pool_restarts_total{{{POOL}}}[1h])", "{{pool}}"),
+            (f"rollout_pool_consecutive_failures{{{POOL}}}", "{{pool}} in a row"),
+        ),
+    ),
+    Panel(
+        "Failed control calls",
+        "Calls of the operator to control ports that were refused or not answered, per second.",
+        "short",
+        (summed("rollout_pool_failed_calls_total", "pool, verb"),),
     ),
     Panel(
         "Engine restarts",
@@ -203,7 +213,7 @@ POOLS = (
     ),
     Panel(
         "Resident memory",
-        "Of the worker processes; drops while they are asleep.",
+        "Host memory of the workers, not GPU memory. It grows during level-1 sleep of vLLM: the weights move there.",
         "bytes",
         (gauge("rollout_worker_memory_resident_bytes", "pool, pod"),),
     ),

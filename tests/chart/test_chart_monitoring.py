@@ -113,6 +113,29 @@ def failed_writes(values: str) -> dict[str, str]:
     return {f"rollout_pool_failed_writes_total{{{labels}}}": values}
 
 
+def in_a_row(values: str) -> dict[str, str]:
+    """Failures in a row of the worst replica of the pool a/p."""
+    return {'rollout_pool_consecutive_failures{namespace="a",pool="p"}': values}
+
+
+def crashes(load: int, minutes: int = 240) -> dict[str, str]:
+    """What the pool a/p shows of a replica that fails each time it has loaded for so many seconds."""
+    moments, now, count = [], 0.0, 0
+    while now < minutes * 60:
+        now += load
+        count += 1
+        moments.append(now)
+        now += 0 if count == 1 else min(300, 10 * 2 ** (count - 2))
+    counts = [sum(moment <= minute * 60 for moment in moments) for minute in range(minutes)]
+    restarts = 'rollout_pool_restarts_total{namespace="a",pool="p"}'
+    return in_a_row(" ".join(map(str, counts))) | {restarts: " ".join(map(str, counts))}
+
+
+POOL = {"namespace": "a", "pool": "p"}
+LOADS = (60, 180, 300, 900)
+"""Seconds that a replica loads before it fails."""
+
+UNREACHABLE = 'rollout_pool_replicas_unreachable{namespace="a",pool="p"}'
 WRITES_FAIL = (
     "RolloutPoolWritesFail",
     {"namespace": "a", "pool": "p", "verb": "create", "resource": "pods", "reason": "ApiError"},
@@ -187,6 +210,14 @@ FAILED_PASSES = {'rollout_pool_failed_passes_total{namespace="a",pool="p"}': "0+
         (failed_writes("1 4 5 5 5 6 6 6 6 6 7x100"), 15, *WRITES_FAIL),
         (failed_writes("1 " + " ".join(f"{n}x5" for n in range(1, 20))), 100, *WRITES_FAIL),
         (FAILED_PASSES, 30, "RolloutPoolPassesFail", {"namespace": "a", "pool": "p"}),
+        ({UNREACHABLE: "0 0 1x130"}, 10, "RolloutPoolUnreachable", POOL),
+        *((crashes(load), at, "RolloutPoolRestarting", POOL) for load in LOADS for at in (60, 230)),
+        (
+            {'rollout_pool_restarts_total{namespace="a",pool="p"}': "0+1x130"},
+            60,
+            "RolloutPoolRestarting",
+            POOL,
+        ),
         (
             {'rollout_operator_reconcile_total{result="error"}': "0+1x130"},
             40,
@@ -197,7 +228,9 @@ FAILED_PASSES = {'rollout_pool_failed_passes_total{namespace="a",pool="p"}': "0+
     ids=[
         *("degraded", "not serving", "pods refused", "one of eight missing", "one lost asleep"),
         *("version behind", "epoch behind", "no live copy", "no leader"),
-        *("writes begin to fail", "a write every 5 minutes", "passes fail", "an error a minute"),
+        *("writes begin to fail", "a write every 5 minutes", "passes fail", "unreachable"),
+        *(f"a crash each {load} s, at minute {at}" for load in LOADS for at in (60, 230)),
+        *("many replicas fail once", "an error a minute"),
     ],
 )
 def test_alert_fires(
@@ -235,6 +268,8 @@ def test_alert_fires(
             {'rollout_pool_failed_passes_total{namespace="a",pool="p"}': "1 3 4x130"},
             "RolloutPoolPassesFail",
         ),
+        ({UNREACHABLE: "0 1 0 1 0x130"}, "RolloutPoolUnreachable"),
+        (in_a_row("0 1 2x60 0x130"), "RolloutPoolRestarting"),
         (
             {'rollout_operator_reconcile_total{result="error"}': "1 3 4x130"},
             "RolloutOperatorErrors",
@@ -242,7 +277,8 @@ def test_alert_fires(
     ],
     ids=[
         *("asleep", "paused", "suspended", "paused as a whole", "updating"),
-        *("ahead of the target", "a standby", "a busy minute", "few failed passes", "few errors"),
+        *("ahead of the target", "a standby", "a busy minute", "few failed passes"),
+        *("short silences", "two failures", "few errors"),
     ],
 )
 def test_alert_does_not_fire(series: dict[str, str], alert: str, tmp_path: Path) -> None:
