@@ -54,6 +54,8 @@ class PoolFigures:
         replicas: Replicas that exist.
         ready: Those of them that serve.
         asleep: Those of them that are asleep.
+        unreachable: Those of them whose control port has been silent for a minute.
+        in_a_row: Most failures in a row of a replica that has not proven itself since.
         restarts: Restarts of replicas since the pool was created; never decreases.
         weights: `which` (committed, target, active_min, active_max) to (epoch, version).
         conditions: Type to status.
@@ -65,6 +67,8 @@ class PoolFigures:
     replicas: int = 0
     ready: int = 0
     asleep: int = 0
+    unreachable: int = 0
+    in_a_row: int = 0
     restarts: int = 0
     weights: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     conditions: Mapping[str, str] = field(default_factory=dict)
@@ -100,6 +104,12 @@ class Telemetry:
             "rollout_pool_failed_passes",
             "Reconcile passes over a pool that ended with an error.",
             ["namespace", "pool"],
+            registry=self.registry,
+        )
+        self._failed_calls = Counter(
+            "rollout_pool_failed_calls",
+            "Calls to a control port of the pool that were refused or not answered.",
+            ["namespace", "pool", "verb"],
             registry=self.registry,
         )
         self._of_pool: dict[Key, set[tuple[MetricWrapperBase, tuple[str, ...]]]] = {}
@@ -187,6 +197,10 @@ class Telemetry:
         """Count a write for a pool that the API server did not do."""
         self._series(key, self._failed_writes, verb, resource, reason).inc()
 
+    def call_failed(self, key: Key, verb: str) -> None:
+        """Count a call to a worker of a pool that failed."""
+        self._series(key, self._failed_calls, verb).inc()
+
     def pass_failed(self, key: Key) -> None:
         """Count a pass over a pool that ended with an error."""
         self._series(key, self._failed_passes).inc()
@@ -229,6 +243,16 @@ class _Pools(Collector):
         asleep = GaugeMetricFamily(
             "rollout_pool_replicas_asleep", "Replicas that are asleep.", labels=labels
         )
+        unreachable = GaugeMetricFamily(
+            "rollout_pool_replicas_unreachable",
+            "Replicas whose control port has not answered for a minute.",
+            labels=labels,
+        )
+        in_a_row = GaugeMetricFamily(
+            "rollout_pool_consecutive_failures",
+            "Most failures in a row of one replica; 0 once it has worked for ten minutes.",
+            labels=labels,
+        )
         restarts = CounterMetricFamily(
             "rollout_pool_restarts", "Restarts of replicas.", labels=labels
         )
@@ -259,6 +283,8 @@ class _Pools(Collector):
             replicas.add_metric(at, shown.replicas)
             ready.add_metric(at, shown.ready)
             asleep.add_metric(at, shown.asleep)
+            unreachable.add_metric(at, shown.unreachable)
+            in_a_row.add_metric(at, shown.in_a_row)
             restarts.add_metric(at, shown.restarts)
             for which, identity in shown.weights.items():
                 epoch.add_metric([*at, which], identity[0])
@@ -270,5 +296,5 @@ class _Pools(Collector):
                 degraded.add_metric([*at, shown.degraded], 1.0)
             if shown.progressing is not None:
                 progressing.add_metric([*at, shown.progressing], 1.0)
-        yield from (desired, replicas, ready, asleep, restarts, version, epoch)
-        yield from (condition, degraded, progressing)
+        yield from (desired, replicas, ready, asleep, unreachable, in_a_row)
+        yield from (restarts, version, epoch, condition, degraded, progressing)

@@ -110,6 +110,7 @@ class Parts:
             self.queue.add,
             after=lambda lane, answer: self.workers.ended(lane, answer),
             may_start=self.leadership.may_write,
+            failed=self.telemetry.call_failed,
         )
         self.workers = Workers(self.poller, self.calls, self.control)
 

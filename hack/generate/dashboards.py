@@ -77,13 +77,14 @@ def _difference(part: str, operator: str) -> str:
 POOLS = (
     Panel(
         "Replicas",
-        "Replicas that are desired, that exist, that serve and that are asleep.",
+        "Replicas that are desired, that exist, that serve, that are asleep and that do not answer.",
         "short",
         (
             figure("replicas_desired", "desired"),
             figure("replicas", "total"),
             figure("replicas_ready", "serving"),
             figure("replicas_asleep", "asleep"),
+            figure("replicas_unreachable", "unreachable"),
         ),
     ),
     Panel(
@@ -136,9 +137,18 @@ POOLS = (
     ),
     Panel(
         "Replica restarts",
-        "In the last hour; of a Hybrid pool none, as its pods are the trainer's.",
+        "In the last hour, and the most failures in a row of one replica.",
         "short",
-        (hourly("rollout_pool_restarts_total"),),
+        (
+            hourly("rollout_pool_restarts_total"),
+            figure("consecutive_failures", "in a row"),
+        ),
+    ),
+    Panel(
+        "Failed control calls",
+        "Calls of the operator to control ports that were refused or not answered, per second.",
+        "short",
+        (summed("rollout_pool_failed_calls_total", f"{BY_POOL}, verb"),),
     ),
     Panel(
         "Engine restarts",

@@ -151,6 +151,7 @@ def clipped(limit: int) -> BeforeValidator:
 
 
 Message = Annotated[str, clipped(1024), Field(max_length=1024)]
+LogTail = Annotated[str, clipped(4096), Field(max_length=4096)]
 ShortMessage = Annotated[str, clipped(256), Field(max_length=256)]
 
 

@@ -18,6 +18,7 @@ from .schema import (
     ATOMIC_LIST,
     INT32_MAX,
     ApiModel,
+    LogTail,
     Message,
     ShortMessage,
     Timestamp,
@@ -176,6 +177,11 @@ class LastError(ApiModel):
 
     time: Timestamp = Field(description="When it was observed.")
     message: Message = Field(description="What went wrong and where.")
+    log: LogTail = Field(
+        default="",
+        description="End of the log of the container that failed, as the kubelet had it; empty if it is "
+        "not known. The pod itself has been replaced.",
+    )
 
 
 class Replacement(ApiModel):

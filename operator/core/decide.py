@@ -9,6 +9,7 @@ from rollout_operator.api.spec import Mode, RolloutReplicaSpec, State
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_worker.schemas import WorkerState
 
+from .ailments import find_ailments
 from .gangs import gangs_of, plan_pods
 from .heads import Head
 from .hybrid import plan_nothing, with_members
@@ -57,14 +58,17 @@ def decide(
         if head.pod.uid not in leaving:
             calls += planner.calls(head)
     gates += _gates_of_leavers(seen, heads, going)
+    gangs, errors = gangs_of(spec, seen), stored.last_errors
+    ailments = find_ailments(spec, seen, gangs, heads.values(), pods, errors, now, wait)
     view = View(
         spec,
         seen,
-        gangs_of(spec, seen),
+        gangs,
         heads,
         pods,
         weights,
         target_of(spec).identity,
+        ailments,
         was_at_rest=_was_at_rest(spec, stored),
     )
     status = build_status(view, stored, now)
@@ -81,6 +85,8 @@ def decide(
         barrier=weights.barrier,
         requeue=wait.seconds,
         sentence=status.message,
+        unreachable=len(ailments.unreachable),
+        in_a_row=ailments.in_a_row,
     )
 
 

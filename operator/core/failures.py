@@ -13,13 +13,27 @@ HEALTHY_SECONDS = 600.0
 """A replica that failed this long after it had proven itself counts from zero again."""
 
 
-def failures(spec: RolloutReplicaSpec, seen: Observed, gang: Iterable[Pod], pod: Pod) -> int:
-    """Failures of a replica, the pods `gang`, before that of its `pod`; 0 after a reset.
+def failures(
+    spec: RolloutReplicaSpec,
+    seen: Observed,
+    gang: Iterable[Pod],
+    pod: Pod,
+    at: float | None = None,
+) -> int:
+    """Failures in a row of a replica, the pods `gang`, before its `pod`; 0 after a reset.
 
     What the head has proven counts for all its ranks.
+
+    Args:
+        spec: the pool's.
+        seen: the world.
+        gang: the replica's pods.
+        pod: the one that has failed, or any.
+        at: now, if the pod runs, in seconds since the epoch; None: when it ended.
     """
     proven = [p.proven_since for p in gang if p.proven_since is not None]
-    if proven and pod.ended_at - min(proven) >= HEALTHY_SECONDS:
+    moment = pod.ended_at if at is None else at
+    if proven and moment - min(proven) >= HEALTHY_SECONDS:
         return 0
     if not is_current(pod.revision, spec) or pod.retry != seen.retry:
         return 0
@@ -33,3 +47,8 @@ def backoff(spec: RolloutReplicaSpec, count: int) -> float:
         return 0.0
     doubled: float = policy.base_delay_seconds * 2.0 ** min(count - 2, 30)
     return min(doubled, policy.max_delay_seconds)
+
+
+def failed_text(index: int) -> str:
+    """Return how the sentence begins that tells of a replica's failure; its cause follows."""
+    return f"replica {index} failed and restarts: "

@@ -76,10 +76,28 @@ def _exhausted(view: View) -> Finding | None:
     return None
 
 
-def _backing_off(view: View) -> Finding | None:
-    for text in view.pods.backing_off.values():
-        return Finding(Kind.DEGRADED, "BackOff", text)
+def _crash_looping(view: View) -> Finding | None:
+    looping = view.ailments.looping
+    # First who is down now: of the others it is not known whether their failures have ended.
+    for index in (*view.pods.backing_off, *looping):
+        return Finding(Kind.DEGRADED, "CrashLooping", looping[index])
     return None
+
+
+def _unreachable(view: View) -> Finding | None:
+    told = list(view.ailments.unreachable.values())
+    if not told:
+        return None
+    others = f" (and {len(told) - 1} more of {view.wanted} replicas)" if len(told) > 1 else ""
+    return Finding(Kind.DEGRADED, "Unreachable", told[0] + others)
+
+
+def _unscheduled(view: View) -> Finding | None:
+    told = list(view.ailments.unscheduled.values())
+    if not told:
+        return None
+    others = f" (and {len(told) - 1} more pods)" if len(told) > 1 else ""
+    return Finding(Kind.PROGRESSING, "Unschedulable", told[0] + others)
 
 
 def _unsupported(view: View) -> Finding | None:
@@ -201,7 +219,9 @@ def _leaving(view: View) -> Finding | None:
     if not surplus:
         return None
     what = "suspended" if view.spec.suspend else "scaled down"
-    text = f"{what}: waiting for {len(surplus)} pods to drain and terminate"
+    text = (
+        f"{what}: waiting for {len(surplus)} pod{'s' * (len(surplus) != 1)} to drain and terminate"
+    )
     return Finding(Kind.PROGRESSING, "ScalingDown", text)
 
 
@@ -256,11 +276,14 @@ def _first_wait(view: View) -> str:
         if head is None:
             waited = next((p.name for p in view.seen.predecessors if p.replica == index), None)
             if waited is not None:
-                return f"pod {waited!r} of a deleted RolloutReplica of this name has yet to go"
-            ours = (p.name for p in view.seen.pods if p.replica == index and p.deleting)
+                return (
+                    f"pod {waited!r} of a deleted RolloutReplica of this name is still terminating"
+                )
+            ours = (p for p in view.seen.pods if p.replica == index and p.deleting)
             going = next(ours, None)
             if going is not None:
-                return f"pod {going!r} has yet to go"
+                where = f" on node {going.node!r}" if going.node else ""
+                return f"pod {going.name!r} is still terminating{where}: its replacement waits for the name"
             return f"replica {index} has no pod yet"
         if not head.pod.ready or head.finished:
             between = ":" if head.pod.trouble else ""
@@ -281,15 +304,17 @@ CHECKS: tuple[Check, ...] = (
     _update_failed,
     _load_failed,
     _late_commit,
-    _backing_off,
+    _crash_looping,
     _worker_failed,
     _other_engine,
+    _unreachable,
     _call_failed,
     _pod_trouble,
     _stranger,
     _stalled,
     _updating,
     _leaving,
+    _unscheduled,
     _rolling,
     _beside_trainer,
     _changing_state,

@@ -15,7 +15,7 @@ from rollout_operator.api import names
 from rollout_operator.api.revision import is_current
 from rollout_operator.api.spec import RolloutReplicaSpec
 
-from .failures import backoff, failures
+from .failures import backoff, failed_text, failures
 from .placement import Misplaced, told_strangers
 from .places import Places
 from .plan import CreatePod, DeletePod, SeekPod, Wait
@@ -40,6 +40,10 @@ class PodPlan:
     """Failures to note on the pods that replace these replicas."""
     failed: dict[int, str] = field(default_factory=dict)
     """Why replicas restart now, of those whose failure no pass before this one counted."""
+    logs: dict[int, str] = field(default_factory=dict)
+    """Of those, the end of the log of what failed."""
+    in_a_row: dict[int, int] = field(default_factory=dict)
+    """Failures in a row of the replicas whose pods have ended, this one included."""
     replacing: dict[int, int] = field(default_factory=dict)
     """The same, of all replicas whose new pods are not all there yet; for status."""
     outdated: int = 0
@@ -245,6 +249,7 @@ def _replace_failed(
     # Who ended first says why; the clocks of nodes differ, but who followed says so itself.
     pod = min(failed, key=lambda p: (p.followed, p.ended_at, p.rank))
     count = failures(spec, seen, gang.pods, pod) + 1
+    plan.in_a_row[gang.index] = count
     policy = spec.restart_policy
     why = pod.trouble or f"pod {pod.name!r} ended with phase {pod.phase}"
     if gang.size > 1 and pod.trouble:
@@ -258,12 +263,15 @@ def _replace_failed(
     left = backoff(spec, count) - max(now - pod.ended_at, pod.witnessed)
     if left > 0:
         at = datetime.fromtimestamp(now + left, UTC).strftime("%H:%M:%S")
-        plan.backing_off[gang.index] = f"replica {gang.index} restarts at {at} UTC: {why}"
+        plan.backing_off[gang.index] = (
+            f"replica {gang.index} failed {count} times in a row and restarts at {at} UTC: {why}"
+        )
         wait.at_most(left)
         return
     plan.restarts[gang.index] = count
     if seen.restarts_of.get(gang.index) != count:
-        plan.failed[gang.index] = f"replica {gang.index} failed and restarts: {why}"
+        plan.failed[gang.index] = f"{failed_text(gang.index)}{why}"
+        plan.logs[gang.index] = pod.last_log
     _delete_all(spec, gang.living, plan, f"its replica failed ({why})")
 
 

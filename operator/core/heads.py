@@ -193,11 +193,7 @@ def waits_for(head: Head) -> str:
     if trouble := _troubled_member(head):
         return trouble
     if state is None:
-        for pod in (head.pod, *head.members):
-            if not pod.started:
-                what = "is waiting for its container" if pod.node else "is not scheduled yet"
-                return what if pod is head.pod else f"waits for {pod.name}, which {what}"
-        return f"does not answer yet ({head.worker.error})" if head.worker.error else "is starting"
+        return _before_it_answers(head)
     if state.progress is not None:
         told = state.progress.fraction is None or "%" in state.progress.message
         part = "" if told else f" {state.progress.fraction:.0%}"
@@ -209,6 +205,18 @@ def waits_for(head: Head) -> str:
     if staged is not None and staged.phase == "Staging":
         return f"is staging weights ({staged.epoch}, {staged.version})"
     return f"is {state.lifecycle}" + ("" if state.serving else " but does not serve yet")
+
+
+def _before_it_answers(head: Head) -> str:
+    for pod in (head.pod, *head.members):
+        if not pod.started:
+            there = pod.waits_on or "is waiting for its container"
+            what = there if pod.node else "is not scheduled yet"
+            return what if pod is head.pod else f"waits for {pod.name}, which {what}"
+    if not head.worker.error:
+        return "is starting"
+    yet = "yet " if head.boot is None else ""
+    return f"does not answer {yet}({head.worker.error})"
 
 
 def _troubled_member(head: Head) -> str:

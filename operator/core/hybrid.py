@@ -18,7 +18,8 @@ from .endpoints import Gate
 from .gangs import PodPlan
 from .heads import Head
 from .placement import told_strangers
-from .podreader import has_run, timestamp, trouble_of
+from .podreader import has_run
+from .podtrouble import memory_limits, timestamp, trouble_of
 from .world import Observed, Pod
 
 
@@ -54,7 +55,7 @@ def parse_candidate(obj: Obj) -> Candidate | None:
         ip=status.get("podIP"),
         node=spec.get("nodeName"),
         restarts=sum(container.get("restartCount", 0) for container in containers),
-        trouble=trouble_of(status, conditions),
+        trouble=trouble_of(status, conditions, memory_limits(obj)),
         ended=_has_ended(containers),
     )
     return Candidate(pod, spec.get("serviceAccountName") or "default")

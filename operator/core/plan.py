@@ -148,6 +148,10 @@ class Plan:
     requeue: float | None = None
     """Seconds until the next pass, if nothing happens before."""
     sentence: str = ""
+    unreachable: int = 0
+    """Replicas whose control port does not answer."""
+    in_a_row: int = 0
+    """Most failures in a row of a replica that has not proven itself since."""
 
 
 @dataclass(slots=True)

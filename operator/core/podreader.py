@@ -1,14 +1,11 @@
 """Reads pods: raw objects as the API server has them, parsed once into plain values. Pure.
 
-The only place that knows the shape of pods.
+This and `podtrouble` are the only places that know the shape of pods.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from datetime import datetime
-from typing import Any
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
@@ -16,19 +13,20 @@ from rollout_operator.api.revision import is_current
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.spec_colocation import DEVICES_CLAIM
 
+from .podtrouble import (
+    containers_of,
+    is_booting,
+    last_log_of,
+    memory_limits,
+    timestamp,
+    trouble_of,
+    unscheduled_since,
+    waits_on,
+)
 from .trainers import Taken
 from .world import Pod
 
 MAX_RESTARTS = 1_000_000
-LAST_WORDS = 300
-"""Maximum characters of a container's log in one of our sentences."""
-
-
-def timestamp(text: str | None) -> float | None:
-    """Seconds since the epoch of a Kubernetes time, None for none."""
-    if not text:
-        return None
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 
 def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
@@ -73,7 +71,11 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         followed=_has_followed(status),
         finished_at=max(_ends(status), default=None),
         last_known_at=_last_known(meta, status),
-        trouble=trouble_of(status, conditions),
+        trouble=trouble_of(status, conditions, memory_limits(obj)),
+        last_log=last_log_of(status),
+        waits_on=waits_on(status, conditions),
+        unscheduled_since=unscheduled_since(conditions),
+        is_booting=is_booting(status),
         colocated=_is_colocated(obj),
         taken=_taken(notes),
     )
@@ -117,7 +119,7 @@ def _ends(status: Obj) -> list[float]:
     """When containers ended; an init container that fails ends its pod, too."""
     states = (
         container.get(part) or {}
-        for container in _containers(status)
+        for container in containers_of(status)
         for part in ("state", "lastState")
     )
     ends = (timestamp((state.get("terminated") or {}).get("finishedAt")) for state in states)
@@ -154,55 +156,6 @@ def _last_known(meta: Obj, status: Obj) -> float:
     )
     moments = (meta.get("creationTimestamp"), status.get("startTime"), *changes)
     return max((found for moment in moments if (found := timestamp(moment))), default=0.0)
-
-
-def _last_words(log: str) -> str:
-    """Return why a container ended, as the end of its log says: one line, often none.
-
-    Our workers log JSON: the last line of level error counts. Of anything else, such as a
-    traceback, the last line does; the other lines are in the log.
-    """
-    plain, told = "", ""
-    for line in log.splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            plain = line.strip() or plain
-            continue
-        if isinstance(entry, dict) and entry.get("level") in ("error", "critical"):
-            told = str(entry.get("message", ""))
-    # The kubelet cuts the log at its beginning, which leaves a piece of a line of ours.
-    return (told or ("" if plain.endswith("}") else plain))[:LAST_WORDS]
-
-
-def trouble_of(status: Obj, conditions: Mapping[str, Any]) -> str:
-    """Return one sentence on what is wrong with the pod, empty if nothing is."""
-    for container in _containers(status):
-        state = container.get("state") or {}
-        ended = state.get("terminated")
-        # An init container that did its work is no trouble, whatever became of the worker.
-        is_workers = container in (status.get("containerStatuses") or ())
-        if ended and (ended.get("exitCode") or (is_workers and status.get("phase") == "Failed")):
-            text = f"{ended.get('reason', 'Error')}, exit code {ended.get('exitCode')}"
-            why = _last_words(ended.get("message") or "")
-            return f"container {container['name']!r} ended: {text}{why and ': '}{why}"
-        waiting = state.get("waiting") or {}
-        if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-            return (
-                f"container {container['name']!r}: {waiting['reason']} {waiting.get('message', '')}"
-            )
-    if status.get("reason"):
-        return f"{status['reason']}: {status.get('message', '')}".rstrip(": ")
-    scheduled = conditions.get("PodScheduled", {})
-    if scheduled.get("status") == "False":
-        return f"{scheduled.get('reason', 'not scheduled')}: {scheduled.get('message', '')}"
-    return ""
-
-
-def _containers(status: Obj) -> Iterable[Obj]:
-    """The worker's first: why it ended says more than how those beside it were ended."""
-    yield from status.get("containerStatuses") or ()
-    yield from status.get("initContainerStatuses") or ()
 
 
 def is_leftover(obj: Obj, pool: str, owner_uid: str) -> bool:

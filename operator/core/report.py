@@ -26,6 +26,7 @@ from rollout_worker.schemas import WeightsId
 from .findings import Finding, Kind, find
 from .gangs import Gang
 from .heads import Head, waits_for
+from .podtrouble import NO_IMAGE
 from .updates.status import weights_status
 from .view import View
 
@@ -52,7 +53,7 @@ def build_status(view: View, stored: RolloutReplicaStatus, now: float) -> Rollou
         weights=weights_status(view.weights, view.heads),
         last_transition=_transition(view, stored, now),
         members=_members(view),
-        restarts=stored.restarts + _new_restarts(view),
+        restarts=stored.restarts + _new_restarts(view, stored),
         replacing=tuple(
             Replacement(replica=index, restarts=count)
             for index, count in sorted(view.pods.replacing.items())
@@ -75,9 +76,16 @@ def _selector(view: View) -> str:
     return names.head_selector(view.seen.name)
 
 
-def _new_restarts(view: View) -> int:
-    """Replicas that this pass restarts; one whose deletion failed has been counted."""
-    return len(view.pods.failed)
+def _new_restarts(view: View, stored: RolloutReplicaStatus) -> int:
+    """Replicas that this pass restarts; one whose deletion failed has been counted.
+
+    A trainer's containers restart in their pods: what status had of each member tells which are new.
+    """
+    if view.spec.mode is not Mode.HYBRID:
+        return len(view.pods.failed)
+    before = {member.name: member.restarts for member in stored.members}
+    pods = (head.pod for head in view.heads.values() if head.pod.name in before)
+    return sum(max(0, pod.restarts - before[pod.name]) for pod in pods)
 
 
 def _sentence(view: View, found: dict[Kind, Finding]) -> str:
@@ -123,7 +131,7 @@ def _conditions(
     verdicts: dict[Condition, Verdict] = {
         Condition.READY: _ready(view),
         Condition.PROGRESSING: _progressing(view, found),
-        Condition.DEGRADED: _degraded(found),
+        Condition.DEGRADED: _degraded(view, found),
         Condition.WEIGHTS_SYNCED: _synced(view, stored),
         Condition.ASLEEP: _asleep(view),
         Condition.SUSPENDED: _suspended(view),
@@ -164,10 +172,14 @@ def _progressing(view: View, found: dict[Kind, Finding]) -> Verdict:
     return False, "Complete", _sentence(view, {})
 
 
-def _degraded(found: dict[Kind, Finding]) -> Verdict:
+def _degraded(view: View, found: dict[Kind, Finding]) -> Verdict:
     if Kind.DEGRADED in found:
         return True, found[Kind.DEGRADED].reason, found[Kind.DEGRADED].message
-    return False, "AsExpected", "nothing is wrong"
+    missing = view.wanted - view.ready
+    if view.spec.state is not State.ACTIVE or missing <= 0:
+        return False, "AsExpected", "nothing is wrong"
+    text = f"no failure is known; {missing} of {view.wanted} replicas do not serve yet"
+    return False, "AsExpected", text
 
 
 def _synced(view: View, stored: RolloutReplicaStatus) -> Verdict:
@@ -227,7 +239,11 @@ def _suspended(view: View) -> Verdict:
         return False, "NotSuspended", "spec.suspend is false"
     left = len(view.seen.pods)
     if left:
-        return False, "Suspending", f"waiting for {left} pods to drain and terminate"
+        return (
+            False,
+            "Suspending",
+            f"waiting for {left} pod{'s' * (left != 1)} to drain and terminate",
+        )
     return True, "Suspended", "no pods run"
 
 
@@ -247,10 +263,10 @@ def _transition(view: View, stored: RolloutReplicaStatus, now: float) -> Transit
 
 
 def _waiting(view: View) -> str:
-    return f"waiting for {view.wanted} replicas to be {view.spec.state}"
+    return f"bringing {view.wanted} replicas to state {view.spec.state}"
 
 
-def _member(head: Head) -> Member:
+def _member(view: View, head: Head) -> Member:
     state, active = head.worker.state, head.worker.active
     pod = head.pod
     told = "Terminating" if pod.deleting else "Unreachable" if pod.started else "Pending"
@@ -263,22 +279,38 @@ def _member(head: Head) -> Member:
         ready=head.serves,
         restarts=pod.restarts,
         turn=state.turn.state if state and state.turn else None,
-        message=waits_for(head),
+        message=view.ailments.unreachable.get(pod.replica) or waits_for(head),
     )
 
 
 def _members(view: View) -> tuple[Member, ...]:
-    order = sorted(view.heads.values(), key=lambda h: (h.serves, h.pod.replica))
-    return tuple(_member(head) for head in order[:MAX_MEMBERS])
+    silent = view.ailments.unreachable
+    order = sorted(
+        view.heads.values(),
+        key=lambda h: (h.serves, h.pod.replica not in silent, h.pod.replica),
+    )
+    return tuple(_member(view, head) for head in order[:MAX_MEMBERS])
 
 
 def _last_errors(
     view: View, finding: Finding | None, stored: RolloutReplicaStatus, now: float
 ) -> tuple[LastError, ...]:
-    told = [*view.pods.failed.values(), *([] if finding is None else [finding.message])]
-    known = {each.message for each in stored.last_errors}
     at = datetime.fromtimestamp(now, UTC)
     # Made first: that cuts a text to its bound, as those in status are.
-    made = (LastError(time=at, message=message) for message in told)
-    fresh = [error for error in made if error.message not in known]
+    made = [
+        LastError(time=at, message=message, log=view.pods.logs.get(index, ""))
+        for index, message in view.pods.failed.items()
+    ]
+    if (
+        finding is not None and finding.reason != "CrashLooping"
+    ):  # its failures are there, each once
+        made.append(LastError(time=at, message=finding.message))
+    known = {_gist(each.message) for each in stored.last_errors}
+    fresh = [error for error in made if _gist(error.message) not in known]
     return (*reversed(fresh), *stored.last_errors)[:MAX_ERRORS]
+
+
+def _gist(message: str) -> str:
+    """What makes an error another one: the kubelet tells of one image in turn in two ways."""
+    before, found, _ = message.partition(NO_IMAGE)
+    return before if found else message

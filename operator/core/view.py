@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rollout_operator.api.spec import RolloutReplicaSpec, State
 from rollout_worker.schemas import Lifecycle, WeightsId
 
+from .ailments import Ailments
 from .gangs import Gang, PodPlan
 from .heads import Head
 from .updates.weights_plan import WeightsPlan
@@ -25,6 +26,7 @@ class View:
     pods: PodPlan
     weights: WeightsPlan
     target: WeightsId
+    ailments: Ailments
     was_at_rest: bool = False
     """Status says that the pool has come to the rest that spec asks for still."""
 

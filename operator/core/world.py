@@ -54,6 +54,14 @@ class Pod:
     """Latest time that is known of it: of a condition, its start, its creation."""
     trouble: str = ""
     """What the kubelet or the scheduler reports as wrong, for a person."""
+    last_log: str = ""
+    """The end of the log of the container that failed, as far as the kubelet keeps it in the pod."""
+    waits_on: str = ""
+    """What it does before its worker starts, for a person; empty if nothing is known."""
+    unscheduled_since: float | None = None
+    """Since when the scheduler finds no node for it."""
+    is_booting: bool = False
+    """The kubelet says that the worker has not passed its startup probe."""
     witnessed: float = 0.0
     """Seconds for which this process has seen it terminating, or else finished. Such an interval
     holds when a clock is set; the API server's times and our wall clock are the rest."""
@@ -120,6 +128,10 @@ class Worker:
     """Its last answer to this process, however old; `state`, as long as that is believed."""
     slot_seconds: float = 0.0
     """For how long this process has seen the same version in its slot, in the same phase."""
+    silent_since: float | None = None
+    """Wall clock, seconds: its last answer before polls failed, or the first poll; None: it answers."""
+    silent_seconds: float = 0.0
+    """How long that is ago, by a clock that nobody sets."""
     active: WeightsId | None = field(init=False, default=None)
     """Identity of the weights it would serve with."""
 

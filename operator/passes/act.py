@@ -43,7 +43,7 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
     poll(ctx, look.key, look.seen, plan.status, memory)
     writer = Writer(ctx, look.key, look.seen.uid, obstacles)
     try:
-        later = await write_status(writer, look.pool, plan.status, memory)
+        later = await write_status(writer, look.pool, plan, memory)
     except NotFound:
         return None  # the object is gone: nothing is made for it, and the watch will say so
     decided = memory.unwritten is None or same_decision(look.stored.weights, plan.status.weights)
@@ -69,9 +69,7 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
     return soonest(later, plan.requeue)
 
 
-async def write_status(
-    writer: Writer, pool: Obj, status: RolloutReplicaStatus, memory: Memory
-) -> float | None:
+async def write_status(writer: Writer, pool: Obj, plan: Plan, memory: Memory) -> float | None:
     """Write the status if it changed; mere progress at most once a second.
 
     What the API server does not take is kept in `memory.unwritten`.
@@ -83,8 +81,8 @@ async def write_status(
         NotFound: the object is gone; the watch will say so.
         Conflict: somebody else has written the object since it was read.
     """
-    ctx, key = writer.ctx, writer.key
-    show_figures(ctx, key, pool, status)
+    ctx, key, status = writer.ctx, writer.key, plan.status
+    show_figures(ctx, key, pool, status, plan)
     before, after = memory.stored_fields, owned_fields(status)
     if before == after:
         memory.unwritten = None

@@ -63,7 +63,7 @@ class Reconciler:
             status = conditions_for_invalid(stored, pool, str(error), self.ctx.clock())
             writer = Writer(self.ctx, key, pool["metadata"]["uid"], memory.obstacles)
             with suppress(NotFound):
-                return await write_status(writer, pool, status, memory)
+                return await write_status(writer, pool, Plan(status), memory)
             return None
         if memory.first_look is None:
             memory.recall()

@@ -44,7 +44,8 @@ def post_events(ctx: Context, look: Look, plan: Plan, memory: Memory) -> None:
 
 
 WAITING = "WaitingForTrainer"
-"""The one reason of Progressing that is worth an event: somebody may have to act."""
+UNSCHEDULABLE = "Unschedulable"
+"""The two reasons of Progressing that are worth an event: somebody may have to act."""
 
 FINAL = (UpdatePhase.COMPLETE, UpdatePhase.SUPERSEDED)
 
@@ -75,7 +76,9 @@ def _same(one: LastUpdate, other: LastUpdate) -> bool:
     return one.identity == other.identity and one.started_at == other.started_at
 
 
-def show_figures(ctx: Context, key: Key, pool: Obj, status: RolloutReplicaStatus) -> None:
+def show_figures(
+    ctx: Context, key: Key, pool: Obj, status: RolloutReplicaStatus, plan: Plan | None = None
+) -> None:
     """Show the pool's figures on the page of metrics."""
     target = (pool["spec"].get("weights") or {}).get("target") or {"epoch": 0, "version": 0}
     weights = {"target": (int(target["epoch"]), int(target["version"]))}
@@ -89,6 +92,8 @@ def show_figures(ctx: Context, key: Key, pool: Obj, status: RolloutReplicaStatus
         replicas=status.replicas,
         ready=status.ready_replicas,
         asleep=status.asleep_replicas,
+        unreachable=plan.unreachable if plan else 0,
+        in_a_row=plan.in_a_row if plan else 0,
         restarts=status.restarts,
         weights=weights,
         conditions={c.type: c.status for c in status.conditions},
@@ -115,6 +120,8 @@ def _changed(condition: PoolCondition, before: PoolCondition | None) -> bool:
     """Another status; or degraded for another reason, or waiting for something else of a trainer."""
     if condition.reason == WAITING:
         return before is None or before.message != condition.message
+    if condition.reason == UNSCHEDULABLE:
+        return before is None or before.reason != UNSCHEDULABLE
     if before is None:
         return condition.status != "False"
     degraded = condition.type == Condition.DEGRADED and condition.status == "True"
@@ -133,4 +140,6 @@ def _event_of(condition: PoolCondition) -> tuple[EventType, str] | None:
     }
     if condition.reason == WAITING:
         return "Normal", WAITING
+    if condition.reason == UNSCHEDULABLE:
+        return "Warning", UNSCHEDULABLE
     return table.get((condition.type, condition.status))

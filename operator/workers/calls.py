@@ -56,6 +56,7 @@ class Calls:
             the next pass sees what the call did.
         clock: Monotonic seconds.
         may_start: Asked before each start; False refuses it (fenced).
+        failed: Told the key and the name of each call that failed.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class Calls:
         after: Callable[[str, object], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.monotonic,
         may_start: Callable[[], bool] = lambda: True,
+        failed: Callable[[Key, str], None] = lambda key, name: None,
     ) -> None:
         self._wake = wake
         self._after = after
         self._clock = clock
         self._may_start = may_start
+        self._failed = failed
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._failures: dict[str, dict[str, CallFailure]] = {}
 
@@ -186,6 +189,7 @@ class Calls:
         *,
         problem: str | None = None,
     ) -> None:
+        self._failed(key, name)
         failures = self._failures.setdefault(lane, {})
         before = failures.get(name)
         count = before.count + 1 if before and before.about == about else 1

@@ -17,7 +17,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollout_client.control import ControlError, ControlUnreachable
 from rollout_operator.api.objects import Key
@@ -62,6 +62,8 @@ class Observation:
         failures: Polls in a row that failed.
         stale: No answer for more than 15 s (longer where the interval is stretched).
         slot_seconds: How long its slot has held the same version in the same phase.
+        silent_since: Wall clock of `at`, if polls have failed since then.
+        silent_seconds: Seconds since `at`, likewise.
     """
 
     state: WorkerState | None
@@ -70,6 +72,8 @@ class Observation:
     failures: int
     stale: bool
     slot_seconds: float = 0.0
+    silent_since: float | None = None
+    silent_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -84,6 +88,8 @@ class _Head:
     patience: float = 0.0
     """Seconds of silence that it had when it last answered: its next poll was put off accordingly."""
     failures: int = 0
+    silent_since: float = 0.0
+    """Wall clock, taken once for each silence: what is told of it must not change by the second."""
     was_stale: bool = False
     slot: object = None
     """Version and phase of its staging slot, and since when they were seen."""
@@ -188,10 +194,14 @@ class Poller:
         head = self._heads.get(pod_uid)
         if head is None or (head.answered_at is None and head.failures == 0):
             return None
-        at = head.since if head.answered_at is None else head.answered_at
-        slot_seconds = self._clock() - head.slot_since if head.slot else 0.0
-        stale = self._is_stale(head)
-        return Observation(head.state, head.error, at, head.failures, stale, slot_seconds)
+        at, now = _last_heard(head), self._clock()
+        slot_seconds = now - head.slot_since if head.slot else 0.0
+        found = Observation(
+            head.state, head.error, at, head.failures, self._is_stale(head), slot_seconds
+        )
+        if not head.failures:
+            return found
+        return replace(found, silent_since=head.silent_since, silent_seconds=now - at)
 
     async def _work(self, group: asyncio.TaskGroup) -> None:
         while True:
@@ -257,6 +267,8 @@ class Poller:
             head.failures = 0
         else:
             changed = head.failures == 0
+            if changed:
+                head.silent_since = time.time() - (self._clock() - _last_heard(head))
             head.failures += 1
         self._classify(uid, head)
         head.error = error
@@ -266,8 +278,7 @@ class Poller:
         return changed
 
     def _is_stale(self, head: _Head) -> bool:
-        at = head.since if head.answered_at is None else head.answered_at
-        return self._clock() - at > max(head.patience, self._patience(head))
+        return self._clock() - _last_heard(head) > max(head.patience, self._patience(head))
 
     def _patience(self, head: _Head) -> float:
         return max(STALE_SECONDS, 3 * self._slow_pace.interval(head.key))
@@ -295,6 +306,11 @@ class Poller:
         pace = self._fast_pace if uid in self._fast else self._slow_pace
         interval = self._backoff(uid, head) if head.failures else pace.interval(head.key)
         return interval * random.uniform(1 - JITTER, 1 + JITTER)
+
+
+def _last_heard(head: _Head) -> float:
+    """Monotonic time of its last answer; since when it has been polled, if there was none."""
+    return head.since if head.answered_at is None else head.answered_at
 
 
 def _without_load(state: WorkerState) -> object:

@@ -75,6 +75,8 @@ class Workers:
             failures=failures,
             last=seen.state if seen is not None else None,
             slot_seconds=seen.slot_seconds if seen is not None else 0.0,
+            silent_since=seen.silent_since if seen is not None else None,
+            silent_seconds=seen.silent_seconds if seen is not None else 0.0,
         )
 
     def watch(self, key: Key, heads: Iterable[Pod], fast: Collection[str]) -> frozenset[str]:

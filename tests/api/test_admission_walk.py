@@ -34,6 +34,7 @@ NEEDS: dict[Path, str] = {
 
 IMMUTABLE: set[Path] = {
     ("spec", "mode"),
+    ("spec", "operatorClass"),
     ("spec", "engine", "type"),
     ("spec", "model", "source"),
     ("spec", "accelerator", "resource"),

@@ -153,6 +153,19 @@ def operator(metric: str, values: str, job: str = "operator", **labels: str) -> 
     return named(f"rollout_operator_{metric}", values, namespace="ops", job=job, **labels)
 
 
+def crashes(load: int, minutes: int = 240) -> Series:
+    """What the pool a/p shows of a replica that fails each time it has loaded for so many seconds."""
+    moments, now, count = [], 0.0, 0
+    while now < minutes * 60:
+        now += load
+        count += 1
+        moments.append(now)
+        now += 0 if count == 1 else min(300, 10 * 2 ** (count - 2))
+    counts = [sum(moment <= minute * 60 for moment in moments) for minute in range(minutes)]
+    values = " ".join(map(str, counts))
+    return of_pool("consecutive_failures", values) | of_pool("restarts_total", values)
+
+
 WRITE = {"verb": "create", "resource": "pods", "reason": "ApiError"}
 WORKER = {**POOL, "pod": "w"}
 NEW_LEADER = named("rollout_pool_degraded", "1x30", **POOL, reason="BackOff", pod="o1") | named(
@@ -221,6 +234,17 @@ FIRES: dict[str, Case] = {
         POOL | WRITE,
     ),
     "passes fail": ("RolloutPoolPassesFail", of_pool("failed_passes_total", "0+1x130"), 30, POOL),
+    "unreachable": (
+        "RolloutPoolUnreachable",
+        of_pool("replicas_unreachable", "0 0 1x130"),
+        10,
+        POOL,
+    ),
+    **{
+        f"a crash each {load} s, at minute {at}": ("RolloutPoolRestarting", crashes(load), at, POOL)
+        for load in (60, 180, 300, 900)
+        for at in (60, 230)
+    },
     "a restart a minute": ("RolloutPoolRestarting", of_pool("restarts_total", "0+1x60"), 30, POOL),
     "failed": (
         "RolloutWorkerFailed",
@@ -313,6 +337,11 @@ SILENT: dict[str, tuple[str, Series]] = {
         "RolloutPoolPassesFail",
         of_pool("failed_passes_total", "1 3 4x250"),
     ),
+    "short silences": (
+        "RolloutPoolUnreachable",
+        of_pool("replicas_unreachable", "0 1 0 1 0x250"),
+    ),
+    "two failures": ("RolloutPoolRestarting", of_pool("consecutive_failures", "0 1 2x60 0x200")),
     "a restart": ("RolloutPoolRestarting", of_pool("restarts_total", "0x100 1x150")),
     "ready": ("RolloutWorkerFailed", worker("lifecycle_state", "0x250", state="Failed")),
     "an engine died": (

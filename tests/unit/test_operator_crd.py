@@ -121,8 +121,8 @@ def test_columns() -> None:
     columns = VERSION["additionalPrinterColumns"]
     shown = [c["name"].upper() for c in columns if not c.get("priority")]
     wide = [c["name"].upper() for c in columns if c.get("priority")]
-    assert shown == ["MODE", "ENGINE", "DESIRED", "READY", "WEIGHTS", "PHASE", "AGE"]
-    assert wide == ["UPDATED", "ASLEEP", "RESTARTS", "MESSAGE"]
+    assert shown == ["MODE", "ENGINE", "DESIRED", "READY", "WEIGHTS", "TARGET", "PHASE", "AGE"]
+    assert wide == ["EPOCH", "UPDATED", "ASLEEP", "RESTARTS", "MESSAGE"]
     paths = {c["name"]: c["jsonPath"] for c in columns}
     assert paths["Weights"] == ".status.weights.committed.version"
 

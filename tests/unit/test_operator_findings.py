@@ -134,7 +134,7 @@ def test_scaling_down_is_told(world: World) -> None:
     world.set(replicas=1)
     world.step()
     assert conditions(world)["Progressing"][1:] == (
-        "ScalingDown", "scaled down: waiting for 1 pods to drain and terminate",
+        "ScalingDown", "scaled down: waiting for 1 pod to drain and terminate",
     )  # fmt: skip
     world.run()
     assert world.status.replicas == 1
@@ -210,7 +210,7 @@ def test_what_a_worker_is_busy_with(world: World) -> None:
     world.step()
     said["staging"] = world.status.members[0].message
     assert said == {
-        "silent": "does not answer yet (no answer within 3 s)",
+        "silent": "does not answer (no answer within 3 s)",
         "loading": "is Loading but does not serve yet",
         "progress": "is Loading: reading 50%",
         "staging": "is staging weights (0, 1)",
@@ -453,8 +453,8 @@ def test_back_off_is_told_with_its_end(world: World) -> None:
     world.fail("pool-1-0")
     world.step()
     status, reason, message = conditions(world)["Degraded"]
-    assert (status, reason) == ("True", "BackOff")
-    assert message.startswith("replica 1 restarts at ")
+    assert (status, reason) == ("True", "CrashLooping")
+    assert message.startswith("replica 1 failed 2 times in a row and restarts at ")
     assert message.endswith(" UTC: exit code 137")
 
 
@@ -489,7 +489,7 @@ def test_a_transition_says_what_it_waits_for(world: World) -> None:
     world.set(state="Paused")
     world.step()
     assert world.status.last_transition is not None
-    assert world.status.last_transition.message == "waiting for 2 replicas to be Paused"
+    assert world.status.last_transition.message == "bringing 2 replicas to state Paused"
 
 
 def test_a_gang_is_updated_when_all_of_it_is() -> None:

@@ -115,7 +115,10 @@ def test_a_pod_that_is_waited_for_is_named(world: World, name: str) -> None:
     world.ask_to_go(name)
     world.step()
     world.step()
-    assert world.status.message.endswith("replicas to serve: pod 'pool-1-0' has yet to go")
+    assert world.status.message.endswith(
+        "replicas to serve: pod 'pool-1-0' is still terminating on node 'node-1': its "
+        "replacement waits for the name"
+    )
 
 
 def test_a_head_leaves_the_service_with_its_first_rank(world: World) -> None:
@@ -130,7 +133,7 @@ def test_a_head_leaves_the_service_with_its_first_rank(world: World) -> None:
     assert world.status.ready_replicas == 1
     told = member(world, "pool-1-0")
     assert (told.ready, told.message) == (False, "lost pool-1-1: exit code 137")
-    assert world.status.message.startswith("replica 1 restarts at ")
+    assert world.status.message.startswith("replica 1 failed 2 times in a row and restarts at ")
     assert world.status.message.endswith(" UTC: pool-1-1: exit code 137")
 
 

@@ -334,7 +334,9 @@ def test_a_failed_pod_waits_for_its_turn() -> None:
     assert not found.delete
     assert seconds == 6.0
     ended = "pod 'pool-0-0' ended with phase Failed"
-    assert found.backing_off == {0: f"replica 0 restarts at 13:46:46 UTC: {ended}"}
+    assert found.backing_off == {
+        0: f"replica 0 failed 2 times in a row and restarts at 13:46:46 UTC: {ended}"
+    }
     found, _ = plan(spec, replace(dead, finished_at=NOW - 10))
     assert deleted(found) == [("pool-0-0", 0)]
     assert found.restarts == {0: 2}

@@ -186,7 +186,7 @@ def test_a_pool_that_is_made_again_waits_for_its_predecessors_pods() -> None:
     steps(world, 10)
     assert not world.log, "nothing is tried while the names are taken"
     assert conditions(world)["Degraded"] == ("False", "AsExpected")
-    assert "pod 'pool-0-0' of a deleted RolloutReplica of this name has yet to go" in (
+    assert "pod 'pool-0-0' of a deleted RolloutReplica of this name is still terminating" in (
         world.status.message
     )
     steps(world, 20)

@@ -272,7 +272,16 @@ NO_ROOM = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        (waiting("ImagePullBackOff"), "container 'worker': ImagePullBackOff so it is"),
+        (
+            waiting("ImagePullBackOff"),
+            "container 'worker' can't get its image: ImagePullBackOff so it is; check "
+            "spec.engine.image and spec.podTemplate.imagePullSecrets",
+        ),
+        (
+            waiting("CreateContainerConfigError"),
+            "container 'worker': CreateContainerConfigError so it is; create what it names, or change "
+            "spec.engine.env and spec.podTemplate",
+        ),
         (waiting("ContainerCreating"), ""),
         (waiting("PodInitializing"), ""),
         ({"reason": "Evicted", "message": "no disk"}, "Evicted: no disk"),

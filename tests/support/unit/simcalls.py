@@ -28,6 +28,8 @@ class SimCalls:
         """Seconds as they pass, for everybody but the operator's wall clock."""
         self.skew = 0.0
         """How wrong that one is."""
+        self.silent_error = "no answer within 3 s"
+        """What a poll of a silent worker ends with."""
         self.workers: dict[str, SimWorker] = {}
         self.failures: dict[tuple[str, str], CallError] = {}
         """By pod uid and verb; `retry_in` is kept as the moment when it is over."""
@@ -64,9 +66,16 @@ class SimCalls:
         running = {v for uid, v in self.hung if uid == pod.uid and v in self.frozen}
         running |= {v for (uid, v), f in self.flights.items() if uid == pod.uid and f.ours}
         if worker.unasked or worker.silent:
-            error = None if worker.unasked else "no answer within 3 s"
+            error = None if worker.unasked else self.silent_error
             last = self.answers.get(pod.uid)
-            return Worker(None, error, frozenset(running), failures, last, slot_seconds)
+            since = None
+            if error is not None:
+                since = worker.silent_since = worker.silent_since or self.tick
+            return Worker(
+                None, error, frozenset(running), failures, last, slot_seconds,
+                since, self.tick - (since or self.tick),
+            )  # fmt: skip
+        worker.silent_since = None
         state = self.answers[pod.uid] = worker.state()
         return Worker(state, None, frozenset(running), failures, slot_seconds=slot_seconds)
 

@@ -51,6 +51,8 @@ class SimWorker:
     loading: bool = True
     silent: bool = False
     """It answers no poll."""
+    silent_since: float | None = None
+    """When the polls noticed."""
     unasked: bool = False
     """No poll of it has ended yet."""
     broken_stage: bool = False

@@ -1,0 +1,198 @@
+"""Replicas that don't answer, that fail again and again, or that find no node. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from rollout_operator.api.spec import Mode, RolloutReplicaSpec
+from rollout_operator.api.status import LastError
+
+from .failures import HEALTHY_SECONDS, failed_text, failures
+from .gangs import Gang, PodPlan
+from .heads import Head
+from .plan import Wait
+from .world import Observed, Pod
+
+UNREACHABLE_SECONDS = 60.0
+"""How long a control port may be silent before that is told as trouble."""
+
+UNSCHEDULED_SECONDS = 60.0
+"""How long a pod may be without a node before that is told: an autoscaler may be making one."""
+
+LOOP_FAILURES = 2
+"""Failures in a row from which on a replica is in a crash loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ailments:
+    """What is wrong with single replicas, in sentences."""
+
+    unreachable: Mapping[int, str] = field(default_factory=dict)
+    looping: Mapping[int, str] = field(default_factory=dict)
+    unscheduled: Mapping[str, str] = field(default_factory=dict)
+    """By the name of the pod."""
+    in_a_row: int = 0
+    """Most failures in a row of a replica that has not proven itself since."""
+
+
+def find_ailments(
+    spec: RolloutReplicaSpec,
+    seen: Observed,
+    gangs: Mapping[int, Gang],
+    heads: Iterable[Head],
+    pods: PodPlan,
+    errors: Iterable[LastError],
+    now: float,
+    wait: Wait,
+) -> Ailments:
+    """Look at each wanted replica.
+
+    Args:
+        spec: the wanted pool.
+        seen: the world.
+        gangs: its pods by replica.
+        heads: living heads of wanted replicas.
+        pods: what is done about pods that have ended.
+        errors: what status tells of the last errors: the causes of earlier failures.
+        now: wall clock, seconds.
+        wait: told when to look again.
+    """
+    if spec.suspend:
+        return Ailments()
+    counts = {
+        gang.index: _in_a_row(spec, seen, gang, pods, now, wait)
+        for gang in gangs.values()
+        if gang.index < spec.replicas and spec.mode is not Mode.HYBRID
+    }
+    known = list(errors)
+    looping = {
+        index: pods.backing_off.get(index) or _told_loop(index, count, pods, known)
+        for index, count in counts.items()
+        if count >= LOOP_FAILURES
+    }
+    return Ailments(
+        unreachable={
+            head.pod.replica: told
+            for head in heads
+            if (told := _told_silence(spec, head, wait)) is not None
+        },
+        looping=looping,
+        unscheduled={
+            pod.name: told
+            for pod in seen.pods
+            if pod.replica < spec.replicas
+            and (told := _told_unscheduled(spec, pod, now, wait)) is not None
+        },
+        in_a_row=max(counts.values(), default=0),
+    )
+
+
+def _in_a_row(
+    spec: RolloutReplicaSpec,
+    seen: Observed,
+    gang: Gang,
+    plan: PodPlan,
+    now: float,
+    wait: Wait,
+) -> int:
+    """Failures in a row of a replica: of pods that have ended, of those to come, or of those there."""
+    if gang.index in plan.in_a_row:
+        return plan.in_a_row[gang.index]
+    if not gang.living:
+        return seen.restarts_of.get(gang.index, 0)
+    pod = gang.living[0]
+    count = failures(spec, seen, gang.living, pod, now)
+    proven = [p.proven_since for p in gang.living if p.proven_since is not None]
+    if count and proven:
+        wait.at_most(min(proven) + HEALTHY_SECONDS - now)
+    return count
+
+
+def _told_loop(index: int, count: int, plan: PodPlan, errors: Iterable[LastError]) -> str:
+    begin = failed_text(index)
+    messages = (plan.failed.get(index, ""), *(error.message for error in errors))
+    cause = next((m.removeprefix(begin) for m in messages if m.startswith(begin)), "")
+    why = f"; last cause: {cause}" if cause else "; status.lastErrors has the causes"
+    minutes = HEALTHY_SECONDS / 60
+    return (
+        f"replica {index} failed {count} times in a row and has not yet done its work for "
+        f"{minutes:g} minutes{why}"
+    )
+
+
+def _told_silence(spec: RolloutReplicaSpec, head: Head, wait: Wait) -> str | None:
+    """That a control port has been silent for too long, and what to look at.
+
+    A process that has just been started listens once its libraries are imported. In a pool's own
+    pods the kubelet says when that is over; a trainer's pod may start its worker whenever it likes.
+    """
+    worker = head.worker
+    if not head.silent or worker.silent_since is None:
+        return None
+    was_heard = head.boot is not None or head.pod.proven_since is not None
+    if not was_heard and (spec.mode is Mode.HYBRID or head.pod.is_booting):
+        return None
+    left = UNREACHABLE_SECONDS - worker.silent_seconds
+    if left > 0:
+        wait.at_most(left)
+        return None
+    last = "its last answer was" if worker.last is not None else "it has been asked since"
+    at = datetime.fromtimestamp(worker.silent_since, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    where = f" on node {head.pod.node!r}" if head.pod.node else ""
+    lost = " (the pod is not Ready: see whether its node is)" if not head.pod.ready else ""
+    return (
+        f"the control port of {head.pod.name}{where} has not answered for more than "
+        f"{UNREACHABLE_SECONDS:g} s, {last} at {at} UTC{lost}: {worker.error}; {_advice(worker.error)}"
+    )
+
+
+ADVICE = (
+    (
+        ("401 ",),
+        "check that the worker runs with --auth kubernetes, and the API server's audiences",
+    ),
+    (
+        ("403 ", "503 ", "auth-unavailable"),
+        "the worker's service account needs to create tokenreviews and localsubjectaccessreviews: "
+        "see the chart's workers.namespaces",
+    ),
+    (
+        ("certificate", "ssl", "tls"),
+        "check --control-ca-file of the operator and the certificate that workers are given",
+    ),
+    (
+        ("refused",),
+        "nothing listens on port 8001: look at the pod's log, and for a service mesh in its way",
+    ),
+)
+"""What the error has in it, and what to check then."""
+
+
+def _advice(error: str | None) -> str:
+    text = (error or "").lower()
+    for parts, advice in ADVICE:
+        if any(part in text for part in parts):
+            return advice
+    return (
+        "check that a NetworkPolicy or service mesh lets the operator reach port 8001, and that the pod's "
+        "node is Ready"
+    )
+
+
+def _told_unscheduled(spec: RolloutReplicaSpec, pod: Pod, now: float, wait: Wait) -> str | None:
+    if pod.unscheduled_since is None or pod.deleting or pod.finished:
+        return None
+    left = pod.unscheduled_since + UNSCHEDULED_SECONDS - now
+    if left > 0:
+        wait.at_most(left)
+        return None
+    device = spec.accelerator.resource if spec.accelerator else None
+    wanted = (
+        f"nodes with free {device} (spec.accelerator.resource)" if device else "a node with room"
+    )
+    return (
+        f"{pod.name}: {pod.trouble}; provide {wanted}, lower spec.replicas, or change what "
+        "spec.resources, spec.podTemplate.nodeSelector and tolerations ask for"
+    )
