@@ -34,7 +34,16 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/require": {"epoch": 1},
     **{f"/v1/{verb}": {} for verb in ("pause", "resume", "sleep", "wake", "cache/reset")},
 }
-READ = ("/v1/state", "/v1/info", "/v1/weights", "/health", "/ready", "/metrics", "/v1/models")
+READ = (
+    "/v1/state",
+    "/v1/info",
+    "/v1/weights",
+    "/v1/weights/dtypes",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/v1/models",
+)
 ROUTES = (
     *(("post", path) for path in BODIES),
     *(("get", path) for path in (*READ, "/v1/models/{model}")),
