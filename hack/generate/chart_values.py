@@ -452,7 +452,9 @@ if you want them, PodMonitors, alerts and dashboards. Needs Helm 3.17 or 4, Kube
 - With `rbac.namespaced=true` nothing cluster-wide is created. A cluster admin has applied `operator/crd.yaml` and, since
   workers review the tokens of their callers, run `kubectl create clusterrole rollout-worker --verb=create
   --resource=tokenreviews.authentication.k8s.io`, and for each namespace with workers `kubectl create clusterrolebinding
-  rollout-worker-NAMESPACE --clusterrole=rollout-worker --serviceaccount=NAMESPACE:rollout-worker`. Who installs must hold
+  rollout-worker-NAMESPACE --clusterrole=rollout-worker --serviceaccount=NAMESPACE:rollout-worker`. Colocated pools with more than
+  one slot also need `kubectl create clusterrole rollout-devices --verb=list,watch --resource=resourceslices.resource.k8s.io`, bound to
+  the operator's service account and to those of their trainers. Who installs must hold
   the rights that the Roles hand out, or may `escalate` and `bind` roles. **Without the admission policy `rollout-trainer`
   may change all of a RolloutReplica**, its image and its owners too: bind it only to trainers that may.
 - An upgrade also upgrades the CRD. CRD changes only add fields.

@@ -306,5 +306,8 @@ def _explained(error: KubeError) -> str:
     if isinstance(error, NotFound):
         return f"{error}; does the cluster have resource.k8s.io/v1 (Kubernetes 1.34)?"
     if isinstance(error, Forbidden):
-        return f"{error}; the operator's role lacks this permission: upgrade its chart"
+        return (
+            f"{error}; the operator's role lacks this permission: upgrade its chart, or, where that creates "
+            "nothing cluster-wide, let a cluster admin grant it (the chart's README says how)"
+        )
     return str(error)

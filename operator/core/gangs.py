@@ -129,7 +129,7 @@ def plan_pods(
                 _keep_whole(spec, seen, gang, places, now, plan, wait)
         _roll(spec, gangs, healthy, settling, plan)
         there, busy = {g.index: g.pods for g in gangs.values()}, bool(plan.create or plan.delete)
-        for index, why in places.moves(there, healthy, wait, busy=busy):
+        for index, why in places.moves(there, healthy, wait, busy=busy, pushed=_is_pushed(spec)):
             _let_go(spec, gangs[index], plan, why)
     if seen.unsettled:
         # What is wrong is told all the same: it has not gone because the view is old.
@@ -139,6 +139,11 @@ def plan_pods(
     plan.waiting, plan.misplaced = places.waiting, places.misplaced
     plan.strangers = [*places.strangers, *told_strangers(seen)]
     return plan
+
+
+def _is_pushed(spec: RolloutReplicaSpec) -> bool:
+    target = spec.weights.target
+    return target is not None and target.source.pushed is not None
 
 
 def _replacing(

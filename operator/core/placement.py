@@ -138,7 +138,9 @@ class Placement:
         users: dict[tuple[str, ...], Trainer] = {}
         counted: list[Trainer] = []
         for each in sorted(self._beside.trainers, key=lambda t: (t.deleting, t.created, t.name)):
-            twin = users.setdefault(tuple(sorted(each.claims)), each) if each.claims else each
+            whole = each.claims and not each.unmade and not (each.extended and each.node is None)
+            # Until all of its claims are made, it looks like others of its kind.
+            twin = users.setdefault(tuple(sorted(each.claims)), each) if whole else each
             if each.has_devices and twin is each:
                 counted.append(each)
             elif not each.deleting:

@@ -71,6 +71,7 @@ class Places:
         wait: Wait,
         *,
         busy: bool,
+        pushed: bool = False,
     ) -> list[tuple[int, str]]:
         """Return which replica leaves its place for the one where it belongs, and why: one at most.
 
@@ -83,6 +84,7 @@ class Places:
             healthy: replicas that do what the spec asks for.
             wait: told when to look again.
             busy: pods are made or deleted for other reasons; nobody moves meanwhile.
+            pushed: the weights are in the replicas' memory alone; the last copy stays where it is.
         """
         if self._placement is None:
             return []
@@ -95,6 +97,8 @@ class Places:
         if busy or not drifts or any(i not in healthy and i not in drifts for i in there):
             return []
         first = min(drifts, key=lambda index: (index in healthy, drifts[index][0], index))
+        if pushed and not (healthy & there.keys()) - {first}:
+            return []
         return [(first, drifts[first][1])]
 
     def _drift(self, pods: Sequence[Pod]) -> tuple[bool, str] | None:

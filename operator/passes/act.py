@@ -15,7 +15,7 @@ from rollout_operator.core.plan import Plan
 from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.status_changes import owned_fields, same_decision, without_progress
 from rollout_operator.core.unreadable import status_kept_as_is
-from rollout_operator.kube.errors import FencedError, KubeError, NotFound
+from rollout_operator.kube.errors import Conflict, FencedError, KubeError, NotFound
 
 from .context import Context
 from .memory import Memory
@@ -95,11 +95,16 @@ async def write_status(writer: Writer, pool: Obj, plan: Plan, memory: Memory) ->
     wait = 0.0 if memory.written_at is None else memory.written_at + PROGRESS_SECONDS - now
     if wait > 0 and without_progress(before) == without_progress(after):
         return wait
+    version = pool["metadata"]["resourceVersion"]
     try:
-        await writer.status(pool["metadata"]["resourceVersion"], status.document())
+        await writer.status(version, status.document())
     except (NotFound, FencedError):
         raise
     except KubeError as error:
+        if isinstance(error, Conflict) and memory.overtaken != version:
+            # A trainer that writes each second is no refusal; only the same version over and over is.
+            memory.overtaken = version
+            memory.obstacles.overcome(STATUS)
         request = ("patch", names.PLURAL)
         met = writer.note_failure(STATUS, f"the status of {key.name!r}", request, error)
         if not met.reason:

@@ -33,6 +33,8 @@ class Memory:
     """When this process first looked at the pool, monotonic."""
     first_polls_done: bool = False
     """Each head was polled once, or had its time: what is decided now is not a guess."""
+    overtaken: str = ""
+    """Version of the object over which somebody else's write was faster than its status."""
     written_at: float | None = None
     """When status was last written, monotonic."""
     sentence: str = ""

@@ -23,6 +23,9 @@ RETRY_SECONDS = 10.0
 BUSY_SECONDS = 1.0
 """The same, where the API server could not answer or asked to come later."""
 
+MAX_BUSY_SECONDS = 30.0
+"""Longest time until what the API server could not take is tried again."""
+
 MAX_SECONDS = 300.0
 SOON_SECONDS = 0.2
 QUIET_TRIES = 4
@@ -154,7 +157,9 @@ class Obstacles:
         busy = isinstance(error, Unavailable | Unauthorized) or error.status in (0, 200)
         doublings = min(tries - 1 - (QUIET_TRIES if routine else 0), 20)
         wait = (BUSY_SECONDS if busy else RETRY_SECONDS) * 2.0**doublings
-        wait = max(wait, error.retry_after or 0.0)
+        # Soon after an outage all goes on, whatever it lasted; a refusal needs somebody to act.
+        wait = min(MAX_BUSY_SECONDS if busy else MAX_SECONDS, wait)
+        wait = max(wait, min(MAX_SECONDS, error.retry_after or 0.0))
         text = _PREFIX.sub("", error.said)
         if busy:
             code = f"{error.status} {error.reason}" if error.status else "no answer"
@@ -163,7 +168,7 @@ class Obstacles:
             hint = _ACCOUNT_HINT if "service account" in text else ""
             text = f"the API server rejected {what}: {text}{hint}"
         reason = API_ERROR if busy else REJECTED
-        return self.note(label, reason, text, now + min(MAX_SECONDS, wait), tries)
+        return self.note(label, reason, text, now + wait, tries)
 
     def hold_kind(self, kind: str, refused: str, rest: Iterable[str], now: float) -> None:
         """Hold the rest of a kind back after the refusal of one: for longer each time, up to 10 s."""

@@ -49,7 +49,7 @@ class Reconciler:
         pool = self.ctx.store.pool(key)
         if pool is None or pool["metadata"].get("deletionTimestamp"):
             return await self._let_go(key, pool)
-        memory = self._memory.setdefault(key, Memory())
+        memory = self._memory_of(key, pool)
         memory.hear(pool)
         stored = memory.read_status(pool)
         if memory.unreadable is not None:
@@ -83,6 +83,15 @@ class Reconciler:
             # Somebody wrote the object since it was read: retry with what the watch brings.
             logger.debug("%s changed meanwhile: %s", key, error)
             return 0.2
+
+    def _memory_of(self, key: Key, pool: Obj) -> Memory:
+        """Return what is remembered of exactly this object."""
+        memory = self._memory.setdefault(key, Memory())
+        if memory.pool is not None and memory.pool["metadata"]["uid"] != pool["metadata"]["uid"]:
+            # Made anew under the same name between two passes: what hindered that one is not its own.
+            stop_polling(self.ctx, memory)
+            memory = self._memory[key] = Memory(witness=memory.witness)
+        return memory
 
     def _knows_too_little(self, look: Look) -> bool:
         """Whether nothing can be decided yet of a pool beside a trainer, or in it."""

@@ -117,12 +117,15 @@ class Writer(OneByOne):
         logger.info("created %s", label, extra=self.extra)
         return made
 
-    async def _look_at_namesake(self, resource: str, body: Obj, label: str) -> Obj | None:
+    async def _look_at_namesake(
+        self, resource: str, body: Obj, label: str, *, seeking: bool = False
+    ) -> Obj | None:
         name, later = body["metadata"]["name"], self.ctx.monotonic() + RETRY_SECONDS
         try:
             found = await self.ctx.kube.get(resource, self.key.namespace, name)
-        except NotFound:  # gone in between: the next pass creates it
-            self.obstacles.note(label, "", "", self.ctx.monotonic(), 0)
+        except NotFound:
+            if not seeking:  # gone in between: the next pass creates it
+                self.obstacles.note(label, "", "", self.ctx.monotonic(), 0)
             return None
         self.ctx.store.upsert(resource, found)  # type: ignore[arg-type]
         if self.will_go(found):
@@ -147,7 +150,7 @@ class Writer(OneByOne):
     async def seek(self, body: Obj) -> None:
         """Look for a pod that the watch does not show; ours gets its labels back."""
         label = _label(body)
-        seek = partial(self._look_at_namesake, PODS, body, label)
+        seek = partial(self._look_at_namesake, PODS, body, label, seeking=True)
         what = f"the look for pod {body['metadata']['name']!r}"
         await self.guarded(f"seek {label}", what, ("get", PODS), seek)
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolspecs import colocated_spec
+from poolspecs import colocated_spec, pushed
 from rollout_operator.core.plan import Plan
 from rollout_operator.core.stuck import STUCK_SECONDS
 from rollout_operator.core.trainers import SETTLED_SECONDS, Beside, Taken
-from rollout_worker.schemas import Progress, TurnState
+from rollout_worker.schemas import Progress, TurnState, WeightsId
 from simtrainers import SimTrainers
 from world import World
 
@@ -449,3 +449,25 @@ def test_whatever_happens_to_a_large_trainer_each_share_has_its_pod(
         used += mine
     assert len(used) == len(set(used)) == TRAINERS * SLOTS * EACH
     assert len(job.sim.claims) == TRAINERS, "none is left over"
+
+
+@pytest.mark.parametrize("generated", [True, False])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_last_copy_of_pushed_weights_is_not_moved(replicas: int, generated: bool) -> None:
+    world = world_beside(generated=generated, replicas=replicas)
+    sim = trainers_of(world)
+    sim.wanted = [f"t-{i}" for i in range(replicas + 1)]
+    world.run()
+    for replica in range(replicas):
+        assert world.worker(replica).push(WeightsId(epoch=1, version=1))
+    world.set(weights=pushed(1, 1))
+    world.run()
+    sim.wanted.remove("t-0")
+    sim.restart("t-0")
+    lost = set()
+    for _ in range(300):
+        world.step()
+        found = world.status.condition("Degraded")
+        lost |= {found.reason} if found is not None else set()
+    # With its generated claim the only replica goes, and its weights with it.
+    assert ("NoLiveCopy" in lost) == (generated and replicas == 1)

@@ -382,3 +382,84 @@ async def test_a_sentence_beyond_its_bound_is_written_once(lab: PassLab) -> None
     await live(lab, 9)
     assert len(lab.written) == 2
     assert len(lab.status["lastErrors"]) == 1
+
+
+async def passes_in(lab: PassLab, seconds: float) -> int:
+    """Count the passes of so many seconds, each when it is due and at least all 5 s."""
+    end, count = lab.clock.steady + seconds, 0
+    while lab.clock.steady < end:
+        again = await lab.reconcile()
+        count += 1
+        await lab.called()
+        await lab.polled()
+        lab.ctx.expectations.forget(KEY)
+        step = min(5.0 if again is None else max(again, 0.01), 5.0, end - lab.clock.steady)
+        lab.clock.steady += step
+        lab.clock.wall += step
+    return count
+
+
+async def test_a_refused_pod_costs_no_passes(lab: PassLab) -> None:
+    _missing(lab)
+    lab.api.answers["POST", PODS] = Fault(403, "Forbidden").answer()
+    await passes_in(lab, 60)
+    assert await passes_in(lab, 100) < 40
+    edit(lab, replicas=1)
+    await passes_in(lab, 30)
+    assert await passes_in(lab, 100) < 40, "nor once nobody wants it"
+
+
+@pytest.mark.parametrize("status", [503, 0])
+async def test_all_goes_on_soon_after_an_outage(lab: PassLab, status: int) -> None:
+    _not_served(lab)
+    answers = dict(lab.api.answers)
+    for route in [each for each in answers if each[0] != "GET"]:
+        lab.api.answers[route] = Fault(status, "ServiceUnavailable").answer()
+    end = lab.clock.steady + 600
+    while lab.clock.steady < end:
+        try:
+            await live(lab, 5)
+        except Unavailable:
+            lab.clock.steady += 5
+    lab.api.answers.update(answers)
+    lab.written.clear()
+    await live(lab, 40)
+    assert lab.written
+
+
+async def test_a_trainer_that_writes_the_object_refuses_nothing(lab: PassLab) -> None:
+    _healthy(lab)
+    takes, left = lab.api.answers["PATCH", f"{POOL}/status"], 8
+
+    async def overtaken(request: web.Request) -> web.StreamResponse:
+        nonlocal left
+        if left:
+            left -= 1
+            edit(lab, weights=target(1, 9 - left))
+            return web.json_response({"reason": "Conflict", "message": "modified"}, status=409)
+        assert callable(takes)
+        return await takes(request)
+
+    lab.api.answers["PATCH", f"{POOL}/status"] = overtaken
+    await live(lab, 10)
+    assert lab.written
+    assert not [event for event in lab.told.events if event[:2] == ("Warning", "Rejected")]
+
+
+async def test_an_object_made_anew_is_not_hindered_by_what_hindered_its_namesake(
+    lab: PassLab,
+) -> None:
+    lab.has_pool(replicas=1)
+    lab.api.answers["POST", PODS] = Fault(403, "Forbidden").answer()
+    await live(lab, 700)
+    lab.api.answers["POST", PODS] = _make
+    before = tries(lab, ("POST", PODS))
+    old = lab.ctx.store.pool(KEY)
+    assert old is not None
+    fresh = pool(replicas=1)
+    fresh["metadata"] |= {"uid": "second", "resourceVersion": "900"}
+    gone = {**old, "metadata": old["metadata"] | {"resourceVersion": "899"}}
+    lab.ctx.store.take("pools", "DELETED", gone)
+    lab.ctx.store.take("pools", "ADDED", fresh)
+    await live(lab, 5)
+    assert tries(lab, ("POST", PODS)) > before

@@ -485,3 +485,11 @@ def test_a_claim_is_read_whole() -> None:
     )
     bare = {"metadata": {"name": "c", "uid": "u"}, "spec": {}}
     assert parse_claim(bare) == DeviceClaim("c", "u")
+
+
+def test_pods_whose_claims_are_still_being_made_are_no_twins() -> None:
+    """A template with one claim that all share, and one that is generated for each."""
+    new = [trainer(f"t-{i}", claims=("shared",), unmade=("gpus",), node=None) for i in range(4)]
+    found = Placement(colocated_spec(replicas=4), beside(*new, claims=()))
+    assert found.strangers == []
+    assert "'t-3'" in why(found.of(3, 0))
