@@ -25,7 +25,8 @@ def versions(engine: str) -> Any:
         return HfVersions(none, none, none)
     if engine == "vllm":
         return VllmVersions(none, none, none, OPTIONS)
-    return SglangVersions(OPTIONS, none, none, none, {}, none)
+    plain: Any = SimpleNamespace(quantisation={})
+    return SglangVersions(OPTIONS, plain, none, none, {}, none)
 
 
 @pytest.mark.parametrize("engine", ["hf", "vllm", "sglang"])
