@@ -329,6 +329,16 @@ SILENT: dict[str, tuple[str, Series]] = {
     "loads for 90 minutes": ("RolloutPoolStartsSlowly", progressing("Starting", "1x90 stale")),
     "trainer comes tomorrow": ("RolloutPoolStartsSlowly", progressing("WaitingForTrainer")),
     "scraped": ("RolloutPoolNotScraped", pool_of(2, 2, 2) | worker("info", "1x250")),
+    "labels are not honored": (
+        "RolloutPoolNotScraped",
+        named(
+            "rollout_pool_replicas_ready",
+            "2x250",
+            namespace="ops",
+            exported_namespace="a",
+            pool="p",
+        ),
+    ),
     "none serves": ("RolloutPoolNotScraped", pool_of(2, 2, 0)),
     "ahead of the target": ("RolloutPoolWeightsBehind", weights((1, 9), (2, 7))),
     "degraded otherwise": ("RolloutPoolNoLiveCopy", degraded("BackOff")),

@@ -161,6 +161,7 @@ def test_operator_takes_its_flags_and_its_file(name: str, tmp_path: Path) -> Non
     assert named["serviceaccounts/token"] == [config.service_account]
     assert config.http_port == 8080
     assert config.leader_elect
+    assert config.operator_class == ("blue" if name == "everything" else "")
 
 
 def test_operator_is_told_its_namespaces() -> None:
