@@ -106,16 +106,15 @@ class VerlRollout:
         pool.epoch = self._epoch
         step = (self._step or 0) if global_steps is None else global_steps
         try:
-            await pool.publish_weights(step, tensors=weights, **self._options(step))
+            await pool.publish_weights(step, tensors=weights, **self._options())
         finally:
             self._epoch = pool.epoch
         self._step = step
 
-    def _options(self, step: int) -> PushOptions:
-        """Return how a step is published; a step that was written to the folder is there already."""
+    def _options(self) -> PushOptions:
         settings = self._settings
         options: PushOptions = {"cast": True, "transport": settings.transport}
-        if settings.folder is not None and step != self._step:
+        if settings.folder is not None:
             options |= {"spool": settings.folder, "mounted_at": settings.mounted_at}
             options["keep"] = settings.keep
         return options

@@ -279,9 +279,12 @@ class RolloutPool:
         """Publish what this process has, or rank 0 with the others; in the caller's thread."""
         pool = self.asynchronous
         try:
-            push = begin(dtypes=self._thread.call(pool._casts(plan)) if plan.cast else None)
+            push = begin(
+                dtypes=self._thread.call(pool._casts(plan, seconds)) if plan.cast else None
+            )
         except BaseException:
-            drain_here(tensors)
+            if plan.ranks is None:  # several ranks gather nothing before they have met
+                drain_here(tensors)
             raise
         try:
             work = pool._send(version, push, plan, seconds, progress)

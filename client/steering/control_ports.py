@@ -121,17 +121,16 @@ class ControlPorts:
         return found
 
     async def dtypes(self) -> Mapping[str, str]:
-        """Return the dtypes of the model's checkpoint, as the first member tells that answers.
+        """Return the dtypes of the model's checkpoint, as a member tells them.
 
         Raises:
             SteeringFailed: None does.
         """
-        said = []
-        for name in self.names():
-            (answer,) = (await self.ask([name], lambda control: control.dtypes())).values()
+        answers = await self.ask(self.names(), lambda control: control.dtypes())
+        for answer in answers.values():
             if isinstance(answer, WeightsDtypes):
                 return answer.dtypes
-            said.append(f"{name}: {answer}")
+        said = (f"{name}: {answer}" for name, answer in answers.items())
         why = "; ".join(said) or "the pool has no members"
         raise SteeringFailed(f"cast: no worker tells the dtypes of its model ({why})")
 

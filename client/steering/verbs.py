@@ -148,9 +148,10 @@ class SteeringVerbs:
     ) -> Published:
         """Publish what this process has, or rank 0 with the others."""
         try:
-            push = begin(dtypes=await self._casts(plan))
+            push = begin(dtypes=await self._casts(plan, seconds))
         except BaseException:
-            await drain(tensors)
+            if plan.ranks is None:  # several ranks gather nothing before they have met
+                await drain(tensors)
             raise
         sending = asyncio.ensure_future(self._send(version, push, plan, seconds, progress))
         sending.add_done_callback(lambda _: push.filling.fail())
@@ -165,7 +166,7 @@ class SteeringVerbs:
         finally:
             push.close()
 
-    async def _casts(self, plan: PushPlan) -> Mapping[str, str] | None:
+    async def _casts(self, plan: PushPlan, seconds: float) -> Mapping[str, str] | None:
         """Return what floating-point tensors are cast to; a pool is of one model, so it is asked for once.
 
         Raises:
@@ -174,7 +175,13 @@ class SteeringVerbs:
         if not plan.cast:
             return None
         if self._dtypes is None:
-            self._dtypes = await (await self._steer()).dtypes()
+            steering = await self._steer()
+            try:
+                async with asyncio.timeout(seconds):
+                    self._dtypes = await steering.dtypes()
+            except TimeoutError:
+                why = f"cast: no worker told the dtypes of its model within {seconds:g} s"
+                raise SteeringFailed(why) from None
         return self._dtypes
 
     async def publish_handed_over(

@@ -160,6 +160,11 @@ async def test_workers_give_their_devices_to_the_trainer_for_its_turn(
             assert holders(directory) == dict.fromkeys(DEVICES, "trainer-0")
             assert pool.load() == {member.name: 0 for member in pool.members}
             raise ZeroDivisionError
+    assert holders(directory) == dict.fromkeys(DEVICES, "trainer-0"), (
+        "its memory may still be there"
+    )
+    async with pool.turn(devices=DEVICES, directory=directory, seconds=60):
+        pass
     await pool.wake(seconds=60)
     assert holders(directory) == serving
     other = Turn(directory, ["gpu-2"], "trainer-9")

@@ -110,6 +110,11 @@ def test_other_content_under_the_version_that_serves_is_refused_and_told(
     again = pool.publish_weights(5, tensors=right, transport=transport)
     assert (again.identity, again.root_hash) == (done.identity, done.root_hash)
     assert active(workers) == before
+    # The same content is the same, whichever way it came first.
+    pool.publish_weights(6, str(tiny_models.weights(3)))
+    pool.publish_weights(6, tensors=other, transport=transport)
+    with pytest.raises(PublishFailed, match="content-mismatch"):
+        pool.publish_weights(6, tensors=right, transport=transport)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

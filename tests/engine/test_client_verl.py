@@ -139,6 +139,12 @@ async def test_a_sleeping_pool_takes_weights_from_the_folder(
     with in_process(tiny_models.model(2)) as other:
         assert workers[1].sample(8)["token_ids"] == other.sample(8)["token_ids"]
     assert len(os.listdir(volume)) == 2, "old versions are deleted"
+    # A colocated reward model had the devices: the same step once more, asleep and awake.
+    await rollout.release()
+    await rollout.update_weights(reused(tensors))
+    await rollout.resume(["kv_cache"])
+    await rollout.update_weights(reused(tensors))
+    assert workers[0].state()["weights"]["active"]["version"] == 3
     await rollout.close()
 
 

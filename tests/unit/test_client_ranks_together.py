@@ -65,6 +65,8 @@ async def story(name: str, count: int, folder: Path, nodes: str = "one") -> Asyn
         own = rank_publish.state(1, count)
         control.dtypes = {name: spec_of(name, tensor)[1] for name, tensor in own.items()}
         places = control.member.url, str(control.member.control_url)
+        if name == "untold":
+            places = "http://127.0.0.1:1", "http://127.0.0.1:2"
         try:
             with ranks(rank_publish.main, count, folder, name, nodes, *places) as started:
                 yield Story(folder, started)
@@ -122,6 +124,14 @@ async def test_a_rank_that_stands_still_fails_all_and_is_met_anew(tmp_path: Path
         assert told["error"].startswith("PublishFailed: rank 0 of the group is gone")
         assert told["seconds"] < 20
         assert trainer.ranks[0].status(10) == -signal.SIGKILL
+
+
+async def test_ranks_do_not_wait_for_one_that_nobody_tells_what_to_cast(tmp_path: Path) -> None:
+    async with story("untold", 2, tmp_path) as trainer:
+        for rank in range(2):
+            told = await trainer.tells(rank, 1)
+            assert "no worker tells the dtypes" in told["error"], told
+            assert told["seconds"] < 20
 
 
 # Who writes what.

@@ -211,6 +211,19 @@ async def test_the_margin_asks_for_no_more_than_there_ever_was(
     turn.close()
 
 
+async def test_an_engine_that_leaves_little_is_not_stopped_by_some_megabytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "QUIET_SECONDS", 0)
+    device = Device(gpu(80, 80))
+    turn = turn_on(device, tmp_path, seconds=0.1)
+    for missing in (0.1, 0.0, 0.05, 0.2):
+        await used_once(turn, device, awake=0.4, asleep=73)
+        device.looks = [gpu(73 - missing, 80)]
+    assert await turn.take(lambda _: None)
+    turn.close()
+
+
 async def test_that_nobody_can_look_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

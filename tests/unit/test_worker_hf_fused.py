@@ -48,6 +48,13 @@ def test_what_does_not_lie_in_it_in_order_is_no_part(where: torch.Tensor) -> Non
     assert part_in(where, torch.zeros(4, 3), 100) is None
 
 
+def test_looking_for_a_part_costs_what_the_part_has_and_not_its_home() -> None:
+    home = torch.empty(2**40, device="meta")  # numbers of all of it would take 8 TiB
+    part = part_in(torch.arange(2**39, 2**39 + 6).view(2, 3), home, 0)
+    assert part is not None
+    assert (part.strides, part.offset) == ((3, 1), 2**39)
+
+
 def test_a_home_is_made_of_all_its_parts_whatever_became_of_its_memory() -> None:
     home = torch.zeros(2, 2)
     parts = {

@@ -217,7 +217,9 @@ class DeviceTurn:
                 self._own[device] = max(0, kept)
             if (awake := self._awake.get(device)) is not None:
                 # Never more than there was beside the awake engine, or it would wait for ever.
-                self._needs[device] = left.free - max(0, awake.free - self._margin)
+                # Of the little that an engine leaves, a part stays as slack: memory is never free to the byte.
+                slack = min(self._margin, max(0, awake.free) // 4)
+                self._needs[device] = left.free - awake.free + slack
         self._came = self._awake = {}
 
     def give(self) -> None:

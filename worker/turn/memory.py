@@ -127,9 +127,13 @@ def shortfall(now: Mapping[str, Free], needs: Mapping[str, int]) -> str | None:
         if left is not None and left.free < need:
             return (
                 f"{device} has {left.free / GIB:.1f} of {left.total / GIB:.1f} GiB free, {need / GIB:.1f} GiB are"
-                f" needed: {(need - left.free) / GIB:.1f} GiB are missing"
+                f" needed: {_amount(need - left.free)} are missing"
             )
     return None
+
+
+def _amount(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{max(1, size // MIB)} MiB"
 
 
 def grows(now: Mapping[str, Free], before: Mapping[str, Free]) -> bool:

@@ -228,10 +228,16 @@ def frozen(rank: Rank) -> None:
     rank.publish(4)
 
 
+def untold(rank: Rank) -> None:
+    """No worker tells what is to be cast: nobody waits for a rank that gathers alone."""
+    rank.publish(1, cast=True, seconds=5)
+
+
 def main(
     rank: int, ranks: int, folder: Path, story: str, nodes: str, url: str, control: str
 ) -> None:
     where = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
-    {"together": together, "frozen": frozen}[story](Rank(rank, ranks, folder, nodes, url, control))
+    stories = {"together": together, "frozen": frozen, "untold": untold}
+    stories[story](Rank(rank, ranks, folder, nodes, url, control))
     os._exit(0)  # the group has lost a rank, and would wait for it

@@ -83,8 +83,11 @@ def _part(where: Tensor, home: Tensor, start: int) -> Part | None:
     last = offset + sum((size - 1) * step for size, step in zip(where.shape, strides, strict=True))
     if min(offset, *strides) < 0 or last >= home.numel():
         return None
-    numbers = torch.arange(start, start + home.numel())
-    if not torch.equal(torch.as_strided(numbers, where.shape, strides, offset), where):
+    # Only as many numbers as the part has: a home has those of a hundred experts.
+    numbers = torch.tensor(start + offset)
+    for size, step in zip(where.shape, strides, strict=True):
+        numbers = numbers.unsqueeze(-1) + torch.arange(size) * step
+    if not torch.equal(numbers, where):
         return None
     return Part(home, home.shape, where.shape, strides, offset)
 

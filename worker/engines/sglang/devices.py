@@ -44,5 +44,6 @@ def numbered(visible: str, told: str) -> str | None:
     found = [
         next((index for uuid, index in by_uuid.items() if uuid.startswith(each.strip())), None)
         for each in visible.split(",")
+        if each.strip()
     ]
     return None if None in found else ",".join(index for index in found if index is not None)
