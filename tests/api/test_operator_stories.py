@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -156,13 +157,7 @@ async def test_a_model_that_needs_more_memory_than_its_limit(lab: PoolLab) -> No
         }  # fmt: skip
         before = lab.pods("oom")["oom-0-0"]["metadata"]["uid"]
         report(lab, "oom-0-0", phase="Failed", **container(terminated=ended))
-        await lab.until(
-            "the failure is seen",
-            lambda was=before: (
-                lab.pods("oom").get("oom-0-0", {}).get("metadata", {}).get("uid") != was
-                or condition(lab.get("oom"), "Degraded")[1] == "CrashLooping"
-            ),
-        )
+        await lab.until("the failure is seen", partial(_is_seen, lab, before))
     words = (
         "replica 0 failed 2 times in a row",
         "container 'worker' ended: OOMKilled, exit code 137",
@@ -174,6 +169,13 @@ async def test_a_model_that_needs_more_memory_than_its_limit(lab: PoolLab) -> No
     severity, note = events(lab, "oom")["ReplicaFailed"]
     assert (severity, "raise spec.resources.limits.memory" in note) == ("Warning", True)
     assert "Recovered" not in events(lab, "oom")
+
+
+def _is_seen(lab: PoolLab, uid: str) -> bool:
+    """The pod is replaced, or waits for that."""
+    pod = lab.pods("oom").get("oom-0-0", {})
+    replaced = pod.get("metadata", {}).get("uid") != uid
+    return replaced or condition(lab.get("oom"), "Degraded")[1] == "CrashLooping"
 
 
 def _runs(lab: PoolLab, pod: str) -> bool:
