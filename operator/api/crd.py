@@ -175,8 +175,8 @@ def _version() -> dict[str, Any]:
 def _root() -> Schema:
     return {
         "type": "object",
-        "description": "A self-healing pool of inference replicas of one model, whose weights a "
-        "trainer updates.",
+        "description": "A pool of inference engines that serve one model. Failed replicas are "
+        "replaced; a trainer updates the weights while it serves.",
         "required": ["spec"],
         RULES: [
             cel(

@@ -129,7 +129,7 @@ def _told_silence(spec: RolloutReplicaSpec, head: Head, wait: Wait) -> str | Non
     pods the kubelet says when that is over; a trainer's pod may start its worker whenever it likes.
     """
     worker = head.worker
-    if not head.silent or worker.silent_since is None:
+    if head.finished or worker.silent_since is None:
         return None
     was_heard = head.boot is not None or head.pod.proven_since is not None
     if not was_heard and (spec.mode is Mode.HYBRID or head.pod.is_booting):
@@ -137,6 +137,7 @@ def _told_silence(spec: RolloutReplicaSpec, head: Head, wait: Wait) -> str | Non
     left = UNREACHABLE_SECONDS - worker.silent_seconds
     if left > 0:
         wait.at_most(left)
+    if left > 0 or not head.silent:
         return None
     last = "its last answer was" if worker.last is not None else "it has been asked since"
     at = datetime.fromtimestamp(worker.silent_since, UTC).strftime("%Y-%m-%d %H:%M:%S")

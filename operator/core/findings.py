@@ -209,7 +209,10 @@ def _stalled(view: View) -> Finding | None:
             f"{view.spec.weights.deadline_seconds} s, retrying: {update.message}",
         )
     if update is not None and update.phase is UpdatePhase.FAILED:
-        text = f"every replica refuses weights {update.identity}, retrying: {update.message}"
+        text = (
+            f"no replica could load weights epoch {update.epoch}, version {update.version} (retrying): "
+            f"{update.message}"
+        )
         return Finding(Kind.STALLED, "WeightsFailed", text)
     return None
 
@@ -263,12 +266,12 @@ def _starting(view: View) -> Finding | None:
     if view.spec.state is not State.ACTIVE or missing <= 0:
         return None
     waking = view.count(Lifecycle.WAKING) + view.count(Lifecycle.ASLEEP)
-    what = _first_wait(view)
+    what = first_wait(view)
     text = f"waiting for {missing} of {view.wanted} replicas to serve" + (what and f": {what}")
     return Finding(Kind.PROGRESSING, "Waking" if waking else "Starting", text)
 
 
-def _first_wait(view: View) -> str:
+def first_wait(view: View) -> str:
     """What the lowest replica that doesn't serve is doing."""
     by_replica = {h.pod.replica: h for h in view.heads.values()}
     for index in range(view.wanted):

@@ -23,7 +23,7 @@ from rollout_operator.api.status import (
 )
 from rollout_worker.schemas import WeightsId
 
-from .findings import Finding, Kind, find
+from .findings import Finding, Kind, find, first_wait
 from .gangs import Gang
 from .heads import Head, waits_for
 from .podtrouble import NO_IMAGE
@@ -161,7 +161,10 @@ def _ready(view: View) -> Verdict:
     if view.spec.state is not State.ACTIVE:
         return False, view.spec.state.value, f"spec.state is {view.spec.state}"
     text = f"{view.ready} of {view.wanted} replicas serve"
-    return view.reached, "Serving" if view.reached else "NotServing", text
+    if view.reached:
+        return True, "Serving", text
+    what = first_wait(view)
+    return False, "NotServing", text + (what and f": {what}")
 
 
 def _progressing(view: View, found: dict[Kind, Finding]) -> Verdict:

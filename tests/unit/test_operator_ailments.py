@@ -204,3 +204,24 @@ def test_a_pod_that_finds_no_node_is_told_after_a_minute() -> None:
         "ask for"
     )
     assert (world.status.phase, world.status.message) == ("Pending", message)
+
+
+def test_that_a_replica_no_longer_serves_is_told_with_its_name_and_the_cause(world: World) -> None:
+    world.pods["pool-1-0"] = replace(world.pods["pool-1-0"], trouble="NodeLost")
+    world.worker(1).foreign_hold = "Asleep"
+    steps(world, 2)
+    found = world.status.condition("Ready")
+    assert found is not None
+    assert (found.status, found.reason) == ("False", "NotServing")
+    assert found.message == "1 of 2 replicas serve: pool-1-0: NodeLost"
+
+
+def test_restarts_of_a_trainers_containers_are_counted() -> None:
+    colocation = {"trainerSelector": {"matchLabels": {"job": "grpo"}}}
+    hybrid = World(spec_of(mode="Hybrid", replicas=1, colocation=colocation))
+    hybrid.run()
+    assert hybrid.status.restarts == 0
+    for count in (1, 3):
+        hybrid.pods["t-0"] = replace(hybrid.pods["t-0"], restarts=count)
+        steps(hybrid, 3)
+    assert hybrid.status.restarts == 3

@@ -36,6 +36,8 @@ from scalelab import WRITES, holds
 
 ACCOUNT, WORKERS = "operator", "rollout-worker"
 GATE = "rollout.dev/serving"
+NO_NODE = "example.com/no-node"
+"""A label of pods that the lab's kubelet leaves alone."""
 STRATEGIC = "application/strategic-merge-patch+json"
 
 
@@ -57,6 +59,36 @@ class Write:
     resource: str
     name: str
     code: int
+
+
+@dataclass(slots=True)
+class Fault:
+    """What is wrong with the worker of one pod."""
+
+    refuses: bool = False
+    """It can't check who calls: each call is a 503."""
+    missing: bool = False
+    """It finds nothing at any path of weights."""
+    failed: str = ""
+    """Why its engine is dead; empty: it is not."""
+
+    def before(self, request: web.Request, body: Obj) -> web.Response | None:
+        """Return the answer instead of the worker's own; None: it has one."""
+        if self.refuses:
+            why = "tokenreviews.authentication.k8s.io is forbidden"
+            return processless._problem(503, "auth-unavailable", why)
+        if self.missing and request.path.endswith("/weights/stage"):
+            why = f"{body['source']['path']!r} does not exist: check path and mounts"
+            return processless._problem(409, "stage-failed", why)
+        return None
+
+    def after(self, request: web.Request, answer: web.StreamResponse) -> web.StreamResponse:
+        """Return its own answer, or that of a dead engine."""
+        if not (self.failed and request.path == "/v1/state" and isinstance(answer, web.Response)):
+            return answer
+        state = json.loads(answer.body)  # type: ignore[arg-type]
+        state |= {"lifecycle": "Failed", "serving": False, "last_error": self.failed}
+        return web.json_response(state)
 
 
 class Serving(Protocol):
@@ -99,12 +131,17 @@ class PoolLab:
     """See the module; made by `pool_lab`."""
 
     context: Context
+    operator: Operator
+    running: asyncio.Task[int]
+    """The operator's, until it is stopped."""
 
     def __init__(self, cluster: Cluster, namespace: str, api: Api) -> None:
         self.cluster = cluster
         self.namespace = namespace
         self.api = api
         self.asked: list[Asked] = []
+        self.faults: dict[str, Fault] = {}
+        """By address."""
         self._log_at = 0
 
     def path(self, kind: str, name: str = "") -> str:
@@ -184,13 +221,21 @@ class PoolLab:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Note a call before it is answered."""
+        assert request.transport is not None
+        ip: str = request.transport.get_extra_info("sockname")[0]
+        body = json.loads(await request.read() or b"{}")
+        fault = self.faults.get(ip, Fault())
+        if (refusal := fault.before(request, body)) is not None:
+            return refusal
         if request.method == "POST":
-            assert request.transport is not None
-            ip: str = request.transport.get_extra_info("sockname")[0]
-            body = json.loads(await request.read() or b"{}")
             update = await asyncio.to_thread(self._update_of, ip)
             self.asked.append(Asked(ip, request.path.rpartition("/")[2], body, update))
-        return await handler(request)
+        return fault.after(request, await handler(request))
+
+    def worker_of(self, pod: str) -> Fault:
+        """What is wrong with the worker of a pod that runs; change it to let it fail."""
+        ip: str = self.api.get(self.path("pods", pod))["status"]["podIP"]
+        return self.faults.setdefault(ip, Fault())
 
     def _update_of(self, ip: str) -> Obj:
         """What stands in the status of the pool that the pod at this address belongs to."""
@@ -230,7 +275,9 @@ class Kubelet:
 
     def _look(self, pod: Obj) -> None:
         meta, status = pod["metadata"], pod["status"]
-        if "rollout.dev/pool" not in meta.get("labels", {}) or status["phase"] == "Failed":
+        labels = meta.get("labels", {})
+        left_alone = "rollout.dev/pool" not in labels or NO_NODE in labels
+        if left_alone or status["phase"] == "Failed":
             return
         ip = status.get("podIP")
         if ip is None:
@@ -305,9 +352,11 @@ async def pool_lab(
             lab.context = context
             return Reconciler(context).reconcile
 
-        operator = LabOperator(_config(namespace), make, make_parts=partial(LabParts, workers.port))
+        operator = lab.operator = LabOperator(
+            _config(namespace), make, make_parts=partial(LabParts, workers.port)
+        )
         kubelet = Kubelet(cluster, namespace, workers.pods)
-        running = asyncio.create_task(operator.run())
+        running = lab.running = asyncio.create_task(operator.run())
         try:
             yield lab
         finally:

@@ -1,0 +1,299 @@
+"""Ten stories of the night, on a real API server: what is said of each, and what to change.
+
+The lab's kubelet lets pods run; where a story is about a pod, the test reports what a kubelet or a
+scheduler would have. Each asserts phase, condition, reason, event and message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from apiclient import ApiError, Obj
+from localkube import Cluster
+from manifests import target
+from poollab import NO_NODE, STRATEGIC, PoolLab, pool_lab
+from rollout_operator.core import ailments
+from rollout_operator.workers import poller
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SILENT_SECONDS = 2.0
+"""Instead of a minute: what is told does not depend on it."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lab(crd: Cluster) -> AsyncIterator[PoolLab]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ailments, "UNREACHABLE_SECONDS", SILENT_SECONDS)
+        for interval in ("SLOW_SECONDS", "LAST_BACKOFF_SECONDS"):
+            patch.setattr(poller, interval, 0.5)
+        async with pool_lab(crd, "stories") as made:
+            yield made
+
+
+def condition(pool: Obj, kind: str) -> tuple[str, str, str]:
+    found = next(
+        (c for c in pool.get("status", {}).get("conditions", ()) if c["type"] == kind),
+        {"status": "", "reason": "", "message": ""},
+    )
+    return found["status"], found["reason"], found["message"]
+
+
+def events(lab: PoolLab, name: str) -> dict[str, tuple[str, str]]:
+    """Type and message of a pool's events, by reason."""
+    path = f"/apis/events.k8s.io/v1/namespaces/{lab.namespace}/events"
+    return {
+        e["reason"]: (e["type"], e.get("note", ""))
+        for e in lab.api.get(path)["items"]
+        if e["regarding"].get("name") == name
+    }
+
+
+async def told(
+    lab: PoolLab, name: str, kind: str, reason: str, words: tuple[str, ...], phase: str
+) -> str:
+    """Wait for a condition with this reason and these words, in status and in a Warning event."""
+
+    def is_told() -> bool:
+        status, found, message = condition(lab.get(name), kind)
+        return (status, found) == ("True", reason) and all(word in message for word in words)
+
+    await lab.until(f"{name} tells {reason} with {words}", is_told)
+    pool = lab.get(name)
+    message = condition(pool, kind)[2]
+    assert (pool["status"]["phase"], pool["status"]["message"]) == (phase, message)
+    await lab.until("an event tells, too", lambda: reason in events(lab, name))
+    severity, note = events(lab, name)[reason]
+    assert severity == "Warning"
+    assert words[0] in note
+    return message
+
+
+def report(lab: PoolLab, pod: str, **status: Any) -> None:
+    """What the kubelet or the scheduler says of a pod."""
+    lab.api.patch(lab.path("pods", pod) + "/status", {"status": status}, kind=STRATEGIC)
+
+
+def container(**state: Any) -> Obj:
+    return {
+        "containerStatuses": [
+            {
+                "name": "worker", "image": "none", "imageID": "", "ready": False,
+                "restartCount": 0, "state": state,
+            }
+        ]
+    }  # fmt: skip
+
+
+async def served(lab: PoolLab, name: str, **spec: Any) -> None:
+    lab.create(name, replicas=1, **spec)
+    await lab.reaches(name)
+
+
+async def test_the_image_cannot_be_pulled(lab: PoolLab) -> None:
+    await served(lab, "image")
+    waiting = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "no/such:1"'}
+    report(lab, "image-0-0", **container(waiting=waiting))
+    words = (
+        "image-0-0: container 'worker' can't get its image: ImagePullBackOff",
+        'pulling image "no/such:1"',
+        "check spec.engine.image and spec.podTemplate.imagePullSecrets",
+    )
+    await told(lab, "image", "Degraded", "PodTrouble", words, "Degraded")
+
+
+async def test_no_accelerator_is_free(lab: PoolLab) -> None:
+    lab.create(
+        "full", replicas=1, engine={"type": "vllm", "image": "localhost/none"},
+        accelerator={"resource": "nvidia.com/gpu"}, podTemplate={"labels": {NO_NODE: "yes"}, "nodeSelector": {"pool": "gpus"}},
+    )  # fmt: skip
+    await lab.until("the pod is there", lambda: "full-0-0" in lab.pods("full"))
+    long_ago = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 300))
+    scheduled = {
+        "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
+        "message": "0/4 nodes are available: 4 Insufficient nvidia.com/gpu.",
+        "lastTransitionTime": long_ago,
+    }  # fmt: skip
+    report(lab, "full-0-0", conditions=[scheduled])
+    words = (
+        "full-0-0: Unschedulable: 0/4 nodes are available: 4 Insufficient nvidia.com/gpu.",
+        "(spec.accelerator.resource), lower spec.replicas",
+        "spec.podTemplate.nodeSelector",
+    )
+
+    def is_told() -> bool:
+        status, found, message = condition(lab.get("full"), "Progressing")
+        return (status, found) == ("True", "Unschedulable") and all(w in message for w in words)
+
+    await lab.until("the scheduler's words are told", is_told)
+    await lab.until("an event tells, too", lambda: "Unschedulable" in events(lab, "full"))
+    severity, note = events(lab, "full")["Unschedulable"]
+    assert (severity, words[0] in note) == ("Warning", True)
+
+
+async def test_the_model_path_is_wrong(lab: PoolLab) -> None:
+    await served(lab, "path")
+    why = "'/rollout/model' holds no config.json: point to a model folder"
+    lab.worker_of("path-0-0").failed = why
+    words = (f"path-0-0: {why}",)
+    await told(lab, "path", "Degraded", "EngineFailed", words, "Degraded")
+
+
+async def test_a_model_that_needs_more_memory_than_its_limit(lab: PoolLab) -> None:
+    await served(lab, "oom", resources={"limits": {"memory": "8Gi"}})
+    log = "".join(f"loading shard {i}\n" for i in range(100))
+    for _ in range(2):
+        await lab.until("the pod is there", lambda: _runs(lab, "oom-0-0"))
+        ended = {
+            "exitCode": 137, "reason": "OOMKilled", "message": log,
+            "finishedAt": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }  # fmt: skip
+        before = lab.pods("oom")["oom-0-0"]["metadata"]["uid"]
+        report(lab, "oom-0-0", phase="Failed", **container(terminated=ended))
+        await lab.until("the failure is seen", partial(_is_seen, lab, before))
+    words = (
+        "replica 0 failed 2 times in a row",
+        "container 'worker' ended: OOMKilled, exit code 137",
+        "its limit of 8Gi: raise spec.resources.limits.memory",
+    )
+    await told(lab, "oom", "Degraded", "CrashLooping", words, "Degraded")
+    first = lab.get("oom")["status"]["lastErrors"][-1]
+    assert first["log"] == log
+    severity, note = events(lab, "oom")["ReplicaFailed"]
+    assert (severity, "raise spec.resources.limits.memory" in note) == ("Warning", True)
+    assert "Recovered" not in events(lab, "oom")
+
+
+def _is_seen(lab: PoolLab, uid: str) -> bool:
+    """The pod is replaced, or waits for that."""
+    pod = lab.pods("oom").get("oom-0-0", {})
+    replaced = pod.get("metadata", {}).get("uid") != uid
+    return replaced or condition(lab.get("oom"), "Degraded")[1] == "CrashLooping"
+
+
+def _runs(lab: PoolLab, pod: str) -> bool:
+    found = lab.pods(pod.rsplit("-", 2)[0]).get(pod, {})
+    return bool(found.get("status", {}).get("phase") == "Running")
+
+
+async def test_the_published_version_is_missing(lab: PoolLab) -> None:
+    await served(lab, "version")
+    lab.worker_of("version-0-0").missing = True
+    lab.patch("version", **target(1, 7, "step-7"))
+    words = ("version-0-0: ", "step-7", "does not exist: check path and mounts")
+    await told(lab, "version", "Degraded", "WeightsFailed", words, "Degraded")
+    assert condition(lab.get("version"), "WeightsSynced")[0] == "False"
+    assert lab.get("version")["status"]["weights"]["committed"]["version"] == 0
+
+
+async def test_a_control_port_is_out_of_reach(lab: PoolLab) -> None:
+    await served(lab, "silent")
+    lab.worker_of("silent-0-0").refuses = True
+    words = (
+        "the control port of silent-0-0",
+        "its last answer was at",
+        "503 auth-unavailable",
+        "the worker's service account needs to create tokenreviews",
+    )
+    await told(lab, "silent", "Degraded", "Unreachable", words, "Degraded")
+    pool = lab.get("silent")
+    assert pool["status"]["readyReplicas"] == 1, "the kubelet's probes use another port"
+    member = pool["status"]["members"][0]
+    assert (member["state"], words[0] in member["message"]) == ("Unreachable", True)
+    metrics = lab.context.telemetry.page().decode()
+    at = f'namespace="{lab.namespace}",pool="silent"'
+    assert f"rollout_pool_replicas_unreachable{{{at}}} 1.0" in metrics
+    lab.worker_of("silent-0-0").refuses = False
+    await lab.until("it has recovered", lambda: "Recovered" in events(lab, "silent"))
+
+
+async def test_a_node_is_lost(lab: PoolLab) -> None:
+    await served(lab, "lost")
+    lab.worker_of("lost-0-0").refuses = True
+    node = {"target": {"apiVersion": "v1", "kind": "Node", "name": "gpu-3"}}
+    lab.api.create(
+        lab.path("pods", "lost-0-0") + "/binding", {"metadata": {"name": "lost-0-0"}, **node}
+    )
+    words = ("the control port of lost-0-0 on node 'gpu-3' has not answered",)
+    await told(lab, "lost", "Degraded", "Unreachable", words, "Degraded")
+    assert lab.get("lost")["status"]["members"][0]["node"] == "gpu-3"
+
+
+async def test_the_quota_is_used_up(lab: PoolLab) -> None:
+    quota = {"metadata": {"name": "q"}, "spec": {"hard": {"limits.cpu": "0"}}}
+    lab.api.create(lab.path("resourcequotas"), quota)
+    try:
+        await lab.until(
+            "the quota counts",
+            lambda: lab.api.get(lab.path("resourcequotas", "q")).get("status", {}).get("hard"),
+        )
+        lab.create("quota", replicas=1, resources={"limits": {"cpu": "1"}})
+        words = ("the API server rejected pod 'quota-0-0'", "exceeded quota: q", "limits.cpu")
+        await told(lab, "quota", "Degraded", "Rejected", words, "Degraded")
+    finally:
+        lab.api.delete(lab.path("resourcequotas", "q"))
+
+
+POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolic"
+
+
+async def test_an_admission_policy_denies(lab: PoolLab) -> None:
+    rule = {
+        "apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"],
+    }  # fmt: skip
+    policy = {
+        "metadata": {"name": "deny.example.com"},
+        "spec": {
+            "matchConstraints": {
+                "resourceRules": [rule],
+                "objectSelector": {"matchLabels": {"rollout.dev/pool": "denied"}},
+            },
+            "validations": [{"expression": "false", "message": "label team is missing"}],
+        },
+    }
+    binding = {
+        "metadata": {"name": "deny.example.com"},
+        "spec": {"policyName": "deny.example.com", "validationActions": ["Deny"]},
+    }
+    lab.api.create(POLICIES + "ies", policy)
+    lab.api.create(POLICIES + "ybindings", binding)
+    probe: Obj = {
+        "metadata": {"name": "probe", "labels": {"rollout.dev/pool": "denied"}},
+        "spec": {"containers": [{"name": "c", "image": "none"}]},
+    }
+
+    def refuses() -> bool:
+        try:
+            lab.api.create(lab.path("pods") + "?dryRun=All", probe)
+        except ApiError:
+            return True
+        return False
+
+    try:
+        await lab.until("the policy holds", refuses)
+        lab.create("denied", replicas=1)
+        words = ("the API server rejected pod 'denied-0-0'", "label team is missing")
+        await told(lab, "denied", "Degraded", "Rejected", words, "Degraded")
+    finally:
+        lab.api.delete(POLICIES + "ybindings/deny.example.com")
+        lab.api.delete(POLICIES + "ies/deny.example.com")
+
+
+async def test_the_operator_is_down(lab: PoolLab) -> None:
+    """The last story: its last words stay, and say of which generation they are."""
+    await served(lab, "nobody")
+    before = lab.get("nobody")
+    lab.operator.stop()
+    await asyncio.wait({lab.running}, timeout=30)
+    assert lab.running.done()
+    lab.patch("nobody", replicas=2)
+    pool = lab.get("nobody")
+    assert pool["status"] == before["status"]
+    assert pool["status"]["observedGeneration"] < pool["metadata"]["generation"]
