@@ -46,7 +46,7 @@ def gang(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Fleet]:
                 "maxLength": 2048,
             },
             parallelism={"tensor": 2, "nodes": 2},
-            accelerator={"resource": "example.com/gpu"},  # of NVIDIA's the engine wants CUDA
+            accelerator={"resource": "example.org/gpu"},  # of NVIDIA's the engine wants CUDA
         )
         fleet.settled((1, 1), replicas=1, seconds=START_SECONDS)
         yield fleet

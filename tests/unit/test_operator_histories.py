@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from poolspecs import pushed, spec_of, target
 from rollout_operator.api.revision import is_current
 from rollout_operator.api.spec import Mode, Strategy
+from rollout_operator.core.failures import HEALTHY_SECONDS
 from rollout_operator.core.plan import Verb
 from rollout_operator.core.updates.weights_plan import target_of
 from rollout_worker.schemas import WeightsId
@@ -414,6 +415,10 @@ class History:
             if _settled(world):
                 break
         world.run(400)
+        degraded = world.status.condition("Degraded")
+        if degraded is not None and degraded.reason == "CrashLooping":
+            world.tick += HEALTHY_SECONDS  # all have done their work for so long
+            world.run(400)
 
     def _push_when_all_listen(self) -> None:
         """One publish heals all, whatever was lost before; workers need not serve to take it."""

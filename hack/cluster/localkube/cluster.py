@@ -50,7 +50,7 @@ class Cluster:
         Args:
             name: names the state folder; clusters of different names run side by side.
             nodes: real nodes (root). 0: control plane only, on loopback.
-            gpus: `nvidia.com/gpu`, and `example.com/gpu`, that every node claims to have.
+            gpus: `nvidia.com/gpu`, and `example.org/gpu`, that every node claims to have.
             port: of the API server; None: a free one.
             node_grace_seconds: silence after which a node is declared not ready.
             archives: OCI archives that every node imports before it is ready.

@@ -224,7 +224,7 @@ class Node:
         return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
     def _claim_gpus(self) -> None:
-        count = dict.fromkeys(("nvidia.com/gpu", "example.com/gpu"), str(self._settings.gpus))
+        count = dict.fromkeys(("nvidia.com/gpu", "example.org/gpu"), str(self._settings.gpus))
         body = {"status": {"capacity": count, "allocatable": count}}
         status, answer = self._api.request(
             f"/api/v1/nodes/{self.name}/status", "PATCH", body,
