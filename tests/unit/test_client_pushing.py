@@ -267,7 +267,7 @@ async def test_what_is_to_be_cast_has_the_dtypes_that_workers_tell(
         await pool.publish_weights(3, tensors=wide)
         assert [each.content for each in world.receivers] == [content(wide)] * 3
     asked = [[verb for verb, _ in each.bodies].count("dtypes") for each in world.controls]
-    assert asked == [1, 1, 0]
+    assert asked == [1, 1, 1]
 
 
 async def test_a_progress_that_raises_ends_no_publish(
