@@ -108,6 +108,8 @@ class Versions:
         folder = {"folder": str(self._options.model)}
         async with self._lock, self._whole("the update"):
             await self._desk.pause()
+            # What has ended here may still be there: with it the child's cache can't be flushed.
+            await self._desk.rest("retract")
             await self._bridge.call("load", where=folder, version=None, flush=True)
             await self._desk.resume()
 
