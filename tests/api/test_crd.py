@@ -303,11 +303,12 @@ def test_columns_show_the_committed_version(space: Namespace) -> None:
         *("-p", json.dumps({"status": STATUS})),
     )
     head, row = space.kubectl("get", "rr", "columns").splitlines()
-    assert head.split() == ["NAME", "MODE", "ENGINE", "DESIRED", "READY", "WEIGHTS", "PHASE", "AGE"]
+    columns = ["NAME", "MODE", "ENGINE", "DESIRED", "READY", "WEIGHTS", "TARGET", "PHASE", "AGE"]
+    assert head.split() == columns
     assert row.split()[:-1] == ["columns", "Standalone", "hf", "2", "1", "7", "Updating"]
     head, row = space.kubectl("get", "rr", "columns", "-o", "wide").splitlines()
-    assert head.split()[8:] == ["UPDATED", "ASLEEP", "RESTARTS", "MESSAGE"]
-    assert row.split()[8:11] == ["2", "0", "4"]
+    assert head.split()[9:] == ["EPOCH", "UPDATED", "ASLEEP", "RESTARTS", "MESSAGE"]
+    assert row.split()[8:12] == ["1", "2", "0", "4"]
     assert row.endswith("waiting for 1 of 2 replicas to load weights (1, 7)")
 
 

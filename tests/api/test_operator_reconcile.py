@@ -336,7 +336,9 @@ async def test_a_pool_made_again_waits_for_the_pods_before_it(lab: PoolLab) -> N
         if pool.get("status"):
             told.add(condition(pool, "Degraded")[1])
         going = [p for p in lab.pods("again").values() if "deletionTimestamp" in p["metadata"]]
-        return len(going) == 4 and "has yet to go" in pool.get("status", {}).get("message", "")
+        return len(going) == 4 and "is still terminating" in pool.get("status", {}).get(
+            "message", ""
+        )
 
     await lab.until("the new pool waits", waits)
     for name in names:

@@ -57,7 +57,7 @@ class Pages:
         with refused("version-not-met"):
             worker.worker.submit(GenerateRequest(token_ids=(1,), min_version=10**6))
         await worker.ends(flight)
-        await worker.update(version, version)
+        await worker.update(version, version % 200)  # of bytes
         await worker.sleep()
         await worker.wake()
         worker.worker.runtime.telemetry.turn_residue.labels("GPU 0").set(2**30)

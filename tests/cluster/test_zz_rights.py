@@ -111,7 +111,9 @@ def tour(cluster: Cluster) -> None:
     finally:
         pool.delete()
     beside = Pool(cluster, "pools", "beside")
-    beside.apply(mode="Colocated", colocation={"trainerSelector": {"matchLabels": {"a": "b"}}})
+    beside.apply(
+        mode="Colocated", colocation={"trainerSelector": {"matchLabels": {"a": "b"}}, "slots": 2}
+    )
     try:
         beside.eventually("it wants a trainer", lambda: beside.condition("Degraded") == NO_TRAINER)
     finally:
