@@ -340,7 +340,7 @@ async def test_a_pool_made_again_waits_for_the_pods_before_it(lab: PoolLab) -> N
             "message", ""
         )
 
-    await lab.until("the new pool waits", waits)
+    await lab.until("the new pool waits", waits, 90)  # the garbage collector takes its time
     for name in names:
         lab.api.patch(lab.path("pods", name), {"metadata": {"finalizers": None}}, missing=True)
     await lab.reaches("again")
@@ -492,6 +492,10 @@ async def test_a_pod_that_outlives_its_grace_is_freed_even_without_its_pool(
         lambda: "deletionTimestamp" in settled.api.get(pod)["metadata"],
     )
     await settled.until("the operator knows", lambda: context.store.pool(key) is None)
+    await settled.until(
+        "the operator sees the pod terminate",
+        lambda: [p for p in context.store.pods(key) if "deletionTimestamp" in p["metadata"]],
+    )
     settled.writes()
     passed = [0.0]
     later = dataclasses.replace(context, monotonic=lambda: time.monotonic() + passed[-1])
