@@ -77,6 +77,7 @@ class Pages:
             ),
         )
         telemetry.update_ended(POOL, "Complete", 0.5)
+        telemetry.call_failed(POOL, "sleep")
         telemetry.leader.set(1)
         telemetry.reconcile_total.labels("ok").inc()
         telemetry.reconcile_duration.observe(0.01)
