@@ -86,32 +86,7 @@ class Telemetry:
         ProcessCollector(registry=self.registry)
         self._pools = _Pools()
         self.registry.register(self._pools)
-        self._updates = Histogram(
-            "rollout_pool_weights_update_seconds",
-            "From the start of a weights update to its outcome: Complete, Superseded or Failed (the "
-            "deadline passed, or every replica refused it; it may still complete).",
-            ["namespace", "pool", "outcome"],
-            buckets=UPDATE_BUCKETS,
-            registry=self.registry,
-        )
-        self._failed_writes = Counter(
-            "rollout_pool_failed_writes",
-            "Writes for a pool that the API server refused (reason Rejected) or could not do (ApiError).",
-            ["namespace", "pool", "verb", "resource", "reason"],
-            registry=self.registry,
-        )
-        self._failed_passes = Counter(
-            "rollout_pool_failed_passes",
-            "Reconcile passes over a pool that ended with an error.",
-            ["namespace", "pool"],
-            registry=self.registry,
-        )
-        self._failed_calls = Counter(
-            "rollout_pool_failed_calls",
-            "Calls to a control port of the pool that were refused or not answered.",
-            ["namespace", "pool", "verb"],
-            registry=self.registry,
-        )
+        self._add_pool_metrics()
         self._of_pool: dict[Key, set[tuple[MetricWrapperBase, tuple[str, ...]]]] = {}
         self.reconcile_duration = Histogram(
             "rollout_operator_reconcile_duration_seconds",
@@ -140,6 +115,34 @@ class Telemetry:
         self.event_loop_lag = Gauge(
             "rollout_operator_event_loop_lag_seconds",
             "How late the event loop ran a timer: the worst of the last 30 seconds.",
+            registry=self.registry,
+        )
+
+    def _add_pool_metrics(self) -> None:
+        self._updates = Histogram(
+            "rollout_pool_weights_update_seconds",
+            "From the start of a weights update to its outcome: Complete, Superseded or Failed (the "
+            "deadline passed, or every replica refused it; it may still complete).",
+            ["namespace", "pool", "outcome"],
+            buckets=UPDATE_BUCKETS,
+            registry=self.registry,
+        )
+        self._failed_writes = Counter(
+            "rollout_pool_failed_writes",
+            "Writes for a pool that the API server refused (reason Rejected) or could not do (ApiError).",
+            ["namespace", "pool", "verb", "resource", "reason"],
+            registry=self.registry,
+        )
+        self._failed_passes = Counter(
+            "rollout_pool_failed_passes",
+            "Reconcile passes over a pool that ended with an error.",
+            ["namespace", "pool"],
+            registry=self.registry,
+        )
+        self._failed_calls = Counter(
+            "rollout_pool_failed_calls",
+            "Calls to a control port of the pool that were refused or not answered.",
+            ["namespace", "pool", "verb"],
             registry=self.registry,
         )
 
@@ -222,6 +225,25 @@ class Telemetry:
         return generate_latest(self.registry)
 
 
+_COUNTS = (
+    ("rollout_pool_replicas_desired", "Replicas that spec asks for.", "desired"),
+    ("rollout_pool_replicas", "Replicas that exist.", "replicas"),
+    ("rollout_pool_replicas_ready", "Replicas that serve.", "ready"),
+    ("rollout_pool_replicas_asleep", "Replicas that are asleep.", "asleep"),
+    (
+        "rollout_pool_replicas_unreachable",
+        "Replicas whose control port has not answered for a minute.",
+        "unreachable",
+    ),
+    (
+        "rollout_pool_consecutive_failures",
+        "Most failures in a row of one replica; 0 once it has worked for ten minutes.",
+        "in_a_row",
+    ),
+)
+"""Families with one number for each pool: name, meaning, and the field of `PoolFigures`."""
+
+
 class _Pools(Collector):
     """The `rollout_pool_*` families, made from the figures when they are asked for."""
 
@@ -232,27 +254,12 @@ class _Pools(Collector):
         return list(self.collect())
 
     def collect(self) -> Iterator[Metric]:
-        labels = ["namespace", "pool"]
-        desired = GaugeMetricFamily(
-            "rollout_pool_replicas_desired", "Replicas that spec asks for.", labels=labels
-        )
-        replicas = GaugeMetricFamily("rollout_pool_replicas", "Replicas that exist.", labels=labels)
-        ready = GaugeMetricFamily(
-            "rollout_pool_replicas_ready", "Replicas that serve.", labels=labels
-        )
-        asleep = GaugeMetricFamily(
-            "rollout_pool_replicas_asleep", "Replicas that are asleep.", labels=labels
-        )
-        unreachable = GaugeMetricFamily(
-            "rollout_pool_replicas_unreachable",
-            "Replicas whose control port has not answered for a minute.",
-            labels=labels,
-        )
-        in_a_row = GaugeMetricFamily(
-            "rollout_pool_consecutive_failures",
-            "Most failures in a row of one replica; 0 once it has worked for ten minutes.",
-            labels=labels,
-        )
+        labels, figures = ["namespace", "pool"], list(self.figures.items())
+        for name, meaning, figure in _COUNTS:
+            family = GaugeMetricFamily(name, meaning, labels=labels)
+            for key, shown in figures:
+                family.add_metric([key.namespace, key.name], getattr(shown, figure))
+            yield family
         restarts = CounterMetricFamily(
             "rollout_pool_restarts", "Restarts of replicas.", labels=labels
         )
@@ -277,14 +284,8 @@ class _Pools(Collector):
             "1 for the reason why a pool is progressing.",
             labels=[*labels, "reason"],
         )
-        for key, shown in list(self.figures.items()):
+        for key, shown in figures:
             at = [key.namespace, key.name]
-            desired.add_metric(at, shown.desired)
-            replicas.add_metric(at, shown.replicas)
-            ready.add_metric(at, shown.ready)
-            asleep.add_metric(at, shown.asleep)
-            unreachable.add_metric(at, shown.unreachable)
-            in_a_row.add_metric(at, shown.in_a_row)
             restarts.add_metric(at, shown.restarts)
             for which, identity in shown.weights.items():
                 epoch.add_metric([*at, which], identity[0])
@@ -296,5 +297,4 @@ class _Pools(Collector):
                 degraded.add_metric([*at, shown.degraded], 1.0)
             if shown.progressing is not None:
                 progressing.add_metric([*at, shown.progressing], 1.0)
-        yield from (desired, replicas, ready, asleep, unreachable, in_a_row)
         yield from (restarts, version, epoch, condition, degraded, progressing)

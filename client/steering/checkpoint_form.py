@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollout_worker.transfer.layout import LayoutError
+from rollout_worker.transfer.layout import LayoutError, layer_of
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 State = Mapping[str, Any]
 Revert = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
-_LAYER = re.compile(r".*?\.\d+\.")
-"""The first part of a name with a number: what is converted together lies in one layer."""
 _FUSED = re.compile(r"\.experts\.[a-z]")
 """In a name of the experts of one layer, all in one tensor."""
 
@@ -45,6 +43,16 @@ def state_of(tensors: Any) -> Any:
     except ImportError:
         return _unfused_already(state)
     return _reverted(tensors, state, revert_weight_conversion)
+
+
+def whole(tensor: Any) -> Any:
+    """Return a tensor that all ranks have parts of as one: a collective operation of all of them."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether other ranks have parts of it, as of a DTensor (FSDP, tensor parallel)."""
+    return hasattr(tensor, "full_tensor")
 
 
 def described(state: State) -> Mapping[str, torch.Tensor]:
@@ -83,8 +91,7 @@ def _reverted(model: Any, state: State, revert: Revert) -> State:
     layers: dict[str, list[str]] = defaultdict(list)
     for name, tensor in meta.items():
         if whole.get(name) is not tensor:
-            found = _LAYER.match(name)
-            layers[found[0] if found else ""].append(name)
+            layers[layer_of(name)].append(name)
     made = {}
     for layer, names in layers.items():
         part = revert(model, {name: meta[name] for name in names})
@@ -131,7 +138,7 @@ class Unfused(Mapping[str, Any]):
             return self.held[name]
         if self._last is None or self._last[0] != layer:
             self._last = None  # first: two layers would be there at once
-            parts = {part: _whole(self.held[part]) for part in self._layers[layer]}
+            parts = {part: whole(self.held[part]) for part in self._layers[layer]}
             self._last = layer, self._revert(self._model, parts)
         return self._last[1][name]
 
@@ -140,7 +147,3 @@ class Unfused(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.described)
-
-
-def _whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_worker.wire.roothash import HASH, Hashed, root_hash_of
 
-from .checkpoint_form import state_of
+from .checkpoint_form import state_of, whole
 
 if TYPE_CHECKING:
     import torch
@@ -58,16 +58,6 @@ def _pair(item: Any) -> tuple[str, Any]:
             " state dict, or a generator of (name, tensor)"
         )
     return item[0], item[1]
-
-
-def whole(tensor: Any) -> Any:
-    """Return a tensor that all ranks have parts of as one: a collective operation of all of them."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
-
-
-def is_sharded(tensor: Any) -> bool:
-    """Whether other ranks have parts of it, as of a DTensor (FSDP, tensor parallel)."""
-    return hasattr(tensor, "full_tensor")
 
 
 async def each(tensors: Tensors) -> AsyncIterator[tuple[str, torch.Tensor]]:

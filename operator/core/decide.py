@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from rollout_operator.api.spec import Mode, RolloutReplicaSpec, State
@@ -50,13 +50,7 @@ def decide(
     going = {d.uid for d in pods.delete}
     leaving = going - seen.undeleted  # an update of weights would wait for it for ever
     planner = MemberPlanner(spec, seen, weights, now, wait)
-    calls: list[CallWorker] = []
-    gates: list[SetGate] = []
-    for head in heads.values():
-        gate = planner.gate(head, head.pod.uid in leaving)
-        gates += [gate] if gate else []
-        if head.pod.uid not in leaving:
-            calls += planner.calls(head)
+    gates, calls = _asked_of(planner, heads.values(), leaving)
     gates += _gates_of_leavers(seen, heads, going)
     gangs, errors = gangs_of(spec, seen), stored.last_errors
     ailments = find_ailments(spec, seen, gangs, heads.values(), pods, errors, now, wait)
@@ -88,6 +82,20 @@ def decide(
         unreachable=len(ailments.unreachable),
         in_a_row=ailments.in_a_row,
     )
+
+
+def _asked_of(
+    planner: MemberPlanner, heads: Iterable[Head], leaving: Collection[str]
+) -> tuple[list[SetGate], list[CallWorker]]:
+    """Return the gates of the heads to set, and the calls to those that do not leave."""
+    gates: list[SetGate] = []
+    calls: list[CallWorker] = []
+    for head in heads:
+        gate = planner.gate(head, head.pod.uid in leaving)
+        gates += [gate] if gate else []
+        if head.pod.uid not in leaving:
+            calls += planner.calls(head)
+    return gates, calls
 
 
 def _heads(spec: RolloutReplicaSpec, seen: Observed) -> dict[str, Head]:

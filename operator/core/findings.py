@@ -6,7 +6,7 @@ condition, the status message, the log and the event.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,6 +15,7 @@ from rollout_operator.api.status import UpdatePhase
 from rollout_worker.schemas import Lifecycle
 
 from .heads import waits_for
+from .placement import Misplaced
 from .plan import Verb
 from .view import View
 
@@ -59,7 +60,11 @@ def _api_error(view: View) -> Finding | None:
 
 
 def _misplaced(view: View) -> Finding | None:
-    for each in view.pods.misplaced:
+    return _first_of(view.pods.misplaced)
+
+
+def _first_of(told: Iterable[Misplaced]) -> Finding | None:
+    for each in told:
         return Finding(Kind.DEGRADED, each.reason, each.message)
     return None
 
@@ -85,19 +90,24 @@ def _crash_looping(view: View) -> Finding | None:
 
 
 def _unreachable(view: View) -> Finding | None:
-    told = list(view.ailments.unreachable.values())
-    if not told:
-        return None
-    others = f" (and {len(told) - 1} more of {view.wanted} replicas)" if len(told) > 1 else ""
-    return Finding(Kind.DEGRADED, "Unreachable", told[0] + others)
+    told = view.ailments.unreachable
+    for text in told.values():
+        return Finding(
+            Kind.DEGRADED, "Unreachable", text + _more(told, f"of {view.wanted} replicas")
+        )
+    return None
 
 
 def _unscheduled(view: View) -> Finding | None:
-    told = list(view.ailments.unscheduled.values())
-    if not told:
-        return None
-    others = f" (and {len(told) - 1} more pods)" if len(told) > 1 else ""
-    return Finding(Kind.PROGRESSING, "Unschedulable", told[0] + others)
+    told = view.ailments.unscheduled
+    for text in told.values():
+        return Finding(Kind.PROGRESSING, "Unschedulable", text + _more(told, "pods"))
+    return None
+
+
+def _more(told: Sized, what: str) -> str:
+    """What follows the first of several sentences: how many others there are."""
+    return f" (and {len(told) - 1} more {what})" if len(told) > 1 else ""
 
 
 def _unsupported(view: View) -> Finding | None:
@@ -190,9 +200,7 @@ def _pod_trouble(view: View) -> Finding | None:
 
 
 def _stranger(view: View) -> Finding | None:
-    for each in view.pods.strangers:
-        return Finding(Kind.DEGRADED, each.reason, each.message)
-    return None
+    return _first_of(view.pods.strangers)
 
 
 def _stalled(view: View) -> Finding | None:

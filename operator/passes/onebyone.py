@@ -60,14 +60,13 @@ class OneByOne:
         """
         found = self.obstacles
         now, held = self.ctx.monotonic(), found.get(kind)
-        if not found.waits(kind, now) and all(found.waits(label, now) for label in writes):
-            # Each waits for a time of its own, or there is none: the kind's wakes nobody.
-            found.overcome(kind)
-            return
         if found.waits(kind, now) and held is not None:
             found.hold(writes, held.due)
             return
         due = sorted((x for x in writes if not found.waits(x, now)), key=found.turn)
+        if not due:
+            # Each waits for a time of its own, or there is none: the kind's wakes nobody.
+            found.overcome(kind)
         size = 1
         while due:
             batch, due = due[:size], due[size:]

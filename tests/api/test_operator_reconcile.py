@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from apiclient import ApiError, Obj
+from apiclient import Obj
 from localkube import Cluster
 from manifests import target
 from poollab import GATE, PoolLab, Write, pool_lab
@@ -196,17 +196,7 @@ async def _webhook_that_is_down(lab: PoolLab, pool: str) -> None:
         "admissionReviewVersions": ["v1"],
     }
     lab.api.create(HOOKS, {"metadata": {"name": f"down-{pool}"}, "webhooks": [hook]})
-    probe = stranger("probe")
-    probe["metadata"]["labels"] = {"rollout.dev/pool": pool}
-
-    def refuses() -> bool:
-        try:
-            lab.api.create(lab.path("pods") + "?dryRun=All", probe)
-        except ApiError:
-            return True
-        return False
-
-    await lab.until("the webhook refuses", refuses)
+    await lab.until_refused(pool, "the webhook refuses")
 
 
 async def test_a_webhook_that_is_down_stops_nothing_but_the_lost_pod(lab: PoolLab) -> None:

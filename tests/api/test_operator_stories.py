@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from apiclient import ApiError, Obj
+from apiclient import Obj
 from localkube import Cluster
 from manifests import target
 from poollab import NO_NODE, STRATEGIC, PoolLab, pool_lab
@@ -264,20 +264,8 @@ async def test_an_admission_policy_denies(lab: PoolLab) -> None:
     }
     lab.api.create(POLICIES + "ies", policy)
     lab.api.create(POLICIES + "ybindings", binding)
-    probe: Obj = {
-        "metadata": {"name": "probe", "labels": {"rollout.dev/pool": "denied"}},
-        "spec": {"containers": [{"name": "c", "image": "none"}]},
-    }
-
-    def refuses() -> bool:
-        try:
-            lab.api.create(lab.path("pods") + "?dryRun=All", probe)
-        except ApiError:
-            return True
-        return False
-
     try:
-        await lab.until("the policy holds", refuses)
+        await lab.until_refused("denied", "the policy holds")
         lab.create("denied", replicas=1)
         words = ("the API server rejected pod 'denied-0-0'", "label team is missing")
         await told(lab, "denied", "Degraded", "Rejected", words, "Degraded")

@@ -101,7 +101,8 @@ def test_a_drain_may_keep_what_still_runs_at_its_deadline(
         assert answer.json()["errors"][0]["field"] == "on_deadline"
         worker.post("weights/discard", epoch=epoch, version=new)
         return
-    running = worker.long("r", sampling={"max_tokens": 300, "ignore_eos": True})
+    # As many as a quick engine does not make while the commit is on its way.
+    running = worker.long("r", sampling={"max_tokens": 1000, "ignore_eos": True})
     worker.makes(20)
     assert worker.commit(epoch, new, **drain)["kept"] == 1
     [output] = answers([running.result(60)])

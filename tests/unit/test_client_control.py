@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx
 import pytest
@@ -21,17 +20,11 @@ from rollout_worker.schemas import (
     StageRequest,
     WeightsSource,
 )
+from states import serving_state
 
 ACTIVE = {"epoch": 1, "version": 2, "root_hash": "abc", "labels": {}}
 WEIGHTS = {"active": ACTIVE, "previous": None, "staged": None, "required": None, "commit_seq": 1}
-STATE: dict[str, Any] = {
-    "boot_id": "b1",
-    "engine": "hf",
-    "lifecycle": "Active",
-    "serving": True,
-    "weights": WEIGHTS,
-    "resident": {"weights": True, "kv_cache": True},
-}
+STATE = serving_state(weights=WEIGHTS)
 
 
 @pytest.fixture

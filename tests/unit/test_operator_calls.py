@@ -16,19 +16,11 @@ from rollout_operator.workers.calls import MAX_SECONDS, CallFailure, Calls
 from rollout_operator.workers.poller import Poller
 from rollout_operator.workers.talk import GIVEN_UP_SECONDS, Workers
 from rollout_worker.schemas import WeightsId, WorkerState
+from states import serving_state
 from waiting import until
 
 KEY = Key("rl", "math")
-
-
-STATE = {
-    "boot_id": "b1",
-    "engine": "hf",
-    "lifecycle": "Active",
-    "serving": True,
-    "weights": {"active": None},
-    "resident": {"weights": True, "kv_cache": True},
-}
+STATE = serving_state()
 
 
 class Clock:

@@ -18,16 +18,10 @@ from rollout_operator.api.names import CONTROL_TLS_NAME
 from rollout_operator.config import ConfigError
 from rollout_operator.workers.connections import Connections
 from rollout_worker.schemas import RequireRequest
+from states import serving_state
 from waiting import until
 
-STATE = {
-    "boot_id": "b1",
-    "engine": "hf",
-    "lifecycle": "Active",
-    "serving": True,
-    "weights": {"active": None},
-    "resident": {"weights": True, "kv_cache": True},
-}
+STATE = serving_state()
 
 
 async def no_token() -> str | None:

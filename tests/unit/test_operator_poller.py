@@ -15,21 +15,10 @@ from rollout_operator.api.objects import Key
 from rollout_operator.workers.connections import Connections
 from rollout_operator.workers.poller import AT_ONCE, STALE_SECONDS, Poller
 from rollout_worker.schemas import WorkerState
+from states import serving_state
 from waiting import until
 
 KEY = Key("rl", "math")
-
-
-def state(**changes: Any) -> dict[str, Any]:
-    return {
-        "boot_id": "b1",
-        "engine": "hf",
-        "lifecycle": "Active",
-        "serving": True,
-        "weights": {"active": None},
-        "resident": {"weights": True, "kv_cache": True},
-        **changes,
-    }
 
 
 class Clock:
@@ -86,7 +75,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_the_first_answer_wakes_and_equal_ones_do_not(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", state())
+    bench.worker.answer("GET", "/v1/state", serving_state())
     assert bench.poller.last("u1") is None
     bench.watch()
     await bench.polled()
@@ -111,7 +100,7 @@ async def test_what_changes_all_the_time_does_not_wake(
     bench: Bench, change: dict[str, Any]
 ) -> None:
     hold = {"holder": "trainer", "state": "Paused", "ttl": 4.5}
-    start = state(holds=[hold]) if "holds" in change else state()
+    start = serving_state(holds=[hold]) if "holds" in change else serving_state()
     bench.worker.answer("GET", "/v1/state", start)
     bench.watch()
     await bench.polled()
@@ -124,16 +113,16 @@ async def test_what_changes_all_the_time_does_not_wake(
 
 
 async def test_a_change_wakes(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", state())
+    bench.worker.answer("GET", "/v1/state", serving_state())
     bench.watch()
     await bench.polled()
-    bench.worker.answer("GET", "/v1/state", state(lifecycle="Asleep", serving=False))
+    bench.worker.answer("GET", "/v1/state", serving_state(lifecycle="Asleep", serving=False))
     await bench.polled()
     assert bench.woken == [KEY, KEY]
 
 
 async def test_an_error_keeps_the_last_answer_wakes_once_and_backs_off(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", state())
+    bench.worker.answer("GET", "/v1/state", serving_state())
     bench.watch()
     await bench.polled()
     bench.worker.answer("GET", "/v1/state", "down", 503)
@@ -144,7 +133,7 @@ async def test_an_error_keeps_the_last_answer_wakes_once_and_backs_off(bench: Be
     assert seen.error == "503: down"
     assert seen.failures >= 2
     assert bench.woken == [KEY, KEY], "one for the answer, one for the first error"
-    bench.worker.answer("GET", "/v1/state", state())
+    bench.worker.answer("GET", "/v1/state", serving_state())
     await bench.polled()
     assert bench.woken == [KEY, KEY, KEY]
     seen = bench.poller.last("u1")
@@ -164,7 +153,7 @@ async def test_a_head_that_never_answered_has_no_state(bench: Bench) -> None:
 
 
 async def test_an_answer_goes_stale(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", state())
+    bench.worker.answer("GET", "/v1/state", serving_state())
     bench.watch()
     await bench.polled()
     bench.worker.answer("GET", "/v1/state", "down", 503)
@@ -180,10 +169,10 @@ async def test_an_answer_goes_stale(bench: Bench) -> None:
 
 
 async def test_poke_and_refresh_ask_at_once(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", state())
+    bench.worker.answer("GET", "/v1/state", serving_state())
     bench.watch(fast=False)
     await bench.polled()
-    bench.worker.answer("GET", "/v1/state", state(boot_id="b2"))
+    bench.worker.answer("GET", "/v1/state", serving_state(boot_id="b2"))
     async with asyncio.timeout(2):
         await bench.poller.refresh("u1")
     seen = bench.poller.last("u1")
@@ -194,10 +183,10 @@ async def test_poke_and_refresh_ask_at_once(bench: Bench) -> None:
 
 
 async def test_refresh_does_not_take_an_answer_that_was_asked_for_before(bench: Bench) -> None:
-    bench.worker.delay("GET", "/v1/state", state(boot_id="old"), 0.3)
+    bench.worker.delay("GET", "/v1/state", serving_state(boot_id="old"), 0.3)
     bench.watch(fast=False)
     await until(lambda: bench.worker.requests)
-    bench.worker.answer("GET", "/v1/state", state(boot_id="new"))
+    bench.worker.answer("GET", "/v1/state", serving_state(boot_id="new"))
     async with asyncio.timeout(3):
         await bench.poller.refresh("u1")
     seen = bench.poller.last("u1")
@@ -207,20 +196,20 @@ async def test_refresh_does_not_take_an_answer_that_was_asked_for_before(bench: 
 
 
 async def test_a_calls_answer_outlasts_a_poll_that_asked_before(bench: Bench) -> None:
-    bench.worker.delay("GET", "/v1/state", state(boot_id="old"), 0.3)
+    bench.worker.delay("GET", "/v1/state", serving_state(boot_id="old"), 0.3)
     bench.watch(fast=True)
     await until(lambda: len(bench.worker.requests) == 1)
-    bench.poller.take("u1", WorkerState.model_validate(state(boot_id="new")))
+    bench.poller.take("u1", WorkerState.model_validate(serving_state(boot_id="new")))
     await until(lambda: len(bench.worker.requests) == 2, what="the poll after that one")
     seen = bench.poller.last("u1")
     assert seen is not None
     assert seen.state is not None
     assert seen.state.boot_id == "new"
-    bench.poller.take("unknown", WorkerState.model_validate(state()))
+    bench.poller.take("unknown", WorkerState.model_validate(serving_state()))
 
 
 async def test_fast_heads_that_turn_slow_are_not_asked_once_more(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", state())
+    bench.worker.answer("GET", "/v1/state", serving_state())
     bench.watch(fast=True)
     await bench.polled()
     bench.watch(fast=False)
@@ -231,7 +220,7 @@ async def test_fast_heads_that_turn_slow_are_not_asked_once_more(bench: Bench) -
 
 
 async def test_slow_heads_are_asked_at_once_when_they_turn_fast(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", state())
+    bench.worker.answer("GET", "/v1/state", serving_state())
     bench.watch(fast=False)
     await bench.polled()
     await asyncio.sleep(0.7)
@@ -241,7 +230,7 @@ async def test_slow_heads_are_asked_at_once_when_they_turn_fast(bench: Bench) ->
 
 
 async def test_an_unwatched_head_is_left_alone(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", state())
+    bench.worker.answer("GET", "/v1/state", serving_state())
     bench.watch()
     await bench.polled()
     bench.poller.unwatch("u1")
@@ -252,7 +241,7 @@ async def test_an_unwatched_head_is_left_alone(bench: Bench) -> None:
 
 
 async def test_another_address_is_another_head(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", state())
+    bench.worker.answer("GET", "/v1/state", serving_state())
     bench.watch()
     await bench.polled()
     bench.poller.watch(KEY, "u1", "127.0.0.1:1", True)
@@ -264,8 +253,8 @@ async def test_no_more_than_64_begin_at_once_and_a_hanging_head_stops_no_other(
 ) -> None:
     monkeypatch.setattr("rollout_operator.workers.poller.PLACE_SECONDS", 10.0)
     async with loopback() as slow, loopback() as good, bench_of(slow) as bench:
-        slow.delay("GET", "/v1/state", state(), 0.3)
-        good.answer("GET", "/v1/state", state())
+        slow.delay("GET", "/v1/state", serving_state(), 0.3)
+        good.answer("GET", "/v1/state", serving_state())
         for number in range(100):
             bench.poller.watch(KEY, f"slow-{number}", slow.address, False)
         bench.poller.watch(KEY, "good", good.address, False)
@@ -277,7 +266,7 @@ async def test_no_more_than_64_begin_at_once_and_a_hanging_head_stops_no_other(
 async def test_many_fast_heads_are_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout_operator.workers.pace.MAX_RATE", 10.0)
     async with loopback() as worker, bench_of(worker) as bench:
-        worker.answer("GET", "/v1/state", state())
+        worker.answer("GET", "/v1/state", serving_state())
         for number in range(20):
             bench.watch(f"u{number}")
         await until(lambda: len(worker.requests) >= 20)

@@ -8,6 +8,7 @@ mean the same bytes by the same offsets.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -50,6 +51,8 @@ TORCH_NAMES = {
     "BOOL": "bool",
 }
 """The same dtypes as torch calls them; an older torch has fewer."""
+
+_LAYER = re.compile(r".*?\.\d+\.")
 
 Named = tuple[str, str, Sequence[int]]
 """Name, dtype as safetensors call it, and shape."""
@@ -167,6 +170,12 @@ class PushLayout:
         if low == len(self.tensors) or self.tensors[low].name != name:
             raise KeyError(name)
         return self.tensors[low]
+
+
+def layer_of(name: str) -> str:
+    """Return the first part of a tensor's name with a number, else nothing: what is converted together lies in one layer."""
+    found = _LAYER.match(name)
+    return found[0] if found else ""
 
 
 def aligned(nbytes: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, starmap
 from typing import Any, Self
 
-from rollout_client.steering.spool import is_sharded
+from rollout_client.steering.checkpoint_form import is_sharded
 from rollout_worker.transfer.layout import LayoutError
 
 from .boxes import Box, Run, box_of, nbytes_of, overlap, volume

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rollout_client.steering.checkpoint_form import described, held, state_of
-from rollout_client.steering.spool import is_sharded, items_of
+from rollout_client.steering.checkpoint_form import described, held, is_sharded, state_of
+from rollout_client.steering.spool import items_of
 from rollout_worker.schemas import CASTABLE
 from rollout_worker.transfer.layout import TORCH_NAMES, LayoutError
 

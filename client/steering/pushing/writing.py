@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout_client.steering import checkpoint_form
-from rollout_client.steering.checkpoint_form import Unfused
-from rollout_client.steering.spool import is_sharded, whole
+from rollout_client.steering.checkpoint_form import Unfused, is_sharded, whole
 
 from .boxes import Box, Run, rows_of
 from .copying import Copier

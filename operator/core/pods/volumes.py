@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import Claim, EngineType, RolloutReplicaSpec, Spill
+from rollout_operator.api.spec_engine import CacheClaim
 
 
 def volumes(spec: RolloutReplicaSpec) -> list[Obj]:
@@ -14,12 +17,9 @@ def volumes(spec: RolloutReplicaSpec) -> list[Obj]:
         out.append({"name": "rollout-spill", "emptyDir": _spill(spec.sleep.spill)})
     if _shares_memory(spec):
         out.append({"name": "rollout-shm", "emptyDir": {"medium": "Memory"}})
-    for name, claim in _claims(spec).items():
-        source = {"claimName": claim.name, "readOnly": True}
-        out.append({"name": name, "persistentVolumeClaim": source})
-    if spec.engine.cache is not None:
-        cached = {"claimName": spec.engine.cache.claim.name}
-        out.append({"name": "rollout-cache", "persistentVolumeClaim": cached})
+    for each in _claims(spec):
+        source = {"claimName": each.claim.name, **each.access}
+        out.append({"name": each.volume, "persistentVolumeClaim": source})
     return out
 
 
@@ -30,16 +30,11 @@ def mounts(spec: RolloutReplicaSpec) -> list[Obj]:
         out.append({"name": "rollout-spill", "mountPath": names.SPILL_MOUNT})
     if _shares_memory(spec):
         out.append({"name": "rollout-shm", "mountPath": "/dev/shm"})
-    paths = {"rollout-model": names.MODEL_MOUNT, "rollout-weights": names.WEIGHTS_MOUNT}
-    for name, claim in _claims(spec).items():
-        mount: Obj = {"name": name, "mountPath": paths[name], "readOnly": True}
-        if claim.sub_path:
-            mount["subPath"] = claim.sub_path
+    for each in _claims(spec):
+        mount: Obj = {"name": each.volume, "mountPath": each.path, **each.access}
+        if each.claim.sub_path:
+            mount["subPath"] = each.claim.sub_path
         out.append(mount)
-    if spec.engine.cache is not None:
-        folder = spec.engine.cache.claim.sub_path
-        below = {"subPath": folder} if folder else {}
-        out.append({"name": "rollout-cache", "mountPath": names.CACHE_MOUNT, **below})
     return out
 
 
@@ -78,10 +73,22 @@ def _shares_memory(spec: RolloutReplicaSpec) -> bool:
     return spec.engine.type is not EngineType.HF
 
 
-def _claims(spec: RolloutReplicaSpec) -> dict[str, Claim]:
-    claims = {}
-    if spec.model.source.claim is not None:
-        claims["rollout-model"] = spec.model.source.claim
-    if spec.weights.volume is not None:
-        claims["rollout-weights"] = spec.weights.volume.claim
-    return claims
+class _Mounted(NamedTuple):
+    """A claim, its volume, and where it is mounted."""
+
+    volume: str
+    path: str
+    claim: Claim | CacheClaim
+    access: Obj
+
+
+def _claims(spec: RolloutReplicaSpec) -> list[_Mounted]:
+    read: Obj = {"readOnly": True}
+    found = []
+    if (model := spec.model.source.claim) is not None:
+        found.append(_Mounted("rollout-model", names.MODEL_MOUNT, model, read))
+    if (weights := spec.weights.volume) is not None:
+        found.append(_Mounted("rollout-weights", names.WEIGHTS_MOUNT, weights.claim, read))
+    if (cache := spec.engine.cache) is not None:
+        found.append(_Mounted("rollout-cache", names.CACHE_MOUNT, cache.claim, {}))
+    return found

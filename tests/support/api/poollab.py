@@ -22,7 +22,7 @@ import pytest
 from aiohttp import web
 
 import processless
-from apiclient import PODS, POOLS, Api, Obj
+from apiclient import PODS, POOLS, Api, ApiError, Obj
 from localkube import Cluster
 from manifests import pool as manifest
 from rollout_client.control import WorkerControl
@@ -170,6 +170,24 @@ class PoolLab:
     def context_of(self, name: str) -> tuple[Context, Key, str]:
         """What a pass over this pool is given, its key and its uid."""
         return self.context, Key(self.namespace, name), self.get(name)["metadata"]["uid"]
+
+    async def until_refused(self, pool: str, what: str) -> None:
+        """Wait until the API server admits no pods of a pool."""
+        container = {"name": "c", "image": "none"}
+        labels = {"rollout.dev/pool": pool}
+        probe: Obj = {
+            "metadata": {"name": "probe", "labels": labels},
+            "spec": {"containers": [container]},
+        }
+
+        def refuses() -> bool:
+            try:
+                self.api.create(self.path("pods") + "?dryRun=All", probe)
+            except ApiError:
+                return True
+            return False
+
+        await self.until(what, refuses)
 
     async def until(self, what: str, condition: Callable[[], object], seconds: float = 30) -> None:
         """Wait for something of the API server, which is asked in a thread."""

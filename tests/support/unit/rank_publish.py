@@ -26,7 +26,7 @@ from torch.distributed.tensor import (
 )
 
 from rollout_client import RolloutError, RolloutPool
-from rollout_client.steering import spool
+from rollout_client.steering import checkpoint_form
 from rollout_client.steering.pushing import leading, meeting, streaming, writing
 from rollout_client.steering.pushing.copying import Copier
 from rollout_worker.transfer.layout import LayoutError
@@ -71,7 +71,7 @@ class Rank:
         self.grid = init_device_mesh("cpu", (2, 2)) if ranks == 4 else None
         self.gathered: list[str] = []
         self.before_copy: Callable[[str], None] = lambda name: None
-        whole, copy = spool.whole, Copier.copy
+        whole, copy = checkpoint_form.whole, Copier.copy
         names: dict[int, str] = {}
 
         def noted(tensor: Any) -> Any:
@@ -91,7 +91,7 @@ class Rank:
             copy(copier, name, *rest, **more)
 
         self.names = names
-        setattr(writing, "whole", noted)  # noqa: B010 (writing has it from spool)
+        setattr(writing, "whole", noted)  # noqa: B010 (writing has it from there)
         setattr(Copier, "copy", copied)  # noqa: B010
 
     def another(self) -> RolloutPool:

@@ -6,7 +6,6 @@ say where they are.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LAYER = re.compile(r".*?\.\d+\.")
-"""The first part of a name with a number: what is converted together lies in one layer."""
+from rollout_worker.transfer.layout import layer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +51,7 @@ def parts_of(model: Any, held: Mapping[str, Tensor], names: Collection[str]) -> 
         return {}
     layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name in names:
-        found = _LAYER.match(name)
-        layers[found[0] if found else ""][name] = held[name]
+        layers[layer_of(name)][name] = held[name]
     parts: dict[str, Part] = {}
     for homes in layers.values():
         numbers, start = {}, 0
