@@ -243,6 +243,12 @@ _COUNTS = (
 )
 """Families with one number for each pool: name, meaning, and the field of `PoolFigures`."""
 
+_REASONS = (
+    ("rollout_pool_degraded", "1 for the reason why a pool is degraded.", "degraded"),
+    ("rollout_pool_progressing", "1 for the reason why a pool is progressing.", "progressing"),
+)
+"""Families with a reason for each pool that has one, likewise."""
+
 
 class _Pools(Collector):
     """The `rollout_pool_*` families, made from the figures when they are asked for."""
@@ -274,16 +280,6 @@ class _Pools(Collector):
             "1 for the status that a condition has, 0 for the others.",
             labels=[*labels, "type", "status"],
         )
-        degraded = GaugeMetricFamily(
-            "rollout_pool_degraded",
-            "1 for the reason why a pool is degraded.",
-            labels=[*labels, "reason"],
-        )
-        progressing = GaugeMetricFamily(
-            "rollout_pool_progressing",
-            "1 for the reason why a pool is progressing.",
-            labels=[*labels, "reason"],
-        )
         for key, shown in figures:
             at = [key.namespace, key.name]
             restarts.add_metric(at, shown.restarts)
@@ -293,8 +289,10 @@ class _Pools(Collector):
             for kind, status in shown.conditions.items():
                 for each in CONDITION_STATUSES:
                     condition.add_metric([*at, kind, each], float(each == status))
-            if shown.degraded is not None:
-                degraded.add_metric([*at, shown.degraded], 1.0)
-            if shown.progressing is not None:
-                progressing.add_metric([*at, shown.progressing], 1.0)
-        yield from (restarts, version, epoch, condition, degraded, progressing)
+        yield from (restarts, version, epoch, condition)
+        for name, meaning, figure in _REASONS:
+            family = GaugeMetricFamily(name, meaning, labels=[*labels, "reason"])
+            for key, shown in figures:
+                if (reason := getattr(shown, figure)) is not None:
+                    family.add_metric([key.namespace, key.name, reason], 1.0)
+            yield family

@@ -85,22 +85,22 @@ def _reverted(model: Any, state: State, revert: Revert) -> State:
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in state.items()
     }
-    whole = revert(model, dict(meta))
-    if all(meta.get(name) is tensor for name, tensor in whole.items()):
+    reverted = revert(model, dict(meta))
+    if all(meta.get(name) is tensor for name, tensor in reverted.items()):
         return state
     layers: dict[str, list[str]] = defaultdict(list)
     for name, tensor in meta.items():
-        if whole.get(name) is not tensor:
+        if reverted.get(name) is not tensor:
             layers[layer_of(name)].append(name)
     made = {}
     for layer, names in layers.items():
         part = revert(model, {name: meta[name] for name in names})
         made.update(dict.fromkeys(part, layer))
-    changed = {name for name, tensor in whole.items() if meta.get(name) is not tensor}
+    changed = {name for name, tensor in reverted.items() if meta.get(name) is not tensor}
     if made.keys() != changed:  # what is converted together lies in several layers
         layers = {"": [name for names in layers.values() for name in names]}
         made = dict.fromkeys(changed, "")
-    return Unfused(model, state, revert, whole, made, layers)
+    return Unfused(model, state, revert, reverted, made, layers)
 
 
 class Unfused(Mapping[str, Any]):
@@ -112,7 +112,7 @@ class Unfused(Mapping[str, Any]):
         model: Whose state it is.
         state: The tensors that it holds.
         revert: Of transformers.
-        whole: What it comes to, without memory.
+        reverted: What it comes to, without memory.
         made: By name of what is not held: the layer of which it is made.
         layers: By layer: the tensors that it holds instead.
     """
@@ -122,12 +122,12 @@ class Unfused(Mapping[str, Any]):
         model: Any,
         state: State,
         revert: Revert,
-        whole: Mapping[str, torch.Tensor],
+        reverted: Mapping[str, torch.Tensor],
         made: Mapping[str, str],
         layers: Mapping[str, list[str]],
     ) -> None:
         self.held = state
-        self.described = {name: whole[name] for name in sorted(whole)}
+        self.described = {name: reverted[name] for name in sorted(reverted)}
         self.made = made
         self._model, self._revert, self._layers = model, revert, layers
         self._last: tuple[str, Mapping[str, Any]] | None = None

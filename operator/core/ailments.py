@@ -137,7 +137,8 @@ def _told_silence(spec: RolloutReplicaSpec, head: Head, wait: Wait) -> str | Non
     left = UNREACHABLE_SECONDS - worker.silent_seconds
     if left > 0:
         wait.at_most(left)
-    if left > 0 or not head.silent:
+        return None
+    if not head.silent:
         return None
     last = "its last answer was" if worker.last is not None else "it has been asked since"
     at = datetime.fromtimestamp(worker.silent_since, UTC).strftime("%Y-%m-%d %H:%M:%S")

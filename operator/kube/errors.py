@@ -53,6 +53,11 @@ class NotFound(KubeError):
 class Conflict(KubeError):
     """409: stale resourceVersion, or another uid than the precondition's."""
 
+    @classmethod
+    def of(cls, error: KubeError) -> Conflict:
+        """Return the conflict that another error tells of: some patches of another object are refused as invalid."""
+        return cls(error.status, error.reason, error.message, said=error.said)
+
 
 class AlreadyExists(KubeError):
     """409: an object of that name exists."""

@@ -50,13 +50,10 @@ class Writer(OneByOne):
         self, weights_port: int = names.WEIGHTS_PORT, *, selecting: bool = True
     ) -> None:
         """Create the two Services, or repair what somebody changed."""
+        there = {o["metadata"]["name"]: o for o in self.ctx.store.services(self.key)}
+        waited_for = {name for name, o in there.items() if self.will_go(o)}
         stored = {
-            o["metadata"]["name"]: o
-            for o in self.ctx.store.services(self.key)
-            if self.is_ours(o) and not o["metadata"].get("deletionTimestamp")
-        }
-        waited_for = {
-            o["metadata"]["name"] for o in self.ctx.store.services(self.key) if self.will_go(o)
+            name: o for name, o in there.items() if self.is_ours(o) and name not in waited_for
         }
         key = self.key
         for want in pool_services(
@@ -86,7 +83,7 @@ class Writer(OneByOne):
                 "services", self.key.namespace, name, body, kind="json"
             )
         except Invalid as error:  # so the API server says that it is another one by now
-            raise Conflict(error.status, error.reason, error.message, said=error.said) from error
+            raise Conflict.of(error) from error
         self.ctx.store.upsert("services", answer)
 
     async def create_pods(self, bodies: Iterable[Obj]) -> None:
@@ -219,9 +216,7 @@ class Writer(OneByOne):
             )
         except Invalid as error:
             if "metadata.uid" in error.message:  # another one: taken for a change of its uid
-                raise Conflict(
-                    error.status, error.reason, error.message, said=error.said
-                ) from error
+                raise Conflict.of(error) from error
             raise
         self.ctx.store.upsert("pods", answer)
         logger.info("gate of %s: %s", gate.name, gate.reason, extra=self.extra)

@@ -98,6 +98,13 @@ class Device:
         return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
 
 
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """80 GiB, all of it free, which counts at once: nothing more can come."""
+    monkeypatch.setattr(memory, "QUIET_SECONDS", 0)
+    return Device(gpu(80, 80))
+
+
 def turn_on(device: Device, directory: Path, *flags: str, seconds: float = 30) -> DeviceTurn:
     words = ("--turn-directory", str(directory), "--turn-devices", "gpu-0", *flags)
     return DeviceTurn(settings(*words), Telemetry(), asyncio.sleep, device, seconds)
@@ -142,11 +149,9 @@ async def used_once(turn: DeviceTurn, device: Device, *, awake: float, asleep: f
 
 @pytest.mark.parametrize("kept", [0, 3, 4.5, 5, 10, 17], ids="{} GiB".format)
 async def test_what_a_trainer_keeps_for_good_stops_nobody_while_the_engine_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float
+    tmp_path: Path, device: Device, kept: float
 ) -> None:
     """Contexts and NCCL's buffers of a Megatron trainer: 7 to 10 GB of 80, made after the engine's first turn."""
-    monkeypatch.setattr(memory, "QUIET_SECONDS", 0)
-    device = Device(gpu(80, 80))
     turn = turn_on(device, tmp_path, seconds=0.1)
     for _ in range(3):
         await used_once(turn, device, awake=18, asleep=77)  # 59 GiB of weights and KV cache
@@ -156,10 +161,8 @@ async def test_what_a_trainer_keeps_for_good_stops_nobody_while_the_engine_fits(
 
 
 async def test_an_engine_that_does_not_fit_waits_and_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: Device
 ) -> None:
-    monkeypatch.setattr(memory, "QUIET_SECONDS", 0)
-    device = Device(gpu(80, 80))
     turn = turn_on(device, tmp_path, seconds=0.3)
     await used_once(turn, device, awake=18, asleep=77)
     device.looks, told = [gpu(57, 80)], list[Progress]()
@@ -185,10 +188,8 @@ async def test_an_engine_that_does_not_fit_waits_and_says_what_is_missing(
 
 @pytest.mark.parametrize(("margin", "fits"), [("1Gi", True), ("3Gi", False)])
 async def test_the_margin_is_a_flag(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, margin: str, fits: bool
+    tmp_path: Path, device: Device, margin: str, fits: bool
 ) -> None:
-    monkeypatch.setattr(memory, "QUIET_SECONDS", 0)
-    device = Device(gpu(80, 80))
     turn = turn_on(device, tmp_path, "--turn-margin", margin, seconds=0.1)
     await used_once(turn, device, awake=18, asleep=77)
     device.looks = [gpu(61, 80)]
@@ -201,10 +202,8 @@ async def test_the_margin_is_a_flag(
 
 
 async def test_the_margin_asks_for_no_more_than_there_ever_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: Device
 ) -> None:
-    monkeypatch.setattr(memory, "QUIET_SECONDS", 0)
-    device = Device(gpu(80, 80))
     turn = turn_on(device, tmp_path, seconds=0.1)
     await used_once(turn, device, awake=0.1, asleep=77)
     assert await turn.take(lambda _: None)
@@ -212,10 +211,8 @@ async def test_the_margin_asks_for_no_more_than_there_ever_was(
 
 
 async def test_an_engine_that_leaves_little_is_not_stopped_by_some_megabytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: Device
 ) -> None:
-    monkeypatch.setattr(memory, "QUIET_SECONDS", 0)
-    device = Device(gpu(80, 80))
     turn = turn_on(device, tmp_path, seconds=0.1)
     for missing in (0.1, 0.0, 0.05, 0.2):
         await used_once(turn, device, awake=0.4, asleep=73)

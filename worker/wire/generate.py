@@ -145,6 +145,19 @@ class WeightsSpan(Wire):
     )
 
 
+AbortSlug = Annotated[
+    str | None,
+    Field(
+        exclude_if=_absent,
+        description="What aborted it, where trying again can't help: `not-finite`.",
+    ),
+]
+AbortDetail = Annotated[
+    str | None,
+    Field(exclude_if=_absent, description="The same in a sentence, with the fix."),
+]
+
+
 class GenerateOutput(Wire):
     """One sampled continuation: token_ids [T], logprobs [T] (natural log, float32 precision).
 
@@ -157,14 +170,8 @@ class GenerateOutput(Wire):
     stop_reason: StopReason
     stop_match: StopMatch | None = None
     abort_reason: AbortReason | None = None
-    abort_slug: str | None = Field(
-        default=None,
-        exclude_if=_absent,
-        description="What aborted it, where trying again can't help: `not-finite`.",
-    )
-    abort_detail: str | None = Field(
-        default=None, exclude_if=_absent, description="The same in a sentence, with the fix."
-    )
+    abort_slug: AbortSlug = None
+    abort_detail: AbortDetail = None
     weights: tuple[WeightsSpan, ...]
 
 
@@ -211,14 +218,8 @@ class DoneOutput(Wire):
     stop_reason: StopReason
     stop_match: StopMatch | None = None
     abort_reason: AbortReason | None = None
-    abort_slug: str | None = Field(
-        default=None,
-        exclude_if=_absent,
-        description="What aborted it, where trying again can't help: `not-finite`.",
-    )
-    abort_detail: str | None = Field(
-        default=None, exclude_if=_absent, description="The same in a sentence, with the fix."
-    )
+    abort_slug: AbortSlug = None
+    abort_detail: AbortDetail = None
 
 
 class StreamDone(Wire):
