@@ -115,7 +115,12 @@ class History:
         await self.worker.updates.discard("me", request)
 
     async def _die(self) -> None:
-        runtime, restarts = self.worker.runtime, self.worker.runtime.restarts
+        runtime = self.worker.runtime
+        if runtime.engine is None:  # the last one is gone already: only the next one can die
+            if runtime.target().all_released:
+                return
+            await until(lambda: runtime.engine is not None, what="an engine that can die")
+        restarts = runtime.restarts
         self.worker.engine.die()
         runtime.crashed("the history says so")
         if runtime.turn is not None and runtime.target().all_released:
