@@ -467,6 +467,9 @@ def _settled(world: World) -> bool:
 def _each_is_in_its_place(world: World) -> None:
     if world.trainers is None:
         return
+    wanted = world.spec.weights.target
+    if world.spec.replicas == 1 and wanted is not None and wanted.source.pushed is not None:
+        return  # the only copy of pushed weights stays where it is, as long as it may
     for pod in world.pods.values():
         beside = world.trainers.pods[f"t-{pod.replica // 2}"]
         claim = world.trainers.claims[beside.claims[0]]

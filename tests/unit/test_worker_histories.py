@@ -134,7 +134,8 @@ class History:
         """What holds after every call."""
         worker, state = self.worker, self.worker.worker.state()
         assert "commit" not in {hold.holder for hold in state.holds}
-        if worker.runtime.engine is None:
+        if not worker.runtime.lifecycle.has_engine:  # none, or one that loads what was active
+            assert not state.serving
             return
         slot = state.weights.staged
         assert len(worker.engine.sinks) == (slot is not None and slot.phase == "Staged")
