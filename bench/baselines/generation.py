@@ -1,4 +1,4 @@
-"""Ways to generate with transformers: our engine, static batches, sorted ones, continuous batching.
+"""Ways to generate with transformers: our engine, static batches, continuous batching.
 
 Each takes the same prompts and output lengths, and is timed by the wall clock and by the CPU time
 of the whole process. Ours records log-probabilities; the others don't, which is in their favour.
@@ -107,15 +107,13 @@ def engine_request(name: str, job: Job) -> EngineRequest:
 class Static:
     """`generate` on batches of 32 in the order of arrival, each as long as its longest output."""
 
-    def __init__(self, model: Path, dtype: str, *, by_length: bool = False) -> None:
+    def __init__(self, model: Path, dtype: str) -> None:
         self._model = plain_model(model, dtype)
-        self._by_length = by_length
 
     def generate(self, jobs: Sequence[Job]) -> None:
         """See `System.generate`."""
-        ordered = sorted(jobs, key=lambda job: job.length) if self._by_length else list(jobs)
-        for start in range(0, len(ordered), IN_FLIGHT):
-            self._batch(ordered[start : start + IN_FLIGHT])
+        for start in range(0, len(jobs), IN_FLIGHT):
+            self._batch(jobs[start : start + IN_FLIGHT])
 
     @torch.no_grad()
     def _batch(self, jobs: Sequence[Job]) -> None:

@@ -136,7 +136,7 @@ def _figures(load: Load, ours: Sequence[Took], theirs: Sequence[Took]) -> list[F
     ]  # fmt: skip
 
 
-def notes(options: Options) -> tuple[str, ...]:
+def describe_conditions(options: Options) -> tuple[str, ...]:
     """Return what belongs to the figures of either engine."""
     return (
         f"Goals: at least {RATE_GOAL} times the tokens per second, and at most {ADDED_MS:g} ms more"
