@@ -90,7 +90,7 @@ def _notes(files: Files, said: dict[str, float]) -> list[str]:
         f"{files.label}, float32, {size:,.0f} MiB, on {_where()}. A real worker process, started"
         " once; start and wake find the files in the page cache.",
         "Weights over the pause: bytes of a version over the worker's own measure of the pause, nothing"
-        " running. Who only points to other memory (hf) moves none.",
+        " running. The hf engine only points to other memory and moves none.",
         f"Pause: the longest time without a token of any of {RUNNING} streams, from the call of"
         " commit until all of them run again, against the usual time between two tokens of a"
         " stream. A step under way ends first; a request that was aborted or has ended is sent"
@@ -143,7 +143,7 @@ class _Measured:
         whole = [a + b for a, b in zip(took["stage"], took["commit"], strict=True)]
         return [
             figure("update from the page cache", whole, baseline=took["plain"], against=AGAINST),
-            figure("… stage: read, verify, beside the serving weights", took["stage"]),
+            figure("… stage: read and verify while the old weights serve", took["stage"]),
             figure("… commit, nothing running", took["commit"]),
             figure(
                 "… weights over its pause",

@@ -3,7 +3,7 @@
 One hf worker of the 0.5B shape in bfloat16 on the same machine. Each way takes turns with what it is
 compared with: a trainer publishes in the same way each time, and memory is used again from one version
 to the next. Every one of ours hashes all bytes at both ends; plain copies and vLLM's hash
-nothing. A table of its own has a worker over vLLM beside vLLM's own transfers to its own server, where
+nothing. A table of its own has a worker over vLLM next to vLLM's own transfers to its own server, where
 there is no GPU. `ROLLOUT_ENGINES=hf` or `vllm` leaves the other table out.
 """
 
@@ -107,7 +107,7 @@ def _with_vllm(
         "vLLM's: its trainer, routes, packing and loading at both ends, with its defaults, inside a pause as in its"
         " examples. Its transports need a GPU: here torch's gloo over loopback does what NCCL would, and `ipc` reads"
         " the trainer's tensors where they lie in shared memory. `reload_weights` is as it is.",
-        "A tied output head is packed anew for both sides: vLLM leaves it as it was, and then answers wrongly.",
+        "A tied output head is packed again for both sides: vLLM leaves it as it was, and then answers wrongly.",
     ]
     title = "Weights from a trainer's memory: vLLM"
     return Result("publish", title, vllm_weights.figures(took), notes, part="vllm")

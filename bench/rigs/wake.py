@@ -51,7 +51,7 @@ def describe_wake() -> str:
 
 
 def _measure_worker(folder: Path, model: Path, other: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each step, as a trainer beside a real worker sees them."""
+    """Return the seconds of each step, as a trainer next to a real worker sees them."""
     took: dict[str, list[float]] = {step: [] for step in ("all", *STEPS)}
     locks = folder / "turn"
     locks.mkdir()
