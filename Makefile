@@ -135,7 +135,7 @@ images-gpu: ## build the complete images one after the other and check each (ENG
 	@$(PYTHON3) hack/images.py --gpu $(ENGINES)
 
 .PHONY: bench
-bench: $(VENV) cluster-build images ## run the benchmarks and print their figures
+bench: $(VENV) cluster-build ## run the benchmarks and print their figures
 	$(BIN)/python -m bench
 
 .PHONY: requirements

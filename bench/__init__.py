@@ -1,4 +1,4 @@
-"""Benchmarks: one command each, every figure beside a baseline measured in the same run.
+"""Benchmarks: one command each, every figure next to a baseline measured in the same run.
 
     commands/   one file for each `python -m bench NAME`: what it measures, and against what
     baselines/  the other ways to do the same work, and ours as they are called there

@@ -1,1 +1,1 @@
-"""The other ways to do the same work, and ours as they are called beside them."""
+"""The other ways to do the same work, and ours as it is called next to them."""

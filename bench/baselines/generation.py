@@ -1,4 +1,4 @@
-"""Ways to generate with transformers: our engine, static batches, sorted ones, continuous batching.
+"""Ways to generate with transformers: our engine, static batches, continuous batching.
 
 Each takes the same prompts and output lengths, and is timed by the wall clock and by the CPU time
 of the whole process. Ours records log-probabilities; the others don't, which is in their favour.
@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 import transformers
 from transformers.generation.continuous_batching import cache
+from typing_extensions import override
 
 from rollout_worker.engine import Engine, EngineRequest
 from rollout_worker.engines import EngineOptions, create
@@ -63,7 +64,7 @@ def timed(system: System, jobs: Sequence[Job]) -> Took:
     return Took(time.monotonic() - wall, time.process_time() - cpu, sum(job.length for job in jobs))
 
 
-class Ours:
+class Ours(System):
     """The worker's engine with 32 requests in flight, recording log-probabilities."""
 
     def __init__(self, model: Path, dtype: Dtype) -> None:
@@ -74,8 +75,8 @@ class Ours:
         self._runner.run(self.engine.start(lambda _: None))
         self._count = 0
 
+    @override
     def generate(self, jobs: Sequence[Job]) -> None:
-        """See `System.generate`."""
         self._runner.run(self._all(jobs))
 
     async def _all(self, jobs: Sequence[Job]) -> None:
@@ -92,8 +93,8 @@ class Ours:
 
         await asyncio.gather(*map(one, jobs))
 
+    @override
     def close(self) -> None:
-        """See `System.close`."""
         self._runner.run(self.engine.stop())
         self._runner.close()
 
@@ -104,18 +105,16 @@ def engine_request(name: str, job: Job) -> EngineRequest:
     return EngineRequest(name, job.prompt, sampling, "sampling")
 
 
-class Static:
+class Static(System):
     """`generate` on batches of 32 in the order of arrival, each as long as its longest output."""
 
-    def __init__(self, model: Path, dtype: str, *, by_length: bool = False) -> None:
+    def __init__(self, model: Path, dtype: str) -> None:
         self._model = plain_model(model, dtype)
-        self._by_length = by_length
 
+    @override
     def generate(self, jobs: Sequence[Job]) -> None:
-        """See `System.generate`."""
-        ordered = sorted(jobs, key=lambda job: job.length) if self._by_length else list(jobs)
-        for start in range(0, len(ordered), IN_FLIGHT):
-            self._batch(ordered[start : start + IN_FLIGHT])
+        for start in range(0, len(jobs), IN_FLIGHT):
+            self._batch(jobs[start : start + IN_FLIGHT])
 
     @torch.no_grad()
     def _batch(self, jobs: Sequence[Job]) -> None:
@@ -128,8 +127,8 @@ class Static:
         )
         assert made.shape == (len(jobs), ids.shape[1] + longest), made.shape
 
+    @override
     def close(self) -> None:
-        """See `System.close`."""
         del self._model
 
 
@@ -140,7 +139,7 @@ def sampled(**more: Any) -> Any:
     )
 
 
-class Continuous:
+class Continuous(System):
     """transformers' own continuous batching, with the same 32 in flight and room for them all."""
 
     PAGE = 16
@@ -165,8 +164,8 @@ class Continuous:
         self._manager.start()
         self._count = 0
 
+    @override
     def generate(self, jobs: Sequence[Job]) -> None:
-        """See `System.generate`."""
         todo = list(reversed(jobs))
         running: dict[str, Job] = {}
         while todo or running:
@@ -183,8 +182,8 @@ class Continuous:
             job = running.pop(result.request_id)
             assert len(result.generated_tokens) == job.length
 
+    @override
     def close(self) -> None:
-        """See `System.close`."""
         self._manager.stop(block=True)
         del self._manager, self._model
 

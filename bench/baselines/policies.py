@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import count
 from typing import Protocol
 
+from typing_extensions import override
+
 
 class Policy(Protocol):
     """Chooses workers by URL."""
@@ -16,13 +18,13 @@ class Policy(Protocol):
         """Return the URL for a turn of the conversation `key`."""
 
     def ended(self, url: str, now: float, pace: float | None = None) -> None:
-        """Take note that a turn ended there, at this pace in seconds per token."""
+        """Note that a turn ended there, at this pace in seconds per token."""
 
     def died(self, url: str, now: float) -> None:
-        """Take note that this one no longer answers."""
+        """Note that this worker no longer answers."""
 
 
-class RoundRobin:
+class RoundRobin(Policy):
     """One after the other."""
 
     continues = False
@@ -31,15 +33,16 @@ class RoundRobin:
         self.urls = list(urls)
         self._turn = count()
 
+    @override
     def choose(self, key: str, now: float) -> str:
-        """See `Policy.choose`."""
         return self.urls[next(self._turn) % len(self.urls)]
 
+    @override
     def ended(self, url: str, now: float, pace: float | None = None) -> None:
-        """See `Policy.ended`."""
+        pass
 
+    @override
     def died(self, url: str, now: float) -> None:
-        """See `Policy.died`."""
         self.urls.remove(url)
 
 
@@ -50,14 +53,14 @@ class LeastInFlight(RoundRobin):
         super().__init__(urls)
         self.load = dict.fromkeys(urls, 0)
 
+    @override
     def choose(self, key: str, now: float) -> str:
-        """See `Policy.choose`."""
         url = min(self.urls, key=self.load.__getitem__)
         self.load[url] += 1
         return url
 
+    @override
     def ended(self, url: str, now: float, pace: float | None = None) -> None:
-        """See `Policy.ended`."""
         self.load[url] = max(0, self.load[url] - 1)
 
 
@@ -68,8 +71,8 @@ class Sticky(LeastInFlight):
         super().__init__(urls)
         self._home: dict[str, str] = {}
 
+    @override
     def choose(self, key: str, now: float) -> str:
-        """See `Policy.choose`."""
         home = self._home.get(key)
         if home in self.urls and home is not None:
             self.load[home] += 1

@@ -60,7 +60,7 @@ def mapped(
 
 
 def _with_heads(finalize: Callable[..., None]) -> Callable[..., None]:
-    """Let a reload pack tied output heads anew, without which every answer would be wrong on a CPU."""
+    """Let a reload pack tied output heads again, without which every answer would be wrong on a CPU."""
 
     def finalized(model: torch.nn.Module, config: Any) -> None:
         finalize(model, config)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
+from typing_extensions import override
+
 from bench.baselines.policies import OTHERS, Policy
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure, p99
@@ -21,7 +23,7 @@ from rollout_client.routing.balancer import Balancer
 TURNS = 10_000
 
 
-class Ours:
+class Ours(Policy):
     """The client's balancer."""
 
     continues = True
@@ -30,26 +32,26 @@ class Ours:
         self._balancer = Balancer(max_imbalance=max_imbalance)
         self._balancer.set_members([Member(url, url) for url in urls], 0.0)
 
+    @override
     def choose(self, key: str, now: float) -> str:
-        """See `Policy.choose`."""
         member = self._balancer.choose(key, now)
         assert member is not None
         return member.url
 
+    @override
     def ended(self, url: str, now: float, pace: float | None = None) -> None:
-        """See `Policy.ended`."""
         self._balancer.release(url)
         if pace is not None:
             self._balancer.saw_pace(url, pace, now)
 
+    @override
     def died(self, url: str, now: float) -> None:
-        """See `Policy.died`."""
         self._balancer.exclude(url, "dead", now)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one policy made of each set of conversations."""
+    """How one policy fared with each set of conversations."""
 
     makespans: list[float] = field(default_factory=list)
     tails: list[float] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """What the client costs per request, against httpx reading the same stream.
 
 The workers are processes that answer at once, so that nothing but the client's own work is seen:
-one request after the other, a thousand in flight, and what is left in memory after many.
+one request after the other, and a thousand in flight.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from statistics import median
 import httpx
 
 from bench.options import Options
-from bench.reporting.figures import Goal, Result, figure
-from bench.rigs.allocations import growth
+from bench.reporting.figures import Result, figure
 from bench.rigs.answers import PER_EVENT
 from bench.rigs.instant_workers import Call, crowd, in_turns, instant_workers
 from rollout_client import AsyncRolloutPool
@@ -29,25 +28,20 @@ PROMPT = list(range(100, 612))
 BODY = json.dumps(
     {"token_ids": PROMPT, "sampling": {"max_tokens": TOKENS}, "request_id": "r", "stream": True}
 )
-TRACED_IN_FLIGHT = 64
-"""In flight while allocations are counted: a thousand traced at once would take twice as long."""
-LEAK_BYTES = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """How many requests: in turns; in rounds of a crowd; in pieces, to count allocations."""
+    """How many requests: in turns; in rounds of a crowd."""
 
     single: int
     in_flight: int
     rounds: int
     crowd: int
-    pieces: int
-    piece: int
 
 
-WHOLE = Amount(single=2000, in_flight=1000, rounds=5, crowd=4000, pieces=20, piece=5000)
-QUICK = Amount(single=50, in_flight=25, rounds=2, crowd=50, pieces=2, piece=25)
+WHOLE = Amount(single=2000, in_flight=1000, rounds=5, crowd=4000)
+QUICK = Amount(single=50, in_flight=25, rounds=2, crowd=50)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +56,7 @@ def run(options: Options) -> Result:
     """Measure."""
     amount = QUICK if options.quick else WHOLE
     if options.runs is not None:
-        amount = replace(amount, rounds=options.runs, pieces=options.runs)
+        amount = replace(amount, rounds=options.runs)
     with instant_workers(WORKERS, TOKENS) as urls:
         return asyncio.run(_measure(urls, amount))
 
@@ -77,10 +71,7 @@ async def _measure(urls: Sequence[str], amount: Amount) -> Result:
                 cpu, rate = await crowd(call, amount.crowd, amount.in_flight)
                 found.cpu.append(1000 * cpu)
                 found.rate.append(rate)
-        left = await growth(
-            lambda count: crowd(ours, count, TRACED_IN_FLIGHT), amount.pieces, amount.piece
-        )
-    return _result(single, crowds, left, amount)
+    return _result(single, crowds, amount)
 
 
 @asynccontextmanager
@@ -120,13 +111,11 @@ async def _read(client: httpx.AsyncClient) -> None:
 def _result(
     single: tuple[list[float], list[float]],
     crowds: tuple[Crowds, Crowds],
-    left: Sequence[float],
     amount: Amount,
 ) -> Result:
     plain, client = ([1000 * seconds for seconds in side] for side in single)
     added = [ours - theirs for theirs, ours in zip(plain, client, strict=True)]
     alone, pool = crowds
-    total = amount.pieces * amount.piece
     figures = [
         figure("one request after the other", client, "ms", baseline=plain, against="httpx"),
         figure("… added by the client", added, "ms"),
@@ -134,16 +123,11 @@ def _result(
             f"CPU per request, {amount.in_flight:,} in flight", pool.cpu, "ms",
             baseline=alone.cpu, against="httpx",
         ),
-        figure(
-            f"left allocated per request, over {total:,}", left, "bytes", goal=Goal(LEAK_BYTES)
-        ),
     ]  # fmt: skip
     notes = [
         f"Answers of {TOKENS} tokens in {TOKENS // PER_EVENT} events, from {WORKERS} processes that"
         f" do nothing else. With {amount.in_flight:,} in flight, rounds of {amount.crowd:,} requests:"
         f" {median(pool.rate):.0f} requests per second, httpx {median(alone.rate):.0f}.",
         "Added by the client: the differences of two neighbouring requests, one of each.",
-        f"Left allocated: bytes that tracemalloc counts as not freed, by pieces of {amount.piece:,}"
-        f" requests, {TRACED_IN_FLIGHT} in flight.",
     ]
     return Result("client", "What the client costs", figures, notes)

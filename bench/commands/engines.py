@@ -1,4 +1,4 @@
-"""Start, weights updates and sleep of every engine, against a plain copy of the weights.
+"""Start, weights updates, sleep and a wake in a trainer's turn, against plain copies of the weights.
 
 Measured at a real worker process. `ROLLOUT_ENGINES=hf,vllm` restricts the engines, as in the
 contract suite; each has a table of its own.
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from bench.options import Options
 from bench.reporting.figures import Figure, Result, figure
 from bench.rigs.models import TINY, half_billion
-from bench.rigs.page_cache import Where, place
+from bench.rigs.wake import describe_wake, measure_wake
 from bench.rigs.worker import Observed
 from engine_kinds import EngineKind, kinds, left_out
 
@@ -77,6 +77,9 @@ def _measure(kind: EngineKind, files: Files, rounds: int) -> Result:
             worker.finish()
     title = f"Start, updates and sleep: {kind.name}"
     notes = _notes(files, measured.said)
+    if kind.name == "hf":  # on CPUs the others free nothing asleep
+        figures += measure_wake(files.model, files.other, rounds)
+        notes.append(describe_wake())
     return Result("engines", title, figures, notes, part=kind.name)
 
 
@@ -87,7 +90,7 @@ def _notes(files: Files, said: dict[str, float]) -> list[str]:
         f"{files.label}, float32, {size:,.0f} MiB, on {_where()}. A real worker process, started"
         " once; start and wake find the files in the page cache.",
         "Weights over the pause: bytes of a version over the worker's own measure of the pause, nothing"
-        " running. Who only points to other memory (hf) moves none.",
+        " running. The hf engine only points to other memory and moves none.",
         f"Pause: the longest time without a token of any of {RUNNING} streams, from the call of"
         " commit until all of them run again, against the usual time between two tokens of a"
         " stream. A step under way ends first; a request that was aborted or has ended is sent"
@@ -122,17 +125,13 @@ class _Measured:
         """Stage and commit with nothing running, in turns with a plain copy of the same file."""
         path = self._files.model / "model.safetensors"
         targets = {name: torch.empty_like(t) for name, t in load_file(path).items()}
-        return [*self._updates("disk", targets), *self._updates("page cache", targets)]
-
-    def _updates(self, where: Where, targets: dict[str, torch.Tensor]) -> list[Figure]:
         took: dict[str, list[float]] = {"stage": [], "commit": [], "plain": []}
         rates: dict[str, list[float]] = {"pause": [], "copy": []}
         size = self._files.model.joinpath("model.safetensors").stat().st_size / 2**20
         for turn in range(self._rounds):
             file = self._files.of(self._version + 1) / "model.safetensors"
-            # The second may find the file in a cache of the disk's: each is second by turns.
+            file.read_bytes()  # into the page cache
             for ours in (turn % 2 == 1, turn % 2 == 0):
-                place(file, where)
                 if ours:
                     took["stage"].append(self._stage())
                 else:
@@ -143,8 +142,8 @@ class _Measured:
             rates["copy"].append(_plain_rate())
         whole = [a + b for a, b in zip(took["stage"], took["commit"], strict=True)]
         return [
-            figure(f"update from {where}", whole, baseline=took["plain"], against=AGAINST),
-            figure("… stage: read, verify, beside the serving weights", took["stage"]),
+            figure("update from the page cache", whole, baseline=took["plain"], against=AGAINST),
+            figure("… stage: read and verify while the old weights serve", took["stage"]),
             figure("… commit, nothing running", took["commit"]),
             figure(
                 "… weights over its pause",

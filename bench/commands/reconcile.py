@@ -26,11 +26,6 @@ DEPLOYMENTS = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments"
 SERVICES = f"/api/v1/namespaces/{NAMESPACE}/services"
 DURATION = "rollout_operator_reconcile_duration_seconds"
 WAIT = "rollout_operator_queue_wait_seconds"
-GANG = {
-    "engine": {"type": "vllm"},
-    "parallelism": {"tensor": 2, "nodes": 2},
-    "accelerator": {"resource": "nvidia.com/gpu"},
-}
 
 
 def run(options: Options) -> Result:
@@ -52,7 +47,6 @@ def run(options: Options) -> Result:
             *_steady_figures(steady, pools),
             *_update_figures(update, pools),
             *_restart_figures(restarts, listing),
-            *_gangs(lab, names),
         ]
     quiet = [call for each in steady for call in each.calls]
     notes = [
@@ -155,25 +149,6 @@ def _converged(lab: Lab, pools: int, asked: int) -> bool:
     ready = lab.metrics().get("rollout_pool_replicas_ready", {}).values()
     heard = lab.counts()["/v1/state"] - asked
     return sum(ready) == pools * REPLICAS and heard >= pools * REPLICAS
-
-
-def _gangs(lab: Lab, names: set[str]) -> list[Figure]:
-    """Delete all pools, and start the same number of pods as gangs of two."""
-    lab.api.delete(POOLS.format(NAMESPACE), propagationPolicy="Background")
-    began = time.monotonic()
-    _await_pods(lab, 0, READY_SECONDS)
-    deleted = time.monotonic() - began
-    lab.await_silence(1, 60)
-    gangs = [processless_pool(name, **(GANG | {"replicas": 2})) for name in sorted(names)]
-    used, began = lab.usage(), time.monotonic()
-    lab.create(*gangs)
-    lab.await_condition("Ready", names, READY_SECONDS)
-    took, cpu = time.monotonic() - began, lab.usage().cpu - used.cpu
-    return [
-        figure("deletion of all pools until no pod is left", deleted),
-        figure("gangs: 2 replicas of 2 pods each until all Ready", took),
-        figure("gangs: CPU of the operator", cpu),
-    ]
 
 
 def _histogram(label: str, during: Phase, name: str) -> Figure:

@@ -16,7 +16,7 @@ from bench.reporting.figures import Goal, Result, figure
 from bench.rigs.turn_process import TurnProcess
 
 WAITING_SECONDS = 0.03
-"""Until who was told to take the turn stands in the kernel; longer waits change nothing."""
+"""Until the process that was ordered to take the turn waits in the kernel; longer waits change nothing."""
 GIVEN = Goal(median=0.005, tail=0.05)
 KILLED = Goal(median=0.1, tail=0.1)
 
@@ -51,28 +51,28 @@ def _hand_over(folder: Path, kind: str, turns: int, seconds: list[float]) -> Non
         for each in pair:
             stack.callback(each.close)
         holder, other = pair
-        holder.tell("take")
-        holder.answer()
+        holder.send_order("take")
+        holder.read_time()
         for _ in range(turns):
-            other.tell("take")
+            other.send_order("take")
             time.sleep(WAITING_SECONDS)
-            holder.tell("give")
-            given = holder.answer()
-            seconds.append(other.answer() - given)
+            holder.send_order("give")
+            given = holder.read_time()
+            seconds.append(other.read_time() - given)
             holder, other = other, holder
 
 
 def _kill(folder: Path, kind: str, kills: int, seconds: list[float]) -> None:
     with ExitStack() as stack:
         holder = _one(stack, folder, kind)
-        holder.tell("take")
-        holder.answer()
+        holder.send_order("take")
+        holder.read_time()
         for _ in range(kills):
             other = _one(stack, folder, kind)
-            other.tell("take")
+            other.send_order("take")
             time.sleep(WAITING_SECONDS)
             killed = holder.kill()
-            seconds.append(other.answer() - killed)
+            seconds.append(other.read_time() - killed)
             holder = other
 
 

@@ -20,7 +20,7 @@ def merged(page: str, name: str, section: str) -> str:
     Only what stands between the section's two comments is replaced: notes before and after stay.
 
     Raises:
-        ValueError: one of the two comments is missing or doubled, so nobody can tell what is
+        ValueError: one of the two comments is missing or doubled, so it is unclear what is
             generated and what was written by hand.
     """
     begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->\n"

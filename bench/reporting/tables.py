@@ -49,7 +49,7 @@ def document(result: Result, conditions: Conditions) -> dict[str, Any]:
 
 
 def _table(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return head and rows; nobody needs a column of 99th percentiles that is empty."""
+    """Return head and rows, without an empty column of 99th percentiles."""
     rows = [_cells(each) for each in result.figures]
     shown = [i for i, name in enumerate(HEAD) if name != "p99" or any(row[i] for row in rows)]
     return tuple(HEAD[i] for i in shown), [tuple(row[i] for i in shown) for row in rows]

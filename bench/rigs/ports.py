@@ -8,7 +8,7 @@ import httpx
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
+    """Return a port on which nothing listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

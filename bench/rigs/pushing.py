@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 import socket
 import threading
 import time
@@ -107,15 +106,9 @@ def newest(folder: Path) -> Path:
     return max(folder.iterdir(), key=lambda each: each.stat().st_mtime)
 
 
-def over_loopback(source: memoryview | int, *, shared: bool = False) -> float:
-    """Return the seconds that bytes, or so many zeros, take from one thread to fresh memory of another by plain TCP.
-
-    `shared`: whether that is memory that other processes can map.
-    """
-    if isinstance(source, int):
-        source = memoryview(bytearray(source))
-    nbytes = len(source)
-    target = mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED) if shared else bytearray(nbytes)
+def over_loopback(nbytes: int) -> float:
+    """Return the seconds that so many bytes take from one thread to memory of another by plain TCP."""
+    source, target = memoryview(bytearray(nbytes)), bytearray(nbytes)
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = threading.Thread(target=_send, args=(server.getsockname()[1], source))
         sender.start()

@@ -1,4 +1,4 @@
-"""A process that takes a turn when it is told to, by our lock or by a bare one, and says when."""
+"""A process that takes and gives a turn on order, by our lock or by a bare one, and prints when."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class TurnProcess:
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-        self.answer()
+        self.read_time()
 
-    def tell(self, order: str) -> None:
-        """Tell it to `take` or to `give`."""
+    def send_order(self, order: str) -> None:
+        """Order it to `take` or to `give` the turn."""
         assert self._process.stdin is not None
         self._process.stdin.write(order + "\n")
         self._process.stdin.flush()
 
-    def answer(self) -> float:
-        """Return when it had done what it was told."""
+    def read_time(self) -> float:
+        """Return when it had carried out the last order."""
         assert self._process.stdout is not None
         return float(self._process.stdout.readline())
 
     def kill(self) -> float:
-        """Kill it; returns when."""
+        """Kill it and return when."""
         when = time.monotonic()
         self._process.kill()
         return when
@@ -50,10 +50,10 @@ class TurnProcess:
         self._process.communicate()
 
 
-def _obey(directory: Path, kind: str) -> None:
+def _run_orders(directory: Path, kind: str) -> None:
     turn = Turn(directory, [DEVICE], "bench")
     file = os.open(directory / f"bare-{DEVICE}", os.O_RDWR | os.O_CREAT, 0o666)
-    _say(time.monotonic())
+    _print_time(time.monotonic())
     for order in sys.stdin:
         began = time.monotonic()
         took = order.strip() == "take"
@@ -64,13 +64,13 @@ def _obey(directory: Path, kind: str) -> None:
         else:
             turn.give()
         # A turn is had when the call returns, and given when it is made.
-        _say(time.monotonic() if took else began)
+        _print_time(time.monotonic() if took else began)
 
 
-def _say(when: float) -> None:
+def _print_time(when: float) -> None:
     sys.stdout.write(f"{when!r}\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    _obey(Path(sys.argv[1]), sys.argv[2])
+    _run_orders(Path(sys.argv[1]), sys.argv[2])

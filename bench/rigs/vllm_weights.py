@@ -101,7 +101,7 @@ def _rounds(
     way: Way,
     rounds: int,
 ) -> None:
-    """Let both publish, whoever was second going first in the next round."""
+    """Let both publish; the second of a round goes first in the next."""
     for turn in range(-WARM_UP, rounds):
         if turn % 2:
             published, (whole, stopped) = ours(), theirs()
@@ -114,7 +114,7 @@ def _rounds(
 
 
 def figures(took: Took) -> list[Figure]:
-    """Return each way beside vLLM's own, and the stop beside a plain copy."""
+    """Compare each way with vLLM's own, and the stop with a plain copy."""
     stop = figure(
         "… the same stop",
         _stops(took.shm),
@@ -217,7 +217,7 @@ def _reloader(
 
 
 def _check(ours: Trainer, live: Live, before: list[int]) -> None:
-    """Let both answer the same, and not as before: who serves other weights has not done the same work.
+    """Let both answer the same, and not as before: a side that serves other weights has not done the same work.
 
     Raises:
         RuntimeError: they don't.

@@ -2,7 +2,7 @@
 
 Thousands of heads are polled, each over a connection that is kept open. aiohttp finds a host's
 connection by its key; httpx goes through all open ones with every request, which at 400 heads took
-forty times the CPU (`bench/`). Nobody waits for a connection: a call that waits for a device or drains
+forty times the CPU (measured once). Nobody waits for a connection: a call that waits for a device or drains
 keeps its own for minutes, and the polls of other workers go on. The poller bounds its polls, and each
 head has at most one call in each of its lanes.
 """

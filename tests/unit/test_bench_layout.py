@@ -29,6 +29,10 @@ def test_a_file_says_what_it_is_in_one_sentence_and_is_short(path: Path) -> None
     assert not long
 
 
+def test_there_are_at_most_ten_commands() -> None:
+    assert len(COMMANDS) <= 10, "give a command a parameter, or drop one"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_says_what_it_is_compared_with(name: str) -> None:
     tree = ast.parse(COMMANDS[name].read_text())

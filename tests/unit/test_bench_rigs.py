@@ -10,7 +10,6 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from bench.baselines.policies import LeastInFlight, RoundRobin, Sticky
-from bench.rigs.allocations import growth
 from bench.rigs.instant_workers import in_turns
 from bench.rigs.phases import quantile
 from bench.rigs.streams import Streams
@@ -27,26 +26,6 @@ def test_a_pause_is_the_longest_time_in_which_no_stream_got_anything() -> None:
     assert streams.longest(3.2, 4.5) == pytest.approx(1.0), "it may last until the end"
     assert streams.usual(5.0) == pytest.approx([1.0] * 4)
     assert len(streams.seen(7.2)) == 1, "the second has got nothing since"
-
-
-async def test_a_leak_is_counted_in_bytes_per_request() -> None:
-    kept: list[bytes] = []
-
-    async def leaks(count: int) -> None:
-        kept.extend(bytes(1000) for _ in range(count))
-
-    found = await growth(leaks, pieces=5, size=1000)
-    assert len(found) == 5
-    # 33 bytes of header and 8 of the list's slot go with each.
-    assert all(1000 < each < 1150 for each in found), found
-
-
-async def test_what_is_freed_again_is_no_leak() -> None:
-    async def churns(count: int) -> None:
-        assert sum(len(bytes(1000)) for _ in range(count)) == 1000 * count
-
-    found = await growth(churns, pieces=5, size=1000)
-    assert all(abs(each) < 20 for each in found), found
 
 
 async def test_two_calls_take_turns() -> None:

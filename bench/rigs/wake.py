@@ -1,4 +1,4 @@
-"""From the end of a trainer's turn to the first token of its new weights, against one process alone.
+"""A worker from the end of a trainer's turn to the first token of its new weights, and one process alone.
 
 The worker sleeps at level 2 and waits for its turn; the clock runs from when the trainer gives its own back. Then it
 wakes without the old weights, the new ones are staged and committed, the cache wakes, and one token is made. Against
@@ -17,51 +17,41 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bench.options import Options
-from bench.reporting.figures import Result, figure
-from bench.rigs.models import TINY, half_billion
-from bench.rigs.streams import CALL_SECONDS
-from bench.rigs.worker import Observed
+from bench.reporting.figures import Figure, figure
 from engine_kinds import KINDS
 from rollout_worker.turn import Turn
 from waiting import until_sync
 from workers import PROMPT
 
+from .streams import CALL_SECONDS
+from .worker import Observed
+
 DEVICE = "bench/node/gpu-0"
 STEPS = ("turn, and memory of the weights", "stage", "commit", "memory of the cache", "first token")
 AGAINST = "one process: allocate, copy_ from memory, one token"
-VLLM = "https://blog.vllm.ai/2025/10/26/sleep-mode.html"
 
 
-def run(options: Options) -> Result:
-    """Go through turn after turn, ours and plain ones."""
-    torch.set_num_threads(1)
-    if options.quick:
-        what, model, other = "tiny model", TINY.model(1), TINY.weights(2)
-    else:
-        what = "0.5B shape"
-        model, other = half_billion(1, "float32"), half_billion(2, "float32")
-    rounds = options.count(5, 2)
+def measure_wake(model: Path, other: Path, rounds: int) -> list[Figure]:
+    """Return the seconds from a trainer's turn to the first token, and of each step of it."""
     with tempfile.TemporaryDirectory() as folder:
-        ours = _ours(Path(folder), model, other, rounds)
-    plain = _plain(model, load_file(other / "model.safetensors"), rounds)
-    size = (model / "model.safetensors").stat().st_size / 2**20
-    figures = [
+        ours = _measure_worker(Path(folder), model, other, rounds)
+    plain = _measure_plain(model, load_file(other / "model.safetensors"), rounds)
+    return [
         figure("turn given back, to the first token", ours["all"], baseline=plain, against=AGAINST),
         *(figure(f"… {step}", ours[step]) for step in STEPS),
     ]
-    notes = [
-        f"{what}, float32, {size:,.0f} MiB, hf on the CPU with one thread. Ours reads the new weights from a file and"
-        " verifies each byte; the one process has them in memory, as a trainer has.",
-        "verl's sources and documents give no figure for its sleep and wake, which in its hybrid mode are vLLM's own."
-        f" vLLM's: 0.85 s (Qwen3-0.6B) and 2.58 s (Phi-3-vision) to wake from level 2 on an A100, weights read from disk ({VLLM})."
-        " Only a GPU can show ours beside them.",
-    ]
-    return Result("wake", "From the trainer's turn to the first token", figures, notes)
 
 
-def _ours(folder: Path, model: Path, other: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each step, as a trainer beside a real worker sees them."""
+def describe_wake() -> str:
+    """Return the note that belongs to these figures."""
+    return (
+        "Turn given back: the worker slept at level 2 and waited for the turn. It reads the new weights from a file"
+        " and verifies each byte; the one process has them in memory, as a trainer has."
+    )
+
+
+def _measure_worker(folder: Path, model: Path, other: Path, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each step, as a trainer next to a real worker sees them."""
     took: dict[str, list[float]] = {step: [] for step in ("all", *STEPS)}
     locks = folder / "turn"
     locks.mkdir()
@@ -80,7 +70,7 @@ def _ours(folder: Path, model: Path, other: Path, rounds: int) -> dict[str, list
     try:
         for version in range(1, rounds + 1):
             source = other if version % 2 else model
-            times = _round(worker, turn, version, source)
+            times = _measure_round(worker, turn, version, source)
             for step, (since, until) in zip(STEPS, pairwise(times), strict=True):
                 took[step].append(until - since)
             took["all"].append(times[-1] - times[0])
@@ -89,7 +79,7 @@ def _ours(folder: Path, model: Path, other: Path, rounds: int) -> dict[str, list
     return took
 
 
-def _round(worker: Observed, turn: Turn, version: int, source: Path) -> list[float]:
+def _measure_round(worker: Observed, turn: Turn, version: int, source: Path) -> list[float]:
     """Return when the trainer gave its turn back, and when each step had ended."""
     worker.timed("sleep", level=2)
     turn.take(60)
@@ -109,7 +99,7 @@ def _round(worker: Observed, turn: Turn, version: int, source: Path) -> list[flo
     return times
 
 
-def _plain(model: Path, new: dict[str, torch.Tensor], rounds: int) -> list[float]:
+def _measure_plain(model: Path, new: dict[str, torch.Tensor], rounds: int) -> list[float]:
     """Return the seconds in which one process that has the new weights in memory comes to a token."""
     engine = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     parameters = dict(engine.named_parameters())

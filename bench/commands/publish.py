@@ -1,16 +1,14 @@
-"""Weights from a trainer's memory to a worker's, against plain copies, TCP, files, verl and vLLM.
+"""Weights from a trainer's memory to a worker's, against plain copies, TCP, files and vLLM's own ways.
 
 One hf worker of the 0.5B shape in bfloat16 on the same machine. Each way takes turns with what it is
 compared with: a trainer publishes in the same way each time, and memory is used again from one version
-to the next. Every one of ours hashes all bytes at both ends; plain copies, verl's transfer and vLLM's hash
-nothing. A table of its own has a worker over vLLM beside vLLM's own transfers to its own server, where
+to the next. Every one of ours hashes all bytes at both ends; plain copies and vLLM's hash
+nothing. A table of its own has a worker over vLLM next to vLLM's own transfers to its own server, where
 there is no GPU. `ROLLOUT_ENGINES=hf` or `vllm` leaves the other table out.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,8 +18,6 @@ from statistics import median
 import torch
 from safetensors.torch import load_file
 
-from bench.baselines import verl_transfer
-from bench.baselines.verl_environment import environment
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure
 from bench.rigs import vllm_weights
@@ -36,7 +32,6 @@ SHARE_OF_A_COPY = 0.6
 SHARE_OF_TCP = 0.8
 STOP_SECONDS = 0.001
 """The engine's stop at a commit that flips views, beyond the step under way: there is none here."""
-VERL_SECONDS = 600.0
 SHARE_OF_LOADING = 0.5
 """Of the rate at which files are loaded and copied, which hashes nothing and takes no memory."""
 WARM_UP = 3
@@ -52,7 +47,6 @@ class Took:
     loading: list[float] = field(default_factory=list)
     files_staged: list[float] = field(default_factory=list)
     files: list[float] = field(default_factory=list)
-    verl: list[float] = field(default_factory=list)
     pushed: dict[str, list[Published]] = field(default_factory=lambda: {"shm": [], "tcp": []})
 
     def staged(self, transport: str) -> list[float]:
@@ -75,15 +69,15 @@ def run(options: Options) -> Iterator[Result]:
     first, second = (
         TINY.model(n) if options.quick else half_billion(n, "bfloat16") for n in (1, 2)
     )
-    file = second / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    loaded_file = load_file(second / "model.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in loaded_file.items()}
     if left_out(KINDS["hf"]) is None:
-        yield _with_hf(first, file, tensors, options.count(10, 2))
+        yield _with_hf(first, tensors, options.count(10, 2))
     if left_out(KINDS["vllm"]) is None and not torch.cuda.is_available():
         yield _with_vllm((first, second), tensors, options.count(5, 1))
 
 
-def _with_hf(model: Path, file: Path, tensors: Mapping[str, torch.Tensor], rounds: int) -> Result:
+def _with_hf(model: Path, tensors: Mapping[str, torch.Tensor], rounds: int) -> Result:
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     took = Took()
     with tempfile.TemporaryDirectory() as name, trainer(model, tensors, Path(name)) as one:
@@ -94,14 +88,12 @@ def _with_hf(model: Path, file: Path, tensors: Mapping[str, torch.Tensor], round
             took.files.append(one.save(versions).seconds)
             took.loading.append(load(newest(versions)))
             took.files_staged.append(one.stage(newest(versions)))
-        took.verl = _verl(file, Path(name) / "verl.sock", rounds)
     notes = [
         f"{len(tensors)} tensors, {nbytes / 1e9:.2f} GB; {rounds} rounds of each way, in turn with what it is against.",
         f"Plain copies: {nbytes / 1e9 / median(took.copy):.1f} GB/s in this process, "
         f"{nbytes / 1e9 / median(took.loopback):.1f} GB/s over loopback, the receiver's copy with it.",
-        "verl's transfer ends in copies into parameters, with its engine stopped all the while; it checks nothing.",
     ]
-    return Result("weights", "Weights from a trainer's memory", _figures(took), notes)
+    return Result("publish", "Weights from a trainer's memory", _figures(took), notes)
 
 
 def _with_vllm(
@@ -115,10 +107,10 @@ def _with_vllm(
         "vLLM's: its trainer, routes, packing and loading at both ends, with its defaults, inside a pause as in its"
         " examples. Its transports need a GPU: here torch's gloo over loopback does what NCCL would, and `ipc` reads"
         " the trainer's tensors where they lie in shared memory. `reload_weights` is as it is.",
-        "A tied output head is packed anew for both sides: vLLM leaves it as it was, and then answers wrongly.",
+        "A tied output head is packed again for both sides: vLLM leaves it as it was, and then answers wrongly.",
     ]
     title = "Weights from a trainer's memory: vLLM"
-    return Result("weights", title, vllm_weights.figures(took), notes, part="vllm")
+    return Result("publish", title, vllm_weights.figures(took), notes, part="vllm")
 
 
 def _push(
@@ -151,7 +143,7 @@ def _pushed(took: Took) -> list[Figure]:
 def _way(
     took: Took, way: str, name: str, baseline: list[float], against: str, share: float
 ) -> list[Figure]:
-    """One transport: until staged against its own limit, until it serves against verl's."""
+    """One transport: until staged against its own limit, and until it serves."""
     return [
         figure(
             f"{name}: until staged and verified",
@@ -163,8 +155,8 @@ def _way(
         figure(
             "… until it serves",
             took.whole(way),
-            baseline=took.verl,
-            against="verl's shared memory",
+            baseline=baseline,
+            against=against,
         ),
     ]
 
@@ -188,12 +180,3 @@ def _of_files(took: Took) -> list[Figure]:
 def _report(published: Published) -> Mapping[str, float]:
     assert published.report is not None, "it was pushed"
     return published.report.seconds
-
-
-def _verl(file: Path, socket: Path, rounds: int) -> list[float]:
-    """Return the seconds of verl's rounds; its first one is left out."""
-    script = Path(verl_transfer.__file__)
-    words = list(map(str, (environment(), script, file, f"ipc://{socket}", rounds + 1)))
-    answer = subprocess.run(words, stdout=subprocess.PIPE, timeout=VERL_SECONDS, check=True)
-    seconds: list[float] = json.loads(answer.stdout.splitlines()[-1])
-    return seconds[1:]

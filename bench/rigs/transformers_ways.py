@@ -1,4 +1,4 @@
-"""The hf engine, against three other ways to generate with transformers.
+"""The hf engine and two other ways to generate with transformers, under the same loads.
 
 Mixed lengths are log-normal, clipped; equal ones show what the engine itself costs. Figures are the
 CPU time of the process for 1,000 tokens, the ways taking turns: with one compute thread that is what
@@ -20,7 +20,8 @@ import torch
 from bench.baselines.generation import Continuous, Dtype, Job, Ours, Static, System, Took, timed
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure
-from bench.rigs.models import TINY, half_billion
+
+from .models import TINY, half_billion
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,6 @@ HALF_B = Load("0.5B shape", "float32", 16, 64, 32, 4, 64, 1)
 """A quarter of the lengths, or a round takes an hour; float32, as many CPUs only emulate bfloat16."""
 OTHERS = (
     ("mixed", "static", "static batches", 1.5),
-    ("mixed", "sorted", "batches sorted by length", 1.2),
     ("mixed", "continuous", "transformers' continuous batching", 1.2),
     ("equal", "static", "one static batch after another", 0.95),
     ("equal", "continuous", "transformers' continuous batching", 0.95),
@@ -53,7 +53,7 @@ Runs = dict[tuple[str, str], list[Took]]
 """By way and kind of lengths: what each round took."""
 
 
-def run(options: Options) -> Result:
+def measure(options: Options) -> Result:
     """Measure with the tiny model, and with the 0.5B shape unless it has to be quick."""
     torch.set_num_threads(1)
     loads = [(TINY_LOAD, TINY.model(1))]
@@ -63,10 +63,10 @@ def run(options: Options) -> Result:
     notes: list[str] = []
     for load, model in loads:
         rounds = options.count(load.rounds, 1)
-        runs = _measure(model, load, rounds)
+        runs = _measure_ways(model, load, rounds)
         figures += _figures(load, runs)
         notes += _notes(load, runs)
-    return Result("hf", "The Hugging Face engine", figures, notes)
+    return Result("generate", "The Hugging Face engine", figures, notes, part="hf")
 
 
 def _jobs(load: Load, count: int, *, mixed: bool) -> list[Job]:
@@ -83,11 +83,10 @@ def _jobs(load: Load, count: int, *, mixed: bool) -> list[Job]:
     ]
 
 
-def _measure(model: Path, load: Load, rounds: int) -> Runs:
+def _measure_ways(model: Path, load: Load, rounds: int) -> Runs:
     makers: dict[str, Callable[[], System]] = {
         "ours": lambda: Ours(model, load.dtype),
         "static": lambda: Static(model, load.dtype),
-        "sorted": lambda: Static(model, load.dtype, by_length=True),
         "continuous": lambda: Continuous(model, load.dtype, load.prompt + load.longest),
     }
     work = {
@@ -101,9 +100,7 @@ def _measure(model: Path, load: Load, rounds: int) -> Runs:
             try:
                 system.generate([Job(job.prompt, 2) for job in work["equal"]])
                 for kind, jobs in work.items():
-                    # Of equal lengths sorted batches are the static ones.
-                    if (name, kind) != ("sorted", "equal"):
-                        took.setdefault((name, kind), []).append(timed(system, jobs))
+                    took.setdefault((name, kind), []).append(timed(system, jobs))
             finally:
                 system.close()
     return took

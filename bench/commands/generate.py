@@ -1,0 +1,30 @@
+"""Generation by our worker over each engine, against the engine's own server or transformers alone.
+
+vLLM and SGLang: our worker and the engine's own server run at once with the same flags and take turns under the
+same loads. hf: our engine in this process, against static batches and transformers' continuous batching.
+`ROLLOUT_ENGINES=hf,vllm` restricts the engines; each has a table of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bench.baselines import sglang_server, vllm_server
+from bench.options import Options
+from bench.reporting.figures import Result
+from bench.rigs import transformers_ways
+from bench.rigs.two_servers import compare, describe_conditions
+from engine_kinds import KINDS, left_out
+
+SERVERS = ((vllm_server, "vLLM"), (sglang_server, "SGLang"))
+
+
+def run(options: Options) -> Iterator[Result]:
+    """Measure one engine after the other."""
+    if left_out(KINDS["hf"]) is None:
+        yield transformers_ways.measure(options)
+    for server, name in SERVERS:
+        if left_out(KINDS[server.ENGINE]) is None:
+            title = f"Our worker over {name} against {name}'s own server"
+            figures, notes = compare(server, options), describe_conditions(options)
+            yield Result("generate", title, figures, notes, part=server.ENGINE)
