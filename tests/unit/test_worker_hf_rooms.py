@@ -14,7 +14,7 @@ from rollout_worker.engines.hf.buffers import Buffers
 from rollout_worker.engines.hf.loading import Loaded
 from rollout_worker.engines.hf.memory import Memory
 from rollout_worker.engines.hf.rooms import Beside, Spec
-from rollout_worker.engines.room import Staging
+from rollout_worker.engines.shared_memory.staging import Staging
 
 SHAPES = {"weight": (4, 3), "bias": (4,)}
 ENTRIES = [Entry(name, TensorSpec("F32", shape)) for name, shape in SHAPES.items()]

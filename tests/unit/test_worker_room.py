@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.room import Staging, check_room
+from rollout_worker.engines.shared_memory.staging import Staging, check_room
 from rollout_worker.threads import Freeing
 from rollout_worker.transfer.room import MARGIN_BYTES
 

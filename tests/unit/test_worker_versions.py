@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.hf.versions import Versions as HfVersions
-from rollout_worker.engines.sglang.versions import Versions as SglangVersions
-from rollout_worker.engines.vllm.versions import Versions as VllmVersions
+from rollout_worker.engines.hf.versions import HfVersions
+from rollout_worker.engines.sglang.versions import SglangVersions
+from rollout_worker.engines.vllm.versions import VllmVersions
 from rollout_worker.schemas import WeightsId
 
 OPTIONS = EngineOptions(Path("model"))
@@ -24,7 +24,8 @@ def versions(engine: str) -> Any:
     if engine == "hf":
         return HfVersions(none, none, none)
     if engine == "vllm":
-        return VllmVersions(none, none, none, OPTIONS)
+        steering: Any = SimpleNamespace(asleep=set())
+        return VllmVersions(none, steering, none, OPTIONS)
     plain: Any = SimpleNamespace(quantisation={})
     return SglangVersions(OPTIONS, plain, none, none, {}, none)
 

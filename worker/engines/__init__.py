@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from rollout_worker.engine import ENGINES, Engine, EngineError, Gang, Member
-from rollout_worker.engines.room import Staging
+from rollout_worker.engines.shared_memory.staging import Staging
 from rollout_worker.schemas import LogprobsOf
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import xxhash
 from torch import Tensor
 
 from rollout_worker.engine import Entry, WeightsRejected
-from rollout_worker.engines.dtypes import TORCH_DTYPES
+from rollout_worker.engines.shared_memory.sinks import open_unnamed
+from rollout_worker.engines.shared_memory.tensors import TORCH_DTYPES
 
 from .rooms import Room
 
@@ -17,6 +21,10 @@ DTYPES = {name: dtype for name, dtype in TORCH_DTYPES.items() if not name.starts
 """What transformers computes with."""
 BOUNCE = "bounce"
 """The one tensor of a room that others only come through."""
+
+
+CHUNK_BYTES = 8 << 20
+"""What is written to the file at once."""
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -68,12 +76,12 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """See `Sink.nbytes`."""
+        """Implement `Sink.nbytes`."""
         held = self.tensors if self._room is None else self._room.tensors
         return sum(map(nbytes, held.values()))
 
     def allocate(self, entry: Entry) -> memoryview | None:
-        """See `Sink.allocate`."""
+        """Implement `Sink.allocate`."""
         self._settle()
         if self._room is not None and entry.name not in self._room.tensors:
             return None
@@ -99,7 +107,7 @@ class Buffers:
         return self._bounce.tensors[BOUNCE][:size]
 
     def seal(self) -> None:
-        """See `Sink.seal`."""
+        """Implement `Sink.seal`."""
         self._settle()
         self._free_bounce()
         self.sealed = True
@@ -150,3 +158,47 @@ def _direct(entry: Entry, home: Tensor) -> bool:
 def nbytes(tensor: Tensor) -> int:
     """Return the size of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
+
+
+class Spill:
+    """An unnamed temporary file with the bytes of tensors; it goes with the process."""
+
+    def __init__(self, folder: Path, tensors: list[Tensor]) -> None:
+        self._specs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        self._digests: list[bytes] = []
+        self._file = os.fdopen(open_unnamed(folder), "r+b", buffering=0)
+        try:
+            for tensor in tensors:
+                self._write(tensor)
+        except OSError:
+            self._file.close()
+            raise
+
+    def _write(self, tensor: Tensor) -> None:
+        view = bytes_of(tensor.detach().cpu().contiguous())
+        digest = xxhash.xxh3_128()
+        while view:
+            count = self._file.write(view[:CHUNK_BYTES])
+            digest.update(view[:count])
+            view = view[count:]
+        self._digests.append(digest.digest())
+
+    def read(self) -> Iterator[Tensor]:
+        """Yield the tensors again, on their devices."""
+        self._file.seek(0)
+        for (shape, dtype, device), want in zip(self._specs, self._digests, strict=True):
+            tensor = torch.empty(shape, dtype=dtype)
+            view, digest = bytes_of(tensor), xxhash.xxh3_128()
+            while view:
+                count = self._file.readinto(view[:CHUNK_BYTES])
+                if not count:
+                    raise OSError("it ends early")
+                digest.update(view[:count])
+                view = view[count:]
+            if digest.digest() != want:
+                raise OSError("its content changed")
+            yield tensor.to(device)
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._file.close()

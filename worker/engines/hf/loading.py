@@ -14,8 +14,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rollout_worker.engine import EngineError, Layout
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.checkpoint import dtype_of
-from rollout_worker.engines.folder import eos_ids, load_tokenizer, max_length, read_config
+from rollout_worker.engines.model_folder import (
+    dtype_of,
+    eos_ids,
+    load_tokenizer,
+    max_length,
+    read_config,
+)
 from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import Source, open_source, read
 from rollout_worker.weights import OUTPUT_HEAD

@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from rollout_worker.engine import EngineError, Entry, Given, Mapped, Tensors, WeightsRejected
-from rollout_worker.engines.room import Staging
+from rollout_worker.engines.shared_memory.staging import Staging
 
-from .buffers import BOUNCE, Buffers, bounced, nbytes
+from .borrowed import BorrowedBuffers, TensorBuffers, Watch, serves_from
+from .buffers import BOUNCE, Buffers, Spill, bounced, nbytes
 from .fused import fused
-from .lent import Lent, serves_from
 from .loading import Loaded
 from .rooms import Beside, Room, Spec, in_main_memory
-from .spill import Spill
-from .views import Handed, Watch
 
 NOT_UPDATABLE = (
     "transformers converts this model's tensors on loading, so the hf engine can neither update its "
@@ -85,9 +83,9 @@ class Memory:
         if not self.updatable:
             raise WeightsRejected(NOT_UPDATABLE)
         if isinstance(given, Mapped) and serves_from(entries, self._targets):
-            return Lent(entries, given, self._targets)
+            return BorrowedBuffers(entries, given, self._targets)
         if isinstance(given, Tensors):
-            return Handed(entries, given, self._targets, self._room)
+            return TensorBuffers(entries, given, self._targets, self._room)
         specs: list[Spec] = [
             (each.name, each.spec.shape, self._targets[each.name].dtype)
             for each in entries
@@ -124,7 +122,7 @@ class Memory:
         Raises:
             EngineError: no room for both, or somebody's tensors were changed; the former ones serve on.
         """
-        watch = staged.watch if isinstance(staged, Handed) else Watch({})
+        watch = staged.watch if isinstance(staged, TensorBuffers) else Watch({})
         watch.check()
         if pin:
             self._watch.check()

@@ -18,7 +18,7 @@ from .memory import Memory
 from .pace import Pace
 from .settings import Settings
 from .thread import StepThread
-from .versions import Versions
+from .versions import HfVersions
 
 DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""
@@ -36,7 +36,17 @@ class Parts:
     memory: Memory
     core: Core
     thread: StepThread
-    versions: Versions
+    versions: HfVersions
+
+    @property
+    def running(self) -> frozenset[str]:
+        """Ids of the requests in the batch."""
+        return self.core.census.running
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Ids of those that run on the former weights."""
+        return self.core.census.pinned
 
 
 def assemble(
@@ -69,7 +79,7 @@ def assemble(
         pace=Pace(settings.prefill_tokens, PREFILL_TOKENS[loaded.device]),
     )
     thread = StepThread(core, on_crash)
-    return Parts(loaded, kv, memory, core, thread, Versions(memory, core, thread))
+    return Parts(loaded, kv, memory, core, thread, HfVersions(memory, core, thread))
 
 
 def capabilities(*, stop_strings: bool, reloads: bool) -> Capabilities:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from rollout_worker.engine import EngineError, Entry, MemberInfo, Sink
+from typing_extensions import override
+
+from rollout_worker.engine import EngineError, Entry, Member, MemberInfo, Sink
 from rollout_worker.engines import EngineOptions
 from rollout_worker.schemas import Progress
 
@@ -18,24 +20,25 @@ from .node import Node
 from .versions import open_slot
 
 
-class SglangMember:
-    """This node's ranks; see `Member`."""
+class SglangMember(Member):
+    """This node's ranks."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._model: Model | None = None
         self._node = Node(options, settings.parse(options.args), lambda _: None, lambda: None)
 
+    @override
     async def start(self, report: Callable[[Progress], None]) -> MemberInfo:
-        """See `Member.start`."""
         loaded = await self._node.start(report)
         self._model = loaded.model
         return MemberInfo(str(self._options.model), loaded.root_hash, loaded.model.layout)
 
+    @override
     def unread(self, entries: Sequence[Entry]) -> frozenset[str]:
-        """See `Member.unread`: each rank has a slice of every tensor, for there are no pipelines."""
-        return frozenset()
+        return frozenset()  # each rank has a slice of every tensor, for there are no pipelines
 
+    @override
     async def open_slot(
         self,
         slot: str,
@@ -44,15 +47,14 @@ class SglangMember:
         on_disk: bool = False,
         unread: Collection[str] = (),
     ) -> Sink:
-        """See `Member.open_slot`; the engine never asks for one on disk."""
         if self._model is None:
             raise EngineError("the engine is not started")
         return await open_slot(self._options, self._model, entries, slot)
 
+    @override
     def alive(self) -> str | None:
-        """See `Member.alive`."""
         return self._node.alive()
 
+    @override
     async def stop(self) -> None:
-        """See `Member.stop`."""
         await self._node.stop()

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
 from rollout_worker.engine import EngineDelta, EngineRequest
-from rollout_worker.engines.fitting import stop_ids
-from rollout_worker.engines.stopping import StopChecker
+from rollout_worker.engines.request_checks import StopChecker, stop_ids
+from rollout_worker.engines.weight_versions import Change, spans_within
 from rollout_worker.schemas import AbortReason, SamplingParams, StopReason, WeightsId, WeightsSpan
-
-Decode = Callable[[Sequence[int]], str]
 
 UNREAD_SECONDS = 0.1
 """How often tokens are passed on that nobody reads along: each one would take longer to pass on than
@@ -38,25 +36,16 @@ class Stream:
     request: EngineRequest
     arrival: int
     eos: frozenset[int]
-    decode: Decode | None
+    stop: StopChecker
     deltas: asyncio.Queue[EngineDelta | Exception] = field(default_factory=asyncio.Queue)
     rid: str | None = None
     produced: int = 0
     done: bool = False
     cached: int = 0
     retractions: int = 0
-    changes: list[tuple[int, WeightsId, bool]] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
     entered: float = field(default_factory=time.monotonic)
     queued: float = 0.0
-    stop: StopChecker = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stop = StopChecker(self.request.sampling, self.eos, self.decode)
-
-    def __lt__(self, other: Stream) -> bool:
-        """Order of the queue: priority, then arrival."""
-        mine = (self.request.priority, self.arrival)
-        return mine < (other.request.priority, other.arrival)
 
     def post(self, rid: str, weights: WeightsId) -> dict[str, Any]:
         """Return what the child is asked, to be made by `weights` from the first token on."""
@@ -99,7 +88,7 @@ class Stream:
         self._put(
             tuple(ids[:used]),
             kept,
-            self._spans(start, self.produced),
+            spans_within(self.changes, start, self.produced),
             stop_reason=reason,
             stop_match=match,
             abort_reason=abort,
@@ -117,23 +106,6 @@ class Stream:
         if not self.done:
             self.done = True
             self.deltas.put_nowait(error)
-
-    def _spans(self, start: int, end: int) -> tuple[WeightsSpan, ...]:
-        bounds = [change[0] for change in self.changes[1:]] + [end]
-        spans = []
-        for (begin, weights, stale), until in zip(self.changes, bounds, strict=True):
-            first, last = max(begin, start), min(until, end)
-            if first < last:
-                spans.append(
-                    WeightsSpan(
-                        epoch=weights.epoch,
-                        version=weights.version,
-                        start=first,
-                        end=last,
-                        stale_kv=stale,
-                    )
-                )
-        return tuple(spans)
 
     def _put(
         self,
@@ -163,7 +135,7 @@ def child_request(
     """Return the fields of SGLang's request.
 
     Every id that ends the output goes as a stop id, EOS too; stop strings are found here. What the
-    sampler must know beyond SGLang's own parameters is in `custom_params`, see `rows.Row`.
+    sampler must know beyond SGLang's own parameters is in `custom_params`, see `batch_rows.Row`.
     """
     sampling = request.sampling
     stops = stop_ids(sampling, eos)
@@ -219,7 +191,7 @@ def _cuts(sampling: SamplingParams) -> bool:
 
 
 def child_tokens(rid: str, output: dict[str, Any]) -> list[Any]:
-    """Return `[rid, ids, logprobs or None, about]` of what SGLang gave, as `bridge` describes it.
+    """Return `[rid, ids, logprobs or None, about]` of what SGLang gave, as `connection` describes it.
 
     What SGLang counts as a bad request becomes a ValueError: it is about this request alone.
     """

@@ -18,10 +18,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rollout_worker.engine import EngineError, Entry, Given, Mapped, Sink, WeightsRejected
-from rollout_worker.engines.ranks import Ranks
-from rollout_worker.engines.room import Staging
+from rollout_worker.engine import EngineError, Entry, Given, Mapped
 from rollout_worker.threads import opened_in_thread
+
+from .ranks import Ranks
+from .staging import Staging
 
 SLOTS_VARIABLE = "ROLLOUT_SLOTS"
 """Tells the ranks of an engine where the slots of their node are."""
@@ -51,10 +52,10 @@ class MappedSink:
 
     memory: Literal["host"] = "host"
     took = False
-    lent = False
+    borrowed = False
     ranks: Ranks | None = None
-    """Who is told of it as long as it is sealed; None: nobody has to know before the commit."""
-    _told_ranks = False
+    """The processes that map it as long as it is sealed; None: none has to before the commit."""
+    _ranks_notified = False
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class MappedSink:
         return {"slot": self.slot} if self.slot else {"path": self.path}
 
     def ticket(self) -> str:
-        """Return what a process needs to read the tensors without a header (`held`)."""
+        """Return what a process needs to read the tensors without a header (`rank_mappings`)."""
         tensors = [
             (entry.name, entry.spec.dtype, list(entry.spec.shape), self._starts[entry.name])
             for entry in self._entries
@@ -145,14 +146,14 @@ class MappedSink:
         self._unmap(flush=self._on_disk)
         self.sealed = True
         if self.ranks is not None and not self._on_disk:
-            self._told_ranks = True
-            self.ranks.hold(self.where, self._size, lent=self.lent)
+            self._ranks_notified = True
+            self.ranks.map_sink(self.where, self._size, borrowed=self.borrowed)
 
     def close(self) -> None:
         """See `Sink.close`."""
-        if self._told_ranks and self.ranks is not None:
-            self._told_ranks = False
-            self.ranks.drop(self.where)
+        if self._ranks_notified and self.ranks is not None:
+            self._ranks_notified = False
+            self.ranks.unmap_sink(self.where)
         # The frames of an error may still have a view of it: the pages go with them then.
         with contextlib.suppress(BufferError):
             self._unmap(flush=False)
@@ -173,7 +174,7 @@ class MappedSink:
             mapped.close()
 
 
-class LentSink(MappedSink):
+class BorrowedSink(MappedSink):
     """The same over memory that was given: none is taken, nothing is written.
 
     Args:
@@ -183,7 +184,7 @@ class LentSink(MappedSink):
     """
 
     took = True
-    lent = True
+    borrowed = True
 
     def __init__(
         self, entries: Sequence[Entry], given: Mapped, *, skip: Collection[str] = ()
@@ -197,7 +198,7 @@ class LentSink(MappedSink):
         self._give_back = given.release
         assert given.handle is not None, "whoever made it has looked"
         self._handle = os.dup(given.handle)
-        self._told = -1
+        self._ticket_file = -1
         self.slot, self._link = "", None
 
     @property
@@ -205,19 +206,19 @@ class LentSink(MappedSink):
         """See `Sink.nbytes`: none of its own."""
         return 0
 
-    def told(self) -> str:
+    def ticket_path(self) -> str:
         """Return the path of a file without a name that holds the ticket, open as long as this is."""
-        if self._told < 0:
-            self._told = os.memfd_create("rollout-ticket", os.MFD_CLOEXEC)
-            with open(self._told, "wb", closefd=False) as file:
+        if self._ticket_file < 0:
+            self._ticket_file = os.memfd_create("rollout-ticket", os.MFD_CLOEXEC)
+            with open(self._ticket_file, "wb", closefd=False) as file:
                 file.write(self.ticket().encode())
-        return f"/proc/{os.getpid()}/fd/{self._told}"
+        return f"/proc/{os.getpid()}/fd/{self._ticket_file}"
 
     def close(self) -> None:
         """See `Sink.close`."""
-        told, self._told = self._told, -1
-        if told >= 0:
-            os.close(told)
+        ticket, self._ticket_file = self._ticket_file, -1
+        if ticket >= 0:
+            os.close(ticket)
         super().close()
 
 
@@ -235,14 +236,14 @@ async def open_mapped(
 ) -> MappedSink:
     """Make a `MappedSink` in a thread, of which `ranks` are told; a cancelled caller gets none, and none stays.
 
-    With mapped memory `given` that others can read it is a `LentSink`, unless it is to be on disk or in
+    With mapped memory `given` that others can read it is a `BorrowedSink`, unless it is to be on disk or in
     a gang's folder.
 
     Raises:
         EngineError: there is no room.
     """
     if isinstance(given, Mapped) and given.handle is not None and folder is None and slots is None:
-        sink: MappedSink = LentSink(entries, given, skip=skip)
+        sink: MappedSink = BorrowedSink(entries, given, skip=skip)
     else:
         sink = await opened_in_thread(
             lambda: MappedSink(
@@ -250,17 +251,6 @@ async def open_mapped(
             )
         )
     sink.ranks = ranks
-    return sink
-
-
-def sealed(sink: Sink) -> MappedSink:
-    """Return the sink as what it is; only verified weights may ever serve.
-
-    Raises:
-        WeightsRejected: it isn't sealed, or another engine's.
-    """
-    if not isinstance(sink, MappedSink) or not sink.sealed:
-        raise WeightsRejected("this sink is not a sealed one of this engine: fill it first")
     return sink
 
 
@@ -323,10 +313,14 @@ def _free() -> None:
 
 
 def _open(folder: Path | None) -> int:
-    return os.memfd_create("rollout-weights", os.MFD_CLOEXEC) if folder is None else unnamed(folder)
+    return (
+        os.memfd_create("rollout-weights", os.MFD_CLOEXEC)
+        if folder is None
+        else open_unnamed(folder)
+    )
 
 
-def unnamed(folder: Path) -> int:
+def open_unnamed(folder: Path) -> int:
     """Return a descriptor of a new file without a name, which can't outlive who has it open."""
     handle, name = tempfile.mkstemp(prefix="rollout-spill-", dir=folder)
     os.unlink(name)

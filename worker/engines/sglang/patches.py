@@ -16,8 +16,9 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 
 from rollout_worker.turn.sharing import join
 
-from . import loader, sampler, spilling
+from . import loader, spilling
 from .child import die_with_parent
+from .sampling import sampler
 from .streams import UNREAD_SECONDS
 
 NEVER = 1 << 30
@@ -54,9 +55,9 @@ def _give_methods() -> None:
     Scheduler.rollout_bring_back = spilling.bring_back
     Scheduler.rollout_forget = spilling.forget
     Scheduler.rollout_meet = spilling.meet
-    Scheduler.rollout_check = loader.check
-    Scheduler.rollout_hold = loader.hold
-    Scheduler.rollout_drop = loader.drop
+    Scheduler.rollout_check = loader.check_updatable
+    Scheduler.rollout_map = loader.map_ahead
+    Scheduler.rollout_unmap = loader.unmap
 
 
 def _snapshot_path(ipc_name: str) -> str:

@@ -2,7 +2,7 @@
 
 A rank's word counts for exactly the tensors that it was loaded from: with one more, or another order, its loader
 might read others. So long as not all ranks of the node have told of just these, all are needed.
-`torch` is not needed here; `watching` is how a rank sees what it reads.
+`torch` is not needed here; `read_watch` is how a rank sees what it reads.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Described = tuple[str, str, Sequence[int]]
 """Name, dtype as safetensors call it, and shape."""
 
 
-def mark_of(tensors: Iterable[Described]) -> str:
+def hash_tensors(tensors: Iterable[Described]) -> str:
     """Return what stands for these tensors, in this order."""
     rows = [[name, dtype, list(shape)] for name, dtype, shape in tensors]
     return xxhash.xxh3_128_hexdigest(json.dumps(rows).encode())
 
 
-def tell(folder: Path, tensors: Sequence[Described], unread: Collection[str]) -> None:
+def note_unread(folder: Path, tensors: Sequence[Described], unread: Collection[str]) -> None:
     """Let the worker of this node know which of these tensors this rank, which is this process, left alone.
 
     What was loaded is sound whether or not that can be written: else the next version comes whole, too.
@@ -40,7 +40,7 @@ def tell(folder: Path, tensors: Sequence[Described], unread: Collection[str]) ->
         tensors: All that it was loaded from.
         unread: The names of those on whose values nothing of the rank depends.
     """
-    told = {"mark": mark_of(tensors), "unread": sorted(unread)}
+    told = {"mark": hash_tensors(tensors), "unread": sorted(unread)}
     file = _file(folder, os.getpid())
     partial = file.with_suffix(".partial")
     try:
@@ -52,7 +52,7 @@ def tell(folder: Path, tensors: Sequence[Described], unread: Collection[str]) ->
             partial.unlink()
 
 
-def unread(folder: Path, ranks: Collection[int], entries: Iterable[Entry]) -> frozenset[str]:
+def unread_by_all(folder: Path, ranks: Collection[int], entries: Iterable[Entry]) -> frozenset[str]:
     """Return the names of those tensors that none of these ranks reads, as far as they have told.
 
     Args:
@@ -60,7 +60,7 @@ def unread(folder: Path, ranks: Collection[int], entries: Iterable[Entry]) -> fr
         ranks: Process ids of all ranks of this node.
         entries: What is to be loaded, in its order.
     """
-    mark = mark_of((entry.name, entry.spec.dtype, entry.spec.shape) for entry in entries)
+    mark = hash_tensors((entry.name, entry.spec.dtype, entry.spec.shape) for entry in entries)
     found: frozenset[str] | None = None
     for rank in ranks:
         try:

@@ -32,11 +32,11 @@ LOCKED, MAPPED = b"L", b"M"
 """How a rank that is done holds the memory: what it adds to the tally."""
 
 Call = Callable[[str, Mapping[str, Any]], Awaitable[object]]
-"""Runs `rollout_hold` or `rollout_drop` with these arguments in all ranks; awaited in the loop."""
+"""Runs `rollout_map` or `rollout_unmap` with these arguments in all ranks; awaited in the loop."""
 
 
 class Ranks:
-    """See the module; made in the loop.
+    """The ranks of one engine; made in the loop.
 
     Args:
         call: Reaches them.
@@ -53,24 +53,24 @@ class Ranks:
         """Ask them for nothing any more, and wait for nobody."""
         self._ended.set()
 
-    def hold(self, where: Mapping[str, str], size: int, *, lent: bool) -> None:
+    def map_sink(self, where: Mapping[str, str], size: int, *, borrowed: bool) -> None:
         """Have all hold a sink, and return once those of this node do, or it takes too long; blocks.
 
         Args:
             where: As in its ticket.
             size: Its bytes.
-            lent: It is somebody else's, to be read only.
+            borrowed: It is somebody else's, to be read only.
         """
         with _Tally() as tally:
-            args = {"where": dict(where), "size": size, "tally": tally.told, "lent": lent}
-            if not self._ask("rollout_hold", args):
+            args = {"where": dict(where), "size": size, "tally": tally.told, "borrowed": borrowed}
+            if not self._ask("rollout_map", args):
                 return
             seconds = LEAST_SECONDS + size / LOCKED_PER_SECOND
             until = time.monotonic() + seconds
             while len(tally.marks) < self._count and not self._ended.wait(LOOK_SECONDS):
                 if time.monotonic() > until:
                     logger.warning(
-                        "%d of %d ranks hold the staged weights after %.0f s: the others map them"
+                        "%d of %d ranks have mapped the staged weights after %.0f s: the others map them"
                         " at the commit",
                         len(tally.marks),
                         self._count,
@@ -79,16 +79,16 @@ class Ranks:
                     return
             done = tally.marks
         logger.info(
-            "staged weights of %d bytes are held by %d of %d ranks, page-locked by %d",
+            "staged weights of %d bytes are mapped by %d of %d ranks, page-locked by %d",
             size,
             len(done),
             self._count,
             done.count(LOCKED),
         )
 
-    def drop(self, where: Mapping[str, str]) -> None:
+    def unmap_sink(self, where: Mapping[str, str]) -> None:
         """Have all let go of a sink; blocks, but in the loop's own thread."""
-        self._ask("rollout_drop", {"where": dict(where)})
+        self._ask("rollout_unmap", {"where": dict(where)})
 
     def _ask(self, method: str, args: Mapping[str, Any]) -> bool:
         """Whether all were reached."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollout_worker.engines.drawing import MAX_BIAS, penalise
 
-from .cutting import TOP, Cuts
+from .truncation import TOP, Cuts
 
 BIAS = ("bias_ids", "bias_values")
 

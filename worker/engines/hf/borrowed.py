@@ -1,6 +1,6 @@
-"""Weights that are the trainer's own tensors, or copies of them that never leave the device.
+"""Weights that serve from memory that somebody else filled: of the worker, or the trainer's own tensors.
 
-A tensor of the model's device and dtype serves as it is: no byte is copied, and the trainer must not
+A trainer's tensor of the model's device and dtype serves as it is: no byte is copied, and the trainer must not
 change it in place while it serves. torch counts writes to a tensor, so one that was changed is noticed
 (`Watch`): before a commit, before the engine steps again, and before tokens of a step are told. Only
 writes that torch doesn't count escape: those through `tensor.data`, or by other libraries.
@@ -8,13 +8,15 @@ writes that torch doesn't count escape: those through `tensor.data`, or by other
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from rollout_worker.engine import EngineError, Entry, Tensors, WeightsRejected
+from rollout_worker.engine import EngineError, Entry, Mapped, Tensors, WeightsRejected
+from rollout_worker.engines.shared_memory.tensors import tensors_in
 
-from .buffers import Buffers, nbytes
+from .buffers import DTYPES, Buffers, nbytes
 from .rooms import Room, Spec
 
 
@@ -67,7 +69,7 @@ class Watch:
         self._release()
 
 
-class Handed(Buffers):
+class TensorBuffers(Buffers):
     """The `Sink` that tensors of this process become; the worker writes nothing to it.
 
     Args:
@@ -155,4 +157,55 @@ def _serves_as(tensor: Tensor, target: Tensor) -> bool:
         and tensor.dtype == target.dtype
         and tensor.is_contiguous()
         and not tensor.is_inference()
+    )
+
+
+class BorrowedBuffers(Buffers):
+    """The `Sink` that mapped memory becomes.
+
+    The memory is released once the last view of it is gone: of outputs that are pinned to it, too.
+
+    Args:
+        entries: What is there.
+        given: Where.
+        targets: What the model has.
+    """
+
+    took = True
+
+    def __init__(
+        self, entries: Sequence[Entry], given: Mapped, targets: Mapping[str, Tensor]
+    ) -> None:
+        super().__init__()
+        memory = given.view[:]
+        weakref.finalize(memory, given.release)
+        places = [
+            (each.name, each.spec.dtype, each.spec.shape, given.starts[each.name])
+            for each in entries
+            if each.name in targets
+        ]
+        self._views = dict(tensors_in(memory, places))
+
+    def allocate(self, entry: Entry) -> memoryview | None:
+        """See `Sink.allocate`: every value is there already."""
+        return None
+
+    def seal(self) -> None:
+        """See `Sink.seal`."""
+        self.tensors, self._views = self._views, {}
+        self.sealed = True
+
+    def close(self) -> None:
+        """See `Sink.close`; who has taken `tensors` keeps them."""
+        self._views = {}
+        super().close()
+
+
+def serves_from(entries: Sequence[Entry], targets: Mapping[str, Tensor]) -> bool:
+    """Whether a model can compute with these bytes as they are: in main memory and of its dtypes."""
+    return all(
+        targets[each.name].device.type == "cpu"
+        and targets[each.name].dtype == DTYPES.get(each.spec.dtype)
+        for each in entries
+        if each.name in targets
     )

@@ -1,4 +1,4 @@
-"""Tensors in memory that was mapped from another descriptor, without a copy; runs in any process with torch."""
+"""Tensors of torch as views of memory that was mapped; runs in any process with torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rollout_worker.transfer.arena import to_be_read
-
-from .dtypes import TORCH_DTYPES
+from rollout_worker.transfer.layout import TORCH_NAMES
 
 Place = tuple[str, str, Sequence[int], int]
 """Name, dtype as safetensors call it, shape, and where its bytes begin."""
 
-
-def private(handle: int, size: int) -> mmap.mmap:
-    """Map memory so that torch may take it for its own: pages are shared until somebody writes."""
-    mapped = mmap.mmap(handle, size, flags=mmap.MAP_PRIVATE)
-    to_be_read(mapped)
-    return mapped
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    dtype: getattr(torch, name) for dtype, name in TORCH_NAMES.items() if hasattr(torch, name)
+}
+"""Safetensors' names of dtypes as those of torch."""
 
 
 def tensors_in(

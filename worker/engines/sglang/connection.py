@@ -14,6 +14,7 @@ end is seen at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -21,7 +22,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from rollout_worker.engine import EngineCrashed
+from rollout_worker.engine import EngineCrashed, EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def frame(message: Any) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-class Bridge:
+class Connection:
     """The worker's end."""
 
     def __init__(self, on_tokens: Callable[[list[Any]], None]) -> None:
@@ -83,7 +84,7 @@ class Bridge:
 
         Raises:
             CallFailed: the child could not do it.
-            EngineCrashed: the child ended meanwhile.
+            EngineCrashed: the child has ended.
         """
         if self._writer is None or self._why is not None:
             raise EngineCrashed(self._why or "SGLang's process has not started")
@@ -96,7 +97,7 @@ class Bridge:
             self._calls.pop(number, None)
 
     def end(self, why: str) -> None:
-        """Nothing can be asked any more: fail who waits."""
+        """Fail the calls that wait: nothing can be called any more."""
         if self._why is not None:
             return
         self._why = why
@@ -111,3 +112,23 @@ class Bridge:
 
 class CallFailed(Exception):
     """The child refused a command or failed at it."""
+
+
+class MetricsPage:
+    """SGLang's own metrics: asks for the next page whenever the latest is taken, since asking takes a while."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._text = ""
+        self._asking: asyncio.Task[None] | None = None
+
+    def latest(self) -> str:
+        """Return the page; empty before the first one has come."""
+        if self._asking is None or self._asking.done():
+            with contextlib.suppress(RuntimeError):  # called outside the loop: no newer page
+                self._asking = asyncio.get_running_loop().create_task(self._ask())
+        return self._text
+
+    async def _ask(self) -> None:
+        with contextlib.suppress(EngineError, CallFailed):
+            self._text = await self._connection.call("metrics")

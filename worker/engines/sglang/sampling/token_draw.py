@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rollout_worker.engines.drawing import invert
 
-from .cutting import cut_off
-from .rows import Rows
+from .batch_rows import Rows
+from .truncation import cut_off
 
 BLOCK = 128
 """Tokens that are summed first when one is drawn; usual vocabularies are multiples of it."""

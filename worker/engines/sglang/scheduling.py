@@ -1,4 +1,4 @@
-"""Who waits, who runs in the child, and what the child must be told of it.
+"""Which requests wait, which run in the child, and the commands to the child about them.
 
 Requests wait here, not in the child, until it has room: so nothing starts that must not, and what
 has not begun runs on the weights of the time. All of it in the asyncio loop.
@@ -6,7 +6,6 @@ has not begun runs on the weights of the time. All of it in the asyncio loop.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import time
@@ -14,51 +13,43 @@ from collections.abc import Collection
 from typing import Any, Literal
 
 from rollout_worker.engine import EngineCrashed, EngineError, InvalidRequest
+from rollout_worker.engines.admission_queue import AdmissionQueue
 from rollout_worker.schemas import AbortReason, WeightsId
 
-from .bridge import Bridge
+from .connection import Connection
 from .streams import Stream
 
 logger = logging.getLogger(__name__)
 
 
-class Desk:
+class RequestScheduler:
     """The requests of one child. `posted`: by the child's id, until the child has ended them."""
 
-    def __init__(self, bridge: Bridge, max_running: int, weights: WeightsId) -> None:
-        self._bridge = bridge
-        self._max_running = max_running
+    def __init__(self, connection: Connection, max_running: int, weights: WeightsId) -> None:
+        self._connection = connection
         self._weights = weights
-        self._queue: list[Stream] = []
+        self._queue = AdmissionQueue[Stream](
+            lambda _: not self.paused and len(self._posted) < max_running, self._post
+        )
         self._posted: dict[str, Stream | None] = {}  # None: ended here, not there yet
         self._numbers = itertools.count()
-        self._hold = False
         self.paused = False
         self._ordered_at: float | None = None  # an order to rest or go on that is not answered yet
         self._progress = time.monotonic()
 
-    def add(self, stream: Stream) -> None:
+    def add_request(self, stream: Stream) -> None:
         """Queue a request."""
-        heapq.heappush(self._queue, stream)
-        self._admit()
+        self._queue.add_request(stream)
+        self._queue.admit_requests()
 
-    def _admit(self) -> None:
-        while (
-            self._queue
-            and not self._hold
-            and not self.paused
-            and len(self._posted) < self._max_running
-        ):
-            stream = heapq.heappop(self._queue)
-            if stream.done:
-                continue
-            if not self._posted:
-                self._progress = time.monotonic()
-            rid = f"{next(self._numbers):016x}"
-            self._bridge.send("generate", **stream.post(rid, self._weights))
-            self._posted[rid] = stream
+    def _post(self, stream: Stream) -> None:
+        if not self._posted:
+            self._progress = time.monotonic()
+        rid = f"{next(self._numbers):016x}"
+        self._connection.send("generate", **stream.post(rid, self._weights))
+        self._posted[rid] = stream
 
-    def take(self, frames: list[Any]) -> None:
+    def take_frames(self, frames: list[Any]) -> None:
         """Pass on what the child made."""
         self._progress = time.monotonic()
         surplus = []
@@ -78,10 +69,10 @@ class Desk:
             elif stream is not None and stream.done:
                 self._posted[rid] = None
         if surplus:
-            self._bridge.send("abort", rids=surplus)
-        self._admit()
+            self._connection.send("abort", rids=surplus)
+        self._queue.admit_requests()
 
-    def abort(self, streams: Collection[Stream], reason: AbortReason) -> None:
+    def abort_requests(self, streams: Collection[Stream], reason: AbortReason) -> None:
         """End requests with what they have; the child lets go of them when it can."""
         rids = []
         for stream in streams:
@@ -90,21 +81,21 @@ class Desk:
                 self._posted[stream.rid] = None
                 rids.append(stream.rid)
         if rids:
-            self._bridge.send("abort", rids=rids)
+            self._connection.send("abort", rids=rids)
 
-    def hold(self) -> None:
+    def hold_admission(self) -> None:
         """Post nothing more, and take back what the child has not begun."""
-        self._hold = True
+        self._queue.is_open = False
         for rid, stream in list(self._posted.items()):
             if stream is not None and not stream.produced:
-                self._again(rid, stream)
+                self._requeue(rid, stream)
 
     async def pause(self) -> None:
         """Return once the child makes no step."""
         self.paused = True
-        await self.rest("in_place")
+        await self.stop_steps("in_place")
 
-    async def rest(self, mode: Literal["in_place", "retract"]) -> None:
+    async def stop_steps(self, mode: Literal["in_place", "retract"]) -> None:
         """Bring the child to rest, or what rests already into its queue (`retract`)."""
         self._made = await self._order("pause", mode=mode)
         if mode == "retract":
@@ -116,31 +107,31 @@ class Desk:
     async def _order(self, op: str, **args: Any) -> Any:
         self._ordered_at = time.monotonic()
         try:
-            return await self._bridge.call(op, **args)
+            return await self._connection.call(op, **args)
         finally:
             self._ordered_at = None
 
-    def switched(self, weights: WeightsId, *, keep: bool) -> None:
-        """The child has other weights now."""
+    def switch_weights(self, weights: WeightsId, *, keep: bool) -> None:
+        """Note that the child has other weights now."""
         self._weights = weights
         for rid, stream in list(self._posted.items()):
             if stream is None:
                 continue
             made = self._made.get(rid, stream.produced)
             if made == 0:
-                self._again(rid, stream)
+                self._requeue(rid, stream)
             else:
                 stream.switch(made, weights, stale=keep)
 
-    def _again(self, rid: str, stream: Stream) -> None:
-        """Queue what has made nothing anew; it belongs to the weights of the time it begins."""
+    def _requeue(self, rid: str, stream: Stream) -> None:
+        """Queue what has made nothing again; it belongs to the weights of the time it begins."""
         self._posted[rid] = None
-        self._bridge.send("abort", rids=[rid])
+        self._connection.send("abort", rids=[rid])
         stream.rid = None
-        heapq.heappush(self._queue, stream)
+        self._queue.add_request(stream)
 
-    def recomputed(self) -> None:
-        """The KV of everything that runs was dropped and will be computed anew."""
+    def note_recomputed(self) -> None:
+        """Note that the KV of everything that runs was dropped and will be computed again."""
         for rid, stream in self._posted.items():
             if stream is not None and stream.stale:
                 made = self._made.get(rid, stream.produced)
@@ -150,9 +141,9 @@ class Desk:
         """Let the child step and post what waits."""
         if self.paused:
             await self._order("resume")
-        self.paused = self._hold = False
+        self.paused, self._queue.is_open = False, True
         self._progress = time.monotonic()
-        self._admit()
+        self._queue.admit_requests()
 
     @property
     def running(self) -> frozenset[str]:
@@ -160,7 +151,7 @@ class Desk:
         live = (stream for stream in self._posted.values() if stream is not None)
         return frozenset(stream.request.request_id for stream in live if stream.produced)
 
-    def stuck(self, deadline: float) -> str | None:
+    def find_hang(self, deadline: float) -> str | None:
         """Say so if nothing has come for too long of requests that run, or of an order to rest."""
         if self._ordered_at is not None:
             since, owed = max(self._ordered_at, self._progress), "it was told to rest or to go on"

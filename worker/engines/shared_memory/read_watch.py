@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .dtypes import TORCH_DTYPES
+from .tensors import TORCH_DTYPES
 
 
 class AbsentRead(RuntimeError):
@@ -58,7 +58,7 @@ class Absent(Tensor):
         )
 
 
-class Watching(TorchFunctionMode):
+class ReadWatch(TorchFunctionMode):
     """Notes with which of some tensors torch is called, in this thread, while it is entered.
 
     A tensor is known by where its bytes are, so what was made of it unseen, as parameters are, is known, too.

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_worker.engines.mapped import index_in, located
-from rollout_worker.engines.mappings import Place, tensors_in, views
-from rollout_worker.engines.ranks import LOCKED, MAPPED
-from rollout_worker.engines.watching import Absent
 from rollout_worker.transfer.arena import to_be_read
 from rollout_worker.transfer.locked import current_context, lock
+
+from .ranks import LOCKED, MAPPED
+from .read_watch import Absent
+from .sinks import index_in, located
+from .tensors import Place, tensors_in, views
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ All ranks share that memory, and loaders change small tensors in place (SGLang 0
 Lock = Callable[..., Callable[[], None] | None]
 """As `locked.lock`."""
 
-_held: list[Held] = []
+_mappings: list[RankMapping] = []
 
 
 def path_of(where: Mapping[str, Any]) -> str:
@@ -48,8 +49,8 @@ def path_of(where: Mapping[str, Any]) -> str:
     return located(where["slot"]) if where.get("slot") else str(where["path"])
 
 
-def hold(
-    where: Mapping[str, Any], size: int, tally: tuple[str, str], *, lent: bool, gpu: bool
+def map_ahead(
+    where: Mapping[str, Any], size: int, tally: tuple[str, str], *, borrowed: bool, gpu: bool
 ) -> None:
     """Begin to map a sink; returns at once.
 
@@ -57,30 +58,32 @@ def hold(
         where: As in its ticket.
         size: Its bytes; in a gang the head's.
         tally: Path and first words of a file that gets one byte more once it is there.
-        lent: It is somebody else's, to be read only.
+        borrowed: It is somebody else's, to be read only.
         gpu: The calling thread computes on one.
     """
-    drop(where)
-    for each in [each for each in _held if not each.there]:
-        _let_go(each)  # nobody has told us that it is over
+    unmap(where)
+    for each in [each for each in _mappings if not each.there]:
+        _close_mapping(each)  # nobody has told us that it is over
     path = path_of(where)
-    _held.append(Held(path, _size(path, where, size), tally, lent=lent, gpu=gpu))
+    _mappings.append(RankMapping(path, _size(path, where, size), tally, borrowed=borrowed, gpu=gpu))
 
 
-def find(where: Mapping[str, Any]) -> Held | None:
+def find_mapping(where: Mapping[str, Any]) -> RankMapping | None:
     """Return a sink that is held by now; None: read it as if nobody had told us of it."""
     path = path_of(where)
-    return next((each for each in _held if each.path == path and each.there and each.ready), None)
+    return next(
+        (each for each in _mappings if each.path == path and each.there and each.ready), None
+    )
 
 
-def drop(where: Mapping[str, Any]) -> None:
+def unmap(where: Mapping[str, Any]) -> None:
     """Hold a sink no longer; returns at once, its pages are unlocked in a thread."""
     path = path_of(where)
-    for each in [each for each in _held if each.path == path]:
-        _let_go(each)
+    for each in [each for each in _mappings if each.path == path]:
+        _close_mapping(each)
 
 
-def tensors_of(ticket: str) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(ticket: str) -> Iterator[tuple[str, Tensor]]:
     """Yield what a sink has, named by its `MappedSink.ticket`; mapped now, unless it is held.
 
     In a gang that is what this node's slot has. In the place of any other tensor comes `Absent`.
@@ -91,12 +94,12 @@ def tensors_of(ticket: str) -> Iterator[tuple[str, Tensor]]:
         places = sink["tensors"]
         starts = index_in(handle) if sink.get("slot") else {name: at for name, _, _, at in places}
         there = [(*what, starts[what[0]]) for *what, _ in places if what[0] in starts]
-        held = find(sink)
-        if held is None:
+        mapping = find_mapping(sink)
+        if mapping is None:
             memory = mmap.mmap(handle, _size(handle, sink, sink["size"]), flags=mmap.MAP_PRIVATE)
             found = tensors_in(memory, there)
         else:
-            found = held.tensors(there)
+            found = mapping.tensors(there)
     finally:
         os.close(handle)
     return _in_order(places, starts, found)
@@ -110,7 +113,7 @@ def _in_order(
         yield next(found) if name in there else (name, Absent.of(name, dtype, shape))
 
 
-def absent(ticket: str) -> bool:
+def is_partial(ticket: str) -> bool:
     """Whether a sink lacks tensors here that its ticket names."""
     sink = json.loads(ticket)
     if not sink.get("slot"):
@@ -127,20 +130,20 @@ def _size(where: int | str, sink: Mapping[str, Any], told: int) -> int:
     return os.stat(where).st_size if sink.get("slot") else told
 
 
-def check(where: Mapping[str, Any]) -> None:
-    """Refuse what was loaded from a sink if that was changed meanwhile; see `Held.check`."""
-    held = find(where)
-    if held is not None:
-        held.check()
+def check_unchanged(where: Mapping[str, Any]) -> None:
+    """Refuse what was loaded from a sink if that was changed meanwhile; see `RankMapping.check`."""
+    mapping = find_mapping(where)
+    if mapping is not None:
+        mapping.check()
 
 
-def _let_go(held: Held) -> None:
-    _held.remove(held)
-    held.close()
+def _close_mapping(mapping: RankMapping) -> None:
+    _mappings.remove(mapping)
+    mapping.close()
 
 
-class Held:
-    """One sink's memory in this process; see `hold`."""
+class RankMapping:
+    """One sink's memory in this process; see `map_ahead`."""
 
     def __init__(
         self,
@@ -148,12 +151,12 @@ class Held:
         size: int,
         tally: tuple[str, str],
         *,
-        lent: bool,
+        borrowed: bool,
         gpu: bool,
         locker: Lock = lock,
         context: int | None = None,
     ) -> None:
-        self.path, self._size, self._lent, self._locker = path, size, lent, locker
+        self.path, self._size, self._borrowed, self._locker = path, size, borrowed, locker
         self._context = (context or current_context()) if gpu else None
         self._state = threading.Lock()
         self._closed = False
@@ -162,7 +165,7 @@ class Held:
         self._version = 0
         self.closing: list[threading.Thread] = []
         """What still unlocks pages."""
-        handle = os.open(path, os.O_RDONLY if lent or self._context is None else os.O_RDWR)
+        handle = os.open(path, os.O_RDONLY if borrowed or self._context is None else os.O_RDWR)
         self._identity = _identity(handle)
         self._thread = threading.Thread(
             target=self._bring, args=(handle, tally), name="rollout-hold", daemon=True
@@ -240,10 +243,10 @@ class Held:
         unlock = None
         if self._context is not None:
             # Its own pages, not copies of them, as those of a private mapping would become.
-            memory = _memory(handle, self._size, mmap.MAP_SHARED, writable=not self._lent)
+            memory = _memory(handle, self._size, mmap.MAP_SHARED, writable=not self._borrowed)
             pages = -(-self._size // mmap.PAGESIZE) * mmap.PAGESIZE
             begin = ctypes.addressof(memory)
-            unlock = self._locker(begin, pages, readable=self._lent, context=self._context)
+            unlock = self._locker(begin, pages, readable=self._borrowed, context=self._context)
         if unlock is None:
             memory = _memory(handle, self._size, mmap.MAP_PRIVATE, writable=True)
             to_be_read(memory)

@@ -1,0 +1,1 @@
+"""The sampler that replaces SGLang's own, inside its schedulers."""
