@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engines import request
 from rollout_worker.engine import EngineRequest
 from rollout_worker.engines.request_checks import stop_ids
-from rollout_worker.engines.sglang.sampling import truncation
-from rollout_worker.engines.sglang.sampling.batch_rows import Row, Rows
-from rollout_worker.engines.sglang.sampling.token_draw import draw, pick, uniform
+from rollout_worker.engines.sampling import token_draw, truncation
+from rollout_worker.engines.sampling.batch_rows import Row, Rows
+from rollout_worker.engines.sampling.token_draw import draw, pick, uniform
 from rollout_worker.engines.sglang.streams import child_request
 from rollout_worker.schemas import WeightsId
 

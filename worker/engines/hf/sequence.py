@@ -15,12 +15,12 @@ from rollout_worker.engines.request_checks import (
     stop_ids,
     with_max_tokens,
 )
+from rollout_worker.engines.sampling.asks import sampling_asks
+from rollout_worker.engines.sampling.batch_rows import Row
 from rollout_worker.engines.weight_versions import Change, spans_within
-from rollout_worker.schemas import AbortReason, LogprobsOf, StopReason, WeightsId
+from rollout_worker.schemas import AbortReason, StopReason, WeightsId
 
 from .loading import Loaded
-from .processing import SamplerState
-from .sampling import random_key
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,7 @@ class Sequence:
     """
 
     request: EngineRequest
-    sampler: SamplerState
+    row: Row
     stop: StopChecker
     arrival: int
     sink: Callable[[EngineDelta], None]
@@ -43,7 +43,6 @@ class Sequence:
     stale: bool = False
     pinned: bool = False
     preemptions: int = 0
-    key: int = 0
     done: bool = False
     entered: float = field(default_factory=time.monotonic)
     started: float | None = None
@@ -58,8 +57,6 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = list(self.request.token_ids)
         self._prompt = len(self.tokens)
-        given = self.request.sampling.seed
-        self.key = random_key(secrets.randbits(63) if given is None else given)
 
     @property
     def produced(self) -> int:
@@ -67,9 +64,9 @@ class Sequence:
         return len(self.tokens) - self._prompt
 
     @property
-    def logprobs_of(self) -> LogprobsOf | None:
-        """Which log-probability to record."""
-        return self.request.logprobs
+    def temperature(self) -> float:
+        """What its logits are divided by."""
+        return self.request.sampling.temperature
 
     @property
     def pending(self) -> int:
@@ -141,12 +138,12 @@ def make_sequence(
 ) -> Sequence:
     """Set up a checked request; `sink` takes its deltas, in the asyncio loop."""
     request = with_max_tokens(request, loaded)
-    stops = stop_ids(request.sampling, loaded.eos_token_ids)
+    asks = sampling_asks(request, stop_ids(request.sampling, loaded.eos_token_ids))
+    # Of its own: torch's generator may be a trainer's, and seeded alike on each replica.
+    asks.setdefault("seed", secrets.randbits(63))
     return Sequence(
         request=request,
-        sampler=SamplerState(
-            request.sampling, request.token_ids, stops, loaded.vocab_size, loaded.model.device
-        ),
+        row=Row(asks, request.token_ids, ()),
         stop=make_stop_checker(request.sampling, loaded),
         arrival=arrival,
         sink=sink,

@@ -16,9 +16,8 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 
 from rollout_worker.turn.sharing import join
 
-from . import loader, spilling
+from . import loader, sampler, spilling
 from .child import die_with_parent
-from .sampling import sampler
 from .streams import UNREAD_SECONDS
 
 NEVER = 1 << 30

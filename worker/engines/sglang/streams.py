@@ -15,15 +15,13 @@ from typing import Any
 
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.request_checks import StopChecker, stop_ids
+from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.weight_versions import Change, spans_within
-from rollout_worker.schemas import AbortReason, SamplingParams, StopReason, WeightsId, WeightsSpan
+from rollout_worker.schemas import AbortReason, StopReason, WeightsId, WeightsSpan
 
 UNREAD_SECONDS = 0.1
 """How often tokens are passed on that nobody reads along: each one would take longer to pass on than
 to make with a small model."""
-
-LEAST_REPETITION = 1e-30
-"""Smaller penalties are 0 in float32 and would make NaN of the logits of ids that are not allowed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,6 +137,9 @@ def child_request(
     """
     sampling = request.sampling
     stops = stop_ids(sampling, eos)
+    asks = sampling_asks(request, stops)
+    if not (request.streamed or sampling.stop):  # stop strings are found token by token
+        asks["unread"] = True
     return {
         "rid": rid,
         "input_ids": list(request.token_ids),
@@ -147,7 +148,7 @@ def child_request(
             "max_new_tokens": sampling.max_tokens,
             "ignore_eos": True,
             "stop_token_ids": sorted(stops),
-            "custom_params": _asks(request, stops),
+            "custom_params": asks,
         },
         "return_logprob": request.logprobs is not None,
         "logprob_start_len": -1,
@@ -155,39 +156,6 @@ def child_request(
         # Weights never share a prefix with others, whatever else is asked.
         "extra_key": f"{weights.epoch}.{weights.version}:{request.cache_salt or ''}",
     }
-
-
-def _asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, Any]:
-    sampling = request.sampling
-    asks: dict[str, Any] = {
-        "greedy": sampling.temperature == 0,
-        "raw": request.logprobs == "raw",
-    }
-    if not (request.streamed or sampling.stop):  # stop strings are found token by token
-        asks["unread"] = True
-    if sampling.seed is not None:
-        asks["seed"] = sampling.seed
-    if sampling.temperature > 0 and _cuts(sampling):
-        asks["cut"] = [sampling.min_p, sampling.top_k, sampling.top_p]
-    penalties = (
-        max(LEAST_REPETITION, sampling.repetition_penalty),
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-    )
-    if penalties != (1, 0, 0):
-        asks["penalties"] = list(penalties)
-    if sampling.min_tokens and stops:
-        asks |= {"min_tokens": sampling.min_tokens, "stops": sorted(stops)}
-    if sampling.logit_bias:
-        asks["bias_ids"] = list(sampling.logit_bias)
-        asks["bias_values"] = list(sampling.logit_bias.values())
-    if sampling.allowed_token_ids is not None:
-        asks["allowed"] = list(sampling.allowed_token_ids)
-    return asks
-
-
-def _cuts(sampling: SamplingParams) -> bool:
-    return sampling.min_p > 0 or sampling.top_k > 0 or sampling.top_p < 1
 
 
 def child_tokens(rid: str, output: dict[str, Any]) -> list[Any]:

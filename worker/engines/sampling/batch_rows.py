@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_worker.engines.drawing import MAX_BIAS, penalise
-
 from .truncation import TOP, Cuts
 
+MAX_BIAS = 1e30
+"""Beyond, sums leave the range of float32; it is as good as infinite already."""
 BIAS = ("bias_ids", "bias_values")
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One output: `asks` as `streams.child_request` wrote it, its prompt, what it has produced."""
+    """One output: `asks` as `sampling_asks` wrote it, its prompt, what it has produced."""
 
     asks: Mapping[str, Any]
     prompt: Sequence[int]
@@ -140,18 +140,18 @@ class Rows:
             allowed = logits[at, ids]
             logits.index_fill_(0, rows, -torch.inf)
             logits[at, ids] = allowed
-        self._penalise(logits)
+        self._apply_penalties(logits)
         if self._withheld is not None:
             at, ids, least = self._withheld
             early = positions[at] + 1 - self.prompts[at] < least
             logits[at, ids] = torch.where(early, -torch.inf, logits[at, ids])
 
-    def _penalise(self, logits: Tensor) -> None:
+    def _apply_penalties(self, logits: Tensor) -> None:
         if self._penalties is None:
             return
         at, factors = self._penalties
         made, prompts = self._so_far(logits.shape[1])
-        logits[at] = penalise(logits[at], prompts, made, factors)
+        logits[at] = apply_penalties(logits[at], prompts, made, factors)
 
     def _so_far(self, vocab: int) -> tuple[Tensor, Tensor]:
         """Return [P, V] how often tokens were produced in the penalised rows, and which are in their prompts.
@@ -238,3 +238,21 @@ def _sent(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Te
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def apply_penalties(
+    part: Tensor, prompts: Tensor, counts: Tensor, factors: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """Return the logits `part` [B, V] with penalties for what was there before.
+
+    Args:
+        part: Left as it is.
+        prompts: [B, V] whether a token is in the prompt.
+        counts: [B, V] how often it was produced.
+        factors: [B, 1] each: repetition, presence, frequency.
+    """
+    repetition, presence, frequency = factors
+    made = counts > 0
+    repeated = torch.where(part > 0, part / repetition, part * repetition)
+    part = torch.where(prompts | made, repeated, part)
+    return (part - presence * made - frequency * counts).clamp_(max=MAX_BIAS)

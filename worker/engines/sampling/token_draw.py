@@ -1,7 +1,8 @@
 """A token for each row of a batch, drawn from what its request asks for.
 
 Order of application: bias and allowed ids, penalties, `min_tokens`, temperature, `min_p`, `top_k`,
-`top_p`. SGLang's own penalties leave the prompt out and forget the output when a request is
+`top_p`. A token is found by inverting the cumulative distribution, one number a token, the same on
+every device. SGLang's own penalties leave the prompt out and forget the output when a request is
 retracted, and its own logprobs ignore truncation; hence all of it is done here.
 """
 
@@ -9,8 +10,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from rollout_worker.engines.drawing import invert
 
 from .batch_rows import Rows
 from .truncation import cut_off
@@ -70,9 +69,12 @@ def _at(values: Tensor, tokens: Tensor) -> Tensor:
 
 def _numbers(rows: Rows, positions: Tensor) -> Tensor:
     """Return what decides each row, [B] in [0, 1): by its seed if it has one."""
-    numbers = torch.rand(len(rows), dtype=torch.float64, device=positions.device)
-    if rows.seeded is not None:
-        at, seeds = rows.seeded
+    at, seeds = rows.seeded or (None, None)
+    if at is None or seeds is None or len(at) < len(rows):
+        numbers = torch.rand(len(rows), dtype=torch.float64, device=positions.device)
+    else:  # torch's generator is left alone: it may be a trainer's
+        numbers = torch.empty(len(rows), dtype=torch.float64, device=positions.device)
+    if at is not None and seeds is not None:
         numbers[at] = uniform(seeds, positions[at] + 1 - rows.prompts[at])
     return numbers
 
@@ -87,7 +89,8 @@ def pick(weights: Tensor, numbers: Tensor) -> Tensor:
     if count % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, -count % BLOCK))
     blocks = weights.reshape(len(weights), -1, BLOCK)
-    return invert(blocks, blocks.sum(dim=-1).double().cumsum(dim=-1), numbers)
+    tokens = find_tokens(blocks, blocks.sum(dim=-1).double().cumsum(dim=-1), numbers)
+    return tokens.clamp_(max=count - 1)  # beyond only if the weights were not finite
 
 
 def uniform(seeds: Tensor, produced: Tensor) -> Tensor:
@@ -109,3 +112,26 @@ def _mix(x: Tensor) -> Tensor:
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """Shift to the right without the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def find_tokens(blocks: Tensor, cumulative: Tensor, numbers: Tensor) -> Tensor:
+    """Return for each row the token at its number of the cumulative distribution, [B].
+
+    Args:
+        blocks: [B, N, size] masses of the tokens, block by block.
+        cumulative: [B, N] their sums up to the end of each block, double.
+        numbers: [B] in [0, 1), double.
+    """
+    size = blocks.shape[2]
+    target = _below(numbers.unsqueeze(1) * cumulative[:, -1:], cumulative[:, -1:])
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inner = blocks.gather(1, block.unsqueeze(2).expand(-1, -1, size)).squeeze(1)
+    inner = inner.double().cumsum(dim=-1)
+    place = torch.searchsorted(inner, _below(target - before, inner[:, -1:]), right=True)
+    return (block * size + place.clamp_(max=size - 1)).squeeze(1)
+
+
+def _below(target: Tensor, total: Tensor) -> Tensor:
+    """Keep strictly below the total, so that the first sum above is of a possible token."""
+    return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))

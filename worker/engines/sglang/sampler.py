@@ -13,8 +13,8 @@ import torch
 from sglang.srt.layers import sampler as base
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from .batch_rows import Row, Rows
-from .token_draw import draw
+from rollout_worker.engines.sampling.batch_rows import Row, Rows
+from rollout_worker.engines.sampling.token_draw import draw
 
 BACKENDS = ("flashinfer", "pytorch")
 """Which of SGLang's samplers ours replaces; it names one itself according to the platform."""

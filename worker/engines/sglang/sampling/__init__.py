@@ -1,1 +1,0 @@
-"""The sampler that replaces SGLang's own, inside its schedulers."""
