@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from rollout_worker.engine import Entry, Mapped, TensorSpec
-from rollout_worker.engines.hf.borrowed import BorrowedBuffers
-from rollout_worker.engines.hf.memory import Memory
+from rollout_worker.engines.hf.weights.borrowed import BorrowedBuffers
+from rollout_worker.engines.hf.weights.memory import Memory
 from rollout_worker.engines.shared_memory.rank_mappings import read_tensors
 from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped
 from rollout_worker.engines.shared_memory.staging import Staging

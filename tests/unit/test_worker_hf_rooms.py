@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from rollout_worker.engine import EngineError, Entry, Layout, TensorSpec, WeightsRejected
-from rollout_worker.engines.hf.buffers import Buffers
-from rollout_worker.engines.hf.loading import Loaded
-from rollout_worker.engines.hf.memory import Memory
-from rollout_worker.engines.hf.rooms import Beside, Spec
+from rollout_worker.engines.hf.weights.buffers import Buffers
+from rollout_worker.engines.hf.weights.loading import Loaded
+from rollout_worker.engines.hf.weights.memory import Memory
+from rollout_worker.engines.hf.weights.rooms import Beside, Spec
 from rollout_worker.engines.shared_memory.staging import Staging
 
 SHAPES = {"weight": (4, 3), "bias": (4,)}

@@ -90,7 +90,7 @@ def create_member(engine: str, options: EngineOptions) -> Member:
 
             return VllmMember(options)
         if engine == "sglang":
-            from .sglang.member import SglangMember
+            from .sglang.node import SglangMember
 
             return SglangMember(options)
     raise _one_node(engine)

@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from rollout_worker.engine import EngineDelta, KvPolicy
 from rollout_worker.engines.admission_queue import AdmissionQueue
@@ -24,6 +23,7 @@ from .metrics import Census, Totals
 from .pace import Pace
 from .sampling import Sampler
 from .sequence import Sequence
+from .weights.memory import Memory
 
 logger = logging.getLogger(__name__)
 
@@ -34,22 +34,6 @@ SEND_SECONDS = 0.02
 them faster than readers can be woken."""
 
 
-class WeightSets(Protocol):
-    """The weights of the model: the active ones and, while outputs are pinned, the former ones."""
-
-    def use(self, *, pinned: bool) -> None:
-        """Let the model compute with one set."""
-        ...
-
-    def release_pinned(self) -> None:
-        """Give the former set back; nobody needs it any more."""
-        ...
-
-    def check(self) -> None:
-        """Refuse to compute with weights that somebody else changed."""
-        ...
-
-
 class Core:
     """State of the batch; every method runs between two steps."""
 
@@ -57,7 +41,7 @@ class Core:
         self,
         forward: Forward,
         kv: KvRows,
-        weights: WeightSets,
+        weights: Memory,
         deliver: Callable[[list[Delivery]], None],
         *,
         max_rows: int,

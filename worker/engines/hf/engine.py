@@ -38,11 +38,11 @@ from rollout_worker.threads import in_thread
 
 from . import metrics, settings
 from .core import Core, Delivery
-from .loading import Loaded, load
-from .memory import release_freed, settle_heap
 from .parts import Parts, assemble, capabilities
 from .sequence import make_sequence
 from .thread import describe_spent, find_lasting_fault
+from .weights.loading import Loaded, load
+from .weights.memory import release_freed, settle_heap
 
 logger = logging.getLogger(__name__)
 

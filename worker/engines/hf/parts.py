@@ -9,16 +9,16 @@ from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
 from rollout_worker.schemas import Capabilities
 
-from . import rooms
 from .core import Core, Delivery
 from .forward import Forward
 from .kv import KvRows
-from .loading import Loaded
-from .memory import Memory
 from .pace import Pace
 from .settings import Settings
 from .thread import StepThread
 from .versions import HfVersions
+from .weights import rooms
+from .weights.loading import Loaded
+from .weights.memory import Memory
 
 DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""

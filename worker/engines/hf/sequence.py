@@ -20,7 +20,7 @@ from rollout_worker.engines.sampling.batch_rows import Row
 from rollout_worker.engines.weight_versions import Change, spans_within
 from rollout_worker.schemas import AbortReason, StopReason, WeightsId
 
-from .loading import Loaded
+from .weights.loading import Loaded
 
 
 @dataclass(slots=True, eq=False)

@@ -19,10 +19,10 @@ from rollout_worker.engines.weight_versions import WeightVersions
 from rollout_worker.schemas import MemoryTag, WeightsId
 from rollout_worker.threads import in_thread, opened_in_thread
 
-from .buffers import Buffers
 from .core import Core
-from .memory import NOT_UPDATABLE, Memory
 from .thread import StepThread
+from .weights.buffers import Buffers
+from .weights.memory import NOT_UPDATABLE, Memory
 
 logger = logging.getLogger(__name__)
 

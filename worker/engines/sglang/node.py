@@ -7,11 +7,13 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout_worker.engine import EngineCrashed, EngineError
+from typing_extensions import override
+
+from rollout_worker.engine import EngineCrashed, EngineError, Entry, Member, MemberInfo, Sink
 from rollout_worker.engines import EngineOptions, selfcheck, tested
 from rollout_worker.engines.model_folder import hash_of
 from rollout_worker.engines.network import address_of
@@ -23,6 +25,7 @@ from . import settings
 from .connection import Connection
 from .model import Model, read_model, refuse_updates
 from .process import Process, milestone
+from .versions import open_slot
 
 logger = logging.getLogger(__name__)
 
@@ -172,3 +175,47 @@ def _check_kind(model: Model) -> None:
     """Refuse a kind of weights that can't be updated before it is loaded."""
     if (why := refuse_updates(model.quantisation, None)) is not None:
         raise EngineError(f"{why}; {selfcheck.FLAG}=off in engine.args serves it without updates")
+
+
+class SglangMember(Member):
+    """The ranks of a node next to the head's.
+
+    The head commands them through SGLang's own channels. What is to do here is to start and watch
+    them, and to give memory where their loader looks for it.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._model: Model | None = None
+        self._node = Node(options, settings.parse(options.args), lambda _: None, lambda: None)
+
+    @override
+    async def start(self, report: Callable[[Progress], None]) -> MemberInfo:
+        loaded = await self._node.start(report)
+        self._model = loaded.model
+        return MemberInfo(str(self._options.model), loaded.root_hash, loaded.model.layout)
+
+    @override
+    def unread(self, entries: Sequence[Entry]) -> frozenset[str]:
+        return frozenset()  # each rank has a slice of every tensor, for there are no pipelines
+
+    @override
+    async def open_slot(
+        self,
+        slot: str,
+        entries: Sequence[Entry],
+        *,
+        on_disk: bool = False,
+        unread: Collection[str] = (),
+    ) -> Sink:
+        if self._model is None:
+            raise EngineError("the engine is not started")
+        return await open_slot(self._options, self._model, entries, slot)
+
+    @override
+    def alive(self) -> str | None:
+        return self._node.alive()
+
+    @override
+    async def stop(self) -> None:
+        await self._node.stop()

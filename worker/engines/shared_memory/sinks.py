@@ -18,7 +18,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rollout_worker.engine import EngineError, Entry, Given, Mapped
+from typing_extensions import override
+
+from rollout_worker.engine import EngineError, Entry, Given, Mapped, Sink
 from rollout_worker.threads import opened_in_thread
 
 from .ranks import Ranks
@@ -31,7 +33,7 @@ ALIGN = 64
 """Every tensor begins at a multiple of this: what any dtype and vector load wants."""
 
 
-class MappedSink:
+class MappedSink(Sink):
     """The `Sink` of engines whose model is in another process.
 
     Taking its room may take its time: see `open_mapped`.
@@ -51,6 +53,7 @@ class MappedSink:
     """
 
     memory: Literal["host"] = "host"
+    slot = ""
     took = False
     borrowed = False
     ranks: Ranks | None = None
@@ -112,8 +115,8 @@ class MappedSink:
         return mmap.mmap(self._handle, self._size)
 
     @property
+    @override
     def nbytes(self) -> int:
-        """See `Sink.nbytes`."""
         return self._size if self._handle >= 0 else 0
 
     @property
@@ -134,23 +137,24 @@ class MappedSink:
         ]
         return json.dumps({**self.where, "size": self._size, "tensors": tensors})
 
+    @override
     def allocate(self, entry: Entry) -> memoryview | None:
-        """See `Sink.allocate`."""
         start = self._starts.get(entry.name)
         if start is None or self._map is None:
             return None
         return memoryview(self._map)[start : start + entry.spec.nbytes]
 
+    @override
     def seal(self) -> None:
-        """See `Sink.seal`; gives up this process's own view, and has the ranks take theirs."""
+        """Gives up this process's own view, and has the ranks take theirs."""
         self._unmap(flush=self._on_disk)
         self.sealed = True
         if self.ranks is not None and not self._on_disk:
             self._ranks_notified = True
             self.ranks.map_sink(self.where, self._size, borrowed=self.borrowed)
 
+    @override
     def close(self) -> None:
-        """See `Sink.close`."""
         if self._ranks_notified and self.ranks is not None:
             self._ranks_notified = False
             self.ranks.unmap_sink(self.where)
@@ -202,8 +206,9 @@ class BorrowedSink(MappedSink):
         self.slot, self._link = "", None
 
     @property
+    @override
     def nbytes(self) -> int:
-        """See `Sink.nbytes`: none of its own."""
+        """None of its own."""
         return 0
 
     def ticket_path(self) -> str:
@@ -214,8 +219,8 @@ class BorrowedSink(MappedSink):
                 file.write(self.ticket().encode())
         return f"/proc/{os.getpid()}/fd/{self._ticket_file}"
 
+    @override
     def close(self) -> None:
-        """See `Sink.close`."""
         ticket, self._ticket_file = self._ticket_file, -1
         if ticket >= 0:
             os.close(ticket)

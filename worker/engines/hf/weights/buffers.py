@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 import xxhash
 from torch import Tensor
+from typing_extensions import override
 
-from rollout_worker.engine import Entry, WeightsRejected
+from rollout_worker.engine import Entry, Sink, WeightsRejected
 from rollout_worker.engines.shared_memory.sinks import open_unnamed
 from rollout_worker.engines.shared_memory.tensors import TORCH_DTYPES
 
@@ -35,7 +36,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-class Buffers:
+class Buffers(Sink):
     """The engine's `Sink`: takes tensors one after another.
 
     Each is turned into its compute dtype and moved to the device as soon as it is complete, so that
@@ -75,13 +76,13 @@ class Buffers:
         return self._room is not None and self._room.aside
 
     @property
+    @override
     def nbytes(self) -> int:
-        """Implement `Sink.nbytes`."""
         held = self.tensors if self._room is None else self._room.tensors
         return sum(map(nbytes, held.values()))
 
+    @override
     def allocate(self, entry: Entry) -> memoryview | None:
-        """Implement `Sink.allocate`."""
         self._settle()
         if self._room is not None and entry.name not in self._room.tensors:
             return None
@@ -106,14 +107,15 @@ class Buffers:
         assert self._bounce is not None, "taken with the room"
         return self._bounce.tensors[BOUNCE][:size]
 
+    @override
     def seal(self) -> None:
-        """Implement `Sink.seal`."""
         self._settle()
         self._free_bounce()
         self.sealed = True
 
+    @override
     def close(self) -> None:
-        """See `Sink.close`; who has taken `tensors` keeps them."""
+        """Who has taken `tensors` keeps them."""
         self._current, self.tensors, self.sealed = None, {}, False
         self._free_bounce()
         room, self._room = self._room, None

@@ -14,6 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rollout_worker.engine import EngineError, Layout
 from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.hf.attention import implementation
+from rollout_worker.engines.hf.settings import Settings
 from rollout_worker.engines.model_folder import (
     dtype_of,
     eos_ids,
@@ -25,10 +27,8 @@ from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import Source, open_source, read
 from rollout_worker.weights import OUTPUT_HEAD
 
-from .attention import implementation
 from .buffers import Buffers
 from .fused import Part, parts_of
-from .settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
+from typing_extensions import override
 
 from rollout_worker.engine import EngineError, Entry, Mapped, Tensors, WeightsRejected
 from rollout_worker.engines.shared_memory.tensors import tensors_in
@@ -107,16 +108,19 @@ class TensorBuffers(Buffers):
         self._room = take(missing) if missing else None
 
     @property
+    @override
     def nbytes(self) -> int:
-        """See `Sink.nbytes`: what it holds itself."""
+        """What it holds itself."""
         return 0 if self._room is None else sum(map(nbytes, self._room.tensors.values()))
 
+    @override
     def allocate(self, entry: Entry) -> memoryview | None:
-        """See `Sink.allocate`: every value is here already."""
+        """Every value is here already."""
         return None
 
+    @override
     def seal(self) -> None:
-        """See `Sink.seal`: copies what has to be copied.
+        """Copies what has to be copied.
 
         Raises:
             WeightsRejected: what was hashed is not what is here now.
@@ -137,8 +141,9 @@ class TensorBuffers(Buffers):
             self._read.end()
         self.sealed = True
 
+    @override
     def close(self) -> None:
-        """See `Sink.close`; who has taken `tensors` keeps them."""
+        """Who has taken `tensors` keeps them."""
         if not self.watch.serving:
             self._read.end()
         self._source = {}
@@ -186,17 +191,19 @@ class BorrowedBuffers(Buffers):
         ]
         self._views = dict(tensors_in(memory, places))
 
+    @override
     def allocate(self, entry: Entry) -> memoryview | None:
-        """See `Sink.allocate`: every value is there already."""
+        """Every value is there already."""
         return None
 
+    @override
     def seal(self) -> None:
-        """See `Sink.seal`."""
         self.tensors, self._views = self._views, {}
         self.sealed = True
 
+    @override
     def close(self) -> None:
-        """See `Sink.close`; who has taken `tensors` keeps them."""
+        """Who has taken `tensors` keeps them."""
         self._views = {}
         super().close()
 
