@@ -114,7 +114,7 @@ async def test_outputs_are_admitted_by_priority_then_arrival() -> None:
 
 async def test_what_gives_up_waiting_is_not_admitted() -> None:
     steering = steering_of(2)
-    steering.held = True
+    steering.admission_held = True
     await steering.settle()
     streams = {name: waiting(name, 0, arrival) for arrival, name in enumerate("abcd")}
     tasks = {
@@ -127,7 +127,7 @@ async def test_what_gives_up_waiting_is_not_admitted() -> None:
     tasks["b"].cancel()
     await asyncio.wait([tasks["a"], tasks["b"]], timeout=1)
     assert tasks["a"].done()
-    steering.held = False
+    steering.admission_held = False
     await steering.settle()
     await asyncio.gather(tasks["c"], tasks["d"])
     assert steering.running == {"c", "d"}

@@ -16,7 +16,7 @@ from .pace import Pace
 from .settings import Settings
 from .thread import StepThread
 from .versions import HfVersions
-from .weights import rooms
+from .weights.allocations import device_allocator
 from .weights.loading import Loaded
 from .weights.memory import Memory
 
@@ -68,7 +68,9 @@ def assemble(
             "it or lower max_length, else the longest request could never run"
         )
     kv = KvRows(settings.max_batch_size, max_tokens)
-    memory = Memory(loaded, options.spill_dir, options.staging, rooms.on(loaded.model.device))
+    memory = Memory(
+        loaded, options.spill_dir, options.staging, device_allocator(loaded.model.device)
+    )
     core = Core(
         Forward(loaded.model, kv),
         kv,

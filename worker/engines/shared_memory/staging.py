@@ -27,7 +27,7 @@ class Staging:
     """The memory that staged weights may take in this process: `spec.weights.stagingMemory`.
 
     Args:
-        limit: Most bytes at once; None: what the bounds of `check_room` leave, which hold anyway.
+        limit: Most bytes at once; None: what the bounds of `check_memory_left` leave, which hold anyway.
         root: Where proc and sys are mounted.
     """
 
@@ -36,13 +36,13 @@ class Staging:
         self._root = root
         self._taken = 0
         self.spare = Spare()
-        """Counts as taken, and is given up for whoever needs the room."""
+        """Counts as taken, and is given up when its room is needed."""
         self._lock = threading.Lock()
         self.freeing = Freeing()
         """Frees memory of former weights; `claim` waits for it."""
 
     def settle(self) -> None:
-        """Wait until what is given back is free; not for ever."""
+        """Wait until what is given back is free, for `SETTLE_SECONDS` at most."""
         self.freeing.settle(SETTLE_SECONDS)
 
     def claim(self, nbytes: int, there: int = 0) -> Callable[[], None]:
@@ -74,21 +74,21 @@ class Staging:
                     f"allows; raise it to {self._taken + nbytes} or more"
                 )
             try:
-                check_room(max(0, nbytes - there), self._root)
+                check_memory_left(max(0, nbytes - there), self._root)
             except EngineError as error:
                 raise EngineError(f"{error}: spec.weights.stagingMemory gives no more") from error
             self._taken += nbytes
-        held = [nbytes]
+        charged = [nbytes]
 
         def give_back() -> None:
             with self._lock:
-                while held:
-                    self._taken -= held.pop()
+                while charged:
+                    self._taken -= charged.pop()
 
         return give_back
 
 
-def check_room(nbytes: int, root: Path = Path("/")) -> None:
+def check_memory_left(nbytes: int, root: Path = Path("/")) -> None:
     """Refuse to take so much memory for weights if that would be the end of the process.
 
     Args:

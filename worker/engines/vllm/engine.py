@@ -160,7 +160,7 @@ class VllmEngine(EngineAdapter[_Parts]):
     @override
     async def hold_admission(self) -> None:
         steering = self._require_parts().steering
-        steering.held = True
+        steering.admission_held = True
         await steering.await_first_tokens()
         await steering.requeue_unstarted()
 
@@ -174,7 +174,7 @@ class VllmEngine(EngineAdapter[_Parts]):
     @override
     async def resume(self) -> None:
         steering = self._require_parts().steering
-        steering.paused = steering.held = False
+        steering.paused = steering.admission_held = False
         await steering.settle()
 
     @override

@@ -39,7 +39,7 @@ class Steering:
         self._lost_at = -1
         self._cache = 0
         self.paused = False
-        self.held = False
+        self.admission_held = False
         self.broken = False  # half of other weights is loaded: no step may be made any more
         self.asleep: set[MemoryTag] = set()
         self.streams: dict[str, Stream] = {}
@@ -78,7 +78,7 @@ class Steering:
     async def settle(self) -> None:
         """Bring vLLM to what is wanted; returns once no step runs, if none may."""
         async with self._lock:
-            self._queue.is_open = self.may_step and not self.held
+            self._queue.is_open = self.may_step and not self.admission_held
             self._queue.admit_requests()
             core = self._llm.engine_core
             if not self.may_step and not self._stopped:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from rollout_worker.engine import EngineCrashed, Entry, Given, KvPolicy, Refill, Sink
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped
-from rollout_worker.engines.shared_memory.staging import check_room
+from rollout_worker.engines.shared_memory.staging import check_memory_left
 from rollout_worker.engines.weight_versions import RankVersions
 from rollout_worker.schemas import MemoryTag, WeightsId
 
@@ -126,7 +126,7 @@ class VllmVersions(RankVersions):
             return
         if not self._launched.cpu:
             # vLLM's own copies are in main memory, locked, and asked for without a look.
-            check_room(await self._pinned_bytes(level))
+            check_memory_left(await self._pinned_bytes(level))
         elif level == 1:
             # A copy in a file, so that they come back whatever happens to their source.
             self._spill = self._require_sealed(await refill(on_disk=True))

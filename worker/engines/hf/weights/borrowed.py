@@ -17,8 +17,8 @@ from typing_extensions import override
 from rollout_worker.engine import EngineError, Entry, Mapped, Tensors, WeightsRejected
 from rollout_worker.engines.shared_memory.tensors import tensors_in
 
+from .allocations import Allocation, Spec
 from .buffers import DTYPES, Buffers, nbytes
-from .rooms import Room, Spec
 
 
 def _nothing() -> None:
@@ -87,7 +87,7 @@ class TensorBuffers(Buffers):
         entries: Sequence[Entry],
         given: Tensors,
         targets: Mapping[str, Tensor],
-        take: Callable[[Sequence[Spec]], Room],
+        take: Callable[[Sequence[Spec]], Allocation],
     ) -> None:
         super().__init__()
         self._source = {e.name: given.tensors[e.name] for e in entries if e.name in targets}
@@ -105,13 +105,15 @@ class TensorBuffers(Buffers):
             for name, tensor in self._source.items()
             if name not in views
         ]
-        self._room = take(missing) if missing else None
+        self._allocation = take(missing) if missing else None
 
     @property
     @override
     def nbytes(self) -> int:
         """What it holds itself."""
-        return 0 if self._room is None else sum(map(nbytes, self._room.tensors.values()))
+        return (
+            0 if self._allocation is None else sum(map(nbytes, self._allocation.tensors.values()))
+        )
 
     @override
     def allocate(self, entry: Entry) -> memoryview | None:
@@ -125,8 +127,8 @@ class TensorBuffers(Buffers):
         Raises:
             WeightsRejected: what was hashed is not what is here now.
         """
-        if self._room is not None:
-            for name, home in self._room.tensors.items():
+        if self._allocation is not None:
+            for name, home in self._allocation.tensors.items():
                 home.copy_(self._source[name])
                 self.tensors[name] = home
         changed = self._read.changed()

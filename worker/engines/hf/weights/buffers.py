@@ -16,12 +16,12 @@ from rollout_worker.engine import Entry, Sink, WeightsRejected
 from rollout_worker.engines.shared_memory.sinks import open_unnamed
 from rollout_worker.engines.shared_memory.tensors import TORCH_DTYPES
 
-from .rooms import Room
+from .allocations import Allocation
 
 DTYPES = {name: dtype for name, dtype in TORCH_DTYPES.items() if not name.startswith("F8")}
 """What transformers computes with."""
 BOUNCE = "bounce"
-"""The one tensor of a room that others only come through."""
+"""The one tensor of an allocation that others only come through."""
 
 
 CHUNK_BYTES = 8 << 20
@@ -45,7 +45,7 @@ class Buffers(Sink):
     Args:
         dtype: One for all floating tensors, None to leave them as they are.
         device: Where they go.
-        room: Where they go instead; tensors that it lacks are read for their hash alone.
+        allocation: Where they go instead; tensors that it lacks are read for their hash alone.
         bounce: What they come through if they can't be read to where they go, with room for
             `bounced` bytes; None if that is 0.
     """
@@ -58,12 +58,12 @@ class Buffers(Sink):
         self,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
-        room: Room | None = None,
-        bounce: Room | None = None,
+        allocation: Allocation | None = None,
+        bounce: Allocation | None = None,
     ) -> None:
         self._dtype = dtype
         self._device = device
-        self._room = room
+        self._allocation = allocation
         self._bounce = bounce
         self._current: tuple[Entry, Tensor] | None = None
         self.tensors: dict[str, Tensor] = {}
@@ -71,20 +71,20 @@ class Buffers(Sink):
         self.sealed = False
 
     @property
-    def aside(self) -> bool:
-        """See `Room`."""
-        return self._room is not None and self._room.aside
+    def off_device(self) -> bool:
+        """Whether it is main memory though the model is elsewhere."""
+        return self._allocation is not None and self._allocation.off_device
 
     @property
     @override
     def nbytes(self) -> int:
-        held = self.tensors if self._room is None else self._room.tensors
+        held = self.tensors if self._allocation is None else self._allocation.tensors
         return sum(map(nbytes, held.values()))
 
     @override
     def allocate(self, entry: Entry) -> memoryview | None:
         self._settle()
-        if self._room is not None and entry.name not in self._room.tensors:
+        if self._allocation is not None and entry.name not in self._allocation.tensors:
             return None
         if entry.spec.dtype not in DTYPES:
             raise WeightsRejected(
@@ -99,12 +99,12 @@ class Buffers(Sink):
     def _raw(self, entry: Entry) -> Tensor:
         """Return memory for the bytes of a tensor as the checkpoint has it."""
         size = entry.spec.nbytes
-        if self._room is None:
+        if self._allocation is None:
             return torch.empty(size, dtype=torch.uint8)
-        home = self._room.tensors[entry.name]
+        home = self._allocation.tensors[entry.name]
         if _direct(entry, home):
             return home.reshape(-1).view(torch.uint8)
-        assert self._bounce is not None, "taken with the room"
+        assert self._bounce is not None, "taken with the allocation"
         return self._bounce.tensors[BOUNCE][:size]
 
     @override
@@ -118,9 +118,9 @@ class Buffers(Sink):
         """Who has taken `tensors` keeps them."""
         self._current, self.tensors, self.sealed = None, {}, False
         self._free_bounce()
-        room, self._room = self._room, None
-        if room is not None:
-            room.free()
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            allocation.free()
 
     def _free_bounce(self) -> None:
         bounce, self._bounce = self._bounce, None
@@ -133,8 +133,8 @@ class Buffers(Sink):
         entry, raw = self._current
         self._current = None
         tensor = raw.view(DTYPES[entry.spec.dtype]).reshape(entry.spec.shape)
-        if self._room is not None:
-            home = self._room.tensors[entry.name]
+        if self._allocation is not None:
+            home = self._allocation.tensors[entry.name]
             if home.data_ptr() != tensor.data_ptr():
                 home.copy_(tensor)
             self.tensors[entry.name] = home
@@ -143,9 +143,9 @@ class Buffers(Sink):
             self.tensors[entry.name] = tensor.to(self._device, self._dtype if floating else None)
 
 
-def bounced(entries: Sequence[Entry], room: Room) -> int:
+def bounced(entries: Sequence[Entry], allocation: Allocation) -> int:
     """Return the bytes of the largest tensor that can't be read to where it goes; 0: all can."""
-    homes = ((each, room.tensors.get(each.name)) for each in entries)
+    homes = ((each, allocation.tensors.get(each.name)) for each in entries)
     return max(
         (each.spec.nbytes for each, home in homes if home is not None and not _direct(each, home)),
         default=0,

@@ -1,7 +1,7 @@
 """The model's weights in memory: swapped for new ones, spilled to a file, dropped.
 
 `Memory` never runs while a step runs; the engine sees to that. New weights come in buffers of their
-own beside the serving ones (`buffers`).
+own next to the serving ones (`buffers`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 from rollout_worker.engine import EngineError, Entry, Given, Mapped, Tensors, WeightsRejected
 from rollout_worker.engines.shared_memory.staging import Staging
 
+from .allocations import Allocation, DeviceAllocator, Spec, allocate_host
 from .borrowed import BorrowedBuffers, TensorBuffers, Watch, serves_from
 from .buffers import BOUNCE, Buffers, Spill, bounced, nbytes
 from .fused import fused
 from .loading import Loaded
-from .rooms import Beside, Room, Spec, in_main_memory
 
 NOT_UPDATABLE = (
     "transformers converts this model's tensors on loading, so the hf engine can neither update its "
@@ -38,7 +38,7 @@ class Memory:
         loaded: The model.
         spill_dir: Where `spill` writes; None: the temporary folder.
         staging: What memory of another version is charged to.
-        beside: Takes memory on the model's device; None where that is main memory.
+        allocate_on_device: Takes memory on the model's device; None where that is main memory.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Memory:
         loaded: Loaded,
         spill_dir: Path | None,
         staging: Staging,
-        beside: Beside | None = None,
+        allocate_on_device: DeviceAllocator | None = None,
     ) -> None:
         self._targets, self._parts = loaded.targets, loaded.parts
         self._staging = staging
-        self._beside = beside
+        self._allocate_on_device = allocate_on_device
         self._all = _distinct(loaded.model)
         self._spill_dir = spill_dir
         self._spill: Spill | None = None
@@ -73,7 +73,7 @@ class Memory:
         """Return buffers for another version of the weights, with these tensors; blocks.
 
         Tensors of this process and memory that is given serve as they are, where they can. Else all
-        of the memory is taken at once, on the model's device if that has room beside the serving
+        of the memory is taken at once, on the model's device if that has room next to the serving
         weights, else in main memory; so is what tensors of another dtype or device come through.
 
         Raises:
@@ -85,36 +85,36 @@ class Memory:
         if isinstance(given, Mapped) and serves_from(entries, self._targets):
             return BorrowedBuffers(entries, given, self._targets)
         if isinstance(given, Tensors):
-            return TensorBuffers(entries, given, self._targets, self._room)
+            return TensorBuffers(entries, given, self._targets, self._allocate)
         specs: list[Spec] = [
             (each.name, each.spec.shape, self._targets[each.name].dtype)
             for each in entries
             if each.name in self._targets
         ]
-        room = self._room(specs)
+        allocation = self._allocate(specs)
         try:
-            return Buffers(room=room, bounce=self._bounce(bounced(entries, room)))
+            return Buffers(allocation=allocation, bounce=self._bounce(bounced(entries, allocation)))
         except EngineError:
-            room.free()
+            allocation.free()
             raise
 
-    def _room(self, specs: Sequence[Spec]) -> Room:
+    def _allocate(self, specs: Sequence[Spec]) -> Allocation:
         self._staging.settle()
-        if self._beside is not None:
+        if self._allocate_on_device is not None:
             try:
-                return Room(self._beside(specs), lambda: None)
+                return Allocation(self._allocate_on_device(specs), lambda: None)
             except torch.OutOfMemoryError:
                 release_freed()
-        return in_main_memory(specs, self._staging, aside=self._beside is not None)
+        return allocate_host(specs, self._staging, off_device=self._allocate_on_device is not None)
 
-    def _bounce(self, size: int) -> Room | None:
+    def _bounce(self, size: int) -> Allocation | None:
         """Take main memory, page-locked where there is a GPU, which reads it several times as fast."""
         whole = [(BOUNCE, (size,), torch.uint8)]
-        locked = self._beside is not None
-        return in_main_memory(whole, self._staging, aside=locked) if size else None
+        locked = self._allocate_on_device is not None
+        return allocate_host(whole, self._staging, off_device=locked) if size else None
 
     def swap(self, staged: Buffers, *, pin: bool = False) -> None:
-        """Make these tensors the serving ones: pointers only, or a copy of what lies `aside`.
+        """Make these tensors the serving ones: pointers only, or a copy of what is `off_device`.
 
         With `pin` the former ones stay for `use` until `release_pinned`, in place of any kept
         before.
@@ -127,7 +127,7 @@ class Memory:
         if pin:
             self._watch.check()
         views = {id(self._targets[name]) for name in watch.names}
-        self._exchange(staged.tensors, views, pin=pin, aside=staged.aside)
+        self._exchange(staged.tensors, views, pin=pin, off_device=staged.off_device)
         former, self._watch = self._watch, watch
         watch.serving = True
         if pin:
@@ -138,7 +138,7 @@ class Memory:
         self.resident = True
 
     def _exchange(
-        self, tensors: Mapping[str, Tensor], views: Collection[int], *, pin: bool, aside: bool
+        self, tensors: Mapping[str, Tensor], views: Collection[int], *, pin: bool, off_device: bool
     ) -> None:
         whole = [name for name in self._targets if name not in self._parts]
         pairs = [(self._targets[name], tensors[name]) for name in whole]
@@ -146,11 +146,11 @@ class Memory:
         for target, tensor in pairs:
             if target.dtype != tensor.dtype:
                 raise RuntimeError("a staged tensor has another dtype than the model's")
-        if aside and pin:
+        if off_device and pin:
             pairs = self._moved(pairs)
         gone, self._pinned = self._pinned, []
         self._active = pairs if pin else []
-        if aside and not pin:
+        if off_device and not pin:
             self._copy(pairs, views)
         else:
             # Nothing of the former ones is freed in this thread: no step may wait for that.
@@ -184,10 +184,14 @@ class Memory:
         return self._watch.changed() is None
 
     def _moved(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Return the new ones on the model's device, beside the former."""
-        assert self._beside is not None, "nothing lies aside where there is no device"
+        """Return the new ones on the model's device, next to the former."""
+        assert self._allocate_on_device is not None, (
+            "nothing is off the device where there is no device"
+        )
         try:
-            moved = self._beside([(str(n), t.shape, t.dtype) for n, (_, t) in enumerate(pairs)])
+            moved = self._allocate_on_device(
+                [(str(n), t.shape, t.dtype) for n, (_, t) in enumerate(pairs)]
+            )
         except torch.OutOfMemoryError as error:
             raise EngineError(
                 "the GPU has no room for two versions of the weights, which Pin needs: set "

@@ -1,6 +1,6 @@
 """Memory for a version of the weights, all of it taken before its first byte comes.
 
-On the model's device, where that has room beside the serving weights; else in main memory, from
+On the model's device, where that has room next to the serving weights; else in main memory, from
 which a commit copies it: so a GPU that holds one version only can be updated, and seeded again.
 """
 
@@ -23,8 +23,8 @@ from rollout_worker.transfer.locked import lock
 
 Spec = tuple[str, Sequence[int], torch.dtype]
 """Name, shape and dtype of a tensor to come."""
-Beside = Callable[[Sequence[Spec]], dict[str, Tensor]]
-"""Takes memory beside the serving weights, or raises `torch.OutOfMemoryError`."""
+DeviceAllocator = Callable[[Sequence[Spec]], dict[str, Tensor]]
+"""Takes memory next to the serving weights, or raises `torch.OutOfMemoryError`."""
 
 POPULATED_BYTES = 32 << 20
 """What a thread takes of pages at once."""
@@ -34,19 +34,19 @@ ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Allocation:
     """Memory that was taken.
 
     `tensors`: one for each name, in the dtype that the model computes in. `free`: gives back what
-    was charged for it. `aside`: it is main memory though the model is elsewhere.
+    was charged for it. `off_device`: it is main memory though the model is elsewhere.
     """
 
     tensors: Mapping[str, Tensor]
     free: Callable[[], None]
-    aside: bool = False
+    off_device: bool = False
 
 
-def on(device: torch.device) -> Beside | None:
+def device_allocator(device: torch.device) -> DeviceAllocator | None:
     """Return what takes memory on the device, None if that is main memory."""
     if device.type == "cpu":
         return None
@@ -60,8 +60,8 @@ def on(device: torch.device) -> Beside | None:
     return take
 
 
-def in_main_memory(specs: Sequence[Spec], staging: Staging, *, aside: bool) -> Room:
-    """Take main memory, charged to `staging`; `aside`: page-locked for the GPU, too.
+def allocate_host(specs: Sequence[Spec], staging: Staging, *, off_device: bool) -> Allocation:
+    """Take main memory, charged to `staging`; `off_device`: page-locked for the GPU, too.
 
     Raises:
         EngineError: there is no room.
@@ -76,7 +76,7 @@ def in_main_memory(specs: Sequence[Spec], staging: Staging, *, aside: bool) -> R
             f"there is no room for {sum(sizes)} bytes of staged weights: {error}"
         ) from error
     _have_pages(whole)
-    unlock = (lock(whole.data_ptr(), whole.numel()) if aside else None) or _nothing
+    unlock = (lock(whole.data_ptr(), whole.numel()) if off_device else None) or _nothing
     tensors: dict[str, Tensor] = {}
     for (name, shape, dtype), part in zip(specs, torch.split(whole, sizes), strict=True):
         nbytes = math.prod(shape) * dtype.itemsize
@@ -86,7 +86,7 @@ def in_main_memory(specs: Sequence[Spec], staging: Staging, *, aside: bool) -> R
         unlock()
         give_back()
 
-    return Room(tensors, free, aside)
+    return Allocation(tensors, free, off_device)
 
 
 def _have_pages(whole: Tensor) -> None:
