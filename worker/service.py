@@ -13,7 +13,7 @@ from pathlib import Path
 from .core.runtime import Runtime
 from .engine import Engine, EngineError, Gang, Member
 from .engines import EngineOptions, create, create_member
-from .engines.room import Staging
+from .engines.shared_memory.staging import Staging
 from .lifecycle.governor import Governor
 from .lifecycle.supervisor import Supervisor
 from .lifecycle.verbs import Verbs, wakes_empty

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.hf.faults import lasting
+from rollout_worker.engines.hf.thread import find_lasting_fault
 from rollout_worker.ports.server import EXIT_SPENT
 from tinymodels import TinyModels
 from waiting import until_sync
@@ -104,7 +104,7 @@ def chained() -> Exception:
 
 @pytest.mark.parametrize("error", [RuntimeError(ILLEGAL), chained()], ids=["by text", "as cause"])
 def test_what_cuda_reports_lasts(error: Exception) -> None:
-    assert lasting(error) == ILLEGAL
+    assert find_lasting_fault(error) == ILLEGAL
 
 
 @pytest.mark.parametrize(
@@ -119,4 +119,4 @@ def test_what_cuda_reports_lasts(error: Exception) -> None:
     ids=["memory", "memory elsewhere", "memory of cuBLAS", "shapes", "ours"],
 )
 def test_what_passes_is_no_end_of_the_process(error: Exception) -> None:
-    assert lasting(error) is None
+    assert find_lasting_fault(error) is None

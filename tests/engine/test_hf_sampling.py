@@ -7,14 +7,16 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from engines import PROMPT, request, run, run_all, serving
 from reference import Reference, distribution
-from rollout_worker.engines.hf.processing import SamplerState
-from rollout_worker.engines.hf.sampling import Sampler, random_key, uniforms
+from rollout_worker.engine import EngineRequest
+from rollout_worker.engines.hf.sampling import Sampler
+from rollout_worker.engines.sampling.asks import sampling_asks
+from rollout_worker.engines.sampling.batch_rows import Row
+from rollout_worker.engines.sampling.token_draw import uniform
 from rollout_worker.schemas import LogprobsOf, SamplingParams, StopReason
 from tinymodels import TinyModels
 
@@ -131,17 +133,20 @@ async def test_extreme_parameters_stay_finite(
 
 
 @dataclass
-class Row:
-    sampler: SamplerState
-    key: int
+class Sampled:
+    row: Row
+    temperature: float
     produced: int
-    logprobs_of: LogprobsOf | None = "sampling"
 
 
-def rows(count: int, vocab: int, **sampling: Any) -> list[Row]:
-    params = SamplingParams.model_validate(sampling)
-    state = SamplerState(params, [0], frozenset(), vocab, torch.device("cpu"))
-    return [Row(state, random_key(seed), seed % 7) for seed in range(count)]
+def sampled(seed: int, produced: int, stops: frozenset[int] = frozenset(), **asked: Any) -> Sampled:
+    params = SamplingParams.model_validate({"seed": seed, **asked})
+    asks = sampling_asks(EngineRequest("r", (0,), params, "sampling"), stops)
+    return Sampled(Row(asks, (0,), ()), params.temperature, produced)
+
+
+def rows(count: int, **sampling: Any) -> list[Sampled]:
+    return [sampled(seed, seed % 7, **sampling) for seed in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +158,7 @@ def test_draws_follow_the_distribution(sampling: dict[str, Any]) -> None:
     """Chi-square over 20 000 draws; seeds are fixed, so it cannot flake."""
     count, vocab = 20_000, 12
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
-    drawn, _ = Sampler().draw(logits.expand(count, vocab), rows(count, vocab, **sampling))
+    drawn, _ = Sampler().draw(logits.expand(count, vocab), rows(count, **sampling))
     params = SamplingParams.model_validate(sampling)
     expected = distribution(logits, [], [], params).exp() * count
     counts = Counter(drawn)
@@ -168,7 +173,7 @@ def test_logits_that_are_not_finite_give_no_logprob() -> None:
     logits = torch.zeros(3, 5)
     logits[1, 2] = torch.nan
     logits[2, 2] = torch.inf
-    tokens, (first, second, third) = Sampler().draw(logits, rows(3, 5))
+    tokens, (first, second, third) = Sampler().draw(logits, rows(3))
     assert all(0 <= token < 5 for token in tokens)
     assert first == pytest.approx(-math.log(5))
     assert not math.isfinite(second)
@@ -179,9 +184,7 @@ def test_logits_that_are_not_finite_give_no_logprob() -> None:
 def test_the_smallest_temperatures_take_the_likeliest_token(temperature: float) -> None:
     """They would be 0 in float32, and 0 / 0 no number."""
     logits = torch.randn(200, generator=torch.Generator().manual_seed(5))
-    tokens, logprobs = Sampler().draw(
-        logits.expand(50, 200), rows(50, 200, temperature=temperature)
-    )
+    tokens, logprobs = Sampler().draw(logits.expand(50, 200), rows(50, temperature=temperature))
     assert set(tokens) == {int(logits.argmax())}
     assert logprobs == pytest.approx([0.0] * 50)
 
@@ -190,7 +193,7 @@ def test_the_smallest_temperatures_take_the_likeliest_token(temperature: float) 
 def test_any_vocabulary_is_drawn_from_to_its_ends(vocab: int) -> None:
     logits = torch.full((400, vocab), -torch.inf)
     logits[:, 0] = logits[:, -1] = 0.0
-    tokens, logprobs = Sampler().draw(logits, rows(400, vocab))
+    tokens, logprobs = Sampler().draw(logits, rows(400))
     assert set(tokens) == {0, vocab - 1}
     assert logprobs == pytest.approx([-math.log(2)] * 400)
 
@@ -199,7 +202,7 @@ def test_any_vocabulary_is_drawn_from_to_its_ends(vocab: int) -> None:
 def test_top_p_beyond_the_likeliest_few_looks_at_all(top_p: float) -> None:
     """A flat distribution needs more tokens than are looked at first."""
     logits = torch.randn(3000, generator=torch.Generator().manual_seed(1)) * 0.1
-    _, (got,) = Sampler().draw(logits[None], rows(1, 3000, top_p=top_p))
+    _, (got,) = Sampler().draw(logits[None], rows(1, top_p=top_p))
     params = SamplingParams.model_validate({"top_p": top_p})
     expected = distribution(logits, [], [], params)
     kept = expected[expected > -torch.inf]
@@ -209,17 +212,24 @@ def test_top_p_beyond_the_likeliest_few_looks_at_all(top_p: float) -> None:
 def test_a_batch_that_stays_counts_on() -> None:
     """Three tokens in a row of one batch: positions, penalties and `min_tokens` move along."""
     state = {"frequency_penalty": 2.0, "min_tokens": 2, "temperature": 0}
-    params = SamplingParams.model_validate(state)
-    row = Row(SamplerState(params, [0], frozenset({3}), 5, torch.device("cpu")), 1, 0)
+    row = sampled(1, 0, frozenset({3}), **state)
     sampler, logits = Sampler(), torch.tensor([[0.0, 3.0, 2.5, 9.0, -9.0]])
-    drawn = [sampler.draw(logits, [row])[0][0] for _ in range(4)]
+    drawn = []
+    for row.produced in range(4):
+        drawn += sampler.draw(logits, [row])[0]
     assert drawn == [1, 2, 3, 3]
 
 
+def test_draws_leave_the_generator_of_torch_alone() -> None:
+    """The process may be a trainer's."""
+    before = torch.get_rng_state()
+    Sampler().draw(torch.zeros(3, 5), rows(3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_uniform_numbers_depend_on_seed_and_position() -> None:
-    keys = np.array([random_key(seed) for seed in range(50)], dtype=np.uint64)
-    numbers = np.concatenate([uniforms(keys, np.full(50, at)) for at in range(50)])
+    seeds = torch.arange(50)
+    numbers = torch.cat([uniform(seeds, torch.full((50,), at)) for at in range(50)])
     assert len(set(numbers.tolist())) == 2500
     assert ((numbers >= 0) & (numbers < 1)).all()
-    assert numbers.mean() == pytest.approx(0.5, abs=0.02)
-    assert random_key(2**64 + 3) == random_key(3)
+    assert float(numbers.mean()) == pytest.approx(0.5, abs=0.02)

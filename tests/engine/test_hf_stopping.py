@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from engines import PROMPT, request, run, serving
 from reference import Reference
 from rollout_worker.engine import InvalidRequest
-from rollout_worker.engines.folder import decode, load_tokenizer
-from rollout_worker.engines.stopping import StopChecker
+from rollout_worker.engines.model_folder import decode, load_tokenizer
+from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.schemas import SamplingParams, StopMatch, StopReason
 from tinymodels import TinyModels
 

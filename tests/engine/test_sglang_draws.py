@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines import request
 from rollout_worker.engine import EngineRequest
-from rollout_worker.engines.fitting import stop_ids
-from rollout_worker.engines.sglang import cutting, draws
-from rollout_worker.engines.sglang.draws import draw, pick, uniform
-from rollout_worker.engines.sglang.rows import Row, Rows
+from rollout_worker.engines.request_checks import stop_ids
+from rollout_worker.engines.sampling import token_draw, truncation
+from rollout_worker.engines.sampling.batch_rows import Row, Rows
+from rollout_worker.engines.sampling.token_draw import draw, pick, uniform
 from rollout_worker.engines.sglang.streams import child_request
 from rollout_worker.schemas import WeightsId
 
@@ -137,8 +137,8 @@ def test_what_is_cut_off_is_what_exact_arithmetic_cuts_off(
     spread: float, rounded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Flat and peaked rows, and such with many equal tokens, in pieces; the nucleus may differ by its last token."""
-    monkeypatch.setattr(draws, "PIECE_LOGITS", 5 * WIDE)
-    monkeypatch.setattr(cutting, "SORT_LOGITS", 2 * WIDE)
+    monkeypatch.setattr(token_draw, "PIECE_LOGITS", 5 * WIDE)
+    monkeypatch.setattr(truncation, "SORT_LOGITS", 2 * WIDE)
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(len(CUTS), WIDE, generator=generator) * spread
     logits = logits.bfloat16() if rounded else logits
@@ -148,7 +148,7 @@ def test_what_is_cut_off_is_what_exact_arithmetic_cuts_off(
     rows.edit(work, positions)
     work -= work.amax(dim=-1, keepdim=True)
     assert rows.truncated is not None
-    cutting.cut_off(work, *rows.truncated)
+    truncation.cut_off(work, *rows.truncated)
     for at, case in enumerate(cases):
         want = case.logprobs(logits[at])
         stays, should = set(kept(work[at])), set(kept(want))
@@ -199,8 +199,8 @@ def test_no_step_waits_for_the_device_row_by_row(asks: dict[str, Any], most: int
 def test_a_step_takes_memory_for_a_piece_however_many_rows_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(draws, "PIECE_LOGITS", 8 * WIDE)
-    monkeypatch.setattr(cutting, "SORT_LOGITS", 2 * WIDE)
+    monkeypatch.setattr(token_draw, "PIECE_LOGITS", 8 * WIDE)
+    monkeypatch.setattr(truncation, "SORT_LOGITS", 2 * WIDE)
     peaks = [peak(count) for count in (8, 64)]
     assert peaks[1] < 1.2 * peaks[0]
     assert peaks[0] / (8 * WIDE) < 32, "bytes a logit of a piece"

@@ -135,9 +135,9 @@ async def test_a_bad_version_is_refused_by_the_tensor_and_the_old_one_serves(
     tensors = load_file(tiny_models.weights(2) / "model.safetensors")
     tensors[name] = tensors[name][:-1].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    assert engine._model is not None
+    assert engine._parts is not None
     with pytest.raises(WeightsRejected) as refused:
-        await fill(engine.open_slot, engine._model.layout, (tmp_path, ()), lambda _: None)
+        await fill(engine.open_slot, engine._parts.model.layout, (tmp_path, ()), lambda _: None)
     assert refused.value.tensor == name
     sink = await engine.open_slot(open_source(tmp_path).entries)
     with pytest.raises(WeightsRejected, match="sealed"):
@@ -206,9 +206,9 @@ async def test_memory_goes_and_comes_back_bit_for_bit(
     await engine.resume()
     assert same(await run(engine, request(max_tokens=16)), before)
     # The KV cache of a tiny model is all there is to give; the rest is libraries.
-    assert engine._versions is not None
+    assert engine._parts is not None
     # Keys and values, 2 layers, 2 heads of 32 floats.
-    assert gone > 0.5 * engine._versions._facts["max_tokens"] * 2 * 2 * 2 * 32 * 4
+    assert gone > 0.5 * engine._parts.versions._facts["max_tokens"] * 2 * 2 * 2 * 32 * 4
     await engine.pause()
     await engine.sleep(2, ["weights"], nothing)
     with pytest.raises(WeightsRejected):

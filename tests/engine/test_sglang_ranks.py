@@ -37,8 +37,8 @@ async def test_two_ranks_make_the_tokens_of_one(
     )
     try:
         await engine.start(lambda _: None)
-        assert engine._versions is not None
-        assert engine._versions._facts["ranks"] == 2
+        assert engine._parts is not None
+        assert engine._parts.versions._facts["ranks"] == 2
         before = await run(engine, request("before", max_tokens=24))
         assert before.token_ids == reference.greedy(PROMPT, 24)
         await update(engine, tiny_models.weights(2), V1, "recompute")

@@ -18,7 +18,7 @@ WORKER = """
 import asyncio, os, signal, socket, sys, time
 
 from rollout_worker.engine import Entry, TensorSpec
-from rollout_worker.engines.mapped import MappedSink
+from rollout_worker.engines.shared_memory.sinks import MappedSink
 from rollout_worker.engines.vllm.environment import prepare_environment
 
 prepare_environment()

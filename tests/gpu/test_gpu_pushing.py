@@ -11,8 +11,8 @@ import torch
 
 from rollout_client.steering.pushing.copying import Copier
 from rollout_worker.engine import Entry, TensorSpec
-from rollout_worker.engines.held import Held
-from rollout_worker.engines.mapped import MappedSink
+from rollout_worker.engines.shared_memory.rank_mappings import RankMapping
+from rollout_worker.engines.shared_memory.sinks import MappedSink
 from rollout_worker.transfer.arena import Slot
 from rollout_worker.transfer.locked import lock
 
@@ -74,15 +74,15 @@ def test_a_gpu_writes_shared_memory(slot: Slot, record_property: Record, *, lock
     release()
 
 
-def held(path: str, *, lent: bool) -> Held:
+def held(path: str, *, lent: bool) -> RankMapping:
     torch.zeros(1, device="cuda")  # what gives this thread a context
-    made = Held(path, NBYTES, ("", ""), lent=lent, gpu=True)
+    made = RankMapping(path, NBYTES, ("", ""), borrowed=lent, gpu=True)
     made.join(60)
     assert made.ready
     return made
 
 
-def rate(found: Held) -> float:
+def rate(found: RankMapping) -> float:
     """Bytes a second into the GPU."""
     [(_, tensor)] = found.tensors([("a", "U8", (NBYTES,), 0)])
     there = torch.empty_like(tensor, device="cuda")

@@ -25,14 +25,14 @@ from rollout_worker.engine import (
     WeightsRejected,
 )
 from rollout_worker.engines import EngineOptions, tested
-from rollout_worker.engines.checkpoint import dtype_of
-from rollout_worker.engines.dtypes import TORCH_DTYPES
+from rollout_worker.engines.model_folder import dtype_of
 from rollout_worker.engines.sglang import model, settings, spilling
-from rollout_worker.engines.sglang.bridge import Bridge
-from rollout_worker.engines.sglang.desk import Desk
+from rollout_worker.engines.sglang.connection import Connection
 from rollout_worker.engines.sglang.engine import SglangEngine
 from rollout_worker.engines.sglang.process import Process
-from rollout_worker.engines.sglang.versions import Versions
+from rollout_worker.engines.sglang.scheduling import RequestScheduler
+from rollout_worker.engines.sglang.versions import SglangVersions
+from rollout_worker.engines.shared_memory.tensors import TORCH_DTYPES
 from rollout_worker.engines.vllm.intake import Model, check
 from rollout_worker.observe.processes import title_of
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
@@ -153,8 +153,13 @@ async def test_weights_that_sglang_would_not_take_are_refused_before_they_are_st
         ({"no_updates": "Online weight updates are not supported"}, "Online weight updates"),
         ({"device": [10, 0]}, r"capability 10\.0"),
     ):
-        versions = Versions(
-            options, found, Bridge(print), Desk(Bridge(print), 1, CHECKPOINT), facts | more, print
+        versions = SglangVersions(
+            options,
+            found,
+            Connection(print),
+            RequestScheduler(Connection(print), 1, CHECKPOINT),
+            facts | more,
+            print,
         )
         with pytest.raises(WeightsRejected, match=why):
             await versions.open_slot([])

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.folder import decode, eos_ids, load_tokenizer, max_length, read_config
+from rollout_worker.engines.model_folder import (
+    decode,
+    eos_ids,
+    load_tokenizer,
+    max_length,
+    read_config,
+)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from pushing import Version, held, push, quiet, stage, trainer
-from rollout_worker.engines.mapped import index_in
+from rollout_worker.engines.shared_memory.sinks import index_in
 from rollout_worker.gang import head as heads
 from rollout_worker.gang.slots import Slots
 from rollout_worker.ports.weights import WeightsPort

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from rollout_worker.engine import Entry, Mapped, TensorSpec
-from rollout_worker.engines.held import tensors_of
-from rollout_worker.engines.hf.lent import Lent
-from rollout_worker.engines.hf.memory import Memory
-from rollout_worker.engines.mapped import LentSink, MappedSink, open_mapped
-from rollout_worker.engines.room import Staging
+from rollout_worker.engines.hf.weights.borrowed import BorrowedBuffers
+from rollout_worker.engines.hf.weights.memory import Memory
+from rollout_worker.engines.shared_memory.rank_mappings import read_tensors
+from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped
+from rollout_worker.engines.shared_memory.staging import Staging
 from rollout_worker.transfer.arena import Slot
 from rollout_worker.transfer.layout import PushLayout
 
@@ -87,7 +87,7 @@ def test_hf_serves_from_the_memory_that_is_given_and_takes_none(lender: Lender) 
     staging = Staging(1)  # of which nothing could be taken
     held = memory(model, staging)
     sink = held.buffers(ENTRIES, lender.given)
-    assert isinstance(sink, Lent)
+    assert isinstance(sink, BorrowedBuffers)
     assert sink.took
     views = list(map(sink.allocate, ENTRIES))
     assert views == [None] * 3
@@ -147,12 +147,15 @@ def text_of(path: str) -> str:
 async def test_a_lent_sink_tells_other_processes_where_tensors_are(lender: Lender) -> None:
     before = set(os.listdir("/proc/self/fd"))
     sink = await open_mapped(ENTRIES, given=lender.given, header=True, skip=["bias"])
-    assert isinstance(sink, LentSink)
+    assert isinstance(sink, BorrowedSink)
     assert sink.took
     assert sink.nbytes == 0
     assert all(sink.allocate(entry) is None for entry in ENTRIES)
     sink.seal()
-    for found in (dict(tensors_of(sink.ticket())), dict(tensors_of(text_of(sink.told())))):
+    for found in (
+        dict(read_tensors(sink.ticket())),
+        dict(read_tensors(text_of(sink.ticket_path()))),
+    ):
         assert set(found) == {"empty", "weight"}
         assert found["weight"].tolist() == [[7.0] * 3] * 4
         assert found["empty"].shape == (0, 2)
@@ -177,6 +180,6 @@ async def test_a_sink_of_a_gang_or_a_file_takes_its_own_memory(
 
 
 def test_tensors_that_are_given_stay_while_a_view_of_them_lives(lender: Lender) -> None:
-    found = dict(tensors_of(LentSink(ENTRIES, lender.given).ticket()))
+    found = dict(read_tensors(BorrowedSink(ENTRIES, lender.given).ticket()))
     lender.slot.close()
     assert found["weight"].sum() == 7 * 12

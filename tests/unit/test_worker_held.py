@@ -15,10 +15,10 @@ import torch
 
 from cuda_driver import Driver
 from rollout_worker.engine import Entry, Mapped, TensorSpec
-from rollout_worker.engines import held, ranks
-from rollout_worker.engines.held import SMALL_BYTES, Held
-from rollout_worker.engines.mapped import MappedSink, open_mapped
-from rollout_worker.engines.ranks import Ranks
+from rollout_worker.engines.shared_memory import rank_mappings, ranks
+from rollout_worker.engines.shared_memory.rank_mappings import SMALL_BYTES, RankMapping
+from rollout_worker.engines.shared_memory.ranks import Ranks
+from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped
 from rollout_worker.transfer.arena import Slot
 from rollout_worker.transfer.locked import PORTABLE, READ_ONLY, lock
 from waiting import until_sync
@@ -36,7 +36,7 @@ def nothing_stays() -> Iterator[None]:
     before = set(os.listdir("/proc/self/fd"))
     yield
     gc.collect()
-    assert held._held == []
+    assert rank_mappings._mappings == []
     assert set(os.listdir("/proc/self/fd")) == before
 
 
@@ -55,7 +55,7 @@ def fill(sink: MappedSink, value: float) -> None:
 
 
 def content(ticket: str) -> dict[str, float]:
-    return {name: float(tensor.sum()) for name, tensor in held.tensors_of(ticket)}
+    return {name: float(tensor.sum()) for name, tensor in rank_mappings.read_tensors(ticket)}
 
 
 def sums(value: float) -> dict[str, float]:
@@ -68,10 +68,10 @@ def here(wrong: str = "") -> Callable[[str, Mapping[str, Any]], Awaitable[None]]
     async def call(method: str, args: Mapping[str, Any]) -> None:
         if method == wrong:
             raise OSError("no such rank")
-        if method == "rollout_hold":
-            held.hold(**args, gpu=False)
+        if method == "rollout_map":
+            rank_mappings.map_ahead(**args, gpu=False)
         else:
-            held.drop(**args)
+            rank_mappings.unmap(**args)
 
     return call
 
@@ -84,19 +84,19 @@ async def test_a_sealed_sink_is_held_before_the_commit_until_it_is_closed(
     known = Ranks(here(), 1)
     sink = await open_mapped(ENTRIES, header=header, ranks=known)
     await asyncio.to_thread(fill, sink, 2.0)
-    assert held.find(sink.where) is None
+    assert rank_mappings.find_mapping(sink.where) is None
     await asyncio.to_thread(sink.seal)
-    found = held.find(sink.where)
+    found = rank_mappings.find_mapping(sink.where)
     assert found is not None
     assert not found.locked
-    assert "are held by 1 of 1 ranks, page-locked by 0" in caplog.text
+    assert "are mapped by 1 of 1 ranks, page-locked by 0" in caplog.text
     assert content(sink.ticket()) == sums(2.0)
     assert found.first(8) == (sink_bytes(sink)[:8] if header else b"\0\0\0\x40" * 2)
-    held.check(sink.where)
+    rank_mappings.check_unchanged(sink.where)
     del found
     await asyncio.to_thread(sink.close)
     await asyncio.to_thread(sink.close)
-    assert held.find(sink.where) is None
+    assert rank_mappings.find_mapping(sink.where) is None
 
 
 def sink_bytes(sink: MappedSink) -> bytes:
@@ -111,14 +111,14 @@ async def test_memory_that_was_given_is_held_too() -> None:
     given = Mapped(slot.handle, slot.size, {"small": 0}, release, slot.bytes(0, slot.size))
     sink = await open_mapped(entries, given=given, ranks=Ranks(here(), 1))
     await asyncio.to_thread(sink.seal)
-    assert held.find(sink.where) is not None
+    assert rank_mappings.find_mapping(sink.where) is not None
     assert content(sink.ticket()) == {"small": 12.0}
     await asyncio.to_thread(sink.close)
     assert not slot.lent
     slot.close()
 
 
-@pytest.mark.parametrize("wrong", ["rollout_hold", "rollout_drop"])
+@pytest.mark.parametrize("wrong", ["rollout_map", "rollout_unmap"])
 async def test_ranks_that_cannot_be_told_are_no_reason_to_fail(
     wrong: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,7 +144,7 @@ async def test_a_rank_that_takes_too_long_is_not_waited_for_longer(
     monkeypatch.setattr(ranks, "LEAST_SECONDS", 0.05)
     sink = await open_mapped(ENTRIES, ranks=Ranks(here(), 2))
     await asyncio.to_thread(sink.seal)
-    assert "1 of 2 ranks hold the staged weights" in caplog.text
+    assert "1 of 2 ranks have mapped the staged weights" in caplog.text
     await asyncio.to_thread(sink.close)
 
 
@@ -187,16 +187,16 @@ def test_a_descriptor_that_is_used_again_is_no_held_memory() -> None:
     first = MappedSink(ENTRIES)
     fill(first, 1.0)
     path = {"path": first.path}
-    held.hold(path, first.nbytes, ("", ""), lent=False, gpu=False)
-    held._held[0].join(10)
-    assert held.find(path) is not None
+    rank_mappings.map_ahead(path, first.nbytes, ("", ""), borrowed=False, gpu=False)
+    rank_mappings._mappings[0].join(10)
+    assert rank_mappings.find_mapping(path) is not None
     first.close()
     second = MappedSink(ENTRIES)
     assert second.path == path["path"]
     fill(second, 5.0)
-    assert held.find(path) is None
+    assert rank_mappings.find_mapping(path) is None
     assert content(second.ticket()) == sums(5.0)
-    held.drop(path)
+    rank_mappings.unmap(path)
     second.close()
 
 
@@ -206,22 +206,24 @@ def test_a_tally_that_is_another_file_is_left_alone(tmp_path: Path) -> None:
     other.write_text("theirs")
     sink = MappedSink(ENTRIES)
     for tally in ((str(other), "ours"), (str(tmp_path), "ours"), (str(tmp_path / "none"), "ours")):
-        held.hold(sink.where, sink.nbytes, tally, lent=False, gpu=False)
-        held._held[0].join(10)
+        rank_mappings.map_ahead(sink.where, sink.nbytes, tally, borrowed=False, gpu=False)
+        rank_mappings._mappings[0].join(10)
     assert other.read_text() == "theirs"
-    held.drop(sink.where)
+    rank_mappings.unmap(sink.where)
     sink.close()
 
 
 # With a GPU, whose driver is a fake one.
 
 
-def on_gpu(sink: MappedSink, driver: Driver, *, lent: bool = False, gpu: bool = True) -> Held:
-    made = Held(
+def on_gpu(
+    sink: MappedSink, driver: Driver, *, borrowed: bool = False, gpu: bool = True
+) -> RankMapping:
+    made = RankMapping(
         sink.path,
         json.loads(sink.ticket())["size"],
         ("", ""),
-        lent=lent,
+        borrowed=borrowed,
         gpu=gpu,
         locker=lambda *args, **options: lock(*args, **options, driver=driver),
         context=77,
@@ -230,13 +232,15 @@ def on_gpu(sink: MappedSink, driver: Driver, *, lent: bool = False, gpu: bool = 
     return made
 
 
-@pytest.mark.parametrize("lent", [False, True])
-def test_pages_are_locked_ahead_and_unlocked_when_it_is_over(driver: Driver, *, lent: bool) -> None:
+@pytest.mark.parametrize("borrowed", [False, True])
+def test_pages_are_locked_ahead_and_unlocked_when_it_is_over(
+    driver: Driver, *, borrowed: bool
+) -> None:
     sink = MappedSink(ENTRIES)
     fill(sink, 2.0)
-    found = on_gpu(sink, driver, lent=lent)
+    found = on_gpu(sink, driver, borrowed=borrowed)
     assert found.locked
-    assert driver.flags == {PORTABLE | READ_ONLY if lent else PORTABLE}
+    assert driver.flags == {PORTABLE | READ_ONLY if borrowed else PORTABLE}
     (address,) = driver.locked
     tensors = dict(found.tensors(json.loads(sink.ticket())["tensors"]))
     assert {name: float(each.sum()) for name, each in tensors.items()} == sums(2.0)
@@ -274,7 +278,7 @@ def test_memory_that_cannot_be_locked_is_read_unlocked(driver: Driver) -> None:
     driver.error = 801  # CUDA_ERROR_NOT_SUPPORTED
     sink = MappedSink(ENTRIES)
     fill(sink, 2.0)
-    found = on_gpu(sink, driver, lent=True)
+    found = on_gpu(sink, driver, borrowed=True)
     assert found.ready
     assert not found.locked
     tensors = dict(found.tensors(json.loads(sink.ticket())["tensors"]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_worker.engines.hf.fused import Part, fused
-from rollout_worker.engines.hf.fused import _part as part_in
+from rollout_worker.engines.hf.weights.fused import Part, fused
+from rollout_worker.engines.hf.weights.fused import _part as part_in
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from rollout_worker.engine import EngineError, Entry, Layout, TensorSpec, WeightsRejected
-from rollout_worker.engines.hf.buffers import Buffers
-from rollout_worker.engines.hf.loading import Loaded
-from rollout_worker.engines.hf.memory import Memory
-from rollout_worker.engines.hf.rooms import Beside, Spec
-from rollout_worker.engines.room import Staging
+from rollout_worker.engines.hf.weights.allocations import DeviceAllocator, Spec
+from rollout_worker.engines.hf.weights.buffers import Buffers
+from rollout_worker.engines.hf.weights.loading import Loaded
+from rollout_worker.engines.hf.weights.memory import Memory
+from rollout_worker.engines.shared_memory.staging import Staging
 
 SHAPES = {"weight": (4, 3), "bias": (4,)}
 ENTRIES = [Entry(name, TensorSpec("F32", shape)) for name, shape in SHAPES.items()]
@@ -35,7 +35,7 @@ class Gpu:
 
 
 def memory_of(
-    model: nn.Module, staging: Staging | None = None, beside: Beside | None = None
+    model: nn.Module, staging: Staging | None = None, beside: DeviceAllocator | None = None
 ) -> Memory:
     model.requires_grad_(requires_grad=False)
     targets: dict[str, Tensor] = dict(model.named_parameters())
@@ -138,7 +138,7 @@ def test_a_gpu_without_room_for_two_versions_is_updated_all_the_same() -> None:
     memory = memory_of(model, staging, Gpu(0))
     before = addresses(model)
     sink = filled(memory.buffers(ENTRIES), 3.0)
-    assert sink.aside
+    assert sink.off_device
     memory.swap(sink)
     sink.close()
     assert is_all(model, 3.0)
@@ -160,7 +160,7 @@ def test_a_gpu_with_room_takes_the_version_itself() -> None:
     model = nn.Linear(3, 4)
     memory = memory_of(model, Staging(1), Gpu(1))
     sink = filled(memory.buffers(ENTRIES), 5.0)
-    assert not sink.aside
+    assert not sink.off_device
     memory.swap(sink, pin=True)
     memory.use(pinned=True)
     assert not is_all(model, 5.0)

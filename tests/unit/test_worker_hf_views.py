@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from rollout_worker.engine import EngineError, Layout, Sink, Tensors, WeightsRejected
-from rollout_worker.engines.hf.buffers import Buffers
-from rollout_worker.engines.hf.loading import Loaded
-from rollout_worker.engines.hf.memory import Memory
-from rollout_worker.engines.room import Staging
+from rollout_worker.engines.hf.weights.buffers import Buffers
+from rollout_worker.engines.hf.weights.loading import Loaded
+from rollout_worker.engines.hf.weights.memory import Memory
+from rollout_worker.engines.shared_memory.staging import Staging
 from rollout_worker.sources.tensors import entries_of, fill, named
 
 LAYOUT = Layout({each.name: each.spec for each in entries_of(nn.Linear(3, 4).state_dict())}, {}, {})

@@ -19,8 +19,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rollout_worker.engine import EngineError, Entry, Layout, TensorSpec, WeightsRejected
-from rollout_worker.engines.mapped import ALIGN, MappedSink, open_mapped, sealed
-from rollout_worker.engines.room import Staging
+from rollout_worker.engines.shared_memory.sinks import ALIGN, MappedSink, open_mapped
+from rollout_worker.engines.shared_memory.staging import Staging
+from rollout_worker.engines.weight_versions import require_sealed
 from rollout_worker.sources import files
 from rollout_worker.sources.filling import fill
 
@@ -97,11 +98,11 @@ def test_what_is_skipped_has_no_room() -> None:
 def test_only_what_was_sealed_may_serve() -> None:
     sink = MappedSink(ENTRIES)
     with pytest.raises(WeightsRejected, match="fill it first"):
-        sealed(sink)
-    assert sealed(filled(sink)) is sink
+        require_sealed(sink, MappedSink)
+    assert require_sealed(filled(sink), MappedSink) is sink
     sink.close()
     with pytest.raises(WeightsRejected, match="fill it first"):
-        sealed(sink)
+        require_sealed(sink, MappedSink)
 
 
 def test_what_is_closed_while_an_error_still_sees_it_gives_everything_back() -> None:

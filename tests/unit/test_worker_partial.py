@@ -24,7 +24,7 @@ from rollout_worker.engine import (
     TensorSpec,
     WeightsRejected,
 )
-from rollout_worker.engines.mapped import MappedSink, index_in, open_mapped
+from rollout_worker.engines.shared_memory.sinks import MappedSink, index_in, open_mapped
 from rollout_worker.ports.weights import WeightsPort
 from rollout_worker.schemas import CHECKPOINT
 from rollout_worker.sources import giving

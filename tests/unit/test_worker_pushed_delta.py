@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from pushing import Version, base_of, push, pushed_worker, stage, trainer
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.room import Staging
+from rollout_worker.engines.shared_memory.staging import Staging
 from rollout_worker.schemas import PushedBytes, StagedWeights
 from rollout_worker.sources.basis import Basis
 from rollout_worker.transfer.frames import CHUNK_BYTES, Frame, Kind

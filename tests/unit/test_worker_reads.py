@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rollout_worker.engine import Entry, TensorSpec
-from rollout_worker.engines import held, reads
-from rollout_worker.engines.mapped import SLOTS_VARIABLE, MappedSink
-from rollout_worker.engines.watching import Absent, AbsentRead, Watching
+from rollout_worker.engines.shared_memory import rank_mappings, unread
+from rollout_worker.engines.shared_memory.read_watch import Absent, AbsentRead, ReadWatch
+from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE, MappedSink
 
 ENTRIES = tuple(Entry(name, TensorSpec("F32", (2, 3))) for name in ("a", "b", "c"))
 DESCRIBED = [(each.name, each.spec.dtype, each.spec.shape) for each in ENTRIES]
@@ -59,7 +59,7 @@ READS: dict[str, Read] = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_whatever_is_done_with_a_tensor_is_seen(read: Read) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False)
-    watching = Watching((name, torch.ones(2, 3)) for name in "abc")
+    watching = ReadWatch((name, torch.ones(2, 3)) for name in "abc")
 
     def load() -> None:
         for name, tensor in watching:
@@ -89,7 +89,7 @@ def test_a_tensor_that_is_not_here_can_be_passed_by_but_not_read(read: Read) -> 
 def test_a_tensor_that_somebody_keeps_is_no_untouched_one() -> None:
     """A buffer, or any other name of it: no call is made for that."""
     module = torch.nn.Identity()
-    watching = Watching((name, torch.ones(2, 3)) for name in "abcde")
+    watching = ReadWatch((name, torch.ones(2, 3)) for name in "abcde")
     with watching:
         found = dict(watching)
         module.register_buffer("kept", found["b"])
@@ -104,14 +104,14 @@ def test_tensors_that_lie_side_by_side_are_told_apart() -> None:
     places = [("a", 0, 8), ("empty", 8, 8), ("b", 8, 16), ("none", 16, 16), ("c", 16, 17)]
     names = {name for name, *_ in places}
 
-    def load(watching: Watching, read: str) -> None:
+    def load(watching: ReadWatch, read: str) -> None:
         for name, tensor in watching:
             if name == read:
                 tensor[-1:].clone()
         torch.zeros(8).add_(1)
 
     for read in ("a", "b", "c"):
-        with Watching((name, whole[begin:end]) for name, begin, end in places) as watching:
+        with ReadWatch((name, whole[begin:end]) for name, begin, end in places) as watching:
             load(watching, read)
         assert watching.untouched == names - {read}
 
@@ -125,7 +125,7 @@ def test_what_torch_has_compiled_is_watched_and_compiled_again_after() -> None:
         eager.append(not torch.compiler.is_compiling())
         return tensor * 2
 
-    watching = Watching((name, torch.ones(2)) for name in "ab")
+    watching = ReadWatch((name, torch.ones(2)) for name in "ab")
 
     def load() -> None:
         for name, tensor in watching:
@@ -143,7 +143,7 @@ def test_what_torch_has_compiled_is_watched_and_compiled_again_after() -> None:
 def test_a_note_that_cannot_be_written_fails_no_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reads.tell(tmp_path, DESCRIBED, {"a"})
+    unread.note_unread(tmp_path, DESCRIBED, {"a"})
     before = sorted(each.name for each in tmp_path.iterdir())
 
     def full(file: Path, content: str) -> None:
@@ -151,25 +151,25 @@ def test_a_note_that_cannot_be_written_fails_no_load(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    reads.tell(tmp_path, DESCRIBED, {"b"})
+    unread.note_unread(tmp_path, DESCRIBED, {"b"})
     assert "No space left on device" in caplog.text
     assert sorted(each.name for each in tmp_path.iterdir()) == before, "no half of it"
-    assert reads.unread(tmp_path, [os.getpid()], ENTRIES) == {"a"}
+    assert unread.unread_by_all(tmp_path, [os.getpid()], ENTRIES) == {"a"}
 
 
 def test_only_what_all_ranks_left_alone_is_unread(tmp_path: Path) -> None:
     own = os.getpid()
-    assert reads.unread(tmp_path, {own}, ENTRIES) == frozenset()
-    reads.tell(tmp_path, DESCRIBED, {"a", "b"})
-    assert reads.unread(tmp_path, {own}, ENTRIES) == {"a", "b"}
-    assert reads.unread(tmp_path, {own, 1}, ENTRIES) == frozenset(), "one has not told"
+    assert unread.unread_by_all(tmp_path, {own}, ENTRIES) == frozenset()
+    unread.note_unread(tmp_path, DESCRIBED, {"a", "b"})
+    assert unread.unread_by_all(tmp_path, {own}, ENTRIES) == {"a", "b"}
+    assert unread.unread_by_all(tmp_path, {own, 1}, ENTRIES) == frozenset(), "one has not told"
     (tmp_path / f"rank-{own}.json").rename(tmp_path / "rank-1.json")
-    reads.tell(tmp_path, DESCRIBED, {"b", "c"})
-    assert reads.unread(tmp_path, {own, 1}, ENTRIES) == {"b"}
+    unread.note_unread(tmp_path, DESCRIBED, {"b", "c"})
+    assert unread.unread_by_all(tmp_path, {own, 1}, ENTRIES) == {"b"}
     for said in ("", "{", "{}"):
         (tmp_path / "rank-1.json").write_text(said)
-        assert reads.unread(tmp_path, {own, 1}, ENTRIES) == frozenset()
-    assert reads.unread(tmp_path, (), ENTRIES) == frozenset(), "no ranks, no knowledge"
+        assert unread.unread_by_all(tmp_path, {own, 1}, ENTRIES) == frozenset()
+    assert unread.unread_by_all(tmp_path, (), ENTRIES) == frozenset(), "no ranks, no knowledge"
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_only_what_all_ranks_left_alone_is_unread(tmp_path: Path) -> None:
     ids=["fewer", "more", "another order", "another shape", "another dtype"],
 )
 def test_it_holds_for_just_these_tensors(tmp_path: Path, other: tuple[Entry, ...]) -> None:
-    reads.tell(tmp_path, DESCRIBED, {"a"})
-    assert reads.unread(tmp_path, {os.getpid()}, ENTRIES) == {"a"}
-    assert reads.unread(tmp_path, {os.getpid()}, other) == frozenset()
+    unread.note_unread(tmp_path, DESCRIBED, {"a"})
+    assert unread.unread_by_all(tmp_path, {os.getpid()}, ENTRIES) == {"a"}
+    assert unread.unread_by_all(tmp_path, {os.getpid()}, other) == frozenset()
 
 
 # A slot that has a part of a version.
@@ -209,36 +209,42 @@ def ticket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         sink.seal()
     monkeypatch.setenv(SLOTS_VARIABLE, str(member))
     yield whole.ticket()
-    held.drop({"slot": SLOT})
+    rank_mappings.unmap({"slot": SLOT})
     whole.close()
     part.close()
 
 
 def hold(ticket: str) -> None:
     """Map it before it is loaded, as the head has all ranks do: with its own size."""
-    held.hold({"slot": SLOT}, json.loads(ticket)["size"], ("", ""), lent=False, gpu=False)
-    held._held[0].join(10)
-    assert held.find({"slot": SLOT}) is not None
+    rank_mappings.map_ahead(
+        {"slot": SLOT}, json.loads(ticket)["size"], ("", ""), borrowed=False, gpu=False
+    )
+    rank_mappings._mappings[0].join(10)
+    assert rank_mappings.find_mapping({"slot": SLOT}) is not None
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["now", "ahead"])
 def test_a_rank_gets_what_its_own_node_has(ticket: str, *, ahead: bool) -> None:
     if ahead:
         hold(ticket)
-    found = list(held.tensors_of(ticket))
+    found = list(rank_mappings.read_tensors(ticket))
     assert [name for name, _ in found] == ["a", "b", "c"], "in their order"
     assert [float(tensor.sum()) for name, tensor in found if name != "b"] == [12.0, 12.0]
     with pytest.raises(AbsentRead, match="'b'"):
         found[1][1].sum()
-    assert held.absent(ticket)
+    assert rank_mappings.is_partial(ticket)
 
 
 def test_a_slot_with_all_tensors_lacks_none(
     ticket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SLOTS_VARIABLE, str(tmp_path / "head"))
-    assert not held.absent(ticket)
-    assert [float(tensor.sum()) for _, tensor in held.tensors_of(ticket)] == [6.0, 6.0, 6.0]
+    assert not rank_mappings.is_partial(ticket)
+    assert [float(tensor.sum()) for _, tensor in rank_mappings.read_tensors(ticket)] == [
+        6.0,
+        6.0,
+        6.0,
+    ]
 
 
 def test_a_slot_takes_no_room_for_what_does_not_come(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.room import Staging, check_room
+from rollout_worker.engines.shared_memory.staging import Staging, check_memory_left
 from rollout_worker.threads import Freeing
 from rollout_worker.transfer.room import MARGIN_BYTES
 
@@ -52,9 +52,9 @@ def v1(root: Path, group: str, limit: int, used: int, cached: int = 0) -> None:
 def holds(root: Path, left: int, message: str) -> None:
     """So many MiB and no byte more may be taken."""
     most = left * MIB - MARGIN_BYTES
-    check_room(most, root)
+    check_memory_left(most, root)
     with pytest.raises(EngineError, match=message) as caught:
-        check_room(most + 1, root)
+        check_memory_left(most + 1, root)
     assert f"no room for {most + 1} bytes of weights in memory: {left * MIB} bytes" in str(
         caught.value
     )
@@ -87,17 +87,17 @@ def test_groups_of_the_first_version(root: Path, group: str) -> None:
 def test_a_group_beyond_its_limit_has_nothing_left(root: Path) -> None:
     v2(root, POD, 100, 120)
     with pytest.raises(EngineError, match="0 bytes are left"):
-        check_room(0, root)
+        check_memory_left(0, root)
 
 
 def test_where_nothing_is_known_nothing_is_refused(tmp_path: Path) -> None:
-    check_room(1 << 60, tmp_path)
+    check_memory_left(1 << 60, tmp_path)
 
 
 def test_this_machine_has_room_for_little_and_none_for_everything() -> None:
-    check_room(1)
+    check_memory_left(1)
     with pytest.raises(EngineError, match="no room"):
-        check_room(1 << 60)
+        check_memory_left(1 << 60)
 
 
 def test_a_budget_holds_all_that_is_staged_at_once(root: Path) -> None:

@@ -27,22 +27,23 @@ from rollout_worker.engine import (
     TensorSpec,
 )
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.mapped import SLOTS_VARIABLE, MappedSink, located
+from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.engines.sglang import settings
-from rollout_worker.engines.sglang.bridge import Bridge, frame
-from rollout_worker.engines.sglang.checks import check
-from rollout_worker.engines.sglang.desk import Desk
-from rollout_worker.engines.sglang.devices import number_devices, numbered
+from rollout_worker.engines.sglang.child import number_devices, numbered
+from rollout_worker.engines.sglang.connection import Connection, frame
 from rollout_worker.engines.sglang.engine import SglangEngine
-from rollout_worker.engines.sglang.model import Model
+from rollout_worker.engines.sglang.model import Model, check
 from rollout_worker.engines.sglang.process import Process
+from rollout_worker.engines.sglang.scheduling import RequestScheduler
 from rollout_worker.engines.sglang.streams import Stream, child_tokens
+from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE, MappedSink, located
 from rollout_worker.observe.processes import find
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
 from rollout_worker.turn.sharing import SOCKET
 from tiny_engine import write_weights
 from waiting import until
 
+EOS = frozenset({2})
 MODEL = Model(None, Layout({}, {}, {}), frozenset({2}), 64, 100, "float32", 0, {})
 
 
@@ -79,32 +80,32 @@ async def test_a_broken_model_folder_is_told_before_anything_starts(
 
 
 @asynccontextmanager
-async def desk() -> AsyncIterator[tuple[Desk, Stream, socket.socket]]:
-    """A desk with one request, and the other end of its bridge, where a child would be."""
+async def scheduler() -> AsyncIterator[tuple[RequestScheduler, Stream, socket.socket]]:
+    """A scheduler with one request, and the other end of its connection, where a child would be."""
     here, there = socket.socketpair()
-    bridge = Bridge(lambda frames: found.take(frames))
-    found = Desk(bridge, 4, CHECKPOINT)
-    reading = asyncio.create_task(bridge.run(here))
+    connection = Connection(lambda frames: found.take_frames(frames))
+    found = RequestScheduler(connection, 4, CHECKPOINT)
+    reading = asyncio.create_task(connection.run(here))
     await asyncio.sleep(0.01)
-    stream = Stream(asked(1), 0, frozenset({2}), None)
-    found.add(stream)
+    stream = Stream(asked(1), 0, EOS, StopChecker(asked(1).sampling, EOS, None))
+    found.add_request(stream)
     yield found, stream, there
     there.close()
     await reading
 
 
 async def test_a_child_that_does_not_come_to_rest_is_stuck() -> None:
-    async with desk() as (found, _, child):
+    async with scheduler() as (found, _, child):
         pausing = asyncio.create_task(found.pause())
         await asyncio.sleep(0.06)
-        assert found.stuck(60) is None
-        wrong = found.stuck(0.05)
+        assert found.find_hang(60) is None
+        wrong = found.find_hang(0.05)
         assert wrong is not None
         assert "rest" in wrong
         child.sendall(frame({"id": 1, "result": {}}))
         await pausing
         await asyncio.sleep(0.06)
-        assert found.stuck(0.05) is None, "it rests as it was told"
+        assert found.find_hang(0.05) is None, "it rests as it was told"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ async def test_a_child_that_does_not_come_to_rest_is_stuck() -> None:
     [("ValueError: too many ids", InvalidRequest), ("RuntimeError: lost", EngineCrashed)],
 )
 async def test_an_error_of_one_request_is_no_crash(error: str, kind: type[EngineError]) -> None:
-    async with desk() as (_, stream, child):
+    async with scheduler() as (_, stream, child):
         child.sendall(frame({"tokens": [[stream.rid, [], None, {"error": error}]]}))
         failure = await asyncio.wait_for(stream.deltas.get(), 5)
     assert type(failure) is kind
@@ -128,7 +129,7 @@ async def test_how_sglang_ended_a_request_tells_whose_fault_it_was(
 ) -> None:
     """An abort of its own, as its scheduler passes it on."""
     finish = {"type": "abort", "message": "the grammar is broken", "status_code": status}
-    async with desk() as (_, stream, child):
+    async with scheduler() as (_, stream, child):
         assert stream.rid is not None
         told = child_tokens(stream.rid, {"meta_info": {"finish_reason": finish}, "output_ids": []})
         child.sendall(frame({"tokens": [told]}))

@@ -112,7 +112,7 @@ def test_whatever_fails_in_a_rank_is_told_to_all(
 ) -> None:
     """One that only raised would leave the others waiting for it."""
     files = open_files()
-    monkeypatch.setattr(spilling, "_held", lambda _: 1 / 0)
+    monkeypatch.setattr(spilling, "_model_bytes", lambda _: 1 / 0)
     with pytest.raises(OSError, match="spill': division by zero"):
         spilling.keep(scheduler)
     assert open_files() == files

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.hf.versions import Versions as HfVersions
-from rollout_worker.engines.sglang.versions import Versions as SglangVersions
-from rollout_worker.engines.vllm.versions import Versions as VllmVersions
+from rollout_worker.engines.hf.versions import HfVersions
+from rollout_worker.engines.sglang.versions import SglangVersions
+from rollout_worker.engines.vllm.versions import VllmVersions
 from rollout_worker.schemas import WeightsId
 
 OPTIONS = EngineOptions(Path("model"))
@@ -24,7 +24,8 @@ def versions(engine: str) -> Any:
     if engine == "hf":
         return HfVersions(none, none, none)
     if engine == "vllm":
-        return VllmVersions(none, none, none, OPTIONS)
+        steering: Any = SimpleNamespace(asleep=set())
+        return VllmVersions(none, steering, none, OPTIONS)
     plain: Any = SimpleNamespace(quantisation={})
     return SglangVersions(OPTIONS, plain, none, none, {}, none)
 
@@ -41,3 +42,53 @@ async def test_a_commit_that_is_cancelled_in_its_queue_gives_the_memory_back(eng
         await asyncio.wait([commit], timeout=10)
     assert commit.cancelled()
     assert closed == [True]
+
+
+class Child:
+    """SGLang's child and its requests: notes the commands."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def call(self, op: str, **args: Any) -> None:
+        self.calls.append(f"{op} {args.get('what') or ' '.join(args.get('tags', ()))}")
+
+    async def stop_steps(self, mode: str) -> None: ...
+
+    def note_recomputed(self) -> None: ...
+
+
+def sleeping_sglang(child: Child) -> SglangVersions:
+    fake: Any = child
+    model: Any = SimpleNamespace(quantisation={})
+    return SglangVersions(OPTIONS, model, fake, fake, {"enable_memory_saver": True}, print)
+
+
+async def never(*, on_disk: bool = False) -> Any:
+    raise AssertionError("there is a copy")
+
+
+async def test_a_cache_that_sleeps_at_level_2_leaves_the_copy_of_the_weights() -> None:
+    child = Child()
+    found = sleeping_sglang(child)
+    await found.sleep(1, ["weights"], never)
+    await found.sleep(2, ["kv_cache"], never)
+    await found.wake(["weights", "kv_cache"], never)
+    assert child.calls == [
+        *("spill keep", "release weights", "release kv_cache"),
+        *("retake weights kv_cache", "spill bring_back"),
+    ]
+    assert found.awake
+
+
+async def test_weights_that_sleep_at_level_2_on_top_have_no_copy_any_more() -> None:
+    child = Child()
+    found = sleeping_sglang(child)
+    await found.sleep(1, ["weights"], never)
+    await found.sleep(2, ["weights"], never)
+    with pytest.raises(AssertionError, match="there is a copy"):
+        await found.wake(["weights"], never)
+    assert not found.resident().weights, "it stays asleep as it was"
+    await found.wake(["weights"], None)
+    assert found.resident().weights
+    assert child.calls[2:] == ["spill forget", "retake weights"]

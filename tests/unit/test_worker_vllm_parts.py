@@ -17,15 +17,13 @@ from typing import Any
 import pytest
 
 from rollout_worker.engine import EngineError, EngineRequest, Gang, InvalidRequest
-from rollout_worker.engines import EngineOptions, network
-from rollout_worker.engines.vllm import hashing, launch, settings, under_ray
-from rollout_worker.engines.vllm.gate import Gate
-from rollout_worker.engines.vllm.hashing import beside_hash
+from rollout_worker.engines import EngineOptions, model_folder, network
+from rollout_worker.engines.model_folder import hash_meanwhile
+from rollout_worker.engines.vllm import launch, settings, under_ray
 from rollout_worker.engines.vllm.intake import Model, check
-from rollout_worker.engines.vllm.labels import Labels
 from rollout_worker.engines.vllm.launch import Steps
 from rollout_worker.engines.vllm.steering import Steering
-from rollout_worker.engines.vllm.streams import Stream
+from rollout_worker.engines.vllm.streams import Labels, Stream
 from rollout_worker.observe.processes import Standing, descendants, end, find
 from rollout_worker.schemas import Progress, SamplingParams, StopReason, WeightsId
 from rollout_worker.sources.files import ReadCancelled
@@ -79,41 +77,60 @@ def test_a_token_without_a_finite_logprob_names_the_weights_that_made_it() -> No
     assert delta.not_finite == WeightsId(epoch=1, version=1)
 
 
-async def test_the_gate_lets_in_by_priority_then_arrival() -> None:
-    gate, order = Gate(1), []
+def steering_of(limit: int, core: object = None, steps: Steps | None = None) -> Steering:
+    """What admits outputs to a vLLM of which only this is there."""
+    launched: Any = SimpleNamespace(llm=SimpleNamespace(engine_core=core), steps=steps or Steps())
+    return Steering(launched, limit, Labels())
 
-    async def pass_through(name: str, priority: int, arrival: int) -> None:
-        await gate.enter(name, priority, arrival)
-        order.append(name)
 
-    await gate.enter("first", 0, 0)
-    waiting = [
-        asyncio.create_task(pass_through(name, priority, arrival))
-        for arrival, (name, priority) in enumerate([("c", 5), ("a", -1), ("b", -1)], 1)
+def waiting(name: str, priority: int = 0, arrival: int = 0) -> Stream:
+    request = EngineRequest(name, (1,), SamplingParams(), None, priority=priority)
+    return Stream(request, arrival, None)
+
+
+async def test_outputs_are_admitted_by_priority_then_arrival() -> None:
+    steering, order = steering_of(1), []
+
+    async def pass_through(stream: Stream) -> None:
+        await steering.wait_for_admission(stream)
+        order.append(stream.name)
+
+    streams = [
+        waiting(name, priority, arrival)
+        for arrival, (name, priority) in enumerate([("first", 0), ("c", 5), ("a", -1), ("b", -1)])
     ]
+    steering.streams.update({stream.name: stream for stream in streams})
+    await steering.wait_for_admission(streams[0])
+    tasks = [asyncio.create_task(pass_through(stream)) for stream in streams[1:]]
     await asyncio.sleep(0)
-    assert gate.inside == {"first"}
+    assert steering.running == {"first"}
     for leaver in ("first", "a", "b"):
-        gate.leave([leaver])
+        steering.note_ended(leaver)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-    await asyncio.gather(*waiting)
+    await asyncio.gather(*tasks)
     assert order == ["a", "b", "c"]
 
 
-async def test_a_shut_gate_and_those_who_give_up() -> None:
-    gate = Gate(2)
-    gate.shut()
-    tasks = {n: asyncio.create_task(gate.enter(n, 0, i)) for i, n in enumerate("abcd")}
+async def test_what_gives_up_waiting_is_not_admitted() -> None:
+    steering = steering_of(2)
+    steering.admission_held = True
+    await steering.settle()
+    streams = {name: waiting(name, 0, arrival) for arrival, name in enumerate("abcd")}
+    tasks = {
+        name: asyncio.create_task(steering.wait_for_admission(stream))
+        for name, stream in streams.items()
+    }
     await asyncio.sleep(0)
-    assert gate.inside == frozenset()
-    gate.dismiss("a")
+    assert steering.running == frozenset()
+    streams["a"].stop_waiting()
     tasks["b"].cancel()
     await asyncio.wait([tasks["a"], tasks["b"]], timeout=1)
     assert tasks["a"].done()
-    gate.open()
+    steering.admission_held = False
+    await steering.settle()
     await asyncio.gather(tasks["c"], tasks["d"])
-    assert gate.inside == {"c", "d"}
+    assert steering.running == {"c", "d"}
 
 
 def test_descendants_are_found_and_ended() -> None:
@@ -128,7 +145,7 @@ def test_descendants_are_found_and_ended() -> None:
     assert descendants(os.getpid()) - before == set()
 
 
-MODEL = Model(max_length=64, vocab_size=100, eos=frozenset({2}), tokenizer=None)
+MODEL = Model(max_length=64, vocab_size=100, eos_token_ids=frozenset({2}), tokenizer=None)
 
 
 @pytest.mark.parametrize(
@@ -281,22 +298,22 @@ def test_a_failed_start_is_told_before_the_checkpoint_is_hashed(
     def start() -> None:
         raise EngineError("no such device")
 
-    monkeypatch.setattr(hashing, "hash_of", endless)
+    monkeypatch.setattr(model_folder, "hash_of", endless)
     with pytest.raises(EngineError, match="no such device"):
-        beside_hash(tmp_path, lambda _: None, lambda: False, start, lambda _: None)
+        hash_meanwhile(tmp_path, lambda _: None, lambda: False, start, lambda _: None)
 
 
 def test_what_was_started_ends_with_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
     ended: list[str] = []
     write_weights(tmp_path, 7)
     report: list[Progress] = []
-    started, root_hash = beside_hash(
+    started, root_hash = hash_meanwhile(
         tmp_path, report.append, lambda: False, lambda: "it", ended.append
     )
     assert (started, root_hash.partition(":")[0], ended) == ("it", "xxh3_128", [])
     assert report[-1].message == "starting vLLM's processes"
     with pytest.raises(ReadCancelled):
-        beside_hash(tmp_path, report.append, lambda: True, lambda: "it", ended.append)
+        hash_meanwhile(tmp_path, report.append, lambda: True, lambda: "it", ended.append)
     assert ended == ["it"]
 
 
@@ -314,19 +331,19 @@ class SlowCore:
 
 
 async def test_a_core_owes_a_step_until_it_has_said_that_it_rests() -> None:
-    core, gate = SlowCore(), Gate(2)
-    launched: Any = SimpleNamespace(llm=SimpleNamespace(engine_core=core), steps=Steps())
-    steering = Steering(launched, gate, Labels())
+    core, steps, stream = SlowCore(), Steps(), waiting("r")
+    steering = steering_of(2, core, steps)
+    steering.streams["r"] = stream
     assert steering.idle_since() is None
-    await gate.enter("r", 0, 0)
-    assert steering.idle_since() == launched.steps.last
+    await steering.wait_for_admission(stream)
+    assert steering.idle_since() == steps.last
     steering.paused = True
     pausing = asyncio.create_task(steering.settle())
     await asyncio.sleep(0.01)
     told = steering.idle_since()
     assert told is not None
-    assert told >= launched.steps.last
-    gate.leave(["r"])
+    assert told >= steps.last
+    steering.note_ended("r")
     assert steering.idle_since() == told, "also when nothing is left to step for"
     core.answers.set()
     await pausing

@@ -11,13 +11,12 @@ import torch
 
 from rollout_worker.engine import EngineError, Entry, Layout, TensorSpec
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.mapped import MappedSink
+from rollout_worker.engines.shared_memory.sinks import MappedSink
 from rollout_worker.engines.vllm import backups
-from rollout_worker.engines.vllm.gate import Gate
-from rollout_worker.engines.vllm.labels import Labels
 from rollout_worker.engines.vllm.launch import Steps
 from rollout_worker.engines.vllm.steering import Steering
-from rollout_worker.engines.vllm.versions import Versions
+from rollout_worker.engines.vllm.streams import Labels
+from rollout_worker.engines.vllm.versions import VllmVersions
 from rollout_worker.schemas import MemoryTag, WeightsId
 
 ENTRIES = [Entry("a", TensorSpec("U8", (3,)))]
@@ -76,8 +75,8 @@ class Sleeper:
             llm=self.device, config=config, layout=layout, steps=Steps(), cpu=False
         )
         labels = Labels()
-        steering = self.steering = Steering(launched, Gate(2), labels)
-        self.versions = Versions(launched, steering, labels, EngineOptions(Path("model")))
+        steering = self.steering = Steering(launched, 2, labels)
+        self.versions = VllmVersions(launched, steering, labels, EngineOptions(Path("model")))
 
     @property
     def there(self) -> set[str]:

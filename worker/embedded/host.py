@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rollout_worker.engine import Engine
-from rollout_worker.engines.room import Staging
+from rollout_worker.engines.shared_memory.staging import Staging
 from rollout_worker.ports.auth import make_authorizer
 from rollout_worker.ports.server import Servers, serve_until
 from rollout_worker.schemas import Lifecycle

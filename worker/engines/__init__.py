@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from rollout_worker.engine import ENGINES, Engine, EngineError, Gang, Member
-from rollout_worker.engines.room import Staging
+from rollout_worker.engines.shared_memory.staging import Staging
 from rollout_worker.schemas import LogprobsOf
 
 
@@ -90,7 +90,7 @@ def create_member(engine: str, options: EngineOptions) -> Member:
 
             return VllmMember(options)
         if engine == "sglang":
-            from .sglang.member import SglangMember
+            from .sglang.node import SglangMember
 
             return SglangMember(options)
     raise _one_node(engine)

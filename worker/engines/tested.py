@@ -1,9 +1,11 @@
-"""Which versions of engines the adapters were tested with: they reach into what is no public interface.
+"""What the adapters refuse at a start: versions that they were not tested with, and flags.
 
 Imports nothing but the standard library, for the main module of SGLang's child.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 FLAG = "--allow-untested-version"
 """The flag among `engine.args` that lets another version start."""
@@ -20,3 +22,8 @@ def refusal(engine: str, found: str) -> str | None:
         f"the worker was tested with {engine} {tested}; found {found}: install {tested}, or add "
         f"{FLAG} to engine.args to try this one"
     )
+
+
+def flags_refused(why: str, *flags: str) -> Iterable[tuple[str, str]]:
+    """Yield an entry of a table of refused flags for each of these."""
+    return ((flag, why) for flag in flags)

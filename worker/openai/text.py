@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.folder import decode, load_tokenizer
+from rollout_worker.engines.model_folder import decode, load_tokenizer
 from rollout_worker.threads import Shared
 from rollout_worker.wire.problems import ProblemError
 

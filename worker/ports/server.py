@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_worker.engine import Engine, ProcessSpent
-from rollout_worker.engines.room import Staging
+from rollout_worker.engines.shared_memory.staging import Staging
 from rollout_worker.gang.places import EXIT_GANG, GangBroken, gang_of
 from rollout_worker.service import Worker, member_factory
 from rollout_worker.settings import BadSettings, Settings

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout_worker.core.runtime import Runtime
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.room import Staging
+from rollout_worker.engines.shared_memory.staging import Staging
 from rollout_worker.schemas import (
     ActiveWeights,
     Base,

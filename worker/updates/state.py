@@ -17,7 +17,7 @@ from typing import Any
 from rollout_worker.core.fence import Fence
 from rollout_worker.core.runtime import Runtime
 from rollout_worker.engine import EngineError, EngineInfo, Sink, Tensors, WeightsRejected
-from rollout_worker.engines.room import Staging
+from rollout_worker.engines.shared_memory.staging import Staging
 from rollout_worker.schemas import (
     CHECKPOINT,
     ActiveWeights,

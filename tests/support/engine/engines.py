@@ -20,7 +20,7 @@ from rollout_worker.engine import (
     WeightsRejected,
 )
 from rollout_worker.engines import EngineOptions, create
-from rollout_worker.engines.checkpoint import layout_of
+from rollout_worker.engines.model_folder import layout_of
 from rollout_worker.schemas import (
     AbortReason,
     LogprobsOf,

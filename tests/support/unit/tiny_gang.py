@@ -19,8 +19,8 @@ from rollout_worker.engine import (
     MemberInfo,
     Sink,
 )
-from rollout_worker.engines.mapped import open_mapped
-from rollout_worker.engines.room import Staging
+from rollout_worker.engines.shared_memory.sinks import open_mapped
+from rollout_worker.engines.shared_memory.staging import Staging
 from rollout_worker.gang import head as heads
 from rollout_worker.gang import member as members
 from rollout_worker.gang import silence

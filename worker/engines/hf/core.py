@@ -8,14 +8,13 @@ through the methods below. Outputs pinned to the former weights get a pass of th
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
 import time
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from rollout_worker.engine import EngineDelta, KvPolicy
+from rollout_worker.engines.admission_queue import AdmissionQueue
 from rollout_worker.schemas import CHECKPOINT, AbortReason, WeightsId
 
 from .forward import Feed, Forward
@@ -24,6 +23,7 @@ from .metrics import Census, Totals
 from .pace import Pace
 from .sampling import Sampler
 from .sequence import Sequence
+from .weights.memory import Memory
 
 logger = logging.getLogger(__name__)
 
@@ -34,22 +34,6 @@ SEND_SECONDS = 0.02
 them faster than readers can be woken."""
 
 
-class WeightSets(Protocol):
-    """The weights of the model: the active ones and, while outputs are pinned, the former ones."""
-
-    def use(self, *, pinned: bool) -> None:
-        """Let the model compute with one set."""
-        ...
-
-    def release_pinned(self) -> None:
-        """Give the former set back; nobody needs it any more."""
-        ...
-
-    def check(self) -> None:
-        """Refuse to compute with weights that somebody else changed."""
-        ...
-
-
 class Core:
     """State of the batch; every method runs between two steps."""
 
@@ -57,7 +41,7 @@ class Core:
         self,
         forward: Forward,
         kv: KvRows,
-        weights: WeightSets,
+        weights: Memory,
         deliver: Callable[[list[Delivery]], None],
         *,
         max_rows: int,
@@ -72,14 +56,13 @@ class Core:
         self._max_tokens = max_tokens
         self._pace = pace
         self._samplers = {False: Sampler(), True: Sampler()}
-        self._waiting: list[Sequence] = []
+        self.queue = AdmissionQueue[Sequence](self._fits, self._start)
         self.running: list[Sequence] = []
         self._unsent: list[Sequence] = []
         self._sent = 0.0
         self.identity: WeightsId = CHECKPOINT
         self._pinned: WeightsId | None = None
         self.paused = False
-        self.held = False
         self.unfit = False  # memory is away: no step can be made
         self.totals = Totals()
         self.census = Census()
@@ -88,7 +71,7 @@ class Core:
         """Publish who is here, for other threads: one assignment, so never half of it."""
         names = frozenset(sequence.request.request_id for sequence in self.running)
         pinned = frozenset(s.request.request_id for s in self.running if s.pinned)
-        self.census = Census(names, len(self._waiting), pinned)
+        self.census = Census(names, len(self.queue), pinned)
 
     def check_weights(self) -> None:
         """Refuse to go on with weights that somebody else changed.
@@ -100,12 +83,12 @@ class Core:
 
     def can_step(self) -> bool:
         """Return whether a step has anything to do and may do it."""
-        waiting = bool(self._waiting) and not self.held
+        waiting = len(self.queue) > 0 and self.queue.is_open
         return not self.paused and not self.unfit and (bool(self.running) or waiting)
 
-    def add(self, sequence: Sequence) -> None:
+    def add_request(self, sequence: Sequence) -> None:
         """Queue an output."""
-        heapq.heappush(self._waiting, sequence)
+        self.queue.add_request(sequence)
         self._count()
 
     def abort(self, ids: Collection[str] | None, reason: AbortReason) -> set[str]:
@@ -113,13 +96,12 @@ class Core:
         wanted = None if ids is None else set(ids)
         ended = [
             sequence
-            for sequence in (*self.running, *self._waiting)
+            for sequence in (*self.running, *self.queue.requests)
             if wanted is None or sequence.request.request_id in wanted
         ]
         for sequence in ended:
             sequence.abort(reason)
-        self._waiting = [sequence for sequence in self._waiting if not sequence.done]
-        heapq.heapify(self._waiting)
+        self.queue.remove_done()
         self._leave()
         self._count()
         self._deliver([(sequence, sequence.delta()) for sequence in ended])
@@ -207,19 +189,20 @@ class Core:
     def _admit(self) -> None:
         """Start what waits, in order, as long as rows and tokens allow."""
         before = len(self.running)
-        while self._may_admit():
-            self._kv.clear(len(self.running))
-            sequence = heapq.heappop(self._waiting)
-            sequence.started = time.monotonic()
-            self.running.append(sequence)
+        self.queue.admit_requests()
         if len(self.running) > before:
             self._count()
 
-    def _may_admit(self) -> bool:
-        if not self._waiting or self.held or len(self.running) >= self._max_rows:
+    def _start(self, sequence: Sequence) -> None:
+        self._kv.clear(len(self.running))
+        sequence.started = time.monotonic()
+        self.running.append(sequence)
+
+    def _fits(self, sequence: Sequence) -> bool:
+        if len(self.running) >= self._max_rows:
             return False
         # The cache is a rectangle: every row may become as long as the longest.
-        longest = max(sequence.reserved for sequence in (*self.running, self._waiting[0]))
+        longest = max(each.reserved for each in (*self.running, sequence))
         return not self.running or (len(self.running) + 1) * longest <= self._max_tokens
 
     def _advance(self, group: list[Sequence], weights: WeightsId, *, pinned: bool) -> None:

@@ -1,4 +1,4 @@
-"""The adapter: `Engine` of the worker's contract on top of the step thread; whole.
+"""The adapter: `Engine` of the worker's contract on top of the step thread.
 
 Everything here runs in the worker's asyncio loop. The core and the model belong to the step thread
 (`thread.py`), which answers commands at step boundaries; loading and spilling weights run in threads
@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import gc
 import logging
-import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 import transformers
+from typing_extensions import override
 
 from rollout_worker.engine import (
     EngineCrashed,
@@ -26,27 +26,23 @@ from rollout_worker.engine import (
     EngineError,
     EngineInfo,
     EngineRequest,
-    EngineStats,
-    Entry,
-    Given,
     InvalidRequest,
-    KvPolicy,
     ProcessSpent,
-    Refill,
-    Sink,
 )
 from rollout_worker.engines import EngineOptions
-from rollout_worker.schemas import AbortReason, MemoryTag, Progress, Resident, StopReason, WeightsId
+from rollout_worker.engines.adapter import EngineAdapter
+from rollout_worker.engines.request_checks import check_fits, check_unused
+from rollout_worker.schemas import AbortReason, Progress, StopReason
 from rollout_worker.sources.files import ReadCancelled
 from rollout_worker.threads import in_thread
 
 from . import metrics, settings
 from .core import Core, Delivery
-from .faults import lasting, spent
-from .intake import check, sequence_of
-from .loading import Loaded, load
-from .memory import release_freed, settle_heap
 from .parts import Parts, assemble, capabilities
+from .sequence import make_sequence
+from .thread import describe_spent, find_lasting_fault
+from .weights.loading import Loaded, load
+from .weights.memory import release_freed, settle_heap
 
 logger = logging.getLogger(__name__)
 
@@ -64,23 +60,19 @@ class _Stream:
     deltas: asyncio.Queue[EngineDelta]
 
 
-class HfEngine:
+class HfEngine(EngineAdapter[Parts]):
     """Serves one transformers model."""
 
     def __init__(self, options: EngineOptions) -> None:
-        self._options = options
+        super().__init__(options)
         self._settings = settings.parse(options.args)
-        self._parts: Parts | None = None
         self._streams: dict[str, _Stream] = {}
         self._arrivals = 0
-        self._give_up = threading.Event()
-        self._ended: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.capabilities = capabilities(stop_strings=True, reloads=True)
-        self.on_end: Callable[[str], None] = lambda why: None
 
+    @override
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
-        """See `Engine.start`."""
         loop = self._loop = asyncio.get_running_loop()
 
         def relay(progress: Progress) -> None:
@@ -100,8 +92,8 @@ class HfEngine:
         except ReadCancelled:
             raise EngineError("the engine was stopped while it loaded") from None
         except RuntimeError as error:
-            if (why := lasting(error)) is not None:
-                raise ProcessSpent(spent(why)) from error
+            if (why := find_lasting_fault(error)) is not None:
+                raise ProcessSpent(describe_spent(why)) from error
             raise
         self._parts = assemble(loaded, self._options, self._settings, self._deliver, self._on_crash)
         self._parts.thread.start()
@@ -109,19 +101,11 @@ class HfEngine:
             stop_strings=loaded.tokenizer is not None, reloads=bool(loaded.targets)
         )
         logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
-        return EngineInfo(
-            engine="hf",
-            engine_version=transformers.__version__,
-            model=str(self._options.model),
-            max_length=loaded.max_length,
-            eos_token_ids=loaded.eos_token_ids,
-            root_hash=loaded.root_hash,
-            layout=loaded.layout,
-            by_path=False,
-        )
+        version = transformers.__version__
+        return self._describe("hf", version, loaded, loaded.root_hash, loaded.layout, by_path=False)
 
+    @override
     async def stop(self) -> None:
-        """See `Engine.stop`."""
         self._give_up.set()
         parts, self._parts = self._parts, None
         if parts is not None:
@@ -148,17 +132,20 @@ class HfEngine:
         self._end_streams("the engine was stopped")
         return ended
 
+    @override
     def validate(self, request: EngineRequest) -> None:
-        """See `Engine.validate`."""
-        check(request, self._live().loaded)
+        check_fits(request, self._require_parts().loaded)
+        if request.cache_salt is not None:
+            raise InvalidRequest(
+                "cache_salt", "the hf engine has no prefix cache to salt: leave cache_salt out"
+            )
 
+    @override
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
-        """See `Engine.generate`."""
-        parts = self._live()
+        parts = self._require_parts()
         self.validate(request)
         name = request.request_id
-        if name in self._streams:
-            raise InvalidRequest("request_id", f"request {name!r} runs already: use another id")
+        check_unused(name, self._streams)
         stream = self._streams[name] = _Stream(request, asyncio.Queue())
         finished = False
         try:
@@ -179,97 +166,55 @@ class HfEngine:
 
         def enter() -> None:
             sink = stream.deltas.put_nowait
-            parts.core.add(sequence_of(stream.request, parts.loaded, arrival, sink))
+            parts.core.add_request(make_sequence(stream.request, parts.loaded, arrival, sink))
 
         await asyncio.wrap_future(parts.thread.call(enter))
 
+    @override
     async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
-        """See `Engine.abort`."""
         return await self._command(lambda core: core.abort(request_ids, reason))
 
+    @override
     async def hold_admission(self) -> None:
-        """See `Engine.hold_admission`."""
-
         def hold(core: Core) -> None:
-            core.held = True
+            core.queue.is_open = False
 
         await self._command(hold)
 
+    @override
     async def pause(self) -> None:
-        """See `Engine.pause`."""
-
         def pause(core: Core) -> None:
             core.paused = True
 
         await self._command(pause)
 
+    @override
     async def resume(self) -> None:
-        """See `Engine.resume`."""
-
         def resume(core: Core) -> None:
             core.check_weights()
-            core.paused = core.held = False
+            core.paused, core.queue.is_open = False, True
 
         await self._command(resume)
 
-    async def open_slot(
-        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
-    ) -> Sink:
-        """See `Engine.open_slot`; the engine itself never asks for one on disk."""
-        return await self._live().versions.open_slot(entries, given)
-
-    async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
-        """See `Engine.commit`."""
-        await self._live().versions.commit(identity, sink, kv)
-
-    async def sleep(
-        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: Refill
-    ) -> None:
-        """See `Engine.sleep`."""
-        await self._live().versions.sleep(level, tags)
-
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
-        """See `Engine.wake`."""
-        await self._live().versions.wake(tags, refill)
-
+    @override
     async def reset_cache(self) -> None:
         """Do nothing: no prefix outlives its request here."""
 
-    def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
-        parts = self._parts
-        if parts is None:
-            return EngineStats(0, Resident(weights=False, kv_cache=False))
-        census = parts.core.census
-        return EngineStats(
-            running=len(census.running),
-            resident=parts.versions.resident(),
-            running_ids=census.running,
-            pinned_ids=census.pinned,
-        )
-
+    @override
     def alive(self) -> str | None:
-        """See `Engine.alive`."""
         if self._parts is None:
             return self._ended
         return self._parts.thread.wrong(self._settings.step_deadline_seconds) or self._ended
 
+    @override
     def metrics(self) -> str:
-        """See `Engine.metrics`."""
         parts = self._parts
         if parts is None:
             return ""
         return metrics.render(parts.core.totals, parts.core.census, parts.kv, parts.memory)
 
-    def _live(self) -> Parts:
-        if self._ended is not None:
-            raise EngineCrashed(self._ended)
-        if self._parts is None:
-            raise EngineError("the engine is not started")
-        return self._parts
-
     async def _command(self, command: Callable[[Core], T]) -> T:
-        parts = self._live()
+        parts = self._require_parts()
         return await asyncio.wrap_future(parts.thread.call(lambda: command(parts.core)))
 
     def _deliver(self, deliveries: list[Delivery]) -> None:

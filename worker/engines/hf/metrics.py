@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .kv import KvRows
-from .memory import Memory
+from .weights.memory import Memory
 
 
 @dataclass(slots=True)

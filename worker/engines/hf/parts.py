@@ -9,16 +9,16 @@ from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
 from rollout_worker.schemas import Capabilities
 
-from . import rooms
 from .core import Core, Delivery
 from .forward import Forward
 from .kv import KvRows
-from .loading import Loaded
-from .memory import Memory
 from .pace import Pace
 from .settings import Settings
 from .thread import StepThread
-from .versions import Versions
+from .versions import HfVersions
+from .weights.allocations import device_allocator
+from .weights.loading import Loaded
+from .weights.memory import Memory
 
 DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""
@@ -36,7 +36,17 @@ class Parts:
     memory: Memory
     core: Core
     thread: StepThread
-    versions: Versions
+    versions: HfVersions
+
+    @property
+    def running(self) -> frozenset[str]:
+        """Ids of the requests in the batch."""
+        return self.core.census.running
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Ids of those that run on the former weights."""
+        return self.core.census.pinned
 
 
 def assemble(
@@ -58,7 +68,9 @@ def assemble(
             "it or lower max_length, else the longest request could never run"
         )
     kv = KvRows(settings.max_batch_size, max_tokens)
-    memory = Memory(loaded, options.spill_dir, options.staging, rooms.on(loaded.model.device))
+    memory = Memory(
+        loaded, options.spill_dir, options.staging, device_allocator(loaded.model.device)
+    )
     core = Core(
         Forward(loaded.model, kv),
         kv,
@@ -69,7 +81,7 @@ def assemble(
         pace=Pace(settings.prefill_tokens, PREFILL_TOKENS[loaded.device]),
     )
     thread = StepThread(core, on_crash)
-    return Parts(loaded, kv, memory, core, thread, Versions(memory, core, thread))
+    return Parts(loaded, kv, memory, core, thread, HfVersions(memory, core, thread))
 
 
 def capabilities(*, stop_strings: bool, reloads: bool) -> Capabilities:

@@ -8,17 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollout_worker.engine import EngineDelta, EngineRequest
-from rollout_worker.engines.stopping import StopChecker, Verdict
-from rollout_worker.schemas import (
-    AbortReason,
-    LogprobsOf,
-    StopReason,
-    WeightsId,
-    WeightsSpan,
+from rollout_worker.engines.request_checks import (
+    StopChecker,
+    Verdict,
+    make_stop_checker,
+    stop_ids,
+    with_max_tokens,
 )
+from rollout_worker.engines.sampling.asks import sampling_asks
+from rollout_worker.engines.sampling.batch_rows import Row
+from rollout_worker.engines.weight_versions import Change, spans_within
+from rollout_worker.schemas import AbortReason, StopReason, WeightsId
 
-from .processing import SamplerState
-from .sampling import random_key
+from .weights.loading import Loaded
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +34,7 @@ class Sequence:
     """
 
     request: EngineRequest
-    sampler: SamplerState
+    row: Row
     stop: StopChecker
     arrival: int
     sink: Callable[[EngineDelta], None]
@@ -41,14 +43,13 @@ class Sequence:
     stale: bool = False
     pinned: bool = False
     preemptions: int = 0
-    key: int = 0
     done: bool = False
     entered: float = field(default_factory=time.monotonic)
     started: float | None = None
     _prompt: int = 0
     _delivered: int = 0
     _logprobs: list[float] = field(default_factory=list)
-    _spans: list[tuple[WeightsId, bool, int]] = field(default_factory=list)
+    _changes: list[Change] = field(default_factory=list)
     _verdict: Verdict | None = None
     _abort: AbortReason | None = None
     _not_finite: WeightsId | None = None
@@ -56,13 +57,6 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = list(self.request.token_ids)
         self._prompt = len(self.tokens)
-        given = self.request.sampling.seed
-        self.key = random_key(secrets.randbits(63) if given is None else given)
-
-    def __lt__(self, other: Sequence) -> bool:
-        """Order of the queue: priority, then arrival."""
-        mine = (self.request.priority, self.arrival)
-        return mine < (other.request.priority, other.arrival)
 
     @property
     def produced(self) -> int:
@@ -70,9 +64,9 @@ class Sequence:
         return len(self.tokens) - self._prompt
 
     @property
-    def logprobs_of(self) -> LogprobsOf | None:
-        """Which log-probability to record."""
-        return self.request.logprobs
+    def temperature(self) -> float:
+        """What its logits are divided by."""
+        return self.request.sampling.temperature
 
     @property
     def pending(self) -> int:
@@ -102,9 +96,9 @@ class Sequence:
     def take(self, token: int, logprob: float, weights: WeightsId) -> None:
         """Append a drawn token; sets `done` with the last one."""
         start = self.produced
-        last = self._spans[-1] if self._spans else None
-        if last is None or last[0] is not weights or last[1] is not self.stale:
-            self._spans.append((weights, self.stale, start))
+        last = self._changes[-1] if self._changes else None
+        if last is None or last[1] is not weights or last[2] is not self.stale:
+            self._changes.append((start, weights, self.stale))
         self.tokens.append(token)
         self._logprobs.append(logprob)
         self._verdict = self.stop.check(token, start + 1)
@@ -125,7 +119,7 @@ class Sequence:
         found = EngineDelta(
             token_ids=tuple(self.tokens[self._prompt + begin :]),
             logprobs=logprobs,
-            spans=self._new_spans(end),
+            spans=spans_within(self._changes, begin, end),
             stop_reason=reason,
             stop_match=match,
             abort_reason=self._abort,
@@ -135,19 +129,22 @@ class Sequence:
         )
         self._delivered = end
         self._logprobs.clear()
+        self._changes.clear()
         return found
 
-    def _new_spans(self, end: int) -> tuple[WeightsSpan, ...]:
-        stops = [*(start for _, _, start in self._spans[1:]), end][: len(self._spans)]
-        spans = tuple(
-            WeightsSpan(
-                epoch=weights.epoch,
-                version=weights.version,
-                start=start,
-                end=stop,
-                stale_kv=stale,
-            )
-            for (weights, stale, start), stop in zip(self._spans, stops, strict=True)
-        )
-        self._spans.clear()
-        return spans
+
+def make_sequence(
+    request: EngineRequest, loaded: Loaded, arrival: int, sink: Callable[[EngineDelta], None]
+) -> Sequence:
+    """Set up a checked request; `sink` takes its deltas, in the asyncio loop."""
+    request = with_max_tokens(request, loaded)
+    asks = sampling_asks(request, stop_ids(request.sampling, loaded.eos_token_ids))
+    # Of its own: torch's generator may be a trainer's, and seeded alike on each replica.
+    asks.setdefault("seed", secrets.randbits(63))
+    return Sequence(
+        request=request,
+        row=Row(asks, request.token_ids, ()),
+        stop=make_stop_checker(request.sampling, loaded),
+        arrival=arrival,
+        sink=sink,
+    )

@@ -21,11 +21,16 @@ import torch
 from rollout_worker.engine import EngineCrashed, EngineError, ProcessSpent
 
 from .core import Core
-from .faults import lasting, spent
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+SIGN = "CUDA error:"
+"""How torch begins what CUDA reports, in classes that differ between its calls and versions."""
+
+PASSING = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What a full GPU says."""
 
 
 class StepThread:
@@ -73,7 +78,7 @@ class StepThread:
             ProcessSpent: CUDA serves this process no more.
         """
         if self._spent is not None:
-            raise ProcessSpent(spent(self._spent))
+            raise ProcessSpent(describe_spent(self._spent))
         if self._crash is not None:
             return self._crash
         if not self._thread.is_alive():
@@ -90,7 +95,7 @@ class StepThread:
                     pass
         except BaseException as error:  # whatever it was, nobody may hang
             logger.exception("the step thread died")
-            self._spent = lasting(error)
+            self._spent = find_lasting_fault(error)
             self._crashed(f"the step thread died: {type(error).__name__}: {error}")
         else:
             self._refuse("the engine was stopped")
@@ -144,3 +149,24 @@ class StepThread:
         for _, future in left:
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineCrashed(why))
+
+
+def find_lasting_fault(error: BaseException | None) -> str | None:
+    """Return what CUDA says, if the error or one that it came of is CUDA's own; else None.
+
+    An illegal address or a device that fell off the bus ends CUDA's context of the process for good.
+    Memory that isn't there passes.
+    """
+    while error is not None:
+        of_cuda = isinstance(error, torch.AcceleratorError) or (
+            isinstance(error, RuntimeError) and SIGN in str(error)
+        )
+        if of_cuda and not any(words in str(error) for words in PASSING):
+            return str(error).partition("\n")[0]
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def describe_spent(why: str) -> str:
+    """Return the sentence for a process that has met such an error."""
+    return f"the GPU's context of this process is lost: {why}; only a new process can use the GPU"

@@ -8,14 +8,18 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from importlib.metadata import version
 
 from rollout_worker.engines import tested
-from rollout_worker.engines.sglang.devices import number_devices
 from rollout_worker.turn.sharing import join
 
 PR_SET_PDEATHSIG = 1
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+ASK_SECONDS = 30.0
+
+_COMMAND = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -23,6 +27,44 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def number_devices() -> None:
+    """Replace uuids in the environment by numbers in the order of the bus; without a driver nothing is.
+
+    SGLang 0.5 makes numbers of the parts of CUDA_VISIBLE_DEVICES (its own all-reduce, NVLink), and fails
+    on uuids, which is how a pool next to a trainer names its devices.
+    """
+    visible = os.environ.get(VARIABLE, "")
+    if "GPU-" not in visible:
+        return
+    try:
+        told = subprocess.run(
+            _COMMAND, capture_output=True, text=True, timeout=ASK_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return
+    numbers = numbered(visible, told.stdout)
+    if numbers is not None:
+        os.environ[VARIABLE] = numbers
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi counts so
+
+
+def numbered(visible: str, told: str) -> str | None:
+    """Return `visible` with numbers for uuids; None if one of them is not told.
+
+    Args:
+        visible: uuids, or their beginnings, separated by commas.
+        told: a line `index, uuid` for each device.
+    """
+    rows = [line.partition(",") for line in told.splitlines()]
+    by_uuid = {uuid.strip(): index.strip() for index, _, uuid in rows}
+    found = [
+        next((index for uuid, index in by_uuid.items() if uuid.startswith(each.strip())), None)
+        for each in visible.split(",")
+        if each.strip()
+    ]
+    return None if None in found else ",".join(index for index in found if index is not None)
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rollout_worker.engines import held
-from rollout_worker.engines.mappings import Place
+from rollout_worker.engines.shared_memory import rank_mappings
+from rollout_worker.engines.shared_memory.tensors import Place
 from rollout_worker.sources.files import open_source
 
 
@@ -28,16 +28,18 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if "folder" in where:
         model.load_weights(_read_folder(Path(where["folder"])))
         return
-    if "told" in where:  # memory that was given: no file, but places
-        ticket = Path(where["told"]).read_text()
-        model.load_weights(held.tensors_of(ticket))
+    if "ticket" in where:  # memory that was given: no file, but places
+        ticket = Path(where["ticket"]).read_text()
+        model.load_weights(rank_mappings.read_tensors(ticket))
         where = json.loads(ticket)
     else:
-        ours = held.find(where)
-        model.load_weights(_read(held.path_of(where)) if ours is None else _read_held(ours))
+        ours = rank_mappings.find_mapping(where)
+        model.load_weights(
+            _read(rank_mappings.path_of(where)) if ours is None else _read_mapped(ours)
+        )
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # it may still read locked memory
-    held.check(where)
+    rank_mappings.check_unchanged(where)
 
 
 def _read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -52,7 +54,7 @@ def _read(path: str) -> Iterator[tuple[str, Tensor]]:
             yield name, source.get_tensor(name)
 
 
-def _read_held(ours: held.Held) -> Iterator[tuple[str, Tensor]]:
+def _read_mapped(ours: rank_mappings.RankMapping) -> Iterator[tuple[str, Tensor]]:
     """Yield what a file of safetensors has, from memory that is mapped already."""
     first = 8 + int.from_bytes(ours.first(8), "little")
     places: list[Place] = [
@@ -62,7 +64,7 @@ def _read_held(ours: held.Held) -> Iterator[tuple[str, Tensor]]:
     return ours.tensors(places)
 
 
-def check(scheduler: Any) -> None:
+def check_updatable(scheduler: Any) -> None:
     """Refuse what SGLang itself refuses to update: it answers so at every update, before it touches anything.
 
     Raises:
@@ -77,11 +79,11 @@ def check(scheduler: Any) -> None:
         raise ValueError(why)
 
 
-def hold(scheduler: Any, told: str) -> None:
-    """Map a sink before it is loaded, in a scheduler: `told` has the arguments of `held.hold`."""
-    held.hold(**json.loads(told), gpu=torch.cuda.is_available())
+def map_ahead(scheduler: Any, command: str) -> None:
+    """Map a sink before it is loaded, in a scheduler: `command` has the arguments of `rank_mappings.map_ahead`."""
+    rank_mappings.map_ahead(**json.loads(command), gpu=torch.cuda.is_available())
 
 
-def drop(scheduler: Any, told: str) -> None:
-    """Hold a sink no longer: `told` has the arguments of `held.drop`."""
-    held.drop(**json.loads(told))
+def unmap(scheduler: Any, command: str) -> None:
+    """Unmap a sink: `command` has the arguments of `rank_mappings.unmap`."""
+    rank_mappings.unmap(**json.loads(command))

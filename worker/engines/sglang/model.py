@@ -1,27 +1,33 @@
-"""What the worker must know of the model: its configuration, tokenizer and weights' layout."""
+"""What the worker must know of the model, and what can be asked of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.engine import EngineError, Entry, Layout
+from rollout_worker.engine import EngineError, EngineRequest, Entry, Layout
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.checkpoint import COMPUTE_DTYPES, dtype_of, layout_of
-from rollout_worker.engines.folder import (
-    decode,
+from rollout_worker.engines.model_folder import (
+    COMPUTE_DTYPES,
+    dtype_of,
     eos_ids,
+    layout_of,
     load_tokenizer,
     max_length,
     read_config,
 )
+from rollout_worker.engines.request_checks import check_fits, check_temperature
+from rollout_worker.schemas import Capabilities
 from rollout_worker.sources.files import open_source
 
 FIX = "use an unquantised checkpoint or block-wise fp8 (weight_block_size)"
 FP8_DEVICES = (8, 9), (10, 0)
 """Compute capabilities, the second one excluded, on which SGLang keeps block-wise fp8 as it is loaded."""
+
+LEAST_TEMPERATURE = 1e-6
+"""Below, SGLang takes a request for greedy and its temperature for 1."""
 
 Capability = tuple[int, int]
 
@@ -38,10 +44,6 @@ class Model:
     dtype: str
     bytes_total: int
     quantisation: Mapping[str, Any]
-
-    def text(self, token_ids: Iterable[int]) -> str:
-        """Return the text of token ids with its special tokens, for stop strings."""
-        return decode(self.tokenizer, token_ids, special=True)
 
 
 def read_model(options: EngineOptions) -> Model:
@@ -111,3 +113,36 @@ def _dtype(options: EngineOptions, config: dict[str, Any], entries: Sequence[Ent
     if named in COMPUTE_DTYPES.values():
         return str(named)
     return dtype_of(entries) or "auto"
+
+
+def check(request: EngineRequest, model: Model) -> None:
+    """Refuse what cannot be served.
+
+    Raises:
+        InvalidRequest: names the field and the fix.
+    """
+    check_fits(request, model)
+    check_temperature(request, "SGLang", LEAST_TEMPERATURE)
+
+
+def capabilities(*, tokenizer: bool, facts: Mapping[str, Any]) -> Capabilities:
+    """Return what the engine can do; `facts`: what the child said of itself, empty before.
+
+    With SGLang's overlapping schedule a step's tokens are known only after the next one has begun,
+    so that a pause could not say which weights made the last ones: there is no `Keep` then.
+    """
+    saver = bool(facts.get("enable_memory_saver", True))
+    exact = bool(facts.get("disable_overlap_schedule", False))
+    return Capabilities(
+        logprobs=("sampling", "raw"),
+        seed=True,
+        priority=True,
+        stop_strings=tokenizer,
+        in_flight=("Drain", "Abort", "Keep", "Recompute")
+        if exact
+        else ("Drain", "Abort", "Recompute"),
+        sleep_levels=(1, 2) if saver else (),
+        memory_release=saver,
+        prefix_cache=not facts.get("disable_radix_cache", False),
+        cache_salt=not facts.get("disable_radix_cache", False),
+    )

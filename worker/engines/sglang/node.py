@@ -7,22 +7,25 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout_worker.engine import EngineCrashed, EngineError
+from typing_extensions import override
+
+from rollout_worker.engine import EngineCrashed, EngineError, Entry, Member, MemberInfo, Sink
 from rollout_worker.engines import EngineOptions, selfcheck, tested
-from rollout_worker.engines.checkpoint import hash_of
+from rollout_worker.engines.model_folder import hash_of
 from rollout_worker.engines.network import address_of
 from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import ReadCancelled
 from rollout_worker.threads import in_thread
 
 from . import settings
-from .bridge import Bridge
+from .connection import Connection
 from .model import Model, read_model, refuse_updates
 from .process import Process, milestone
+from .versions import open_slot
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ class Loaded:
     """What came of a start: the model, what the child said of itself, the checkpoint's hash."""
 
     model: Model
-    bridge: Bridge
+    connection: Connection
     facts: dict[str, Any]
     root_hash: str
 
@@ -62,7 +65,7 @@ class Node:
         self._on_end = on_end
         self._give_up = threading.Event()
         self._process: Process | None = None
-        self._bridge: Bridge | None = None
+        self._connection: Connection | None = None
         self._reading: asyncio.Task[None] | None = None
         self.ended: str | None = None
 
@@ -78,12 +81,12 @@ class Node:
             if self._given.self_update_check:
                 _check_kind(model)
             options = await in_thread(self._located, self._give_up)
-            bridge, process = self._launch(options, model, report)
+            connection, process = self._launch(options, model, report)
             hashing = asyncio.create_task(self._hash())
             try:
-                facts = await bridge.ready
+                facts = await connection.ready
             finally:
-                if not bridge.ready.done() or bridge.ready.exception():
+                if not connection.ready.done() or connection.ready.exception():
                     self._give_up.set()
                     await asyncio.wait([hashing])
             digest = await hashing
@@ -92,7 +95,7 @@ class Node:
         except EngineCrashed as error:
             raise EngineError(f"SGLang did not start: {self.last_words() or error}") from error
         process.watch_schedulers()
-        return Loaded(model, bridge, facts, digest)
+        return Loaded(model, connection, facts, digest)
 
     def _located(self, cancelled: Callable[[], bool]) -> EngineOptions:
         """Return the options with the head's address for its name, which a new pod has not at once."""
@@ -103,13 +106,13 @@ class Node:
 
     def _launch(
         self, options: EngineOptions, model: Model, report: Report
-    ) -> tuple[Bridge, Process]:
-        bridge = self._bridge = Bridge(self._take)
-        bridge.on_progress = lambda text: report(Progress(message=text))
+    ) -> tuple[Connection, Process]:
+        connection = self._connection = Connection(self._take)
+        connection.on_progress = lambda text: report(Progress(message=text))
 
         def line(text: str) -> None:
             progress = milestone(text)
-            if progress is not None and not bridge.ready.done():
+            if progress is not None and not connection.ready.done():
                 report(Progress(message=progress))
 
         process = self._process = Process(self.die, line)
@@ -119,16 +122,16 @@ class Node:
             flags.append(tested.FLAG)
         report(Progress(message="starting SGLang"))
         sock = process.start(self._given.python, flags, settings.environ(options, cpu))
-        self._reading = asyncio.create_task(self._read(bridge, sock))
-        return bridge, process
+        self._reading = asyncio.create_task(self._read(connection, sock))
+        return connection, process
 
     def last_words(self) -> str:
         """Return what the child said last of what went wrong; empty if it said nothing."""
         return "" if self._process is None else self._process.last_words()
 
-    async def _read(self, bridge: Bridge, sock: socket.socket) -> None:
-        await bridge.run(sock)
-        self.die("SGLang's process closed its end of the bridge")
+    async def _read(self, connection: Connection, sock: socket.socket) -> None:
+        await connection.run(sock)
+        self.die("SGLang's process closed its end of the connection")
 
     async def _hash(self) -> str:
         def work(cancelled: Callable[[], bool]) -> str:
@@ -143,8 +146,8 @@ class Node:
         logger.error("%s", why)
         self.ended = why
         self._on_end()
-        if self._bridge is not None:
-            self._bridge.end(why)
+        if self._connection is not None:
+            self._connection.end(why)
 
     def alive(self) -> str | None:
         """Return None while its processes run, else what is wrong; from memory."""
@@ -159,8 +162,8 @@ class Node:
         process, self._process = self._process, None
         if process is not None:
             await process.stop()
-        if self._bridge is not None:
-            self._bridge.end(self.ended)
+        if self._connection is not None:
+            self._connection.end(self.ended)
         if self._reading is not None:
             self._reading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -172,3 +175,47 @@ def _check_kind(model: Model) -> None:
     """Refuse a kind of weights that can't be updated before it is loaded."""
     if (why := refuse_updates(model.quantisation, None)) is not None:
         raise EngineError(f"{why}; {selfcheck.FLAG}=off in engine.args serves it without updates")
+
+
+class SglangMember(Member):
+    """The ranks of a node next to the head's.
+
+    The head commands them through SGLang's own channels. What is to do here is to start and watch
+    them, and to give memory where their loader looks for it.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._model: Model | None = None
+        self._node = Node(options, settings.parse(options.args), lambda _: None, lambda: None)
+
+    @override
+    async def start(self, report: Callable[[Progress], None]) -> MemberInfo:
+        loaded = await self._node.start(report)
+        self._model = loaded.model
+        return MemberInfo(str(self._options.model), loaded.root_hash, loaded.model.layout)
+
+    @override
+    def unread(self, entries: Sequence[Entry]) -> frozenset[str]:
+        return frozenset()  # each rank has a slice of every tensor, for there are no pipelines
+
+    @override
+    async def open_slot(
+        self,
+        slot: str,
+        entries: Sequence[Entry],
+        *,
+        on_disk: bool = False,
+        unread: Collection[str] = (),
+    ) -> Sink:
+        if self._model is None:
+            raise EngineError("the engine is not started")
+        return await open_slot(self._options, self._model, entries, slot)
+
+    @override
+    def alive(self) -> str | None:
+        return self._node.alive()
+
+    @override
+    async def stop(self) -> None:
+        await self._node.stop()

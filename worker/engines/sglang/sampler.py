@@ -13,15 +13,15 @@ import torch
 from sglang.srt.layers import sampler as base
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from .draws import draw
-from .rows import Row, Rows
+from rollout_worker.engines.sampling.batch_rows import Row, Rows
+from rollout_worker.engines.sampling.token_draw import draw
 
 BACKENDS = ("flashinfer", "pytorch")
 """Which of SGLang's samplers ours replaces; it names one itself according to the platform."""
 
 
 class RolloutSampler(base.Sampler):  # type: ignore[misc]
-    """Draws as `draws` says; requests that are not ours (warm-up, idle ranks) go SGLang's way."""
+    """Draws as `token_draw` says; requests that are not ours (warm-up, idle ranks) go SGLang's way."""
 
     def forward(
         self,

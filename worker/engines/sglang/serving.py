@@ -1,6 +1,6 @@
-"""The child's main process: SGLang's engine, and the bridge to the worker.
+"""The child's main process: SGLang's engine, and the connection to the worker.
 
-Speaks the protocol of `bridge` over the inherited socket. Nothing else can reach this engine: it
+Speaks the protocol of `connection` over the inherited socket. Nothing else can reach this engine: it
 listens on no port. When the socket closes, the process ends and takes the schedulers with it.
 """
 
@@ -24,8 +24,8 @@ from sglang.srt.utils import torch_memory_saver_adapter as adapter
 from sglang.srt.utils.common import set_prometheus_multiproc_dir
 from sglang.version import __version__
 
-from . import inside
-from .bridge import LIMIT, frame
+from . import patches
+from .connection import LIMIT, frame
 from .settings import with_graphs
 from .streams import child_tokens
 
@@ -36,7 +36,7 @@ LOADER = "rollout_worker.engines.sglang.loader.load"
 
 def run(descriptor: int, flags: Sequence[str]) -> None:
     """Start the engine and serve until the worker is gone; never returns normally."""
-    inside.install()
+    patches.install()
     sock = socket.socket(fileno=descriptor)
     sock.setblocking(True)
     sock.sendall(frame({"progress": "starting SGLang's processes"}))
@@ -59,7 +59,7 @@ async def _attend(sock: socket.socket) -> None:
 class _Engine(Engine):  # type: ignore[misc]
     """SGLang's engine with our schedulers, and without the process that makes text of tokens."""
 
-    run_scheduler_process_func = staticmethod(inside.run_scheduler)
+    run_scheduler_process_func = staticmethod(patches.run_scheduler)
 
     @classmethod
     def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ class _Server:
         self._writer: asyncio.StreamWriter
         self._tasks: set[asyncio.Task[None]] = set()
         self._fresh: list[Any] = []  # token frames not sent yet
-        self._telling = asyncio.Lock()
+        self._calling = asyncio.Lock()
 
     async def serve(self, sock: socket.socket) -> None:
         """Serve until the other end closes."""
@@ -128,7 +128,7 @@ class _Server:
     async def _refusal(self) -> str | None:
         """Return why the schedulers would refuse every update, None if they would not."""
         try:
-            await self._tell("rollout_check")
+            await self._call_schedulers("rollout_check")
         except OSError as error:
             return str(error)
         return None
@@ -213,15 +213,17 @@ class _Server:
 
     async def _do_spill(self, what: str) -> None:
         """Run a function of `spilling` in every scheduler."""
-        await self._tell(f"rollout_{what}")
+        await self._call_schedulers(f"rollout_{what}")
 
-    async def _do_tell(self, method: str, **args: Any) -> None:
-        """Run `loader.hold` or `loader.drop` in every scheduler."""
-        await self._tell(method, told=json.dumps(args))  # arguments of SGLang's are flat
+    async def _do_call_ranks(self, method: str, **args: Any) -> None:
+        """Run `loader.map_ahead` or `loader.unmap` in every scheduler."""
+        await self._call_schedulers(
+            method, command=json.dumps(args)
+        )  # arguments of SGLang's are flat
 
-    async def _tell(self, method: str, **args: str) -> None:
+    async def _call_schedulers(self, method: str, **args: str) -> None:
         try:
-            async with self._telling:  # one socket, and an answer is the next thing that it has
+            async with self._calling:  # one socket, and an answer is the next thing that it has
                 await asyncio.to_thread(self._engine.collective_rpc, method, **args)
         except AssertionError as error:  # how SGLang tells what failed there
             raise OSError(str(error)) from error
@@ -230,7 +232,7 @@ class _Server:
         give = messages.ReleaseMemoryOccupationReqInput(tags=with_graphs(tags))
         await self._manager.release_memory_occupation(give)
         # That is the first rank's answer; the others may still be at it, and their devices go to others.
-        await self._tell("rollout_meet")
+        await self._call_schedulers("rollout_meet")
 
     async def _do_retake(self, tags: list[str]) -> None:
         take = messages.ResumeMemoryOccupationReqInput(tags=with_graphs(tags))

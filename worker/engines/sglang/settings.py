@@ -13,12 +13,12 @@ from typing import NoReturn
 
 from rollout_worker.engine import EngineError, Gang
 from rollout_worker.engines import EngineOptions, selfcheck, tested
-from rollout_worker.engines.mapped import SLOTS_VARIABLE
 from rollout_worker.engines.network import interface_of, own_address
+from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
+from rollout_worker.engines.tested import flags_refused
 from rollout_worker.turn.sharing import SOCKET
 
 from .model import Model
-from .refused import REFUSED
 
 FOLDER_VARIABLE = "ROLLOUT_SGLANG_SPILL"
 """Tells the ranks of a node where their weights are to go at sleep level 1."""
@@ -46,6 +46,74 @@ ONE = {
     "to 1 and raise tensor",
 }
 """What of `spec.parallelism` must be 1."""
+
+
+# docs/engines.md shows these; a test holds both against the pinned version's parser.
+REFUSED: dict[str, str] = dict(
+    (
+        *flags_refused("set by --model", "--model-path", "--model"),
+        ("--device", "set by --device"),
+        ("--dtype", "set by --dtype"),
+        ("--context-length", "set by --max-length"),
+        ("--served-model-name", "set by --served-name"),
+        ("--config", "a file could set what the worker sets: give its flags one by one"),
+        ("--skip-tokenizer-init", "always set: the worker itself speaks token ids"),
+        *flags_refused("the tokenizer is the model's own", "--tokenizer-path", "--tokenizer-mode"),
+        ("--tokenizer-worker-num", "the worker talks to one"),
+        *flags_refused("the worker generates, token by token", "--is-embedding", "--dllm-algorithm",
+               "--encoder-only"),
+        # Sampling: its distribution is the request's, and its logprobs are of that distribution.
+        ("--sampling-backend", "the worker brings its own sampler"),
+        *flags_refused("send sampling parameters with each request", "--sampling-defaults",
+               "--preferred-sampling-params"),
+        ("--speculative-algorithm", "drafts would leave the logprobs of the sampler out"),
+        *flags_refused("tokens would be drawn from what no request asks for", "--enable-watermark",
+               "--watermark-config"),
+        ("--allow-auto-truncate", "a prompt is taken whole or refused"),
+        # Weights: a commit reaches all of them, and a version is what its hash says.
+        ("--load-format", "the worker serves the checkpoint's own bytes"),
+        ("--custom-weight-loader", "the worker brings its own"),
+        ("--weight-version", "set by commits"),
+        ("--delete-ckpt-after-loading", "the checkpoint is read again after a restart"),
+        ("--checkpoint-engine-wait-weights-before-ready", "weights come through POST /v1/weights/stage"),
+        *flags_refused("a version has the checkpoint's layout: quantise the checkpoint", "--quantization",
+               "--modelopt-quant", "--quantize-and-serve", "--rl-quant-profile"),
+        *flags_refused("an update would not reach weights that are kept elsewhere", "--cpu-offload-gb",
+               "--offload-group-size", "--offload-mode", "--kt-weight-path", "--kt-method",
+               "--enable-paged-experts", "--ple-offload-embedding",
+               "--no-ple-offload-embedding",
+               "--enable-elastic-expert-backup", "--weight-cache-mode"),
+        *flags_refused("no request names an adapter: merge it into the weights", "--enable-lora",
+               "--lora-paths", "--uno-lora-path"),
+        # Spans: KV of other weights is never passed off as that of the new ones.
+        *flags_refused("KV kept elsewhere outlives the weights that made it", "--hicache-storage-backend",
+               "--enable-lmcache", "--enable-flexkv", "--enable-unified-cache-external-linker",
+               "--disaggregation-mode"),
+        # Sleep.
+        ("--enable-weights-cpu-backup", "sleep at level 1 keeps its copy in sleep.spill"),
+        # The queue and streams.
+        ("--max-queued-requests", "the worker queues: set worker.maxQueue"),
+        ("--stream-interval", "the worker sets it for each request"),
+        # Ports and processes.
+        *flags_refused("the engine listens on no port", "--host", "--port", "--grpc-mode",
+               "--smg-grpc-mode", "--grpc-port", "--sidecar", "--api-key", "--admin-api-key",
+               "--ssl-keyfile", "--ssl-certfile", "--kv-events-config", "--load-publish-endpoint",
+               "--remote-instance-weight-loader-start-seed-via-transfer-engine"),
+        ("--use-ray", "the worker watches over SGLang's own processes"),
+        *flags_refused("SGLang updates no weights of data-parallel replicas: use more replicas",
+               "--dp-size", "--data-parallel-size"),
+        *flags_refused("each attention group would take the worker's commands by itself: spread experts with "
+               "--ep-size instead", "--enable-dp-attention", "--attn-dp-size",
+               "--attention-data-parallel-size"),
+        *flags_refused("SGLang's pipelines can't be paused: use tensor parallelism", "--pp-size",
+               "--pipeline-parallel-size"),
+        ("--nnodes", "set by parallelism.nodes (--nodes of the worker)"),
+        ("--node-rank", "set by --rank of the worker"),
+        *flags_refused("set by --leader-address and --gang-port of the worker", "--dist-init-addr",
+               "--nccl-init-addr"),
+    )
+)  # fmt: skip
+"""Flags that would break a promise of the worker's, and what to use instead. By each of the flag's names."""
 
 
 @dataclass(frozen=True, slots=True)

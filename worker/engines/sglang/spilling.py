@@ -1,6 +1,6 @@
 """The weights of sleeping ranks: each keeps its own in a file without a name, on its own node.
 
-Runs inside SGLang's schedulers; `inside` makes these functions methods of theirs, which the child
+Runs inside SGLang's schedulers; `patches` makes these functions methods of theirs, which the child
 calls in all of them, on every node (`collective_rpc`). The file goes with the process.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_worker.engines.mapped import unnamed
+from rollout_worker.engines.shared_memory.sinks import open_unnamed
 
 from .settings import FOLDER_VARIABLE
 
@@ -65,25 +65,25 @@ def _together(scheduler: Any, work: Callable[[Any], None]) -> None:
     except Exception as error:  # whatever it was, the others wait below
         logger.exception("the weights of this rank could not be moved")
         wrong = f"{os.environ[FOLDER_VARIABLE]!r}: {getattr(error, 'strerror', None) or error}"
-    told: list[str] = [""] * torch.distributed.get_world_size(scheduler.tp_cpu_group)
-    torch.distributed.all_gather_object(told, wrong, group=scheduler.tp_cpu_group)
-    if any(told):
-        raise OSError(next(filter(None, told)))
+    errors: list[str] = [""] * torch.distributed.get_world_size(scheduler.tp_cpu_group)
+    torch.distributed.all_gather_object(errors, wrong, group=scheduler.tp_cpu_group)
+    if any(errors):
+        raise OSError(next(filter(None, errors)))
 
 
 def _keep(model: Any) -> None:
-    held = _held(model)
-    _kept.append(unnamed(Path(os.environ[FOLDER_VARIABLE])))
-    os.posix_fallocate(_kept[0], 0, max(sum(len(tensor) for tensor in held), 1))
+    pieces = _model_bytes(model)
+    _kept.append(open_unnamed(Path(os.environ[FOLDER_VARIABLE])))
+    os.posix_fallocate(_kept[0], 0, max(sum(len(tensor) for tensor in pieces), 1))
     with os.fdopen(os.dup(_kept[0]), "r+b", buffering=0) as file:
-        for part in _parts(held):
+        for part in _parts(pieces):
             _write(file.fileno(), part.cpu().numpy().data)
 
 
 def _bring_back(model: Any) -> None:
     with os.fdopen(_kept.pop(), "rb", buffering=0) as file:
         file.seek(0)
-        for part in _parts(_held(model)):
+        for part in _parts(_model_bytes(model)):
             held = torch.empty(part.shape, dtype=torch.uint8)
             view = held.numpy().data
             while view:
@@ -105,7 +105,7 @@ def _write(handle: int, view: memoryview) -> None:
         view = view[os.write(handle, view) :]
 
 
-def _held(model: Any) -> list[Tensor]:
+def _model_bytes(model: Any) -> list[Tensor]:
     """Return the bytes of all that the model computes with, each piece of memory once: [n] uint8.
 
     Besides parameters there are plain tensors made of them (MLA's `w_kc` and `w_vc`), some of them
@@ -120,6 +120,6 @@ def _held(model: Any) -> list[Tensor]:
     ]
 
 
-def _parts(held: Sequence[Tensor]) -> list[Tensor]:
+def _parts(pieces: Sequence[Tensor]) -> list[Tensor]:
     """Return bytes in parts, which share their memory."""
-    return [part for tensor in held for part in torch.split(tensor, CHUNK_BYTES)]
+    return [part for tensor in pieces for part in torch.split(tensor, CHUNK_BYTES)]

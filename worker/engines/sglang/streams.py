@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
 from rollout_worker.engine import EngineDelta, EngineRequest
-from rollout_worker.engines.fitting import stop_ids
-from rollout_worker.engines.stopping import StopChecker
-from rollout_worker.schemas import AbortReason, SamplingParams, StopReason, WeightsId, WeightsSpan
-
-Decode = Callable[[Sequence[int]], str]
+from rollout_worker.engines.request_checks import StopChecker, stop_ids
+from rollout_worker.engines.sampling.asks import sampling_asks
+from rollout_worker.engines.weight_versions import Change, spans_within
+from rollout_worker.schemas import AbortReason, StopReason, WeightsId, WeightsSpan
 
 UNREAD_SECONDS = 0.1
 """How often tokens are passed on that nobody reads along: each one would take longer to pass on than
 to make with a small model."""
-
-LEAST_REPETITION = 1e-30
-"""Smaller penalties are 0 in float32 and would make NaN of the logits of ids that are not allowed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,25 +34,16 @@ class Stream:
     request: EngineRequest
     arrival: int
     eos: frozenset[int]
-    decode: Decode | None
+    stop: StopChecker
     deltas: asyncio.Queue[EngineDelta | Exception] = field(default_factory=asyncio.Queue)
     rid: str | None = None
     produced: int = 0
     done: bool = False
     cached: int = 0
     retractions: int = 0
-    changes: list[tuple[int, WeightsId, bool]] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
     entered: float = field(default_factory=time.monotonic)
     queued: float = 0.0
-    stop: StopChecker = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stop = StopChecker(self.request.sampling, self.eos, self.decode)
-
-    def __lt__(self, other: Stream) -> bool:
-        """Order of the queue: priority, then arrival."""
-        mine = (self.request.priority, self.arrival)
-        return mine < (other.request.priority, other.arrival)
 
     def post(self, rid: str, weights: WeightsId) -> dict[str, Any]:
         """Return what the child is asked, to be made by `weights` from the first token on."""
@@ -99,7 +86,7 @@ class Stream:
         self._put(
             tuple(ids[:used]),
             kept,
-            self._spans(start, self.produced),
+            spans_within(self.changes, start, self.produced),
             stop_reason=reason,
             stop_match=match,
             abort_reason=abort,
@@ -117,23 +104,6 @@ class Stream:
         if not self.done:
             self.done = True
             self.deltas.put_nowait(error)
-
-    def _spans(self, start: int, end: int) -> tuple[WeightsSpan, ...]:
-        bounds = [change[0] for change in self.changes[1:]] + [end]
-        spans = []
-        for (begin, weights, stale), until in zip(self.changes, bounds, strict=True):
-            first, last = max(begin, start), min(until, end)
-            if first < last:
-                spans.append(
-                    WeightsSpan(
-                        epoch=weights.epoch,
-                        version=weights.version,
-                        start=first,
-                        end=last,
-                        stale_kv=stale,
-                    )
-                )
-        return tuple(spans)
 
     def _put(
         self,
@@ -163,10 +133,13 @@ def child_request(
     """Return the fields of SGLang's request.
 
     Every id that ends the output goes as a stop id, EOS too; stop strings are found here. What the
-    sampler must know beyond SGLang's own parameters is in `custom_params`, see `rows.Row`.
+    sampler must know beyond SGLang's own parameters is in `custom_params`, see `batch_rows.Row`.
     """
     sampling = request.sampling
     stops = stop_ids(sampling, eos)
+    asks = sampling_asks(request, stops)
+    if not (request.streamed or sampling.stop):  # stop strings are found token by token
+        asks["unread"] = True
     return {
         "rid": rid,
         "input_ids": list(request.token_ids),
@@ -175,7 +148,7 @@ def child_request(
             "max_new_tokens": sampling.max_tokens,
             "ignore_eos": True,
             "stop_token_ids": sorted(stops),
-            "custom_params": _asks(request, stops),
+            "custom_params": asks,
         },
         "return_logprob": request.logprobs is not None,
         "logprob_start_len": -1,
@@ -185,41 +158,8 @@ def child_request(
     }
 
 
-def _asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, Any]:
-    sampling = request.sampling
-    asks: dict[str, Any] = {
-        "greedy": sampling.temperature == 0,
-        "raw": request.logprobs == "raw",
-    }
-    if not (request.streamed or sampling.stop):  # stop strings are found token by token
-        asks["unread"] = True
-    if sampling.seed is not None:
-        asks["seed"] = sampling.seed
-    if sampling.temperature > 0 and _cuts(sampling):
-        asks["cut"] = [sampling.min_p, sampling.top_k, sampling.top_p]
-    penalties = (
-        max(LEAST_REPETITION, sampling.repetition_penalty),
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-    )
-    if penalties != (1, 0, 0):
-        asks["penalties"] = list(penalties)
-    if sampling.min_tokens and stops:
-        asks |= {"min_tokens": sampling.min_tokens, "stops": sorted(stops)}
-    if sampling.logit_bias:
-        asks["bias_ids"] = list(sampling.logit_bias)
-        asks["bias_values"] = list(sampling.logit_bias.values())
-    if sampling.allowed_token_ids is not None:
-        asks["allowed"] = list(sampling.allowed_token_ids)
-    return asks
-
-
-def _cuts(sampling: SamplingParams) -> bool:
-    return sampling.min_p > 0 or sampling.top_k > 0 or sampling.top_p < 1
-
-
 def child_tokens(rid: str, output: dict[str, Any]) -> list[Any]:
-    """Return `[rid, ids, logprobs or None, about]` of what SGLang gave, as `bridge` describes it.
+    """Return `[rid, ids, logprobs or None, about]` of what SGLang gave, as `connection` describes it.
 
     What SGLang counts as a bad request becomes a ValueError: it is about this request alone.
     """

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 
 from rollout_worker.engine import Gang
-from rollout_worker.engines.mapped import SLOTS_VARIABLE
 from rollout_worker.engines.network import address_of, interface_of, own_address
+from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 
 from .settings import Settings
 

@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_worker.engines import held, reads
-from rollout_worker.engines.mapped import SLOTS_VARIABLE
-from rollout_worker.engines.watching import Watching
+from rollout_worker.engines.shared_memory import rank_mappings
+from rollout_worker.engines.shared_memory.read_watch import ReadWatch
+from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
+from rollout_worker.engines.shared_memory.unread import note_unread
 from rollout_worker.observe.processes import find
 from rollout_worker.turn.sharing import join
 
@@ -131,7 +132,7 @@ class Extension:
         with set_current_vllm_config(self.vllm_config), _seen(ticket, settled) as tensors:
             self.model_runner.reload_weights(weights_iterator=tensors)
             _finish_load(self)
-        held.check(json.loads(ticket))
+        rank_mappings.check_unchanged(json.loads(ticket))
 
     def rollout_reload(self) -> None:
         """Load the model's own checkpoint as `rollout_load` loads a version."""
@@ -141,15 +142,17 @@ class Extension:
             self.model_runner.reload_weights()
             _finish_load(self)
 
-    def rollout_hold(
-        self, where: dict[str, str], size: int, tally: tuple[str, str], lent: bool
+    def rollout_map(
+        self, where: dict[str, str], size: int, tally: tuple[str, str], borrowed: bool
     ) -> None:
-        """Map a sink before it is loaded, see `held.hold`."""
-        held.hold(where, size, tally, lent=lent, gpu=self.device.type == "cuda")
+        """Map a sink before it is loaded, see `rank_mappings.map_ahead`."""
+        rank_mappings.map_ahead(
+            where, size, tally, borrowed=borrowed, gpu=self.device.type == "cuda"
+        )
 
-    def rollout_drop(self, where: dict[str, str]) -> None:
-        """Hold a sink no longer."""
-        held.drop(where)
+    def rollout_unmap(self, where: dict[str, str]) -> None:
+        """Unmap a sink."""
+        rank_mappings.unmap(where)
 
     def rollout_seed(self, seed: int) -> None:
         """Draw from here on what no other replica and no other data-parallel rank draws.
@@ -208,14 +211,14 @@ def _seen(ticket: str, settled: bool) -> Iterator[Iterator[tuple[str, torch.Tens
         ticket: Of the sink.
         settled: Whether the next load reads the same tensors.
     """
-    tensors = held.tensors_of(ticket)
-    if WATCH_VARIABLE not in os.environ or not settled or held.absent(ticket):
+    tensors = rank_mappings.read_tensors(ticket)
+    if WATCH_VARIABLE not in os.environ or not settled or rank_mappings.is_partial(ticket):
         yield tensors
         return
-    with Watching(tensors) as watching:
+    with ReadWatch(tensors) as watching:
         yield iter(watching)
     told = [(name, dtype, shape) for name, dtype, shape, _ in json.loads(ticket)["tensors"]]
-    reads.tell(Path(os.environ[SLOTS_VARIABLE]), told, watching.untouched)
+    note_unread(Path(os.environ[SLOTS_VARIABLE]), told, watching.untouched)
 
 
 def _allocations() -> dict[int, Any]:

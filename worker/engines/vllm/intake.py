@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_worker.engine import EngineRequest, InvalidRequest
-from rollout_worker.engines.fitting import check_fits, stop_ids
+from rollout_worker.engines.request_checks import check_fits, check_temperature, stop_ids
 
 LEAST_TEMPERATURE = 0.01
 """Below, vLLM silently takes this one; 0 is greedy."""
@@ -36,7 +36,7 @@ class Model:
 
     max_length: int
     vocab_size: int
-    eos: frozenset[int]
+    eos_token_ids: frozenset[int]
     tokenizer: Any | None
     bounded: bool = False
 
@@ -47,20 +47,8 @@ def check(request: EngineRequest, model: Model) -> None:
     Raises:
         InvalidRequest: names the field and the fix.
     """
-    check_fits(
-        request,
-        vocab_size=model.vocab_size,
-        max_length=model.max_length,
-        eos=model.eos,
-        text=model.tokenizer is not None,
-    )
-    heat = request.sampling.temperature
-    if heat != 0 and not LEAST_TEMPERATURE <= heat <= MOST_TEMPERATURE:
-        raise InvalidRequest(
-            "sampling.temperature",
-            f"vLLM can't draw at {heat:g}: use 0 (greedy), or from {LEAST_TEMPERATURE:g} to "
-            f"{MOST_TEMPERATURE:g}",
-        )
+    check_fits(request, model)
+    check_temperature(request, "vLLM", LEAST_TEMPERATURE, MOST_TEMPERATURE)
     if model.bounded:
         _check_bounds(request, model)
 
@@ -69,7 +57,7 @@ def _check_bounds(request: EngineRequest, model: Model) -> None:
     """Refuse more than the sampler's arrays hold: beyond, vLLM's core raises, and ends."""
     sampling = request.sampling
     allowed = len(sampling.allowed_token_ids or ())
-    stops = len(stop_ids(sampling, model.eos)) if sampling.min_tokens else 0
+    stops = len(stop_ids(sampling, model.eos_token_ids)) if sampling.min_tokens else 0
     for field, found, most, why in (
         ("sampling.allowed_token_ids", allowed, MOST_TOKENS, ""),
         ("sampling.logit_bias", len(sampling.logit_bias), MOST_TOKENS, ""),
@@ -107,7 +95,7 @@ def translate(request: EngineRequest, model: Model) -> Any:
         }
         or None,
         allowed_token_ids=None if allowed is None else list(allowed),
-        stop_token_ids=sorted(stop_ids(sampling, model.eos)),
+        stop_token_ids=sorted(stop_ids(sampling, model.eos_token_ids)),
         ignore_eos=True,
         seed=sampling.seed,
         logprobs=None if request.logprobs is None else 0,

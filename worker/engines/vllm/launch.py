@@ -16,18 +16,23 @@ from typing import Any
 
 from rollout_worker.engine import EngineError, Layout
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.checkpoint import dtype_of, layout_of
-from rollout_worker.engines.folder import eos_ids, load_tokenizer, read_config
+from rollout_worker.engines.model_folder import (
+    dtype_of,
+    eos_ids,
+    hash_meanwhile,
+    layout_of,
+    load_tokenizer,
+    read_config,
+)
 from rollout_worker.observe.processes import Process, descendants
 from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import open_source
 from rollout_worker.turn.sharing import SOCKET
 
 from .environment import join_gang
-from .hashing import Report, beside_hash
 from .intake import Model
-from .leftovers import segments, temporary_files
 from .settings import Settings
+from .shutdown import Report, find_segments, temporary_files
 from .under_ray import announce, check_platform
 
 logger = logging.getLogger(__name__)
@@ -82,7 +87,7 @@ class Launched:
     def adopt(self, ranks: set[Process]) -> None:
         """Watch over ranks that something else started."""
         self.processes |= ranks
-        self.segments |= segments(ranks)
+        self.segments |= find_segments(ranks)
         self.vital |= ranks
 
 
@@ -108,7 +113,7 @@ def launch(
 
     before = descendants(os.getpid())
     steps = Steps()
-    llm, root_hash = beside_hash(
+    llm, root_hash = hash_meanwhile(
         options.model,
         report,
         cancelled,
@@ -123,7 +128,7 @@ def launch(
     model = Model(
         max_length=int(config.model_config.max_model_len),
         vocab_size=int(config.model_config.get_vocab_size()),
-        eos=eos,
+        eos_token_ids=eos,
         tokenizer=tokenizer,
         bounded=bool(config.use_v2_model_runner),
     )
@@ -140,7 +145,7 @@ def launch(
         version=str(vllm.__version__),
         cpu=cpu,
         processes=processes,
-        segments=segments(processes),
+        segments=find_segments(processes),
         vital={process for process in processes if process.title().startswith(TITLE)},
     )
 

@@ -11,21 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.engine import EngineError, Entry, MemberInfo, Sink
-from rollout_worker.engines import EngineOptions, reads
-from rollout_worker.engines.checkpoint import layout_of
-from rollout_worker.engines.folder import read_config
-from rollout_worker.engines.mapped import open_mapped
+from typing_extensions import override
+
+from rollout_worker.engine import EngineError, Entry, Member, MemberInfo, Sink
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.model_folder import hash_meanwhile, layout_of, read_config
+from rollout_worker.engines.shared_memory import unread
+from rollout_worker.engines.shared_memory.sinks import open_mapped
 from rollout_worker.observe import processes
 from rollout_worker.schemas import Progress
-from rollout_worker.sources.files import ReadCancelled, open_source
+from rollout_worker.sources.files import open_source
 
-from . import ending, environment, launch, leftovers, settings
-from .hashing import Report, beside_hash
+from . import environment, launch, settings, shutdown
+from .shutdown import Report
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class MemberRanks:
     """A member's running ranks, and the executor that owns them."""
 
     executor: Any
@@ -35,49 +37,37 @@ class Ranks:
     """Process ids of all."""
 
 
-class VllmMember:
+class VllmMember(Member):
     """The `Member` of vLLM."""
 
     def __init__(self, options: EngineOptions) -> None:
         assert options.gang is not None, "a member has a gang"
         environment.prepare_environment()
-        leftovers.prepare()
+        shutdown.prepare_folder()
         self._options = options
         self._gang = options.gang
         self._settings = settings.parse(options.args, options.gang)
         self._give_up = threading.Event()
         self._before = processes.descendants(os.getpid())
         self._standing = processes.Standing()
-        self._ranks: Ranks | None = None
+        self._ranks: MemberRanks | None = None
 
+    @override
     async def start(self, report: Callable[[Progress], None]) -> MemberInfo:
-        """See `Member.start`."""
-        loop = asyncio.get_running_loop()
-
-        def relay(progress: Progress) -> None:
-            loop.call_soon_threadsafe(report, progress)
-
-        def work(cancelled: Callable[[], bool]) -> Ranks:
-            return launch_ranks(self._options, self._settings, relay, cancelled)
-
-        starting = loop.run_in_executor(None, work, self._give_up.is_set)
-        try:
-            self._ranks = await asyncio.shield(starting)
-        except ReadCancelled:
-            raise EngineError("the ranks were stopped while they loaded") from None
-        except asyncio.CancelledError:
-            await self.stop()
-            done, _ = await asyncio.wait([starting], timeout=ending.STOP_SECONDS)
-            for future in done:
-                future.exception()  # looked at: a start that was given up is no unheard error
-            raise
+        self._ranks = await shutdown.run_start(
+            lambda relay, cancelled: launch_ranks(self._options, self._settings, relay, cancelled),
+            report,
+            self._give_up,
+            self._before,
+        )
         return self._ranks.info
 
+    @override
     def unread(self, entries: Sequence[Entry]) -> frozenset[str]:
-        """See `Member.unread`."""
         ranks = set() if self._ranks is None else self._ranks.ids
-        return reads.unread(self._gang.slots, ranks, entries)
+        return unread.unread_by_all(self._gang.slots, ranks, entries)
 
+    @override
     async def open_slot(
         self,
         slot: str,
@@ -86,7 +76,6 @@ class VllmMember:
         on_disk: bool = False,
         unread: Collection[str] = (),
     ) -> Sink:
-        """See `Member.open_slot`."""
         spill_dir = self._options.spill_dir or Path(tempfile.gettempdir())
         return await open_mapped(
             entries,
@@ -97,8 +86,8 @@ class VllmMember:
             staging=self._options.staging,
         )
 
+    @override
     def alive(self) -> str | None:
-        """See `Member.alive`."""
         ranks = set() if self._ranks is None else self._ranks.processes
         if not all(rank.alive() for rank in ranks):
             return "one of vLLM's ranks died"
@@ -106,10 +95,10 @@ class VllmMember:
             return "one of vLLM's ranks was stopped"
         return None
 
+    @override
     async def stop(self) -> None:
-        """See `Member.stop`."""
         self._give_up.set()
-        await asyncio.to_thread(ending.end_start, self._before)
+        await asyncio.to_thread(shutdown.end_start, self._before)
 
 
 def launch_ranks(
@@ -117,7 +106,7 @@ def launch_ranks(
     flags: settings.Settings,
     report: Report,
     cancelled: Callable[[], bool],
-) -> Ranks:
+) -> MemberRanks:
     """Start the ranks of a member's node.
 
     Raises:
@@ -136,12 +125,12 @@ def launch_ranks(
         os.environ[settings.WATCH_VARIABLE] = "1"
 
     before = processes.descendants(os.getpid())
-    executor, root_hash = beside_hash(
+    executor, root_hash = hash_meanwhile(
         options.model, report, cancelled, lambda: _executor(config), lambda it: it.shutdown()
     )
     ranks = {worker.proc.pid for worker in executor.workers}
     running = {each for each in processes.descendants(os.getpid()) - before if each.pid in ranks}
-    return Ranks(executor, MemberInfo(str(options.model), root_hash, layout), running, ranks)
+    return MemberRanks(executor, MemberInfo(str(options.model), root_hash, layout), running, ranks)
 
 
 def _executor(config: Any) -> Any:
@@ -149,7 +138,7 @@ def _executor(config: Any) -> Any:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     try:
-        with leftovers.temporary_files():
+        with shutdown.temporary_files():
             return MultiprocExecutor(config, monitor_workers=False)
     except Exception as error:  # what a rank could not do is an exception of just that kind
         raise EngineError(f"vLLM's ranks did not start: {error}; its own log says why") from error

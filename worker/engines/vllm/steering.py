@@ -1,4 +1,4 @@
-"""Whether vLLM steps, and who is in it: pause, resume, take outputs back, forget KV."""
+"""Whether vLLM steps, and which requests it has: admit, pause, resume, take back, forget KV."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import asynccontextmanager
 
+from rollout_worker.engines.admission_queue import AdmissionQueue
 from rollout_worker.schemas import AbortReason, MemoryTag
 
-from .gate import Gate
-from .labels import Labels
 from .launch import Launched
-from .streams import Stream
+from .streams import Labels, Stream
 
-RIPEN_SECONDS = 1.0
+FIRST_TOKEN_SECONDS = 1.0
 
 
 class Steering:
-    """Holds vLLM's scheduler; it steps only if nobody paused, froze or put memory away."""
+    """Controls vLLM's scheduler: it steps unless it is paused or frozen, or memory is asleep.
 
-    def __init__(self, launched: Launched, gate: Gate, labels: Labels) -> None:
+    Args:
+        launched: The vLLM.
+        limit: How many outputs it runs at once; it gets no more.
+        labels: Which weights made which token.
+    """
+
+    def __init__(self, launched: Launched, limit: int, labels: Labels) -> None:
         self._llm = launched.llm
         self._steps = launched.steps
-        self._gate = gate
+        self._queue = AdmissionQueue[Stream](lambda _: len(self._admitted) < limit, self._admit)
+        self._admitted: set[str] = set()
         self._labels = labels
         self._lock = asyncio.Lock()
         self._stopped = False
@@ -33,25 +39,47 @@ class Steering:
         self._lost_at = -1
         self._cache = 0
         self.paused = False
-        self.held = False
+        self.admission_held = False
         self.broken = False  # half of other weights is loaded: no step may be made any more
-        self.away: set[MemoryTag] = set()
+        self.asleep: set[MemoryTag] = set()
         self.streams: dict[str, Stream] = {}
         self._begun: set[str] = set()
-        self._ripe = asyncio.Event()  # all that are in vLLM have begun
+        self._all_begun = asyncio.Event()  # all that are in vLLM have begun
+
+    @property
+    def running(self) -> frozenset[str]:
+        """Ids of the outputs that vLLM may have."""
+        return frozenset(self._admitted)
+
+    async def wait_for_admission(self, stream: Stream) -> None:
+        """Wait until vLLM may have an output; a cancelled one gives its place up."""
+        stream.admission = asyncio.get_running_loop().create_future()
+        self._queue.add_request(stream)
+        self._queue.admit_requests()
+        try:
+            await stream.admission
+        except asyncio.CancelledError:
+            self._release([stream.name])
+            raise
+
+    def _admit(self, stream: Stream) -> None:
+        self._admitted.add(stream.name)
+        stream.stop_waiting()
+
+    def _release(self, names: Collection[str]) -> None:
+        self._admitted.difference_update(names)
+        self._queue.admit_requests()
 
     @property
     def may_step(self) -> bool:
         """Whether steps are wanted now."""
-        return not (self.paused or self._frozen or self.away or self.broken)
+        return not (self.paused or self._frozen or self.asleep or self.broken)
 
     async def settle(self) -> None:
         """Bring vLLM to what is wanted; returns once no step runs, if none may."""
         async with self._lock:
-            if self.may_step and not self.held:
-                self._gate.open()
-            else:
-                self._gate.shut()
+            self._queue.is_open = self.may_step and not self.admission_held
+            self._queue.admit_requests()
             core = self._llm.engine_core
             if not self.may_step and not self._stopped:
                 await self._order(core.pause_scheduler_async(mode="keep", clear_cache=False))
@@ -76,7 +104,7 @@ class Steering:
         """
         if self._ordered_at is not None:
             return max(self._ordered_at, self._steps.last)
-        return self._steps.last if self._gate.inside and not self._stopped else None
+        return self._steps.last if self._admitted and not self._stopped else None
 
     @asynccontextmanager
     async def frozen(self) -> AsyncIterator[None]:
@@ -90,43 +118,43 @@ class Steering:
             if not self.broken:
                 await self.settle()
 
-    async def ripen(self) -> None:
-        """Let nobody in, and give those that are in a moment to get their first token.
+    async def await_first_tokens(self) -> None:
+        """Admit nothing more, and give what runs a moment to get its first token.
 
-        Who has none when weights change goes back to the queue, and its prefill was in vain.
+        An output that has none when weights change goes back to the queue, and its prefill was in vain.
         """
-        self._gate.shut()
-        self._ripe.clear()
-        if not (self._stopped or self._gate.inside <= self._begun):
+        self._queue.is_open = False
+        self._all_begun.clear()
+        if not (self._stopped or self._admitted <= self._begun):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RIPEN_SECONDS):
-                    await self._ripe.wait()
+                async with asyncio.timeout(FIRST_TOKEN_SECONDS):
+                    await self._all_begun.wait()
 
-    def began(self, name: str) -> None:
+    def note_begun(self, name: str) -> None:
         """Note that an output has a token: no other weights can begin it any more."""
         self._begun.add(name)
-        if self._gate.inside <= self._begun:
-            self._ripe.set()
+        if self._admitted <= self._begun:
+            self._all_begun.set()
 
-    def left(self, name: str) -> None:
+    def note_ended(self, name: str) -> None:
         """Note that an output has ended, however it did."""
         del self.streams[name]
         self._begun.discard(name)
-        self._gate.leave([name])
-        if self._gate.inside <= self._begun:
-            self._ripe.set()
+        self._release([name])
+        if self._admitted <= self._begun:
+            self._all_begun.set()
 
-    async def take_back(self) -> None:
+    async def requeue_unstarted(self) -> None:
         """Take outputs without a token back into the queue: they are to run on other weights."""
         early = [
             stream
             for stream in self.streams.values()
-            if stream.name in self._gate.inside
+            if stream.name in self._admitted
             and not (stream.produced or stream.ended or stream.aborting)
         ]
         for stream in early:
             stream.returned = True
-        self._gate.leave([stream.name for stream in early])
+        self._release([stream.name for stream in early])
         await self._remove(early)
 
     async def _remove(self, streams: Collection[Stream]) -> None:
@@ -141,7 +169,7 @@ class Steering:
         known = [stream for stream in known if not stream.ended]
         for stream in known:
             stream.aborting = stream.aborting or reason
-            self._gate.dismiss(stream.name)
+            stream.stop_waiting()
         await self._remove(known)
         return {stream.name for stream in known}
 

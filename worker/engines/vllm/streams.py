@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Sequence
@@ -9,27 +10,78 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_worker.engine import EngineDelta, EngineRequest
-from rollout_worker.engines.stopping import StopChecker
-from rollout_worker.schemas import AbortReason, StopMatch, StopReason, WeightsId
-
-from .labels import Labels
+from rollout_worker.engines.request_checks import StopChecker
+from rollout_worker.engines.weight_versions import Change, spans_within
+from rollout_worker.schemas import (
+    CHECKPOINT,
+    AbortReason,
+    StopMatch,
+    StopReason,
+    WeightsId,
+    WeightsSpan,
+)
 
 Ending = tuple[StopReason, StopMatch | None, AbortReason | None]
 BROKEN: Ending = (StopReason.ABORTED, None, AbortReason.ENGINE)
+
+
+class Labels:
+    """Which weights made which token: the labels given so far, one a commit.
+
+    vLLM stamps the outputs of every step with a label that is set at a commit, while nothing steps,
+    and keeps for each request where in its output each label began. So spans are exact, however
+    many steps' outputs arrive together.
+    """
+
+    def __init__(self) -> None:
+        # For each: its weights, and whether running requests kept their KV.
+        self._meanings: dict[str, tuple[WeightsId, bool]] = {"0": (CHECKPOINT, False)}
+        self.current = "0"
+
+    @property
+    def identity(self) -> WeightsId:
+        """The weights that the current label stands for."""
+        return self._meanings[self.current][0]
+
+    def next(self, identity: WeightsId, *, kept: bool) -> str:
+        """Make the label of a new commit; it becomes current with `adopt`."""
+        label = str(int(self.current) + 1)
+        self._meanings[label] = (identity, kept)
+        return label
+
+    def adopt(self, label: str) -> None:
+        """Make a label the current one: vLLM stamps it from now on."""
+        self.current = label
+
+    def spans(
+        self, starts: Sequence[tuple[str, int]], begin: int, end: int
+    ) -> tuple[WeightsSpan, ...]:
+        """Return the spans of the tokens [begin, end) of an output.
+
+        `starts`: (label, index of its first token) in order. KV is stale in tokens of a later
+        label than the output's first one, unless it was computed again at the commit.
+        """
+        changes: list[Change] = []
+        for index, (label, start) in enumerate(starts):
+            identity, kept = self._meanings[label]
+            changes.append((start, identity, kept and index > 0))
+        return spans_within(changes, begin, end)
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
     """The reader's end of one output.
 
-    `inside`: vLLM's id of it and its state there, while it has it. `returned`: it was taken back
-    from vLLM before its first token, to wait for its turn again.
+    `admission`: done once it may go to vLLM, or must not wait for that any more. `inside`: vLLM's id
+    of it and its state there, while it has it. `returned`: it was taken back from vLLM before its
+    first token, to wait again.
     """
 
     request: EngineRequest
     arrival: int
     stops: StopChecker | None
     produced: int = 0
+    admission: asyncio.Future[None] | None = None
     inside: str | None = None
     state: Any = None
     returned: bool = False
@@ -44,6 +96,16 @@ class Stream:
     def name(self) -> str:
         """Its request id."""
         return self.request.request_id
+
+    @property
+    def done(self) -> bool:
+        """Whether it does not wait for its admission."""
+        return self.admission is None or self.admission.done()
+
+    def stop_waiting(self) -> None:
+        """Let it wait for its admission no longer, be it admitted or not."""
+        if self.admission is not None and not self.admission.done():
+            self.admission.set_result(None)
 
     def take(self, output: Any, labels: Labels) -> EngineDelta:
         """Turn what vLLM gave into a delta; the last one sets `ended`."""

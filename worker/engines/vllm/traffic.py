@@ -9,24 +9,20 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
-from rollout_worker.engines.folder import decode
-from rollout_worker.engines.stopping import StopChecker
+from rollout_worker.engines.request_checks import check_unused, make_stop_checker
 from rollout_worker.schemas import AbortReason, SamplingParams
 
-from .gate import Gate
 from .intake import translate
-from .labels import Labels
 from .launch import Launched
 from .steering import Steering
-from .streams import Stream
+from .streams import Labels, Stream
 
 
 class Traffic:
     """All requests of one vLLM."""
 
-    def __init__(self, launched: Launched, gate: Gate, steering: Steering, labels: Labels) -> None:
+    def __init__(self, launched: Launched, steering: Steering, labels: Labels) -> None:
         self._launched = launched
-        self._gate = gate
         self._steering = steering
         self._labels = labels
         self._arrivals = 0
@@ -34,42 +30,34 @@ class Traffic:
         self._cleaning: set[asyncio.Task[None]] = set()
 
     def end(self) -> None:
-        """Let nobody wait for a turn any more: vLLM is about to be stopped."""
+        """Let no output wait for its admission any more: vLLM is about to be stopped."""
         self._over = True
-        for name in self._steering.streams:
-            self._gate.dismiss(name)
+        for stream in self._steering.streams.values():
+            stream.stop_waiting()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
-        """See `Engine.generate`."""
+        """Yield the deltas of one output as `Engine.generate` does."""
         name, streams = request.request_id, self._steering.streams
-        if name in streams:
-            raise InvalidRequest("request_id", f"request {name!r} runs already: use another id")
+        check_unused(name, streams)
         self._arrivals += 1
-        stream = streams[name] = Stream(request, self._arrivals, self._stops(request))
+        stops = None
+        if request.sampling.stop:
+            stops = make_stop_checker(request.sampling, self._launched.model)
+        stream = streams[name] = Stream(request, self._arrivals, stops)
         try:
             async for delta in self._follow(stream):
                 yield delta
         finally:
-            self._steering.left(name)
+            self._steering.note_ended(name)
             if stream.inside is not None:
                 self._forget(stream.inside)
-
-    def _stops(self, request: EngineRequest) -> StopChecker | None:
-        model = self._launched.model
-        if not request.sampling.stop:
-            return None
-        return StopChecker(
-            request.sampling,
-            model.eos,
-            lambda tokens: decode(model.tokenizer, tokens, special=True),
-        )
 
     async def _follow(self, stream: Stream) -> AsyncIterator[EngineDelta]:
         """Let an output take its turns until one of them ends it."""
         while not stream.ended:
             stream.returned = False
             if stream.aborting is None and not self._over:
-                await self._gate.enter(stream.name, stream.request.priority, stream.arrival)
+                await self._steering.wait_for_admission(stream)
             if stream.aborting is not None or self._over:
                 yield stream.aborted(stream.aborting or AbortReason.ENGINE)
                 return
@@ -87,7 +75,7 @@ class Traffic:
                     fresh = not stream.produced
                     delta = stream.take(output, self._labels)
                     if fresh and stream.produced:
-                        self._steering.began(stream.name)
+                        self._steering.note_begun(stream.name)
                     yield delta
 
     async def _submit(self, stream: Stream) -> Any:
@@ -97,7 +85,7 @@ class Traffic:
 
         launched, request = self._launched, stream.request
         llm, config = launched.llm, launched.config
-        if len(self._gate.inside) == 1:  # until now there was nothing to step for
+        if len(self._steering.running) == 1:  # until now there was nothing to step for
             launched.steps.last = time.monotonic()
         stream.started = stream.started or time.monotonic()
         salt = self._steering.salt(request.cache_salt)

@@ -1,89 +1,73 @@
-"""Memory for new weights, the flip, and where the weights are: commit, sleep, wake.
+"""The weights of one running vLLM, whose workers map what this process has staged.
 
-The worker fills memory that vLLM's workers map at the commit. One lock orders commit, sleep and
-wake among themselves. `Steering` keeps vLLM from stepping meanwhile.
+`Steering` keeps vLLM from stepping while weights or memory change.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-from rollout_worker.engine import EngineCrashed, EngineError, Entry, Given, KvPolicy, Refill, Sink
-from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.mapped import MappedSink, open_mapped, sealed
-from rollout_worker.engines.ranks import Ranks
-from rollout_worker.engines.room import check_room
-from rollout_worker.schemas import MemoryTag, Resident, WeightsId
+from typing_extensions import override
 
-from .labels import Labels
+from rollout_worker.engine import EngineCrashed, Entry, Given, KvPolicy, Refill, Sink
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped
+from rollout_worker.engines.shared_memory.staging import check_memory_left
+from rollout_worker.engines.weight_versions import RankVersions
+from rollout_worker.schemas import MemoryTag, WeightsId
+
 from .launch import Launched
 from .steering import Steering
+from .streams import Labels
 
 
-class Versions:
-    """The weights of one running vLLM."""
+class VllmVersions(RankVersions):
+    """The weights of one running vLLM; at sleep level 1 a CPU keeps its copy in a file."""
 
     def __init__(
         self, launched: Launched, steering: Steering, labels: Labels, options: EngineOptions
     ) -> None:
+        super().__init__(options, steering.asleep)
         self._launched = launched
         self._steering = steering
         self._labels = labels
-        self._staging = options.staging
-        self._nodes = 1 if options.gang is None else options.gang.nodes
-        self._spill_dir = options.spill_dir or Path(tempfile.gettempdir())
-        self._slots = None if options.gang is None else options.gang.slots
-        self._ranks: Ranks | None = None
+        self._options = options
         self._spill: MappedSink | None = None
-        self._dropped = False  # the sleeping weights have no copy (level 2)
-        self._empty = False  # their memory is back, without values: no step before a commit
-        self._along = False  # the KV cache went with the weights, though nobody asked for that
-        self._lock = asyncio.Lock()
+        self._cache_follows = False  # the KV cache sleeps only because the weights do
 
+    @override
     async def open_slot(
-        self, entries: Sequence[Entry], *, on_disk: bool, given: Given | None = None
+        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
     ) -> Sink:
-        """See `Engine.open_slot`."""
-        folder = self._spill_dir if on_disk else None
+        gang, spill_dir = self._options.gang, self._options.spill_dir
         return await open_mapped(
             entries,
-            folder,
-            slots=self._slots,
-            staging=self._staging,
+            (spill_dir or Path(tempfile.gettempdir())) if on_disk else None,
+            slots=None if gang is None else gang.slots,
+            staging=self._options.staging,
             given=given,
-            ranks=self._known(),
+            ranks=self._notified_ranks(),
         )
 
-    async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
-        """See `Engine.commit`."""
-        try:
-            async with self._lock:
-                if "weights" in self._steering.away and not self._empty:
-                    raise EngineError("the weights are asleep: wake them before the commit")
-                mapped = sealed(sink)
-                async with self._steering.frozen():
-                    await self._flip(identity, mapped, kv)
-        finally:  # also if it is cancelled while another verb has the lock
-            await asyncio.to_thread(sink.close)
-
-    async def _flip(self, identity: WeightsId, sink: MappedSink, kv: KvPolicy) -> None:
+    @override
+    async def _switch(self, identity: WeightsId, sink: MappedSink, kv: KvPolicy) -> None:
         """Load, then label; nothing steps meanwhile."""
         steering = self._steering
-        await steering.take_back()
-        kept = kv == "keep" and not steering.kv_lost
-        if not kept:
-            await steering.lose_kv()
-        await self._load("rollout_load", sink.ticket())
-        if self._empty:
-            self._dropped = self._empty = False
-            steering.away.discard("weights")
-        label = self._labels.next(identity, kept=kept)
-        await self._launched.llm.engine_core.set_weight_version_async(label)
-        self._labels.adopt(label)
+        async with steering.frozen():
+            await steering.requeue_unstarted()
+            kept = kv == "keep" and not steering.kv_lost
+            if not kept:
+                await steering.lose_kv()
+            await self._load("rollout_load", sink.ticket())
+            self._mark_loaded()
+            label = self._labels.next(identity, kept=kept)
+            await self._launched.llm.engine_core.set_weight_version_async(label)
+            self._labels.adopt(label)
 
     async def reload(self) -> None:
         """Load the checkpoint once more as a commit loads a version; nothing runs.
@@ -108,55 +92,44 @@ class Versions:
         found: list[Any] = await self._launched.llm.collective_rpc(method, args=args)
         return found
 
-    async def _tell(self, method: str, args: Mapping[str, Any]) -> None:
+    @override
+    async def _call_ranks(self, method: str, args: Mapping[str, Any]) -> None:
         await self._launched.llm.collective_rpc(method, kwargs=dict(args))
 
-    def _known(self) -> Ranks:
-        """Return those that hold weights."""
-        if self._ranks is None:
-            parallel = self._launched.config.parallel_config
-            count = int(parallel.world_size) * int(parallel.data_parallel_size) // self._nodes
-            self._ranks = Ranks(self._tell, count)
-        return self._ranks
+    @override
+    def _count_ranks(self) -> int:
+        parallel = self._launched.config.parallel_config
+        return int(parallel.world_size) * int(parallel.data_parallel_size)
 
-    def end(self) -> None:
-        """Tell the ranks nothing any more."""
-        if self._ranks is not None:
-            self._ranks.end()
+    @override
+    def _no_steps(self, what: str) -> AbstractAsyncContextManager[None]:
+        return self._steering.frozen()
 
-    async def sleep(
-        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: Refill
+    @override
+    def _linked_to_sleep(self, tags: set[MemoryTag]) -> set[MemoryTag]:
+        if "kv_cache" in tags:
+            self._cache_follows = False
+        elif "weights" in tags - self._asleep and not self._launched.cpu:
+            self._cache_follows = "kv_cache" not in self._asleep
+            return tags | {"kv_cache"}  # vLLM's sleep on a GPU gives both back
+        return tags
+
+    @override
+    def _linked_to_wake(self, tags: set[MemoryTag]) -> set[MemoryTag]:
+        return tags | {"kv_cache"} if self._cache_follows and "weights" in tags else tags
+
+    @override
+    async def _prepare_sleep(
+        self, level: Literal[1, 2], tags: set[MemoryTag], refill: Refill
     ) -> None:
-        """See `Engine.sleep`."""
-        async with self._lock:
-            away = self._steering.away
-            wanted: set[MemoryTag] = set(tags)
-            if self._empty and "weights" in wanted:
-                self._empty = False
-                away.discard("weights")
-            if "kv_cache" in wanted:
-                self._along = False
-            elif "weights" in wanted - away and not self._launched.cpu:
-                self._along = "kv_cache" not in away
-                wanted.add("kv_cache")  # vLLM's sleep on a GPU gives both back
-            if "weights" in wanted & away and level == 2:
-                await self._forget_copy()
-            fresh = wanted - away
-            if "weights" in fresh and level == 1 and self._launched.cpu:
-                # A copy in a file, so that they come back whatever happens to their source.
-                self._spill = sealed(await refill(on_disk=True))
-            if "weights" in fresh and not self._launched.cpu:
-                # vLLM's own copies are in main memory, locked, and asked for without a look.
-                check_room(await self._pinned_bytes(level))
-            if not fresh:
-                return
-            async with self._steering.frozen():
-                away |= fresh
-                await self._steering.take_back()
-                await self._steering.lose_kv()
-                await self._call("rollout_release", level, sorted(fresh))
-            if "weights" in fresh:
-                self._dropped = level == 2
+        if "weights" not in tags:
+            return
+        if not self._launched.cpu:
+            # vLLM's own copies are in main memory, locked, and asked for without a look.
+            check_memory_left(await self._pinned_bytes(level))
+        elif level == 1:
+            # A copy in a file, so that they come back whatever happens to their source.
+            self._spill = self._require_sealed(await refill(on_disk=True))
 
     async def _pinned_bytes(self, level: int) -> int:
         """Return how much main memory the ranks of this node take together to sleep at this level."""
@@ -164,54 +137,30 @@ class Versions:
         once = sum(await self._call("rollout_pinned_bytes", level))
         return int(once) * int(parallel.data_parallel_size) // self._nodes
 
-    async def _forget_copy(self) -> None:
-        """Give up what level 1 keeps of sleeping weights."""
-        if not self._launched.cpu and not self._dropped:
+    @override
+    async def _release(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
+        self._asleep |= tags  # also if it fails below: no step may follow
+        await self._steering.requeue_unstarted()
+        await self._steering.lose_kv()
+        await self._call("rollout_release", level, sorted(tags))
+
+    @override
+    async def _drop_copy(self) -> None:
+        if not self._launched.cpu:
             await self._call("rollout_forget")
-        self._dropped = True
-        await self.forget_spill()
+        await self.close_spill()
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
-        """See `Engine.wake`."""
-        async with self._lock:
-            away = self._steering.away
-            back: set[MemoryTag] = set(tags) & away
-            if self._empty:
-                back.discard("weights")  # its memory is there, only a commit is missing
-            if self._along and "weights" in back:
-                back.add("kv_cache")
-            if not back:
-                return
-            there = back if refill is not None else back - {"weights"}
-            sink = None
-            if refill is not None and "weights" in back and (self._launched.cpu or self._dropped):
-                # Read and checked first: a refusal leaves everything asleep as it was.
-                sink = self._spill or sealed(await refill())
-            try:
-                async with self._steering.frozen():
-                    if refill is None and "weights" in back:
-                        await self._forget_copy()  # nobody wants it brought back
-                    await self._call("rollout_wake", sorted(back))
-                    if sink is not None:
-                        await self._load("rollout_load", sink.ticket())
-                        self._dropped = False
-                    away -= there
-                    self._empty = self._empty or there != back
-                    self._along = self._along and "kv_cache" in away
-            finally:
-                if sink is not None and sink is not self._spill:
-                    await asyncio.to_thread(sink.close)
-            if sink is not None or self._empty:
-                await self.forget_spill()
+    @override
+    async def _retake(self, tags: set[MemoryTag], sink: MappedSink | None) -> None:
+        await self._call("rollout_wake", sorted(tags))
+        source = sink or (self._spill if "weights" in tags else None)
+        if source is not None:
+            await self._load("rollout_load", source.ticket())
+            await self.close_spill()
+        self._cache_follows = self._cache_follows and "kv_cache" not in tags
 
-    async def forget_spill(self) -> None:
-        """Give up the copy of sleeping weights, if there is one."""
+    async def close_spill(self) -> None:
+        """Give up the copy of sleeping weights in a file, if there is one."""
         spill, self._spill = self._spill, None
         if spill is not None:
             await asyncio.to_thread(spill.close)
-
-    def resident(self) -> Resident:
-        """Return which memory is there."""
-        away = self._steering.away
-        there = "weights" not in away or self._empty
-        return Resident(weights=there, kv_cache="kv_cache" not in away)

@@ -1,0 +1,117 @@
+"""What the adapters have in common: states before and after the engine runs, and calls about weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from typing_extensions import override
+
+from rollout_worker.engine import (
+    Engine,
+    EngineCrashed,
+    EngineError,
+    EngineInfo,
+    EngineStats,
+    Entry,
+    Given,
+    KvPolicy,
+    Layout,
+    Refill,
+    Sink,
+)
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.request_checks import ServedModel
+from rollout_worker.engines.weight_versions import WeightVersions
+from rollout_worker.schemas import MemoryTag, Resident, WeightsId
+
+
+class Parts(Protocol):
+    """What exists once an engine runs."""
+
+    @property
+    def versions(self) -> WeightVersions[Any]:
+        """Its weights."""
+        ...
+
+    @property
+    def running(self) -> frozenset[str]:
+        """Ids of the requests that it has started."""
+        ...
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Ids of those that run on the former weights."""
+        ...
+
+
+P = TypeVar("P", bound=Parts)
+
+
+class EngineAdapter(Engine, Generic[P]):
+    """An `Engine` that can't be called before `start` has set its parts, nor after its end."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._give_up = threading.Event()
+        self._parts: P | None = None
+        self._ended: str | None = None
+        self.on_end: Callable[[str], None] = lambda why: None
+
+    def _require_parts(self) -> P:
+        if self._ended is not None:
+            raise EngineCrashed(self._ended)
+        if self._parts is None:
+            raise EngineError("the engine is not started")
+        return self._parts
+
+    def _describe(
+        self,
+        engine: str,
+        version: str,
+        model: ServedModel,
+        root_hash: str,
+        layout: Layout,
+        *,
+        by_path: bool = True,
+    ) -> EngineInfo:
+        return EngineInfo(
+            engine=engine,
+            engine_version=version,
+            model=str(self._options.model),
+            max_length=model.max_length,
+            eos_token_ids=model.eos_token_ids,
+            root_hash=root_hash,
+            layout=layout,
+            by_path=by_path,
+        )
+
+    @override
+    async def open_slot(
+        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+    ) -> Sink:
+        versions = self._require_parts().versions
+        return await versions.open_slot(entries, on_disk=on_disk, given=given)
+
+    @override
+    async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
+        await self._require_parts().versions.commit(identity, sink, kv)
+
+    @override
+    async def sleep(
+        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: Refill
+    ) -> None:
+        await self._require_parts().versions.sleep(level, tags, refill)
+
+    @override
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
+        await self._require_parts().versions.wake(tags, refill)
+
+    @override
+    def stats(self) -> EngineStats:
+        parts = self._parts
+        if parts is None:
+            return EngineStats(0, Resident(weights=False, kv_cache=False))
+        running = parts.running
+        return EngineStats(len(running), parts.versions.resident(), running, parts.pinned)

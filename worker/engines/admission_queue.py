@@ -1,0 +1,70 @@
+"""The requests that an engine has not started: it gets no more than it runs at once.
+
+So what waits can still wait for other weights, and the worker knows which requests run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from rollout_worker.engine import EngineRequest
+
+
+class Queued(Protocol):
+    """A request that waits: `arrival` is its number among all, `done` that it has ended meanwhile."""
+
+    request: EngineRequest
+    arrival: int
+
+    @property
+    def done(self) -> bool:
+        """Whether it must not be started any more."""
+        ...
+
+
+Q = TypeVar("Q", bound=Queued)
+
+
+class AdmissionQueue(Generic[Q]):
+    """Starts requests by priority, then arrival. Not safe for use by several threads.
+
+    Args:
+        has_capacity: Says whether the engine can run this request, too.
+        start: Starts a request.
+    """
+
+    def __init__(self, has_capacity: Callable[[Q], bool], start: Callable[[Q], None]) -> None:
+        self._has_capacity = has_capacity
+        self._start = start
+        self._waiting: list[tuple[int, int, Q]] = []
+        self.is_open = True
+        """Whether requests may be started at all."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def requests(self) -> list[Q]:
+        """All that wait, in no order."""
+        return [request for *_, request in self._waiting]
+
+    def add_request(self, request: Q) -> None:
+        """Queue a request; it keeps its arrival, and so its place, if it was started before."""
+        heapq.heappush(self._waiting, (request.request.priority, request.arrival, request))
+
+    def remove_done(self) -> None:
+        """Remove requests that have ended."""
+        self._waiting = [entry for entry in self._waiting if not entry[2].done]
+        heapq.heapify(self._waiting)
+
+    def admit_requests(self) -> None:
+        """Start requests, in order, until the next one does not fit."""
+        while self.is_open and self._waiting:
+            request = self._waiting[0][2]
+            if not (request.done or self._has_capacity(request)):
+                return
+            heapq.heappop(self._waiting)
+            if not request.done:
+                self._start(request)

@@ -1,0 +1,222 @@
+"""From a model folder to a model in memory, and what its checkpoint looks like."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from rollout_worker.engine import EngineError, Layout
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.hf.attention import implementation
+from rollout_worker.engines.hf.settings import Settings
+from rollout_worker.engines.model_folder import (
+    dtype_of,
+    eos_ids,
+    load_tokenizer,
+    max_length,
+    read_config,
+)
+from rollout_worker.schemas import Progress
+from rollout_worker.sources.files import Source, open_source, read
+from rollout_worker.weights import OUTPUT_HEAD
+
+from .buffers import Buffers
+from .fused import Part, parts_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A model that can run.
+
+    `targets` maps the checkpoint's names to the tensors of the model that hold them, `parts` those that
+    are a part of one.
+    """
+
+    model: Any
+    tokenizer: Any | None
+    layout: Layout
+    targets: dict[str, Tensor]
+    root_hash: str
+    eos_token_ids: frozenset[int]
+    max_length: int
+    vocab_size: int
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    @property
+    def device(self) -> str:
+        """Kind of the device: cpu or cuda."""
+        return str(self.model.device.type)
+
+
+def load(
+    options: EngineOptions,
+    settings: Settings,
+    report: Callable[[Progress], None],
+    cancelled: Callable[[], bool],
+) -> Loaded:
+    """Load the model; blocks.
+
+    Raises:
+        EngineError: not a model that this engine can serve; the text says what to change.
+    """
+    report(Progress(message="reading the model's configuration"))
+    config = _config(options)
+    text = config.get_text_config()
+    eos = eos_ids(options.model, text.eos_token_id)
+    length = max_length(options.max_length, getattr(text, "max_position_embeddings", None))
+    source = open_source(options.model)
+    dtype = _dtype(options, config, source)
+    device = _device(options)
+    if (device.type, dtype) == ("cpu", torch.bfloat16) and _emulates_bfloat16():
+        logger.warning("this CPU emulates bfloat16: --dtype float32 is several times as fast")
+
+    tensors, root = _read(source, dtype, _model_class(config), report, cancelled)
+    report(Progress(message="building the model"))
+    if not options.guest:  # it is the process's owner who sets it for the whole process
+        transformers.utils.logging.disable_progress_bar()
+    model = _build(config, tensors, dtype, settings).to(device)
+    layout, targets, parts = _layout(model, source)
+    return Loaded(
+        model=model,
+        tokenizer=load_tokenizer(options.model),
+        layout=layout,
+        targets=targets,
+        parts=parts,
+        root_hash=root,
+        eos_token_ids=eos,
+        max_length=length,
+        vocab_size=int(text.vocab_size),
+    )
+
+
+def _read(
+    source: Source,
+    dtype: torch.dtype,
+    model_class: Any,
+    report: Callable[[Progress], None],
+    cancelled: Callable[[], bool],
+) -> tuple[dict[str, Tensor], str]:
+    """Return the checkpoint's tensors and its root hash."""
+
+    def advance(done: int, total: int) -> None:
+        fraction = done / total if total else 1.0
+        report(Progress(message=f"loading weights {fraction:.0%}", fraction=fraction))
+
+    # What a model keeps in float32 whatever the dtype must not be rounded on the way.
+    precise = any(
+        getattr(model_class, name, None)
+        for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    )
+    buffers = Buffers(None if precise else dtype, torch.device("cpu"))
+    root = read(source, {}, buffers.allocate, advance, cancelled)
+    buffers.seal()
+    return buffers.tensors, root
+
+
+def _config(options: EngineOptions) -> Any:
+    read_config(options.model)
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            str(options.model), local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, KeyError, OSError) as error:
+        raise EngineError(f"transformers does not know this model: {error}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise EngineError(f"model_type {config.model_type!r} is no causal language model")
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    odd = kinds - {"full_attention", "sliding_attention"}
+    if odd:
+        raise EngineError(
+            f"the hf engine has no cache for layers of the kind {', '.join(sorted(odd))}: serve "
+            f"{config.model_type!r} with the vllm or sglang engine"
+        )
+    return config
+
+
+def _dtype(options: EngineOptions, config: Any, source: Source) -> torch.dtype:
+    if options.dtype != "auto":
+        return _as_dtype(options.dtype)
+    named = getattr(config, "dtype", None)
+    if isinstance(named, torch.dtype):
+        return named
+    return _as_dtype(dtype_of(source.entries) or "float32")
+
+
+def _emulates_bfloat16() -> bool:
+    return torch.backends.cpu.get_cpu_capability() in {"DEFAULT", "AVX2"}
+
+
+def _as_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _device(options: EngineOptions) -> torch.device:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise EngineError("device cuda is asked for, but torch sees none: use cpu or check drivers")
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(auto if options.device == "auto" else options.device)
+
+
+def _model_class(config: Any) -> Any:
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def _build(config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, settings: Settings) -> Any:
+    """Make the model around the tensors; it takes them as they are, without a copy."""
+    model, info = _model_class(config).from_pretrained(
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=dtype,
+        attn_implementation=implementation(_model_class(config), settings.attention),
+        output_loading_info=True,
+    )
+    for kind in ("missing_keys", "mismatched_keys"):
+        if info[kind]:
+            name = sorted(str(key) for key in info[kind])[0]
+            raise EngineError(
+                f"the checkpoint does not fit its config.json: tensor {name} is "
+                f"{kind.split('_')[0]}; use the folder as it was published"
+            )
+    return model.eval().requires_grad_(False)
+
+
+def _layout(model: Any, source: Source) -> tuple[Layout, dict[str, Tensor], dict[str, Part]]:
+    """Return what a version of this model must hold, and where it goes: to a tensor, or a part of one."""
+    held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    held |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
+    specs = {entry.name: entry.spec for entry in source.entries}
+    canonical: dict[int, str] = {}
+    for name in sorted(specs, key=lambda name: (name == OUTPUT_HEAD, name)):
+        if name in held:
+            canonical.setdefault(id(held[name]), name)
+    tied = {
+        name: canonical[id(tensor)]
+        for name, tensor in held.items()
+        if id(tensor) in canonical and canonical[id(tensor)] != name
+    }
+    uncovered = sorted(name for name in held if id(held[name]) not in canonical)
+    parts = parts_of(model, held, uncovered)
+    if parts.keys() <= specs.keys():
+        homes = {id(part.home) for part in parts.values()}
+        uncovered = [name for name in uncovered if id(held[name]) not in homes]
+    required = {name: specs[name] for name in (*canonical.values(), *parts) if name in specs}
+    optional = {name: spec for name, spec in specs.items() if name not in required}
+    optional |= {name: required[target] for name, target in tied.items()}
+    layout = Layout(required, optional, tied)
+    if uncovered:
+        # transformers makes tensors of some models in a way that can't be followed.
+        logger.warning("weights of this model cannot be updated: no %s in it", uncovered[0])
+        return layout, {}, {}
+    targets = {name: parts[name].home if name in parts else held[name] for name in required}
+    return layout, targets, parts

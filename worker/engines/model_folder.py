@@ -1,0 +1,216 @@
+"""What every engine reads of a model's folder in the same way: configuration, tokenizer, and its weights' layout and hash."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollout_worker.engine import EngineError, Entry, Layout
+from rollout_worker.schemas import Progress
+from rollout_worker.sources.files import Report, open_source, read
+from rollout_worker.weights import OUTPUT_HEAD
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+COMPUTED = ("rotary_emb.inv_freq",)
+"""Old checkpoints hold them; every model computes them itself."""
+
+COMPUTE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Dtypes that a model can run in, by their names in a checkpoint."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what the folder's config.json holds.
+
+    Raises:
+        EngineError: there is none, or it holds no JSON object.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise EngineError(f"{str(folder)!r} holds no config.json: point to a model folder")
+    return _read_json(file)
+
+
+def eos_ids(folder: Path, own: object) -> frozenset[int]:
+    """Return the ids that end an output: those of generation_config.json, else `own`.
+
+    Args:
+        folder: The model's.
+        own: What its config.json says: an id, a list of ids, or None.
+
+    Raises:
+        EngineError: the file is no JSON object, or names something else than ids.
+    """
+    file, value = folder / "generation_config.json", None
+    if file.is_file():
+        value = _read_json(file).get("eos_token_id")
+    value = own if value is None else value
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    odd = [each for each in ids if type(each) is not int]
+    if odd:
+        raise EngineError(
+            f"eos_token_id of the model in {str(folder)!r} is {value!r}: it must be a token id or "
+            "a list of them; repair its generation_config.json or config.json"
+        )
+    return frozenset(ids)
+
+
+def max_length(asked: int | None, known: int | None) -> int:
+    """Return the most tokens of prompt and output together.
+
+    Args:
+        asked: What the worker was told, if anything.
+        known: What the model's configuration says, if anything.
+
+    Raises:
+        EngineError: neither says it, or more is asked for than the model can.
+    """
+    if asked is None:
+        if known is None:
+            raise EngineError("the model's config names no maximum length: set max_length")
+        return int(known)
+    if known is not None and asked > known:
+        raise EngineError(f"max_length {asked} is above the model's {known}: lower max_length")
+    return asked
+
+
+def load_tokenizer(folder: Path) -> Any | None:
+    """Return the model's tokenizer, None if its folder holds none; blocks.
+
+    Raises:
+        EngineError: transformers can't make one of the files.
+    """
+    # From nothing transformers makes an empty tokenizer for the models that it knows.
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        logger.info("%s holds no tokenizer: token ids only, no stop strings", folder)
+        return None
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise EngineError(
+            f"the tokenizer of {str(folder)!r} cannot be loaded: {error}; repair its files, or "
+            "remove them to serve token ids only"
+        ) from error
+
+
+def decode(tokenizer: Any | None, token_ids: Iterable[int], *, special: bool) -> str:
+    """Return the text of token ids, nothing tidied; `special`: with its special tokens.
+
+    Raises:
+        EngineError: there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise EngineError("the model's folder holds no tokenizer: token ids only")
+    text: str = tokenizer.decode(
+        list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{str(file)!r} cannot be read: {error}; repair or remove it") from error
+    if not isinstance(value, dict):
+        raise EngineError(f"{str(file)!r} holds no JSON object: repair or remove it")
+    return value
+
+
+def layout_of(entries: Sequence[Entry], *, tied: bool = False) -> Layout:
+    """Return what a version must hold: what the checkpoint holds, a tied output head or not."""
+    specs = {entry.name: entry.spec for entry in entries}
+    required = {name: spec for name, spec in specs.items() if not name.endswith(COMPUTED)}
+    optional = {name: spec for name, spec in specs.items() if name not in required}
+    embedding = next((name for name in sorted(specs) if name.endswith(EMBEDDINGS)), None)
+    if not tied or embedding is None:
+        return Layout(required, optional, {})
+    required.pop(OUTPUT_HEAD, None)
+    optional[OUTPUT_HEAD] = specs[embedding]
+    return Layout(required, optional, {OUTPUT_HEAD: embedding})
+
+
+def dtype_of(entries: Sequence[Entry]) -> str | None:
+    """Return the dtype of most of its bytes, None if the model could run in none of theirs.
+
+    Bytes, not tensors: a quantised checkpoint has a small float32 scale for every weight.
+    """
+    found: Counter[str] = Counter()
+    for entry in entries:
+        if entry.spec.dtype in COMPUTE_DTYPES:
+            found[COMPUTE_DTYPES[entry.spec.dtype]] += entry.spec.nbytes
+    return found.most_common(1)[0][0] if found else None
+
+
+def hash_of(folder: Path, report: Report, cancelled: Callable[[], bool]) -> str:
+    """Return the root hash of a checkpoint; blocks while it is read, which caches its pages, too.
+
+    Raises:
+        WeightsRejected: it is not whole, or not what its manifest says.
+        ReadCancelled: `cancelled` said so.
+    """
+    return read(open_source(folder), {}, lambda _: None, report, cancelled)
+
+
+def hash_meanwhile(
+    folder: Path,
+    report: Callable[[Progress], None],
+    cancelled: Callable[[], bool],
+    start: Callable[[], T],
+    end: Callable[[T], object],
+) -> tuple[T, str]:
+    """Return what `start` returns, and the root hash of the checkpoint in `folder`.
+
+    Both take their time with a large model. A start that fails is reported at once, and the hash given
+    up; without a hash what was started is ended.
+
+    Raises:
+        WeightsRejected: the checkpoint is not whole, or not what its manifest says.
+        ReadCancelled: `cancelled` said so.
+        Exception: what `start` raised.
+    """
+    failed = threading.Event()
+
+    def given_up() -> bool:
+        return failed.is_set() or cancelled()
+
+    with ThreadPoolExecutor(1) as pool:
+        hashing = pool.submit(_hash_reporting, folder, report, given_up)
+        try:
+            started = start()
+        except BaseException:
+            failed.set()
+            raise
+        try:
+            return started, hashing.result()
+        except BaseException:
+            end(started)
+            raise
+
+
+def _hash_reporting(
+    folder: Path, report: Callable[[Progress], None], cancelled: Callable[[], bool]
+) -> str:
+    """Hash, and report the progress."""
+
+    def advance(done: int, total: int) -> None:
+        if done < total:
+            report(Progress(message=f"checking weights {done / total:.0%}", fraction=done / total))
+        else:
+            report(Progress(message="starting vLLM's processes"))
+
+    return hash_of(folder, advance, cancelled)

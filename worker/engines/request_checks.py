@@ -1,0 +1,224 @@
+"""What every engine refuses in the same words, and when an output ends: EOS, stop ids, stop strings, length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from rollout_worker.engine import EngineRequest, InvalidRequest
+from rollout_worker.engines.model_folder import decode
+from rollout_worker.schemas import SamplingParams, StopMatch, StopReason
+
+Verdict = tuple[StopReason, StopMatch | None]
+Decode = Callable[[Sequence[int]], str]
+
+OPEN = 3
+"""A character that lacks bytes has at most 3 of its 4, hence lies in the last 3 tokens."""
+MAX_OPEN = 16
+"""Tokens after which text that never becomes whole is taken as it is."""
+BROKEN = "\ufffd"
+"""What bytes decode to that are no character, or none yet."""
+
+
+def stop_ids(sampling: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
+    """Return the ids that end an output of this request."""
+    named = frozenset(sampling.stop_token_ids)
+    return named if sampling.ignore_eos else named | eos
+
+
+class ServedModel(Protocol):
+    """What requests are checked against; see the engines' own descriptions of a model."""
+
+    @property
+    def max_length(self) -> int:
+        """Of prompt and output together, in tokens."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids there are."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end an output unless it ignores them."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """Finds stop strings."""
+        ...
+
+
+def check_unused(request_id: str, running: Collection[str]) -> None:
+    """Refuse a request whose id another one has.
+
+    Raises:
+        InvalidRequest: it has.
+    """
+    if request_id in running:
+        raise InvalidRequest("request_id", f"request {request_id!r} runs already: use another id")
+
+
+def check_temperature(
+    request: EngineRequest, engine: str, least: float, most: float | None = None
+) -> None:
+    """Refuse a temperature at which the engine would silently draw at another one, or fail.
+
+    Raises:
+        InvalidRequest: names the temperatures that it can draw at.
+    """
+    asked = request.sampling.temperature
+    if asked == 0 or (least <= asked and (most is None or asked <= most)):
+        return
+    able = f"or at least {least:g}" if most is None else f"or from {least:g} to {most:g}"
+    raise InvalidRequest(
+        "sampling.temperature", f"{engine} can't draw at {asked:g}: use 0 (greedy), {able}"
+    )
+
+
+def with_max_tokens(request: EngineRequest, model: ServedModel) -> EngineRequest:
+    """Return the request with a `max_tokens`: where it names none, all that the model can take."""
+    if request.sampling.max_tokens is not None:
+        return request
+    left = model.max_length - len(request.token_ids)
+    return replace(request, sampling=request.sampling.model_copy(update={"max_tokens": left}))
+
+
+def check_fits(request: EngineRequest, model: ServedModel) -> None:
+    """Refuse what no engine could serve with this model.
+
+    Raises:
+        InvalidRequest: names the field and the fix.
+    """
+    sampling = request.sampling
+    _check_ids("token_ids", request.token_ids, model.vocab_size)
+    _check_ids("sampling.logit_bias", sampling.logit_bias, model.vocab_size)
+    _check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids or (), model.vocab_size)
+    _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, model.vocab_size)
+    if not request.token_ids:
+        raise InvalidRequest("token_ids", "the prompt is empty: give at least one token id")
+    needed = len(request.token_ids) + (sampling.max_tokens or 1)
+    if needed > model.max_length:
+        raise InvalidRequest(
+            "sampling.max_tokens",
+            f"prompt and max_tokens need {needed} tokens, the maximum length is "
+            f"{model.max_length}: shorten the prompt or lower max_tokens",
+            status=413,
+        )
+    if sampling.stop and model.tokenizer is None:
+        raise InvalidRequest(
+            "sampling.stop",
+            "the model has no tokenizer to find stop strings with: use stop_token_ids",
+        )
+    allowed = sampling.allowed_token_ids
+    if (
+        sampling.min_tokens
+        and allowed is not None
+        and stop_ids(sampling, model.eos_token_ids).issuperset(allowed)
+    ):
+        raise InvalidRequest(
+            "sampling.allowed_token_ids",
+            "min_tokens forbids every allowed id, as all of them end the output: allow "
+            "another id or set min_tokens to 0",
+        )
+
+
+def _check_ids(field: str, ids: Iterable[int], vocab: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise InvalidRequest(
+                field, f"token id {token} is not in the vocabulary: use 0 to {vocab - 1}"
+            )
+
+
+class TextTail:
+    """Decodes an output token by token, keeping just as much text as a stop string needs."""
+
+    def __init__(self, decode: Decode, keep: int) -> None:
+        self._decode = decode
+        self._keep = keep
+        self._context: list[int] = []  # its text is out already; spacing depends on it
+        self._fresh: list[int] = []
+        self._text = ""
+        self._seen = 0  # characters from the start of the text that were returned before
+
+    def push(self, token: int) -> tuple[str, int]:
+        """Add a token; return the kept text with what it completed, and where that begins."""
+        self._fresh.append(token)
+        before = len(self._decode(self._context))
+        after = self._decode(self._context + self._fresh)
+        whole = not after.endswith(BROKEN)
+        # A half character at the end may become a whole one: it is not shown before.
+        text = self._text + after[before:].rstrip(BROKEN if not whole else "")
+        begin, self._seen = self._seen, max(self._seen, len(text))
+        cut = len(self._fresh) if whole else self._settled(after)
+        if cut:
+            self._forget(cut, self._decode(self._context + self._fresh[:cut])[before:])
+        return text, begin
+
+    def _settled(self, after: str) -> int:
+        """Return how many fresh tokens no later one can add to, given the text with all of them."""
+        last = len(self._fresh) - OPEN
+        for cut in range(last, 0, -1):
+            # Elsewhere a cut would go through a character.
+            if after.startswith(self._decode(self._context + self._fresh[:cut])):
+                return cut
+        return last if len(self._fresh) >= MAX_OPEN else 0
+
+    def _forget(self, cut: int, shown: str) -> None:
+        self._context, self._fresh = self._fresh[:cut], self._fresh[cut:]
+        text = self._text + shown
+        self._text = text[-self._keep :] if self._keep else ""
+        self._seen = max(0, self._seen - (len(text) - len(self._text)))
+
+
+class StopChecker:
+    """Looks at each token of one output; nothing of the first `min_tokens` ends it."""
+
+    def __init__(
+        self, sampling: SamplingParams, eos: frozenset[int], decode: Decode | None
+    ) -> None:
+        self._ids = stop_ids(sampling, eos)
+        self._strings = sampling.stop
+        self._min, self._max = sampling.min_tokens, sampling.max_tokens
+        longest = max((len(text) for text in self._strings), default=0)
+        # All but the newest character of the longest string may stand in the text kept.
+        self._tail = TextTail(decode, longest - 1) if decode and self._strings else None
+
+    def check(self, token: int, produced: int) -> Verdict | None:
+        """Return why the output ends with `token`, its `produced`-th, or None if it goes on."""
+        text = self._completed(token)
+        if produced > self._min:
+            if token in self._ids:
+                return StopReason.STOP, StopMatch(token_id=token)
+            if text is not None:
+                return StopReason.STOP, StopMatch(text=text)
+        if self._max is not None and produced >= self._max:
+            return StopReason.LENGTH, None
+        return None
+
+    def _completed(self, token: int) -> str | None:
+        """Return the stop string that this token completes, the one that begins first."""
+        if self._tail is None:
+            return None
+        text, fresh = self._tail.push(token)
+        hits = [
+            (at, stop)
+            for stop in self._strings
+            # What ends before the fresh text was completed by an earlier token.
+            if (at := text.find(stop, max(0, fresh - len(stop) + 1))) >= 0
+        ]
+        return min(hits, key=lambda hit: hit[0])[1] if hits else None
+
+
+def make_stop_checker(sampling: SamplingParams, model: ServedModel) -> StopChecker:
+    """Return the checker for one output of this model."""
+
+    def decode_text(token_ids: Sequence[int]) -> str:
+        return decode(model.tokenizer, token_ids, special=True)
+
+    return StopChecker(
+        sampling, model.eos_token_ids, None if model.tokenizer is None else decode_text
+    )

@@ -1,0 +1,258 @@
+"""What single outputs ask of the sampler, as tensors over the rows of a batch.
+
+They are made when the batch's composition changes, and nothing in a step waits for the device or goes row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .truncation import TOP, Cuts
+
+MAX_BIAS = 1e30
+"""Beyond, sums leave the range of float32; it is as good as infinite already."""
+BIAS = ("bias_ids", "bias_values")
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One output: `asks` as `sampling_asks` wrote it, its prompt, what it has produced."""
+
+    asks: Mapping[str, Any]
+    prompt: Sequence[int]
+    output: Sequence[int]
+    counts: Tensor | None = None  # [V] how often each token was produced, int32
+    in_prompt: Tensor | None = None  # [V]
+    greedy: bool = field(init=False)
+    raw: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.greedy = bool(self.asks.get("greedy"))
+        self.raw = bool(self.asks.get("raw"))
+
+    @property
+    def penalised(self) -> bool:
+        """Whether earlier tokens matter."""
+        return "penalties" in self.asks
+
+    def prepare(self, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return `counts` and `in_prompt`, made when they are needed first."""
+        if self.counts is None or self.in_prompt is None:
+            output = _sent(self.output, torch.long, device)
+            ones = torch.ones(len(output), dtype=torch.int32, device=device)
+            self.counts = torch.zeros(vocab, dtype=torch.int32, device=device)
+            self.counts.scatter_add_(0, output, ones)
+            self.in_prompt = torch.zeros(vocab, dtype=torch.bool, device=device)
+            self.in_prompt[_sent(self.prompt, torch.long, device)] = True
+        return self.counts, self.in_prompt
+
+
+class Rows:
+    """The rows of one batch; made anew when its composition changes."""
+
+    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+        self.rows = list(rows)
+        self._device = device
+        self._pieces: list[Rows] = []
+        self._history: tuple[Tensor, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def kept(self, indices: Sequence[int]) -> Rows:
+        """Return the rows at these indices."""
+        return Rows([self.rows[index] for index in indices], self._device)
+
+    def with_rows(self, other: Rows) -> Rows:
+        """Return these rows, then the others."""
+        return Rows([*self.rows, *other.rows], self._device)
+
+    def pieces(self, size: int) -> list[Rows]:
+        """Return these rows in pieces of a size, always the same ones."""
+        if len(self.rows) <= size:
+            return [self]
+        if not self._pieces:
+            starts = range(0, len(self.rows), size)
+            self._pieces = [Rows(self.rows[at : at + size], self._device) for at in starts]
+        return self._pieces
+
+    @cached_property
+    def greedy(self) -> Tensor:
+        """[B] rows that take the most likely token."""
+        return self._tensor([row.greedy for row in self.rows], torch.bool)
+
+    @cached_property
+    def all_greedy(self) -> bool:
+        """Whether nothing is left to chance."""
+        return all(row.greedy for row in self.rows)
+
+    @cached_property
+    def any_greedy(self) -> bool:
+        """Whether any row takes the most likely token."""
+        return any(row.greedy for row in self.rows)
+
+    @cached_property
+    def raw(self) -> Tensor | None:
+        """[B] rows whose logprobs are the model's own; None if there are none."""
+        marks = [row.raw for row in self.rows]
+        return self._tensor(marks, torch.bool) if any(marks) else None
+
+    @cached_property
+    def prompts(self) -> Tensor:
+        """[B] lengths of the prompts."""
+        return self._tensor([len(row.prompt) for row in self.rows], torch.long)
+
+    @cached_property
+    def seeded(self) -> tuple[Tensor, Tensor] | None:
+        """Indices of rows with a seed, and their seeds."""
+        at = self._where("seed")
+        if not at:
+            return None
+        seeds = [self.rows[index].asks["seed"] for index in at]
+        return self._tensor(at, torch.long), self._tensor(seeds, torch.long)
+
+    @cached_property
+    def truncated(self) -> tuple[Tensor, Cuts] | None:
+        """Indices of rows that are cut off, and how."""
+        at = self._where("cut")
+        if not at:
+            return None
+        cuts = [self.rows[index].asks["cut"] for index in at]
+        min_p, top_k, top_p = (
+            self._tensor(column, torch.float64).unsqueeze(1) for column in zip(*cuts, strict=True)
+        )
+        sure = all(0 < count <= TOP // 2 for _, count, _ in cuts)
+        return self._tensor(at, torch.long), Cuts(min_p, top_k, top_p, sure)
+
+    def edit(self, logits: Tensor, positions: Tensor) -> None:
+        """Apply what comes before the temperature to `logits` [B, V], in place."""
+        if self._biases is not None:
+            at, ids, values = self._biases
+            logits[at, ids] += values
+        if self._allowed is not None:
+            rows, at, ids = self._allowed
+            allowed = logits[at, ids]
+            logits.index_fill_(0, rows, -torch.inf)
+            logits[at, ids] = allowed
+        self._apply_penalties(logits)
+        if self._withheld is not None:
+            at, ids, least = self._withheld
+            early = positions[at] + 1 - self.prompts[at] < least
+            logits[at, ids] = torch.where(early, -torch.inf, logits[at, ids])
+
+    def _apply_penalties(self, logits: Tensor) -> None:
+        if self._penalties is None:
+            return
+        at, factors = self._penalties
+        made, prompts = self._so_far(logits.shape[1])
+        logits[at] = apply_penalties(logits[at], prompts, made, factors)
+
+    def _so_far(self, vocab: int) -> tuple[Tensor, Tensor]:
+        """Return [P, V] how often tokens were produced in the penalised rows, and which are in their prompts.
+
+        The rows keep views, so that the next batch that they are in knows what this one counts.
+        """
+        if self._history is None:
+            rows = [self.rows[index] for index in self._where("penalties")]
+            found = [row.prepare(vocab, self._device) for row in rows]
+            made, prompts = (torch.stack(column) for column in zip(*found, strict=True))
+            for row, *views in zip(rows, made, prompts, strict=True):
+                row.counts, row.in_prompt = views
+            self._history = made, prompts
+        return self._history
+
+    def count(self, tokens: Tensor) -> None:
+        """Note the tokens [B] just drawn."""
+        if self._penalties is not None and self._history is not None:
+            drawn = tokens[self._penalties[0]].long().unsqueeze(1)
+            self._history[0].scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.int32))
+
+    @cached_property
+    def _biases(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Rows, tokens and what is added to them."""
+        entries = [
+            (index, token, max(-MAX_BIAS, min(MAX_BIAS, value)))
+            for index in self._where("bias_ids")
+            for token, value in zip(*map(self.rows[index].asks.get, BIAS), strict=True)
+        ]
+        return self._columns(entries, torch.long, torch.long, torch.float32)
+
+    @cached_property
+    def _allowed(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Restricted rows; and rows and tokens of all that is allowed in them."""
+        restricted = self._where("allowed")
+        if not restricted:
+            return None
+        entries = [(i, token) for i in restricted for token in self.rows[i].asks["allowed"]]
+        at, ids = (self._tensor(c, torch.long) for c in zip(*entries, strict=True))
+        return self._tensor(restricted, torch.long), at, ids
+
+    @cached_property
+    def _penalties(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None:
+        """Penalised rows, and their repetition, presence and frequency as columns."""
+        at = self._where("penalties")
+        if not at:
+            return None
+        factors = [self.rows[index].asks["penalties"] for index in at]
+        repetition, presence, frequency = (
+            self._tensor(column, torch.float32).unsqueeze(1)
+            for column in zip(*factors, strict=True)
+        )
+        return self._tensor(at, torch.long), (repetition, presence, frequency)
+
+    @cached_property
+    def _withheld(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Rows, tokens that would end them, and the least tokens of the row before they may."""
+        entries = [
+            (index, stop, self.rows[index].asks["min_tokens"])
+            for index in self._where("min_tokens")
+            for stop in self.rows[index].asks["stops"]
+        ]
+        return self._columns(entries, torch.long, torch.long, torch.long)
+
+    def _columns(
+        self, entries: Sequence[tuple[Any, Any, Any]], *dtypes: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        if not entries:
+            return None
+        first, second, third = (
+            self._tensor(c, d) for c, d in zip(zip(*entries, strict=True), dtypes, strict=True)
+        )
+        return first, second, third
+
+    def _where(self, ask: str) -> list[int]:
+        return [index for index, row in enumerate(self.rows) if ask in row.asks]
+
+    def _tensor(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        return _sent(values, dtype, self._device)
+
+
+def _sent(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor on the device; nobody waits until it is there."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def apply_penalties(
+    part: Tensor, prompts: Tensor, counts: Tensor, factors: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """Return the logits `part` [B, V] with penalties for what was there before.
+
+    Args:
+        part: Left as it is.
+        prompts: [B, V] whether a token is in the prompt.
+        counts: [B, V] how often it was produced.
+        factors: [B, 1] each: repetition, presence, frequency.
+    """
+    repetition, presence, frequency = factors
+    made = counts > 0
+    repeated = torch.where(part > 0, part / repetition, part * repetition)
+    part = torch.where(prompts | made, repeated, part)
+    return (part - presence * made - frequency * counts).clamp_(max=MAX_BIAS)

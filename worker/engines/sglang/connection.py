@@ -1,0 +1,134 @@
+"""The protocol between worker and child, and the worker's end of it.
+
+One socket pair, one JSON object a line. From the worker: `{"id", "op", "args"}`; `generate` is not
+answered, every other `op` is, with `{"id", "result"}` or `{"id", "error"}`. From the child:
+`{"progress": text}` while it starts, `{"ready": facts}` once, and then
+`{"tokens": [[rid, ids, logprobs or null, about], …]}`, everything that a step made in one line, in
+order. `about` holds `finish` (SGLang's reason, null before the end), `cached`, `retractions`,
+`queued`, or `error`: the exception's class, a colon, and what it says.
+
+A socket pair has neither a port to race for nor a name that anybody else could connect to, and its
+end is seen at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from rollout_worker.engine import EngineCrashed, EngineError
+
+logger = logging.getLogger(__name__)
+
+LIMIT = 256 << 20
+"""Longest line, in bytes: a pause lists every running request, a page of metrics is one line."""
+
+
+def frame(message: Any) -> bytes:
+    """Return a message as it goes over the wire."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+class Connection:
+    """The worker's end."""
+
+    def __init__(self, on_tokens: Callable[[list[Any]], None]) -> None:
+        self._on_tokens = on_tokens
+        self._ids = itertools.count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._why: str | None = None
+        self.on_progress: Callable[[str], None] = lambda _: None
+        self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+
+    async def run(self, sock: socket.socket) -> None:
+        """Read until the child's end closes."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=sock, limit=LIMIT)
+        try:
+            while line := await reader.readline():
+                self._take(json.loads(line))
+        except ConnectionError:
+            pass
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "tokens" in message:
+            self._on_tokens(message["tokens"])
+        elif "id" in message:
+            call = self._calls.pop(message["id"], None)
+            if call is None or call.done():
+                return
+            if "error" in message:
+                call.set_exception(CallFailed(message["error"]))
+            else:
+                call.set_result(message["result"])
+        elif "ready" in message:
+            if not self.ready.done():
+                self.ready.set_result(message["ready"])
+        elif "progress" in message:
+            self.on_progress(message["progress"])
+
+    def send(self, op: str, /, **args: Any) -> None:
+        """Send a command without waiting for an answer."""
+        if self._writer is None or self._why is not None:
+            raise EngineCrashed(self._why or "SGLang's process has not started")
+        self._writer.write(frame({"id": next(self._ids), "op": op, "args": args}))
+
+    async def call(self, op: str, /, **args: Any) -> Any:
+        """Send a command and return its result.
+
+        Raises:
+            CallFailed: the child could not do it.
+            EngineCrashed: the child has ended.
+        """
+        if self._writer is None or self._why is not None:
+            raise EngineCrashed(self._why or "SGLang's process has not started")
+        number = next(self._ids)
+        call = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(frame({"id": number, "op": op, "args": args}))
+        try:
+            return await call
+        finally:
+            self._calls.pop(number, None)
+
+    def end(self, why: str) -> None:
+        """Fail the calls that wait: nothing can be called any more."""
+        if self._why is not None:
+            return
+        self._why = why
+        for call in [*self._calls.values(), self.ready]:
+            if not call.done():
+                call.set_exception(EngineCrashed(why))
+        if self.ready.done() and not self.ready.cancelled():
+            self.ready.exception()  # looked at: nobody may be waiting for it
+        if self._writer is not None:
+            self._writer.close()
+
+
+class CallFailed(Exception):
+    """The child refused a command or failed at it."""
+
+
+class MetricsPage:
+    """SGLang's own metrics: asks for the next page whenever the latest is taken, since asking takes a while."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._text = ""
+        self._asking: asyncio.Task[None] | None = None
+
+    def latest(self) -> str:
+        """Return the page; empty before the first one has come."""
+        if self._asking is None or self._asking.done():
+            with contextlib.suppress(RuntimeError):  # called outside the loop: no newer page
+                self._asking = asyncio.get_running_loop().create_task(self._ask())
+        return self._text
+
+    async def _ask(self) -> None:
+        with contextlib.suppress(EngineError, CallFailed):
+            self._text = await self._connection.call("metrics")

@@ -1,0 +1,133 @@
+"""What is changed in each process of SGLang: where it lets itself be extended, or has a fault."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.managers import load_snapshot
+from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+
+from rollout_worker.turn.sharing import join
+
+from . import loader, sampler, spilling
+from .child import die_with_parent
+from .streams import UNREAD_SECONDS
+
+NEVER = 1 << 30
+
+_installed = False
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> Any:
+    """Be a scheduler of SGLang, changed."""
+    die_with_parent()
+    join()  # before anything touches the device
+    install()
+    return run_scheduler_process(*args, **kwargs)
+
+
+def install() -> None:
+    """Change this process, before SGLang starts in it."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    sampler.register()
+    _give_methods()
+    _rest_while_paused()
+    _keep_answers_in_order()
+    _pass_many_tokens_on_at_once()
+    # Segments in /dev/shm outlive a killed process; our folder goes with the engine.
+    load_snapshot.shm_path_for = _snapshot_path
+
+
+def _give_methods() -> None:
+    """Give the schedulers the methods that `serving` calls in all of them."""
+    Scheduler.rollout_keep = spilling.keep
+    Scheduler.rollout_bring_back = spilling.bring_back
+    Scheduler.rollout_forget = spilling.forget
+    Scheduler.rollout_meet = spilling.meet
+    Scheduler.rollout_check = loader.check_updatable
+    Scheduler.rollout_map = loader.map_ahead
+    Scheduler.rollout_unmap = loader.unmap
+
+
+def _snapshot_path(ipc_name: str) -> str:
+    return os.path.join(tempfile.gettempdir(), f"loads-{os.path.basename(ipc_name)}")
+
+
+def _rest_while_paused() -> None:
+    """Wait for commands while paused: SGLang's loop would turn as fast as it can."""
+    record = Scheduler._record_scheduler_state_for_paused_engine
+
+    def record_and_rest(self: Any) -> None:
+        record(self)
+        if self.idle_sleeper is not None:
+            self.idle_sleeper.maybe_sleep()
+
+    Scheduler._record_scheduler_state_for_paused_engine = record_and_rest
+
+
+def _keep_answers_in_order() -> None:
+    """Send tokens and answers through one socket: two of them may overtake each other."""
+    create = SchedulerIpcChannels.create
+
+    def create_ordered(cls: Any, /, **kwargs: Any) -> Any:
+        channels = create(**kwargs)
+        if not kwargs["skip_tokenizer_init"]:
+            return channels
+        return replace(channels, send_to_detokenizer=channels.send_to_tokenizer)
+
+    SchedulerIpcChannels.create = classmethod(create_ordered)
+
+
+def _holders(scheduler: Any) -> Iterator[Any]:
+    """Return every request that may hold tokens that nobody was sent.
+
+    A retracted one waits in the queue; where steps overlap, the pause has given it a token more.
+    """
+    for batch in (scheduler.running_batch, scheduler.last_batch):
+        if batch is not None:
+            yield from batch.reqs
+    yield from scheduler.waiting_queue
+
+
+def _unsent(req: Any) -> bool:
+    return not req.finished() and len(req.output_ids) > req.send_token_offset
+
+
+def _pass_many_tokens_on_at_once() -> None:
+    """Pass tokens that nobody reads along on when it is time, and before the engine rests."""
+    send, pause = SchedulerOutputStreamer._stream_output_generation, Scheduler.pause_generation
+    last = 0.0
+
+    def send_due(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+        nonlocal last
+        now = time.monotonic()
+        due = now - last >= UNREAD_SECONDS
+        if due:
+            last = now
+        for req in reqs:
+            if (req.sampling_params.custom_params or {}).get("unread"):
+                # The first and the last tokens go at once whatever the interval.
+                req.sampling_params.stream_interval = 1 if due else NEVER
+        send(self, reqs, *args, **kwargs)
+
+    def pause_and_send(self: Any, command: Any) -> None:
+        nonlocal last
+        pause(self, command)
+        rest = {req.rid: req for req in _holders(self) if _unsent(req)}
+        if rest:
+            last = 0.0
+            logprobs = any(req.return_logprob for req in rest.values())
+            self.output_streamer.stream_output(list(rest.values()), logprobs)
+
+    SchedulerOutputStreamer._stream_output_generation = send_due
+    Scheduler.pause_generation = pause_and_send

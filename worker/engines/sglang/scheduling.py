@@ -1,0 +1,174 @@
+"""Which requests wait, which run in the child, and the commands to the child about them.
+
+Requests wait here, not in the child, until it has room: so nothing starts that must not, and what
+has not begun runs on the weights of the time. All of it in the asyncio loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Collection
+from typing import Any, Literal
+
+from rollout_worker.engine import EngineCrashed, EngineError, InvalidRequest
+from rollout_worker.engines.admission_queue import AdmissionQueue
+from rollout_worker.schemas import AbortReason, WeightsId
+
+from .connection import Connection
+from .streams import Stream
+
+logger = logging.getLogger(__name__)
+
+
+class RequestScheduler:
+    """The requests of one child. `posted`: by the child's id, until the child has ended them."""
+
+    def __init__(self, connection: Connection, max_running: int, weights: WeightsId) -> None:
+        self._connection = connection
+        self._weights = weights
+        self._queue = AdmissionQueue[Stream](
+            lambda _: not self.paused and len(self._posted) < max_running, self._post
+        )
+        self._posted: dict[str, Stream | None] = {}  # None: ended here, not there yet
+        self._numbers = itertools.count()
+        self.paused = False
+        self._ordered_at: float | None = None  # an order to rest or go on that is not answered yet
+        self._progress = time.monotonic()
+
+    def add_request(self, stream: Stream) -> None:
+        """Queue a request."""
+        self._queue.add_request(stream)
+        self._queue.admit_requests()
+
+    def _post(self, stream: Stream) -> None:
+        if not self._posted:
+            self._progress = time.monotonic()
+        rid = f"{next(self._numbers):016x}"
+        self._connection.send("generate", **stream.post(rid, self._weights))
+        self._posted[rid] = stream
+
+    def take_frames(self, frames: list[Any]) -> None:
+        """Pass on what the child made."""
+        self._progress = time.monotonic()
+        surplus = []
+        for rid, ids, logprobs, about in frames:
+            if rid not in self._posted:
+                continue
+            stream = self._posted[rid]
+            if "error" in about:
+                del self._posted[rid]
+                if stream is not None:
+                    stream.fail(_failure(about["error"]))
+                continue
+            if stream is not None and stream.take(ids, logprobs, about):
+                surplus.append(rid)
+            if about["finish"] is not None:
+                del self._posted[rid]
+            elif stream is not None and stream.done:
+                self._posted[rid] = None
+        if surplus:
+            self._connection.send("abort", rids=surplus)
+        self._queue.admit_requests()
+
+    def abort_requests(self, streams: Collection[Stream], reason: AbortReason) -> None:
+        """End requests with what they have; the child lets go of them when it can."""
+        rids = []
+        for stream in streams:
+            stream.end(reason)
+            if stream.rid is not None and self._posted.get(stream.rid) is stream:
+                self._posted[stream.rid] = None
+                rids.append(stream.rid)
+        if rids:
+            self._connection.send("abort", rids=rids)
+
+    def hold_admission(self) -> None:
+        """Post nothing more, and take back what the child has not begun."""
+        self._queue.is_open = False
+        for rid, stream in list(self._posted.items()):
+            if stream is not None and not stream.produced:
+                self._requeue(rid, stream)
+
+    async def pause(self) -> None:
+        """Return once the child makes no step."""
+        self.paused = True
+        await self.stop_steps("in_place")
+
+    async def stop_steps(self, mode: Literal["in_place", "retract"]) -> None:
+        """Bring the child to rest, or what rests already into its queue (`retract`)."""
+        self._made = await self._order("pause", mode=mode)
+        if mode == "retract":
+            # Those that ended here while the child was paused: now they can go there, too.
+            left = [rid for rid, stream in self._posted.items() if stream is None]
+            if left:
+                await self._order("abort", rids=left)
+
+    async def _order(self, op: str, **args: Any) -> Any:
+        self._ordered_at = time.monotonic()
+        try:
+            return await self._connection.call(op, **args)
+        finally:
+            self._ordered_at = None
+
+    def switch_weights(self, weights: WeightsId, *, keep: bool) -> None:
+        """Note that the child has other weights now."""
+        self._weights = weights
+        for rid, stream in list(self._posted.items()):
+            if stream is None:
+                continue
+            made = self._made.get(rid, stream.produced)
+            if made == 0:
+                self._requeue(rid, stream)
+            else:
+                stream.switch(made, weights, stale=keep)
+
+    def _requeue(self, rid: str, stream: Stream) -> None:
+        """Queue what has made nothing again; it belongs to the weights of the time it begins."""
+        self._posted[rid] = None
+        self._connection.send("abort", rids=[rid])
+        stream.rid = None
+        self._queue.add_request(stream)
+
+    def note_recomputed(self) -> None:
+        """Note that the KV of everything that runs was dropped and will be computed again."""
+        for rid, stream in self._posted.items():
+            if stream is not None and stream.stale:
+                made = self._made.get(rid, stream.produced)
+                stream.switch(made, stream.changes[-1][1], stale=False)
+
+    async def resume(self) -> None:
+        """Let the child step and post what waits."""
+        if self.paused:
+            await self._order("resume")
+        self.paused, self._queue.is_open = False, True
+        self._progress = time.monotonic()
+        self._queue.admit_requests()
+
+    @property
+    def running(self) -> frozenset[str]:
+        """Ids of the requests that have made a token."""
+        live = (stream for stream in self._posted.values() if stream is not None)
+        return frozenset(stream.request.request_id for stream in live if stream.produced)
+
+    def find_hang(self, deadline: float) -> str | None:
+        """Say so if nothing has come for too long of requests that run, or of an order to rest."""
+        if self._ordered_at is not None:
+            since, owed = max(self._ordered_at, self._progress), "it was told to rest or to go on"
+        elif self._posted and not self.paused:
+            since, owed = self._progress, "requests run"
+        else:
+            return None
+        if (age := time.monotonic() - since) <= deadline:
+            return None
+        return (
+            f"SGLang made nothing for {age:.0f} s although {owed}; the deadline is {deadline:g} s"
+        )
+
+
+def _failure(error: str) -> EngineError:
+    """Return what an error of the child means: a ValueError is about the request alone."""
+    kind, _, why = error.partition(": ")
+    if kind == ValueError.__name__:
+        return InvalidRequest("sampling", f"SGLang refuses it: {why}")
+    return EngineCrashed(f"SGLang failed in a request: {error}")

@@ -1,0 +1,106 @@
+"""How much memory this process may still take: the kernel ends who takes more, without a word.
+
+`torch` is not needed here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from rollout_worker.engine import EngineError
+from rollout_worker.threads import Freeing
+from rollout_worker.transfer.room import LIMIT, MACHINE, MARGIN_BYTES, memory_left
+from rollout_worker.transfer.spare import Spare
+
+_FIXES = {
+    LIMIT: "raise spec.resources.limits.memory (or the limit of its cgroup)",
+    MACHINE: "use a machine with more, or run less on it",
+}
+
+SETTLE_SECONDS = 10.0
+"""How long memory that is being freed is waited for before more is taken."""
+
+
+class Staging:
+    """The memory that staged weights may take in this process: `spec.weights.stagingMemory`.
+
+    Args:
+        limit: Most bytes at once; None: what the bounds of `check_memory_left` leave, which hold anyway.
+        root: Where proc and sys are mounted.
+    """
+
+    def __init__(self, limit: int | None = None, root: Path = Path("/")) -> None:
+        self._limit = limit
+        self._root = root
+        self._taken = 0
+        self.spare = Spare()
+        """Counts as taken, and is given up when its room is needed."""
+        self._lock = threading.Lock()
+        self.freeing = Freeing()
+        """Frees memory of former weights; `claim` waits for it."""
+
+    def settle(self) -> None:
+        """Wait until what is given back is free, for `SETTLE_SECONDS` at most."""
+        self.freeing.settle(SETTLE_SECONDS)
+
+    def claim(self, nbytes: int, there: int = 0) -> Callable[[], None]:
+        """Charge memory that is taken next; returns what gives it back, once however often called.
+
+        Args:
+            nbytes: How much.
+            there: So much of it is in memory already, and was the spare.
+
+        Raises:
+            EngineError: names the bound, what is left of it, and the fix.
+        """
+        self.settle()
+        try:
+            return self._claim(nbytes, there, self.spare.nbytes)
+        except EngineError:
+            if not self.spare.nbytes:
+                raise
+            self.spare.drop()
+            return self._claim(nbytes, there, 0)
+
+    def _claim(self, nbytes: int, there: int, spare: int) -> Callable[[], None]:
+        with self._lock:
+            left = nbytes if self._limit is None else self._limit - self._taken - spare
+            if nbytes > left:
+                raise EngineError(
+                    f"there is no room for {nbytes} bytes of staged weights: {left} bytes are left "
+                    f"of the {self._limit} that spec.weights.stagingMemory (--staging-memory) "
+                    f"allows; raise it to {self._taken + nbytes} or more"
+                )
+            try:
+                check_memory_left(max(0, nbytes - there), self._root)
+            except EngineError as error:
+                raise EngineError(f"{error}: spec.weights.stagingMemory gives no more") from error
+            self._taken += nbytes
+        charged = [nbytes]
+
+        def give_back() -> None:
+            with self._lock:
+                while charged:
+                    self._taken -= charged.pop()
+
+        return give_back
+
+
+def check_memory_left(nbytes: int, root: Path = Path("/")) -> None:
+    """Refuse to take so much memory for weights if that would be the end of the process.
+
+    Args:
+        nbytes: What is to be taken beside what is taken already.
+        root: Where proc and sys are mounted.
+
+    Raises:
+        EngineError: names the bound, what is left of it, and the fix.
+    """
+    left, what = memory_left(root) or (nbytes + MARGIN_BYTES, MACHINE)
+    if nbytes + MARGIN_BYTES > left:
+        raise EngineError(
+            f"there is no room for {nbytes} bytes of weights in memory: {max(left, 0)} bytes are "
+            f"left of {what}, and {MARGIN_BYTES} stay free; {_FIXES[what]}"
+        )

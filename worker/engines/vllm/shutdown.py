@@ -1,0 +1,151 @@
+"""The start and the end of vLLM's processes, and what they leave behind: sockets, files and shared memory.
+
+Sockets and files go to a folder of this process, which is removed with the engine. Segments of
+shared memory are noted while their owners live: only their memory maps say whose they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from rollout_worker.engine import EngineError
+from rollout_worker.observe import processes
+from rollout_worker.observe.processes import PROC, Process
+from rollout_worker.schemas import Progress
+from rollout_worker.sources.files import ReadCancelled
+
+if TYPE_CHECKING:
+    from .launch import Launched
+
+logger = logging.getLogger(__name__)
+
+Report = Callable[[Progress], None]
+T = TypeVar("T")
+
+VARIABLE = "VLLM_RPC_BASE_PATH"
+FOLDER = "rollout-vllm-"
+SHM = "/dev/shm/"
+OURS = re.compile(SHM + r"(?:psm_|torch_|sem\.mp-)[^/]+")
+"""Names that Python and torch give; weights that lie there, too, are somebody else's."""
+
+STOP_SECONDS = 5
+"""What vLLM's processes get to end by themselves."""
+
+
+async def run_start(
+    work: Callable[[Report, Callable[[], bool]], T],
+    report: Report,
+    give_up: threading.Event,
+    before: Collection[Process],
+) -> T:
+    """Start vLLM in a thread, by `work(report, cancelled)`; a cancelled caller leaves no process behind.
+
+    Raises:
+        EngineError: what `work` raised, or `give_up` was set.
+    """
+    loop = asyncio.get_running_loop()
+
+    def relay(progress: Progress) -> None:
+        loop.call_soon_threadsafe(report, progress)
+
+    starting = loop.run_in_executor(None, work, relay, give_up.is_set)
+    try:
+        return await asyncio.shield(starting)
+    except ReadCancelled:
+        raise EngineError("the engine was stopped while it loaded") from None
+    except asyncio.CancelledError:
+        give_up.set()
+        await asyncio.to_thread(end_start, before)
+        done, _ = await asyncio.wait([starting], timeout=STOP_SECONDS)
+        for future in done:
+            future.exception()  # looked at: a start that was given up is no unheard error
+        raise
+
+
+def prepare_folder() -> None:
+    """Give vLLM a folder for its sockets and files; remove those of workers that were killed."""
+    home = Path(tempfile.gettempdir())
+    for folder in home.glob(f"{FOLDER}*"):
+        owner = folder.name.removeprefix(FOLDER)
+        if owner.isdigit() and not (PROC / owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    _folder().mkdir(mode=0o700, exist_ok=True)
+    # vLLM may remember the value, so it is the same for every engine of this process.
+    os.environ[VARIABLE] = str(_folder())
+
+
+@contextlib.contextmanager
+def temporary_files() -> Iterator[None]:
+    """Let processes that are started meanwhile keep their temporary files in that folder, too.
+
+    vLLM's executor makes one for its processes to meet, and removes it never.
+    """
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(_folder())
+    try:
+        yield
+    finally:
+        del os.environ["TMPDIR"]
+        if before is not None:
+            os.environ["TMPDIR"] = before
+
+
+def find_segments(processes: Iterable[Process]) -> set[str]:
+    """Return the paths of the shared memory that these processes map."""
+    found: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            maps = (PROC / str(process.pid) / "maps").read_text()
+            found.update(word for word in maps.split() if OURS.fullmatch(word))
+    return found
+
+
+def remove_leftovers(shared: Iterable[str]) -> None:
+    """Remove sockets and files, and these segments as far as they are still there. Blocks."""
+    shutil.rmtree(_folder(), ignore_errors=True)
+    for path in shared:
+        # By Python's own way first: its tracker would miss a segment that it knows.
+        with contextlib.suppress(OSError, ValueError):
+            segment = SharedMemory(path.removeprefix(SHM))
+            segment.close()
+            segment.unlink()
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"{FOLDER}{os.getpid()}"
+
+
+def end_start(before: Collection[processes.Process]) -> None:
+    """End what began since `before`; without its processes a start fails at once."""
+    began = processes.descendants(os.getpid()) - set(before)
+    shared = find_segments(began)
+    processes.end(began, float(STOP_SECONDS))
+    remove_leftovers(shared)
+
+
+def shut_down(launched: Launched) -> None:
+    """End vLLM and whatever it left."""
+    mine = launched.processes
+    mine |= {p for known in mine for p in processes.descendants(known.pid)}
+    shared = launched.segments | find_segments(mine)
+    try:
+        launched.llm.shutdown(timeout=STOP_SECONDS)
+    except Exception:  # whatever it was, its processes are ended below
+        logger.exception("vLLM did not shut down in order")
+    left = processes.end(mine, float(STOP_SECONDS))
+    if left:
+        logger.error("processes of vLLM do not end: %s", sorted(p.pid for p in left))
+    remove_leftovers(shared)

@@ -1,0 +1,241 @@
+"""The order in which every engine commits weights, falls asleep and wakes; engines add their own steps.
+
+One lock orders commit, sleep and wake among themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from rollout_worker.engine import (
+    EngineError,
+    Entry,
+    Given,
+    KvPolicy,
+    Refill,
+    Sink,
+    WeightsRejected,
+)
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.shared_memory.ranks import Ranks
+from rollout_worker.engines.shared_memory.sinks import MappedSink
+from rollout_worker.schemas import MemoryTag, Resident, WeightsId, WeightsSpan
+
+Change = tuple[int, WeightsId, bool]
+"""From this token of an output on: the weights that made it, and whether KV of older ones was in use."""
+
+
+def spans_within(changes: Sequence[Change], begin: int, end: int) -> tuple[WeightsSpan, ...]:
+    """Return the spans of the tokens [begin, end) of an output; `changes` are in order."""
+    spans = []
+    stops = [*(start for start, _, _ in changes[1:]), end][: len(changes)]
+    for (start, weights, stale), stop in zip(changes, stops, strict=True):
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            spans.append(
+                WeightsSpan(
+                    epoch=weights.epoch,
+                    version=weights.version,
+                    start=first,
+                    end=last,
+                    stale_kv=stale,
+                )
+            )
+    return tuple(spans)
+
+
+class SealableSink(Sink, Protocol):
+    """A sink that says whether `seal` was called."""
+
+    sealed: bool
+
+
+S = TypeVar("S", bound=SealableSink)
+
+
+def require_sealed(sink: Sink, kind: type[S]) -> S:
+    """Return the sink as what it is: only verified weights may ever serve.
+
+    Raises:
+        WeightsRejected: it is not sealed, or another engine's.
+    """
+    if not isinstance(sink, kind) or not sink.sealed:
+        raise WeightsRejected("this sink is not a sealed one of this engine: fill it first")
+    return sink
+
+
+class WeightVersions(ABC, Generic[S]):
+    """The weights of one running engine: memory for new ones, the switch to them, and where they are.
+
+    Args:
+        kind: The engine's own sinks.
+        asleep: Where it notes which memory is given back; shared with what must know it.
+    """
+
+    def __init__(self, kind: type[S], asleep: set[MemoryTag] | None = None) -> None:
+        self._kind = kind
+        self._lock = asyncio.Lock()
+        self._asleep: set[MemoryTag] = set() if asleep is None else asleep
+        self._has_copy = False
+        """Sleeping weights can be brought back without their source (level 1)."""
+        self._empty = False
+        """The weights count as resident, but have no values: no step is made before a commit."""
+
+    @abstractmethod
+    async def open_slot(
+        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+    ) -> Sink:
+        """Open a sink as `Engine.open_slot` does."""
+
+    async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
+        """Switch to the weights of a sink as `Engine.commit` does."""
+        try:
+            async with self._lock:
+                if "weights" in self._asleep and not self._empty:
+                    raise EngineError("the weights are asleep: wake them before the commit")
+                await self._switch(identity, self._require_sealed(sink), kv)
+        except BaseException:  # also if it is cancelled while another verb has the lock
+            await asyncio.to_thread(sink.close)
+            raise
+        await self._close_committed(sink)
+
+    async def sleep(
+        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: Refill
+    ) -> None:
+        """Give memory back as `Engine.sleep` does."""
+        self._check_sleep(level, tags)
+        async with self._lock:
+            if self._empty and "weights" in tags:
+                self._mark_loaded()  # without values their memory goes as it does with some
+            elif level == 2 and "weights" in self._asleep & set(tags):
+                await self._forget_copy()
+            going = self._linked_to_sleep(set(tags)) - self._asleep
+            if not going:
+                return
+            await self._prepare_sleep(level, going, refill)
+            async with self._no_steps("falling asleep"):
+                await self._release(level, going)
+                self._asleep |= going
+            if "weights" in going:
+                self._has_copy = level == 1
+
+    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
+        """Take memory back as `Engine.wake` does."""
+        async with self._lock:
+            back = set(tags) & self._asleep
+            if self._empty:
+                back.discard("weights")  # its memory is there, only a commit is missing
+            back = self._linked_to_wake(back)
+            if not back:
+                return
+            weights = "weights" in back
+            # Read and checked first: a refusal leaves everything asleep as it was.
+            sink = await self._read_back(refill) if weights and refill is not None else None
+            try:
+                async with self._no_steps("waking"):
+                    if weights and refill is None:
+                        await self._forget_copy()
+                    await self._retake(back, sink)
+                    self._empty = self._empty or (weights and refill is None)
+                    self._asleep -= back - {"weights"} if self._empty else back
+            finally:
+                if sink is not None:
+                    await asyncio.to_thread(sink.close)
+            if weights:
+                self._has_copy = False
+
+    def resident(self) -> Resident:
+        """Return which memory is there."""
+        there = "weights" not in self._asleep or self._empty
+        return Resident(weights=there, kv_cache="kv_cache" not in self._asleep)
+
+    def _require_sealed(self, sink: Sink) -> S:
+        return require_sealed(sink, self._kind)
+
+    def _mark_loaded(self) -> None:
+        """Note that weights whose memory came back without values are as others now."""
+        if self._empty:
+            self._empty = False
+            self._asleep.discard("weights")
+
+    async def _forget_copy(self) -> None:
+        if self._has_copy:
+            await self._drop_copy()
+        self._has_copy = False
+
+    async def _read_back(self, refill: Refill) -> S | None:
+        """Return the sleeping weights' values; None if the engine's own copy has them."""
+        return None if self._has_copy else self._require_sealed(await refill())
+
+    # What differs between engines.
+
+    @abstractmethod
+    async def _switch(self, identity: WeightsId, sink: S, kv: KvPolicy) -> None:
+        """Make the weights of a sink serve, and call `_mark_loaded` before the next step."""
+
+    @abstractmethod
+    async def _release(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
+        """Give this memory back; at level 1 with a copy of the weights."""
+
+    @abstractmethod
+    async def _retake(self, tags: set[MemoryTag], sink: S | None) -> None:
+        """Take this memory back, weights with the values of the sink or else of the copy, if there is one."""
+
+    @abstractmethod
+    async def _drop_copy(self) -> None:
+        """Give up the copy of sleeping weights."""
+
+    def _no_steps(self, what: str) -> AbstractAsyncContextManager[None]:
+        """Keep the engine from stepping inside the block; `what` names the work in errors."""
+        return nullcontext()
+
+    def _check_sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
+        """Raise `EngineError` if this engine can't sleep so."""
+
+    async def _prepare_sleep(
+        self, level: Literal[1, 2], tags: set[MemoryTag], refill: Refill
+    ) -> None:
+        """Do what takes long before steps stop, or raise `EngineError` for want of room."""
+
+    def _linked_to_sleep(self, tags: set[MemoryTag]) -> set[MemoryTag]:
+        """Return these tags, with those that only sleep together with them."""
+        return tags
+
+    def _linked_to_wake(self, tags: set[MemoryTag]) -> set[MemoryTag]:
+        """Return these tags, with those that fell asleep only because of them."""
+        return tags
+
+    async def _close_committed(self, sink: Sink) -> None:
+        await asyncio.to_thread(sink.close)
+
+
+class RankVersions(WeightVersions[MappedSink]):
+    """The weights of an engine whose ranks are other processes, which map the worker's sinks."""
+
+    def __init__(self, options: EngineOptions, asleep: set[MemoryTag] | None = None) -> None:
+        super().__init__(MappedSink, asleep)
+        self._nodes = 1 if options.gang is None else options.gang.nodes
+        self._ranks: Ranks | None = None
+
+    def _notified_ranks(self) -> Ranks:
+        """Return this engine's ranks, which hear of sinks that are sealed and closed."""
+        if self._ranks is None:
+            self._ranks = Ranks(self._call_ranks, self._count_ranks() // self._nodes)
+        return self._ranks
+
+    def end(self) -> None:
+        """Call the ranks no more: the engine is about to be stopped."""
+        if self._ranks is not None:
+            self._ranks.end()
+
+    @abstractmethod
+    def _count_ranks(self) -> int:
+        """Return how many ranks there are on all nodes."""
+
+    @abstractmethod
+    async def _call_ranks(self, method: str, args: Mapping[str, Any]) -> None:
+        """Call a method in all ranks."""
