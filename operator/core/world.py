@@ -168,8 +168,6 @@ class Observed:
     """Objects of others that have the names we need: `kind/name` → sentence."""
     rejections: Mapping[str, str]
     """Writes that the API server rejected, creations by `kind/name` → sentence."""
-    unsettled: int
-    """Own writes that the watch has not shown yet."""
     restarts_of: Mapping[int, int]
     """Failures of replicas whose failed pods are deleted and not yet replaced, as status has them."""
     barrier: frozenset[str] | None

@@ -69,7 +69,7 @@ class Bench:
 
     @property
     def planner(self) -> MemberPlanner:
-        seen = Observed("pool", "ns", "u", 9, (self.pod,), {}, {}, {}, 0, {}, None, False, "")
+        seen = Observed("pool", "ns", "u", 9, (self.pod,), {}, {}, {}, {}, None, False, "")
         return MemberPlanner(self.spec, seen, self.weights, self.now, self.wait)
 
     def bring(self, version: Version = NEW, *, commit: bool = True) -> None:
