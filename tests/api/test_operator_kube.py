@@ -115,14 +115,15 @@ async def test_the_answer_to_the_delete_of_a_pod_shows_its_end(
     containers = [{"name": "worker", "image": "localhost/none"}]
     spec: Obj = {"containers": containers, "serviceAccountName": "operator"}
     labels = {LABEL_MANAGED_BY: MANAGER, LABEL_POOL: KEY.name}
-    meta = {"namespace": NAMESPACE, "name": f"goes-{grace}".lower(), "labels": labels}
+    name = f"goes-{grace}".lower()
+    meta = {"namespace": NAMESPACE, "name": name, "labels": labels}
     body: Obj = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
     if grace == 30:
         spec["nodeName"] = "a-node"
     made = await kube.create("pods", body)
     store = Store()
     store.upsert("pods", made)
-    key, uid = Key(NAMESPACE, meta["name"]), made["metadata"]["uid"]
+    key, uid = Key(NAMESPACE, name), made["metadata"]["uid"]
     answer = await kube.delete("pods", NAMESPACE, key.name, uid=uid, grace=grace)
     assert store.upsert_deleted("pods", key, uid, answer)
     for known in store.pods(KEY):
