@@ -58,6 +58,8 @@ class Pod:
     """The end of the log of the container that failed, as far as the kubelet keeps it in the pod."""
     waits_on: str = ""
     """What it does before its worker starts, for a person; empty if nothing is known."""
+    lacks_node: bool = False
+    """All that `trouble` says is that the scheduler finds no node for it."""
     unscheduled_since: float | None = None
     """Since when the scheduler finds no node for it."""
     is_booting: bool = False
