@@ -40,19 +40,23 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-class OnceAMinute(logging.Filter):
-    """Lets one record a minute pass: in an outage kopf logs each of its thousand retries."""
+class LimitWarnings(logging.Filter):
+    """Lets one warning a minute pass of each of a library's loggers: in an outage kopf logs every retry."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, library: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
+        self._library = logging.Filter(library)
         self._clock = clock
-        self._passed_at = -REPEAT_SECONDS
+        self._passed_at: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether no record has passed for a minute."""
-        if self._clock() - self._passed_at < REPEAT_SECONDS:
+        """Return whether the record is another one, or the first of its logger for a minute."""
+        if record.levelno != logging.WARNING or not self._library.filter(record):
+            return True
+        now = self._clock()
+        if now - self._passed_at.get(record.name, -REPEAT_SECONDS) < REPEAT_SECONDS:
             return False
-        self._passed_at = self._clock()
+        self._passed_at[record.name] = now
         return True
 
 
@@ -63,8 +67,7 @@ def configure(level: str, log_format: str) -> None:
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    handler.addFilter(LimitWarnings("kopf"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for name in QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level)))
-    retries = logging.getLogger("kopf._cogs.clients.watching")
-    retries.filters = [OnceAMinute()]

@@ -169,12 +169,6 @@ class Telemetry:
             "Objects that a list found gone although the watch had delivered no event.",
             registry=self.registry,
         )
-        self.expectation_timeouts = Counter(
-            "rollout_operator_expectation_timeouts",
-            "The operator's own writes that the watch did not show within a minute.",
-            ["resource"],
-            registry=self.registry,
-        )
 
     def request(self, verb: str, resource: str, code: int) -> None:
         """Count a request to the API server."""

@@ -14,7 +14,6 @@ from rollout_operator.api.objects import Key
 from rollout_worker.schemas import WorkerState
 
 from .api.names import audience
-from .cache.expectations import Expectations
 from .cache.feed import Feed
 from .cache.neighbours import Neighbourhood
 from .cache.resync import Resync
@@ -72,20 +71,16 @@ class Parts:
     def _add_cache(self, spawned: Callable[[], None]) -> None:
         config, telemetry = self._config, self.telemetry
         self.store = Store(config.operator_class)
-        self.expectations = Expectations(
-            on_timeout=lambda resource: telemetry.expectation_timeouts.labels(resource).inc()
-        )
         self.queue: WorkQueue[Key] = WorkQueue(on_wait=telemetry.queue_wait.observe)
         self.resync = Resync(
             self.kube,
             self.store,
-            self.expectations,
             self.queue,
             telemetry,
             namespaces=config.watch_namespaces,
             interval=config.resync_seconds,
         )
-        self.feed = Feed(self.store, self.expectations, self.queue, telemetry, self.resync)
+        self.feed = Feed(self.store, self.queue, telemetry, self.resync)
         self.neighbours = Neighbourhood(
             self.kube,
             {
@@ -119,7 +114,6 @@ class Parts:
             config=self._config,
             store=self.store,
             neighbours=self.neighbours,
-            expectations=self.expectations,
             kube=self.kube,
             workers=self.workers,
             recorder=self.recorder,

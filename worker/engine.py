@@ -48,7 +48,13 @@ ENGINES = ("hf", "vllm", "sglang")
 
 
 class EngineError(Exception):
-    """Base of everything an engine raises on purpose."""
+    """Base of everything an engine raises on purpose.
+
+    Attributes:
+        slug: The kind of problem, as in `wire.problems.KINDS`; None if none says more than the text.
+    """
+
+    slug: str | None = None
 
 
 class InvalidRequest(EngineError):
@@ -66,6 +72,12 @@ class WeightsRejected(EngineError):
     def __init__(self, detail: str, *, tensor: str | None = None) -> None:
         super().__init__(detail)
         self.tensor = tensor
+
+
+class ContentMismatch(WeightsRejected):
+    """These bytes have another root hash than their identity, or the bytes of other nodes."""
+
+    slug = "content-mismatch"
 
 
 class EngineCrashed(EngineError):

@@ -349,12 +349,9 @@ OPERATOR = (
     ),
     Panel(
         "Missed watch events",
-        "Per second: deletions found only by a full list, and own writes that the watch never showed.",
+        "Per second: deletions found only by a full list.",
         "ops",
-        (
-            (summed("rollout_operator_ghosts_total", "job", JOB)[0], "{{job}} ghosts"),
-            summed("rollout_operator_expectation_timeouts_total", "job, resource", JOB),
-        ),
+        ((summed("rollout_operator_ghosts_total", "job", JOB)[0], "{{job}} ghosts"),),
     ),
 )
 

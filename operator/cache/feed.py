@@ -11,7 +11,6 @@ from typing import Any
 from rollout_operator.api.objects import Key, ResourceName
 from rollout_operator.telemetry import Telemetry
 
-from .expectations import Expectations
 from .resync import Resync
 from .store import Store
 from .workqueue import WorkQueue
@@ -39,14 +38,12 @@ class Feed:
     def __init__(
         self,
         store: Store,
-        expectations: Expectations,
         queue: WorkQueue[Key],
         telemetry: Telemetry,
         resync: Resync,
         relist_seconds: float = RELIST_SECONDS,
     ) -> None:
         self._store = store
-        self._expectations = expectations
         self._queue = queue
         self._telemetry = telemetry
         self._resync = resync
@@ -56,8 +53,7 @@ class Feed:
         """Take one raw event."""
         raw = dict(obj)
         self._telemetry.watch_event(resource)
-        waited = self._expectations.observe(resource, event, raw)
-        for key in self._store.take(resource, event, raw) | ({waited} if waited else set()):
+        for key in self._store.take(resource, event, raw):
             self._queue.add(key, 0.0 if resource == "pools" else self._pace(key))
         if event is None:
             self._resync.soon(self._relist_seconds)

@@ -17,7 +17,6 @@ from rollout_operator.kube.client import Kube
 from rollout_operator.kube.errors import Forbidden, Gone, KubeError, NotFound
 from rollout_operator.telemetry import Telemetry
 
-from .expectations import Expectations
 from .store import Store, trimmed
 from .workqueue import WorkQueue
 
@@ -55,7 +54,6 @@ class Resync:
     Args:
         kube: The client.
         store: What is corrected.
-        expectations: Told what the lists show.
         queue: Where the pools are woken.
         telemetry: Counts ghosts.
         namespaces: What to list; empty: all.
@@ -67,7 +65,6 @@ class Resync:
         self,
         kube: Kube,
         store: Store,
-        expectations: Expectations,
         queue: WorkQueue[Key],
         telemetry: Telemetry,
         *,
@@ -77,7 +74,6 @@ class Resync:
     ) -> None:
         self._kube = kube
         self._store = store
-        self._expectations = expectations
         self._queue = queue
         self._telemetry = telemetry
         self._namespaces: tuple[str | None, ...] = namespaces or (None,)
@@ -158,7 +154,6 @@ class Resync:
 
     async def _list(self, resource: ResourceName, namespace: str | None) -> set[Key]:
         for attempt in range(1, LIST_TRIES + 1):
-            started = self._clock()
             try:
                 objs, version = await self._collect(resource, namespace)
             except Gone:
@@ -167,9 +162,6 @@ class Resync:
                 continue
             touched, ghosts = self._store.replace(
                 resource, objs, listed_at=version, namespace=namespace
-            )
-            touched |= self._expectations.listed(
-                resource, objs, started=started, namespace=namespace
             )
             if ghosts:
                 self._telemetry.ghosts.inc(ghosts)

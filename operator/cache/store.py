@@ -64,11 +64,6 @@ class Store:
         """Return the EndpointSlices that we made for the pool, sorted by name; Hybrid pools have some."""
         return self._of("endpointslices", key)
 
-    def holds(self, resource: ResourceName, obj: Obj) -> bool:
-        """Return whether this very object is known, of whatever version."""
-        known = self._kinds[resource].at(_name(obj))
-        return known is not None and _uid(known) == _uid(obj)
-
     def keys(self) -> list[Key]:
         """Return the keys of all pools of our class."""
         return list(filter(self._leads, self._kinds["pools"].keys()))
@@ -91,6 +86,24 @@ class Store:
     def upsert(self, resource: ResourceName, obj: Obj) -> None:
         """Take the answer to a write of ours, so that the next pass sees it before the watch."""
         self._kinds[resource].put(obj)
+
+    def upsert_deleted(self, resource: ResourceName, key: Key, uid: str, answer: Obj) -> bool:
+        """Take the answer to a delete of ours: the object as it terminates, or that it is gone.
+
+        Args:
+            resource: Of the object.
+            key: Its namespace and name.
+            uid: Its uid.
+            answer: The object, or a `Status`.
+
+        Returns:
+            Whether the store shows something else now.
+        """
+        kind = self._kinds[resource]
+        if (answer.get("metadata") or {}).get("deletionTimestamp"):
+            return bool(kind.put(answer))
+        known = kind.at(key)
+        return known is not None and _uid(known) == uid and bool(kind.remove(known))
 
     def replace(
         self,

@@ -6,11 +6,10 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, cast
 
 import kopf
-from kopf._core.engines.peering import Identity
 
 from rollout_operator.api.names import GROUP, MANAGER, PLURAL, VERSION
 from rollout_operator.api.objects import ResourceName
@@ -85,26 +84,29 @@ class Streams:
             settings=settings,
             standalone=True,
             # Kopf would ask for the user's name, which a container's bare uid has not got.
-            identity=Identity(MANAGER),
+            identity=cast("Any", MANAGER),
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,
             stop_flag=self._stop,
         )
         self._spawned()
-        await kopf.run_tasks(tasks, ignored=_AllTasks())
+        await _run_until_one_ends(tasks)
 
 
-class _AllTasks(Collection[Any]):
-    """Claims to hold every task: at its end kopf cancels all of the loop's tasks but these."""
+async def _run_until_one_ends(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Wait until one of kopf's root tasks ends, end the others, and raise what one of them raised.
 
-    def __contains__(self, task: object) -> bool:
-        return True
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
+    `kopf.run_tasks` would cancel all tasks of the loop that are not kopf's as well.
+    """
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
 
 
 def register(sink: Sink, registry: kopf.OperatorRegistry | None = None) -> None:

@@ -194,7 +194,7 @@ def _pod_trouble(view: View) -> Finding | None:
     for pod in view.seen.pods:
         # A trainer's pod that has ended may start again by itself: nothing else tells of it.
         there = (pod.ended or not pod.finished) and not pod.deleting
-        if pod.trouble and there and not pod.trouble.startswith("Unschedulable"):
+        if pod.trouble and there and not pod.lacks_node:
             return Finding(Kind.DEGRADED, "PodTrouble", f"{pod.name}: {pod.trouble}")
     return None
 

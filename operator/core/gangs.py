@@ -22,9 +22,6 @@ from .plan import CreatePod, DeletePod, SeekPod, Wait
 from .stuck import free_the_stuck, told_stuck
 from .world import RECALLED, Observed, Pod
 
-UNSETTLED_SECONDS = 1.0
-"""How soon to look again while the watch has not shown all our writes."""
-
 
 @dataclass(slots=True)
 class PodPlan:
@@ -121,7 +118,6 @@ def plan_pods(
         if spec.suspend or gang.index >= spec.replicas:
             reason = "the pool is suspended" if spec.suspend else "scaled down"
             _let_go(spec, gang, plan, reason)
-    harmless = list(plan.delete)
     if not spec.suspend:
         taken = {pod.replica for pod in seen.predecessors}
         for gang in gangs.values():
@@ -131,10 +127,6 @@ def plan_pods(
         there, busy = {g.index: g.pods for g in gangs.values()}, bool(plan.create or plan.delete)
         for index, why in places.moves(there, healthy, wait, busy=busy, pushed=_is_pushed(spec)):
             _let_go(spec, gangs[index], plan, why)
-    if seen.unsettled:
-        # What is wrong is told all the same: it has not gone because the view is old.
-        wait.at_most(UNSETTLED_SECONDS)
-        plan.delete, plan.create, plan.restarts, plan.failed = harmless, [], {}, {}
     plan.replacing = _replacing(spec, seen, gangs, plan)
     plan.waiting, plan.misplaced = places.waiting, places.misplaced
     plan.strangers = [*places.strangers, *told_strangers(seen)]
@@ -154,7 +146,7 @@ def _replacing(
     kept = {
         index: count
         for index, count in seen.restarts_of.items()
-        if index < wanted and (seen.unsettled or not gangs[index].complete)
+        if index < wanted and not gangs[index].complete
     }
     return kept | plan.restarts
 

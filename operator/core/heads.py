@@ -158,10 +158,13 @@ class Head:
             failed = self.worker.failures.get(verb)
             if failed is None or failed.about != version.identity:
                 continue
-            if failed.slug == MISMATCH or failed.message.startswith(MISMATCH):
+            if failed.slug == MISMATCH:
                 return f"{self.pod.name}: {failed.message}"
-        told = self.failure(version.identity, "stage")
-        return told if told and told.startswith(f"{self.pod.name}: {MISMATCH}") else None
+        slot = self.staged
+        if slot is None or slot.phase != "Failed" or slot.slug != MISMATCH:
+            return None
+        about = (slot.epoch, slot.version) == version.identity.as_tuple()
+        return f"{self.pod.name}: {slot.error}" if about else None
 
 
 def _serves(state: WorkerState, committed: WeightsId) -> bool:

@@ -16,6 +16,7 @@ from rollout_operator.api.spec_colocation import DEVICES_CLAIM
 from .podtrouble import (
     containers_of,
     is_booting,
+    is_unschedulable,
     last_log_of,
     memory_limits,
     timestamp,
@@ -46,6 +47,7 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
     wanted = names.worker_labels(labels.get(names.LABEL_POOL, ""), replica, rank)
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     gate = conditions.get(names.GATE_SERVING, {})
+    reported = trouble_of(status, {}, memory_limits(obj))
     return Pod(
         name=meta["name"],
         uid=meta["uid"],
@@ -71,7 +73,8 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         followed=_has_followed(status),
         finished_at=max(_ends(status), default=None),
         last_known_at=_last_known(meta, status),
-        trouble=trouble_of(status, conditions, memory_limits(obj)),
+        trouble=reported or trouble_of(status, conditions),
+        lacks_node=not reported and is_unschedulable(conditions),
         last_log=last_log_of(status),
         waits_on=waits_on(status, conditions),
         unscheduled_since=unscheduled_since(conditions),

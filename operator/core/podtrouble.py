@@ -123,10 +123,15 @@ def last_log_of(status: Obj) -> str:
 
 def unscheduled_since(conditions: Mapping[str, Any]) -> float | None:
     """Return since when the scheduler finds no node for the pod; None: it does, or has not tried."""
-    found = conditions.get("PodScheduled", {})
-    if (found.get("status"), found.get("reason")) != ("False", "Unschedulable"):
+    if not is_unschedulable(conditions):
         return None
-    return timestamp(found.get("lastTransitionTime"))
+    return timestamp(conditions["PodScheduled"].get("lastTransitionTime"))
+
+
+def is_unschedulable(conditions: Mapping[str, Any]) -> bool:
+    """Return whether the scheduler finds no node for the pod."""
+    found = conditions.get("PodScheduled", {})
+    return (found.get("status"), found.get("reason")) == ("False", "Unschedulable")
 
 
 def is_booting(status: Obj) -> bool:

@@ -58,6 +58,8 @@ class Pod:
     """The end of the log of the container that failed, as far as the kubelet keeps it in the pod."""
     waits_on: str = ""
     """What it does before its worker starts, for a person; empty if nothing is known."""
+    lacks_node: bool = False
+    """All that `trouble` says is that the scheduler finds no node for it."""
     unscheduled_since: float | None = None
     """Since when the scheduler finds no node for it."""
     is_booting: bool = False
@@ -168,8 +170,6 @@ class Observed:
     """Objects of others that have the names we need: `kind/name` → sentence."""
     rejections: Mapping[str, str]
     """Writes that the API server rejected, creations by `kind/name` → sentence."""
-    unsettled: int
-    """Own writes that the watch has not shown yet."""
     restarts_of: Mapping[int, int]
     """Failures of replicas whose failed pods are deleted and not yet replaced, as status has them."""
     barrier: frozenset[str] | None

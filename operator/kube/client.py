@@ -112,14 +112,18 @@ class Kube:
         *,
         uid: str | None = None,
         grace: int | None = None,
-    ) -> None:
-        """Delete an object; with `uid` only that very object (else `Conflict`)."""
+    ) -> Obj:
+        """Delete an object; with `uid` only that very object (else `Conflict`).
+
+        Returns:
+            The object as it terminates, or a `Status` if it is gone at once.
+        """
         options: Obj = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if uid is not None:
             options["preconditions"] = {"uid": uid}
         if grace is not None:
             options["gracePeriodSeconds"] = grace
-        await self._send("delete", resource, namespace, name, body=options)
+        return await self._send("delete", resource, namespace, name, body=options)
 
     async def patch(
         self,

@@ -54,11 +54,11 @@ async def act(ctx: Context, look: Look, plan: Plan, memory: Memory) -> float | N
     if not look.seen.paused:
         before = obstacles.labels
         await _write_children(writer, look, plan, memory)
-        if not (look.seen.unsettled or writer.relabelled):
+        if not writer.relabelled:
             obstacles.end_pass()  # else nothing was tried that could show them gone
         writer.check_alive()
         _start_calls(ctx, look, plan, decided=decided)
-        if obstacles.labels != before or writer.relabelled or writer.sliced:
+        if obstacles.labels != before or writer.relabelled or writer.changed:
             return 0.0
         later = soonest(later, obstacles.seconds_left(ctx.monotonic()))
     if not decided:
@@ -138,7 +138,7 @@ async def _write_children(writer: Writer, look: Look, plan: Plan, memory: Memory
     if spec.mode is Mode.HYBRID:
         await writer.services(selecting=False)
         members = with_gates(seen.pods, plan.gates, ctx.clock())
-        writer.sliced = await write_slices(writer, members)
+        writer.changed |= await write_slices(writer, members)
         return
     defaults = ctx.config.engine(spec.engine.type)
     turn = ctx.config.turn_claim

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from rollout_operator.api.objects import Key
-from rollout_operator.cache.expectations import Expectations
 from rollout_operator.cache.neighbours import Neighbourhood
 from rollout_operator.cache.store import Store
 from rollout_operator.config import Config
@@ -28,7 +27,6 @@ class Context:
     config: Config
     store: Store
     neighbours: Neighbourhood
-    expectations: Expectations
     kube: Kube
     workers: Workers
     recorder: Recorder

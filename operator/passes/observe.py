@@ -63,7 +63,6 @@ def observe(
         workers={p.uid: ctx.workers.known(p) for p in heads if not p.finished},
         conflicts=memory.obstacles.conflicts,
         rejections=memory.obstacles.rejections,
-        unsettled=ctx.expectations.pending(key),
         restarts_of={r.replica: r.restarts for r in memory.believed.replacing},
         barrier=memory.barrier,
         paused=notes.get(names.ANNOTATION_PAUSED) == "true",

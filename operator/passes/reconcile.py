@@ -113,7 +113,6 @@ class Reconciler:
         self.ctx.neighbours.forget(key)
         self.ctx.telemetry.forget(key)
         if pool is None:
-            self.ctx.expectations.forget(key)
             self.ctx.kube.forget_token(names.audience(key.namespace, key.name))
         again = await self._free_stuck_orphans(key, memory)
         if pool is None:

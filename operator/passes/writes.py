@@ -43,8 +43,11 @@ class Writer(OneByOne):
         self.uid = uid
         self.relabelled = 0
         """Pods that are found again: what to do with them is for the next pass."""
-        self.sliced = False
-        """EndpointSlices were written: who serves by them is for the next pass to tell."""
+        self.changed = False
+        """The store has answers to our writes: what they mean is for the next pass to report.
+
+        No watch event wakes the pool for them, because the store knows that version already.
+        """
 
     async def services(
         self, weights_port: int = names.WEIGHTS_PORT, *, selecting: bool = True
@@ -101,16 +104,12 @@ class Writer(OneByOne):
         return await self.guarded(label, what, ("create", resource), create)
 
     async def _create(self, resource: str, body: Obj, label: str) -> Obj | None:
-        name = body["metadata"]["name"]
         try:
             made = await self.ctx.kube.create(resource, body)
         except AlreadyExists:
             return await self._look_at_namesake(resource, body, label)
-        uid = made["metadata"]["uid"]
-        if not self.ctx.store.holds(resource, made):  # type: ignore[arg-type]
-            # Else the watch was faster than the answer.
-            self.ctx.expectations.expect_create(self.key, resource, name, uid)  # type: ignore[arg-type]
         self.ctx.store.upsert(resource, made)  # type: ignore[arg-type]
+        self.changed = True
         logger.info("created %s", label, extra=self.extra)
         return made
 
@@ -185,17 +184,12 @@ class Writer(OneByOne):
         await self.guarded(f"delete {pod.uid}", what, ("delete", PODS), delete)
 
     async def _delete(self, pod: DeletePod) -> None:
-        # Before the call, since the watch may be faster than the answer.
-        if not pod.forced:
-            self.ctx.expectations.expect_delete(self.key, "pods", pod.name, pod.uid)
-        try:
-            await self.ctx.kube.delete(
-                "pods", self.key.namespace, pod.name, uid=pod.uid, grace=pod.grace
-            )
-        except BaseException:
-            # Perhaps it was carried out all the same; then the watch shows a pod that terminates.
-            self.ctx.expectations.forget_delete(pod.uid)
-            raise
+        answer = await self.ctx.kube.delete(
+            PODS, self.key.namespace, pod.name, uid=pod.uid, grace=pod.grace
+        )
+        self.changed |= self.ctx.store.upsert_deleted(
+            PODS, Key(self.key.namespace, pod.name), pod.uid, answer
+        )
         logger.info("deleted pod %s: %s", pod.name, pod.reason, extra=self.extra)
 
     async def gate(self, gate: SetGate) -> None:

@@ -195,7 +195,8 @@ async def _stage(worker: WorkerControl, request: StageRequest) -> None:
     wanted = (request.epoch, request.version)
     while staged is not None and (staged.epoch, staged.version) == wanted:
         if staged.phase == "Failed":
-            raise ControlError(409, "stage-failed", staged.error or "the worker gave no reason")
+            why = staged.error or "the worker gave no reason"
+            raise ControlError(409, staged.slug or "stage-failed", why)
         if staged.phase == "Staged":
             return
         await asyncio.sleep(STAGE_POLL_SECONDS)

@@ -87,7 +87,6 @@ class Pages:
         telemetry.request("get", "pods", 200)
         telemetry.request("get", "pods", 503)
         telemetry.ghosts.inc()
-        telemetry.expectation_timeouts.labels("pods").inc()
 
 
 @asynccontextmanager

@@ -189,7 +189,7 @@ def test_a_pod_that_finds_no_node_is_told_after_a_minute() -> None:
     world.pods["pool-0-0"] = replace(
         world.pods["pool-0-0"],
         phase="Pending", node=None, started=False, ip=None, trouble=words,
-        unscheduled_since=world.now,
+        unscheduled_since=world.now, lacks_node=True,
     )  # fmt: skip
     world.workers.clear()
     plan = steps(world, 50)

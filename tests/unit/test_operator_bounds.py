@@ -23,7 +23,7 @@ from rollout_worker.schemas import ActiveWeights, KeptWeights, StagedWeights
 def observed(**fields: Any) -> Observed:
     nothing: dict[str, Any] = {
         "name": "pool", "namespace": "ns", "uid": "owner", "generation": 1, "pods": (),
-        "workers": {}, "conflicts": {}, "rejections": {}, "unsettled": 0, "restarts_of": {},
+        "workers": {}, "conflicts": {}, "rejections": {}, "restarts_of": {},
         "barrier": None, "paused": False, "retry": "",
     }  # fmt: skip
     return Observed(**nothing | fields)

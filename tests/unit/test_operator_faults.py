@@ -48,7 +48,6 @@ async def live(lab: PassLab, seconds: float) -> None:
         again = await lab.reconcile()
         await lab.called()
         await lab.polled()
-        lab.ctx.expectations.forget(KEY)  # the watch has shown it
         busy = len(lab.asked) > asked  # the answer to a call wakes the pool
         asked = len(lab.asked)
         step = 0.1 if busy else min(max(again or 0.1, 0.1), 5.0)
@@ -393,7 +392,6 @@ async def passes_in(lab: PassLab, seconds: float) -> int:
         count += 1
         await lab.called()
         await lab.polled()
-        lab.ctx.expectations.forget(KEY)
         step = min(5.0 if again is None else max(again, 0.01), 5.0, end - lab.clock.steady)
         lab.clock.steady += step
         lab.clock.wall += step

@@ -171,7 +171,7 @@ def test_updating_weights_is_told_phase_by_phase(world: World) -> None:
         ({"started": False, "node": None}, "is not scheduled yet"),
         ({"started": False}, "is waiting for its container"),
         ({}, "is starting"),
-        ({"trouble": "Unschedulable: no room"}, "Unschedulable: no room"),
+        ({"trouble": "no room", "lacks_node": True}, "no room"),
     ],
 )
 def test_what_a_pod_without_an_answer_waits_for(
@@ -233,7 +233,8 @@ def test_troubles_of_pods_are_told_unless_they_only_wait_for_room(world: World) 
     assert conditions(world)["Degraded"] == ("True", "PodTrouble", told)
     assert world.status.phase == "Degraded"
     assert world.status.last_errors[0].message == told
-    for change in ({"deletion_at": world.now + 50}, {"trouble": "Unschedulable: no room"}):
+    waiting = {"trouble": "no room", "lacks_node": True}
+    for change in ({"deletion_at": world.now + 50}, waiting):
         shown(world, **change)
         world.step()
         assert conditions(world)["Degraded"][0] == "False"

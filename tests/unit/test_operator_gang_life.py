@@ -155,7 +155,7 @@ def test_a_broken_gang_leaves_the_barrier(world: World) -> None:
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ({"trouble": "Unschedulable: no GPU"}, "waits for pool-1-1: Unschedulable: no GPU"),
+        ({"trouble": "no GPU", "lacks_node": True}, "waits for pool-1-1: no GPU"),
         ({"node": None}, "waits for pool-1-1, which is not scheduled yet"),
         ({}, "waits for pool-1-1, which is waiting for its container"),
     ],

@@ -29,7 +29,7 @@ def plan(
     wait = Wait()
     known: dict[str, Any] = {
         "name": "pool", "namespace": "ns", "uid": "owner", "generation": 1, "pods": pods,
-        "workers": {}, "conflicts": {}, "rejections": {}, "unsettled": 0, "restarts_of": {},
+        "workers": {}, "conflicts": {}, "rejections": {}, "restarts_of": {},
         "barrier": None, "paused": False, "retry": "",
     } | seen  # fmt: skip
     return plan_pods(spec, Observed(**known), NOW, healthy, wait), wait.seconds
@@ -142,26 +142,20 @@ def test_what_a_deleted_pool_of_that_name_left_is_waited_for_and_freed() -> None
     assert not found.create, "a gang is made whole"
 
 
-def test_while_writes_are_unsettled_nothing_is_made_or_rolled() -> None:
+def test_what_is_missing_failed_or_outdated_is_replaced_in_one_pass() -> None:
     spec = spec_of(replicas=3, updateStrategy={"maxUnavailable": 3})
     old, dead = pod(spec, 0, revision="old"), pod(spec, 1, phase="Failed", finished_at=NOW)
-    found, seconds = plan(spec, old, dead, pod(spec, 3), healthy=frozenset({0}), unsettled=1)
-    assert deleted(found) == [("pool-3-0", None)], "what is surplus stays surplus"
-    assert not found.create
-    assert not found.restarts
-    assert found.outdated == 1
-    assert seconds == 1.0
     found, seconds = plan(spec, old, dead, healthy=frozenset({0}))
     assert deleted(found) == [("pool-1-0", 0), ("pool-0-0", None)]
     assert found.create == [CreatePod(2, 0, 0)]
     assert seconds is None
 
 
-def test_while_writes_are_unsettled_what_is_wrong_is_told() -> None:
+def test_what_is_exhausted_or_backs_off_is_told() -> None:
     spec = spec_of(replicas=2, restartPolicy={"maxRestarts": 2})
     exhausted = pod(spec, 0, phase="Failed", finished_at=NOW - 900, restarts=2)
     waiting = pod(spec, 1, phase="Failed", finished_at=NOW - 4, restarts=1)
-    found, _ = plan(spec, exhausted, waiting, unsettled=1)
+    found, _ = plan(spec, exhausted, waiting)
     assert list(found.exhausted) == [0]
     assert list(found.backing_off) == [1]
 
@@ -172,7 +166,6 @@ def test_while_writes_are_unsettled_what_is_wrong_is_told() -> None:
         ([], {}, {0: 3}),
         (["failed"], {}, {0: 4}),
         (["new"], {}, {}),
-        (["new"], {"unsettled": 1}, {0: 3}),
         (["going"], {}, {0: 3}),
     ],
 )
@@ -373,7 +366,7 @@ def test_failures_count_until_ten_minutes_after_it_proved_itself(
 ) -> None:
     spec = spec_of()
     dead = pod(spec, **{"phase": "Failed", "finished_at": NOW, "restarts": 4, **fields})
-    seen = Observed("pool", "ns", "u", 1, (dead,), {}, {}, {}, 0, {}, None, False, "")
+    seen = Observed("pool", "ns", "u", 1, (dead,), {}, {}, {}, {}, None, False, "")
     assert failures(spec, seen, gangs_of(spec, seen)[0].pods, dead) == count
     assert HEALTHY_SECONDS == 600
 

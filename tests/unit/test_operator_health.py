@@ -15,7 +15,7 @@ import pytest
 
 from rollout_operator.api.objects import Key
 from rollout_operator.health import MAX_LAG_SECONDS, LoopLag, Probes
-from rollout_operator.logs import JsonFormatter, OnceAMinute
+from rollout_operator.logs import JsonFormatter, LimitWarnings
 from rollout_operator.telemetry import PoolFigures, Telemetry
 
 KEY = Key("rl", "math")
@@ -205,9 +205,16 @@ def test_an_exception_is_in_the_same_line() -> None:
     assert "ValueError: bad" in json.loads(line)["error"]
 
 
-def test_repeated_chatter_is_let_through_once_a_minute() -> None:
+def test_repeated_warnings_of_kopf_are_let_through_once_a_minute() -> None:
     now = [100.0]
-    once = OnceAMinute(lambda: now[0])
-    assert [once.filter(record()) for _ in range(3)] == [True, False, False]
+    limit = LimitWarnings("kopf", lambda: now[0])
+
+    def passes(name: str, level: int = logging.WARNING) -> bool:
+        return bool(limit.filter(logging.LogRecord(name, level, "", 1, "retrying", None, None)))
+
+    assert [passes("kopf.retries") for _ in range(3)] == [True, False, False]
+    assert passes("kopf.activities"), "another logger"
+    assert passes("kopf.retries", logging.ERROR), "an error is no routine"
+    assert [passes("rollout_operator.x") for _ in range(2)] == [True, True]
     now[0] += 61
-    assert once.filter(record())
+    assert passes("kopf.retries")

@@ -69,7 +69,7 @@ class Bench:
 
     @property
     def planner(self) -> MemberPlanner:
-        seen = Observed("pool", "ns", "u", 9, (self.pod,), {}, {}, {}, 0, {}, None, False, "")
+        seen = Observed("pool", "ns", "u", 9, (self.pod,), {}, {}, {}, {}, None, False, "")
         return MemberPlanner(self.spec, seen, self.weights, self.now, self.wait)
 
     def bring(self, version: Version = NEW, *, commit: bool = True) -> None:
@@ -303,22 +303,30 @@ def test_other_bytes_are_told_and_then_read_anew() -> None:
     [
         (None, None, False),
         (CallError("bound to other content", 1, 0, "content-mismatch", ONE), None, True),
-        (CallError("content-mismatch: (1, 1) should", 1, 0, "stage-failed", ONE), None, True),
-        (CallError("content-mismatch: (1, 2) should", 1, 0, about=TWO), None, False),
+        (CallError("pool-0-1 found other bytes", 1, 0, "content-mismatch", ONE), None, True),
+        (CallError("content-mismatch: only words", 1, 0, "stage-failed", ONE), None, False),
+        (CallError("(1, 2) should", 1, 0, "content-mismatch", TWO), None, False),
         (CallError("tensor 'a' is missing", 1, 0, about=ONE), None, False),
-        (None, "content-mismatch: (1, 1) should", True),
-        (None, "tensor 'a' is missing", False),
+        (None, ("rank 1 found root_hash b", "content-mismatch"), True),
+        (None, ("content-mismatch: only words", None), False),
+        (None, ("tensor 'a' is missing", None), False),
+        (
+            CallError("no answer", 1, 0, "", TWO),
+            ("rank 1 found root_hash b", "content-mismatch"),
+            True,
+        ),
     ],
 )
 def test_a_mismatch_is_told_from_other_failures(
-    failure: CallError | None, slot: str | None, odd: bool
+    failure: CallError | None, slot: tuple[str, str | None] | None, odd: bool
 ) -> None:
     bench = Bench()
     bench.failures = {"stage": failure} if failure else {}
     if slot:
         bench.stage(phase="Failed")
         assert bench.sim.staged is not None
-        bench.sim.staged = bench.sim.staged.model_copy(update={"error": slot})
+        error, slug = slot
+        bench.sim.staged = bench.sim.staged.model_copy(update={"error": error, "slug": slug})
     assert bool(bench.head.mismatch(NEW)) == odd
 
 

@@ -72,7 +72,6 @@ class Pool:
             "generation": 1,
             "conflicts": {},
             "rejections": {},
-            "unsettled": 0,
             "restarts_of": {},
             "barrier": None,
             "paused": False,

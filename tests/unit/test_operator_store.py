@@ -60,13 +60,51 @@ def test_an_event_is_kept_and_names_the_pool_to_wake() -> None:
     assert store.counts() == {"pools": 1, "pods": 2, "services": 0, "endpointslices": 0}
 
 
-def test_it_holds_an_object_but_not_its_namesake() -> None:
+def going(version: int, name: str = "a") -> Obj:
+    found = pod(name, version)
+    return {"metadata": found["metadata"] | {"deletionTimestamp": "1970-01-01T00:00:00Z"}}
+
+
+A = Key("rl", "a")
+
+
+def test_the_answer_to_a_delete_is_not_undone_by_what_the_watch_shows_late() -> None:
     store = Store()
     store.take("pods", "ADDED", pod("a", 2))
-    assert store.holds("pods", pod("a", 1))
-    assert not store.holds("pods", pod("a", 2, uid="another"))
-    assert not store.holds("pods", pod("b", 2))
-    assert not store.holds("services", pod("a", 2))
+    assert store.upsert_deleted("pods", A, "uid-a", going(5))
+    assert store.take("pods", "MODIFIED", pod("a", 3)) == set(), "from before the delete"
+    store.replace("pods", [pod("a", 4)], listed_at="4")
+    assert store.pods(KEY) == [going(5)]
+    assert store.take("pods", "MODIFIED", going(5)) == set(), "the watch shows what is known"
+    assert store.take("pods", "DELETED", going(6)) == {KEY}
+    assert not store.upsert_deleted("pods", A, "uid-a", going(5)), "the watch was faster"
+    assert store.pods(KEY) == []
+
+
+def test_a_delete_that_takes_effect_at_once_leaves_a_tombstone() -> None:
+    store = Store()
+    store.take("pods", "ADDED", pod("a", 2))
+    assert store.upsert_deleted("pods", A, "uid-a", {"kind": "Status", "metadata": {}})
+    assert store.take("pods", "MODIFIED", pod("a", 2)) == set(), "a late event"
+    assert store.pods(KEY) == []
+    assert not store.upsert_deleted("pods", A, "uid-a", {"kind": "Status"})
+
+
+def test_a_delete_hides_no_namesake() -> None:
+    store = Store()
+    store.take("pods", "ADDED", pod("a", 9, uid="another"))
+    assert not store.upsert_deleted("pods", A, "uid-a", {"kind": "Status"})
+    assert not store.upsert_deleted("pods", A, "uid-a", going(5))
+    assert store.pods(KEY) == [pod("a", 9, uid="another")]
+
+
+def test_a_create_that_the_watch_has_not_shown_outlives_an_older_list() -> None:
+    store = Store()
+    store.upsert("pods", pod("a", 7))
+    store.replace("pods", [], listed_at="6")
+    assert names(store) == ["a"]
+    store.replace("pods", [], listed_at="8")
+    assert names(store) == []
 
 
 def of_class(found: Obj, operator_class: str | None) -> Obj:

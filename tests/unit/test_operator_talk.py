@@ -137,9 +137,9 @@ async def lab() -> AsyncIterator[Talk]:
     await made.calls.cancel_all()
 
 
-def staging(phase: str, version: int = 1, error: str | None = None) -> WorkerState:
+def staging(phase: str, version: int = 1, **failed: str | None) -> WorkerState:
     staged = StagedWeights.model_validate(
-        {"epoch": 1, "version": version, "source": SOURCE, "phase": phase, "error": error}
+        {"epoch": 1, "version": version, "source": SOURCE, "phase": phase, **failed}
     )
     weights = ANSWER.weights.model_copy(update={"staged": staged})
     return ANSWER.model_copy(update={"weights": weights})
@@ -303,16 +303,26 @@ async def test_a_stage_is_followed_to_its_end_and_the_worker_is_looked_at(
 
 
 @pytest.mark.parametrize(
-    ("error", "said"), [("a tensor is missing", "a tensor is missing"), (None, "gave no reason")]
+    ("error", "slug", "said", "told"),
+    [
+        ("a tensor is missing", None, "a tensor is missing", "stage-failed"),
+        ("rank 1 found other bytes", "content-mismatch", "rank 1 found", "content-mismatch"),
+        (None, None, "gave no reason", "stage-failed"),
+    ],
 )
 async def test_a_stage_that_fails_is_the_calls_failure(
-    lab: Talk, monkeypatch: pytest.MonkeyPatch, error: str | None, said: str
+    lab: Talk,
+    monkeypatch: pytest.MonkeyPatch,
+    error: str | None,
+    slug: str | None,
+    said: str,
+    told: str,
 ) -> None:
     monkeypatch.setattr(talk, "STAGE_POLL_SECONDS", 0.001)
-    lab.states = [staging("Staging"), staging("Failed", error=error)]
+    lab.states = [staging("Staging"), staging("Failed", error=error, slug=slug)]
     known = await lab.call(Verb.STAGE, STAGE)
     assert said in known.failures["stage"].message
-    assert known.failures["stage"].slug == "stage-failed"
+    assert known.failures["stage"].slug == told
     assert known.failures["stage"].about == WeightsId(epoch=1, version=1)
 
 

@@ -81,7 +81,7 @@ class Pool:
     def plan(self) -> WeightsPlan:
         stored = WeightsStatus(committed=self.committed, last_update=self.update)
         pods = tuple(self.pods)
-        seen = Observed("pool", "ns", "u", 1, pods, {}, {}, {}, 0, {}, self.barrier, False, "")
+        seen = Observed("pool", "ns", "u", 1, pods, {}, {}, {}, {}, self.barrier, False, "")
         return plan_weights(self.spec, seen, stored, self.heads(), NOW, self.wait)
 
     def names(self, uids: Any) -> list[int]:
@@ -633,7 +633,7 @@ def test_the_update_keeps_its_source_though_the_target_moves() -> None:
 def test_a_new_pool_begins_with_the_checkpoint() -> None:
     pool = Pool()
     stored = WeightsStatus()
-    seen = Observed("pool", "ns", "u", 1, (), {}, {}, {}, 0, {}, None, False, "")
+    seen = Observed("pool", "ns", "u", 1, (), {}, {}, {}, {}, None, False, "")
     plan = plan_weights(spec_of(), seen, stored, {}, NOW, Wait())
     assert plan.committed.identity.as_tuple() == (0, 0)
     assert plan.committed.source == WeightsSource(checkpoint=Checkpoint())

@@ -384,3 +384,15 @@ def test_weights_count_as_loaded_only_where_an_engine_lives() -> None:
     assert not Worker().loaded
     empty = sim.state().weights.model_copy(update={"active": None})
     assert not Worker(sim.state().model_copy(update={"weights": empty})).loaded
+
+
+def test_a_pod_lacks_a_node_only_if_nothing_else_is_wrong_with_it() -> None:
+    def lacks_node(**status: Any) -> bool:
+        found = parse_pod({**RAW, "status": {"conditions": [NO_ROOM], **status}}, "owner")
+        assert found is not None
+        return found.lacks_node
+
+    assert lacks_node()
+    assert not lacks_node(conditions=[{**NO_ROOM, "reason": "SchedulingGated"}])
+    assert not lacks_node(**waiting("ImagePullBackOff")), "that is trouble of its own"
+    assert not lacks_node(reason="NodeLost")

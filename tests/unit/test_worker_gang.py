@@ -20,8 +20,9 @@ from rollout_worker.gang import silence
 from rollout_worker.gang.line import Line, NoAnswer
 from rollout_worker.gang.places import members as addresses
 from rollout_worker.gang.silence import Silence
-from rollout_worker.schemas import Lifecycle, WeightsId
+from rollout_worker.schemas import Lifecycle, StagedWeights, StageSource, WeightsId
 from rollout_worker.threads import in_thread
+from rollout_worker.wire.gang import SlotRequest
 from tiny_gang import NODES, Node, TinyGang, hash_of_checkpoint, hasten, head, node
 from tiny_worker import refused, settings
 from waiting import until
@@ -58,6 +59,9 @@ async def gang(tmp_path: Path, member: Node) -> AsyncIterator[TinyGang]:
 def held(member: Node) -> list[tuple[str, str | None]]:
     """Phase and content of the member's slots."""
     return [(slot.phase, slot.root_hash) for slot in member.worker.state().slots]
+
+
+ODD = "content-mismatch"
 
 
 async def never() -> None:
@@ -123,7 +127,7 @@ async def test_a_late_member_fails_the_stage_at_its_deadline(gang: TinyGang, mem
 
 async def test_a_head_that_fails_gives_the_members_slot_back(gang: TinyGang, member: Node) -> None:
     staged = await gang.stage(1, 7, root_hash="xxh3_128:" + "0" * 32)
-    assert staged.phase == "Failed"
+    assert (staged.phase, staged.slug) == ("Failed", ODD)
     await until(lambda: not held(member), what="the member's slot")
 
 
@@ -161,8 +165,8 @@ def says(liar: Loopback, root_hash: str, **fields: Any) -> None:
     liar.answer("GET", "/v1/gang/state", state)
 
 
-async def votes(liar: Loopback, gang: TinyGang, **vote: Any) -> str:
-    """Stage while it votes so; returns why that failed."""
+async def votes(liar: Loopback, gang: TinyGang, **vote: Any) -> StagedWeights:
+    """Stage while it votes so; returns the slot, whose staging failed."""
 
     async def fill(request: Any) -> Any:
         return web.json_response({"id": request.path.rpartition("/")[2], **vote})
@@ -174,24 +178,32 @@ async def votes(liar: Loopback, gang: TinyGang, **vote: Any) -> str:
     liar.answers = Every(liar.answers)
     staged = await gang.stage(1, 7)
     assert staged.phase == "Failed"
-    return str(staged.error)
+    return staged
 
 
 @pytest.mark.parametrize(
-    ("vote", "why"),
+    ("vote", "why", "slug"),
     [
-        ({"phase": "Filled", "root_hash": "xxh3_128:other"}, "found root_hash xxh3_128:other"),
-        ({"phase": "Filled"}, "can't stage: None"),
-        ({"phase": "Failed", "error": "a broken disk"}, "can't stage: a broken disk"),
-        ({"phase": "Gone"}, "answered what no member does"),
+        ({"phase": "Filled", "root_hash": "xxh3_128:other"}, "found root_hash xxh3_128:other", ODD),
+        ({"phase": "Failed", "error": "other bytes", "slug": ODD}, "can't stage: other bytes", ODD),
+        ({"phase": "Filled"}, "can't stage: None", None),
+        ({"phase": "Failed", "error": "a broken disk"}, "can't stage: a broken disk", None),
+        ({"phase": "Gone"}, "answered what no member does", None),
     ],
 )
 async def test_no_vote_but_the_same_content_stages(
-    tmp_path: Path, liar: Loopback, root_hash: str, vote: dict[str, Any], why: str
+    tmp_path: Path,
+    liar: Loopback,
+    root_hash: str,
+    vote: dict[str, Any],
+    why: str,
+    slug: str | None,
 ) -> None:
     says(liar, root_hash)
     async with head(tmp_path, liar.address) as gang:
-        assert why in await votes(liar, gang, **vote)
+        staged = await votes(liar, gang, **vote)
+        assert why in str(staged.error)
+        assert staged.slug == slug
         assert gang.active == CHECKPOINT
 
 
@@ -447,3 +459,15 @@ def test_members_are_found_by_the_leaders_name() -> None:
     assert addresses(settings(*flags)) == ("pool-4-1.pool-heads:8001", "pool-4-2.pool-heads:8001")
     given = (*flags, "--member-addresses", "a:1,b:2")
     assert addresses(settings(*given)) == ("a:1", "b:2")
+
+
+async def test_a_member_names_the_kind_of_its_failure(gang: TinyGang, member: Node) -> None:
+    """The head goes by it, and the operator by the head's."""
+    source = StageSource.model_validate({"checkpoint": {}})
+    odd = SlotRequest(source=source, root_hash="xxh3_128:" + "0" * 32, deadline_seconds=10)
+    (gang.slots / ("0" * 32)).symlink_to("/dev/null")  # else the head has it given back
+    member.worker.open("0" * 32, odd)
+    await until(lambda: [p for p, _ in held(member)] == ["Failed"], what="the member's answer")
+    (slot,) = member.worker.state().slots
+    assert slot.slug == ODD
+    assert "on this node" in str(slot.error)

@@ -58,6 +58,7 @@ async def test_a_wrong_hash_is_refused_and_its_memory_given_back(worker: TinyWor
     staged = await worker.stage(1, 7, root_hash="xxh3_128:0")
     assert staged.phase == "Failed"
     assert "content-mismatch: (1, 1) should have root_hash xxh3_128:0" in (staged.error or "")
+    assert staged.slug == "content-mismatch"
     await until(lambda: worker.engine.sinks == [], what="the memory to come back")
     right = (await worker.stage(1, 7)).root_hash
     assert right is not None

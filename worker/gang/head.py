@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
-from rollout_worker.engine import EngineError, Gang
+from rollout_worker.engine import ContentMismatch, EngineError, Gang
 from rollout_worker.schemas import StageSource
 from rollout_worker.settings import Settings
 from rollout_worker.wire.gang import GangSlot, GangState, SlotRequest
@@ -196,6 +196,7 @@ class Head:
         wrong, no member keeps it.
 
         Raises:
+            ContentMismatch: a member found other bytes; names it.
             EngineError: a member can't, or didn't in time; names it.
         """
 
@@ -280,7 +281,8 @@ async def _filled(line: Line, slot: str, request: SlotRequest) -> str:
         await asyncio.sleep(LOOK_SECONDS)
         held = await _looked(line, slot)
     if held.phase == "Failed" or held.root_hash is None:
-        raise EngineError(f"{line.name} can't stage: {held.error}")
+        kind = ContentMismatch if held.slug == ContentMismatch.slug else EngineError
+        raise kind(f"{line.name} can't stage: {held.error}")
     return held.root_hash
 
 

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from rollout_worker.engine import (
+    ContentMismatch,
     EngineError,
     Entry,
     Given,
     Member,
     MemberInfo,
     Sink,
-    WeightsRejected,
 )
 from rollout_worker.schemas import CHECKPOINT, PushedBytes
 from rollout_worker.settings import Settings
@@ -51,6 +51,7 @@ class Held:
         """Names of the tensors that no rank of this node reads."""
         self.root_hash: str | None = None
         self.error: str | None = None
+        self.slug: str | None = None
         self.sink: Sink | None = None
         self.task: asyncio.Task[None] | None = None
 
@@ -62,10 +63,10 @@ class Held:
         """Note what was found.
 
         Raises:
-            WeightsRejected: it isn't what the head expects.
+            ContentMismatch: it isn't what the head expects.
         """
         if self.request.root_hash not in (None, root_hash):
-            raise WeightsRejected(
+            raise ContentMismatch(
                 f"the source has root_hash {root_hash} on this node, it should have"
                 f" {self.request.root_hash}"
             )
@@ -91,6 +92,7 @@ class Held:
                 "bytes_total": self.total,
                 "root_hash": self.root_hash,
                 "error": self.error,
+                "slug": self.slug,
             }
         )
 
@@ -168,7 +170,7 @@ class Slots:
         except TimeoutError:
             held.error = f"not staged within {seconds:g} s"
         except (EngineError, ProblemError) as error:
-            held.error = str(error)
+            held.error, held.slug = str(error), error.slug
         except Exception as error:
             logger.exception("filling slot %s failed", held.id)
             held.error = f"internal error: {error}"

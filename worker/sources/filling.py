@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.engine import EngineError, Given, Layout, Sink, WeightsRejected
+from rollout_worker.engine import ContentMismatch, EngineError, Given, Layout, Sink
 from rollout_worker.schemas import WeightsSource
 from rollout_worker.settings import Settings
 from rollout_worker.threads import in_thread
@@ -138,7 +138,8 @@ async def fill(
         elsewhere: Set in a gang: all nodes must have found the same.
 
     Raises:
-        WeightsRejected: a missing, unexpected or ill-shaped tensor, or a wrong hash.
+        WeightsRejected: a missing, unexpected or ill-shaped tensor.
+        ContentMismatch: the hash is wrong, or another node found other bytes.
         EngineError: the engine has no room, or another node failed.
     """
     source = await in_thread(lambda _: _open(layout, located), threading.Event())
@@ -215,7 +216,7 @@ def _failed(future: asyncio.Future[Any]) -> bool:
 def _check_votes(root_hash: str, votes: Mapping[str, str]) -> None:
     for name, found in votes.items():
         if found != root_hash:
-            raise WeightsRejected(
+            raise ContentMismatch(
                 f"{name} found root_hash {found} where the head found {root_hash}: give all nodes"
                 " the same bytes"
             )

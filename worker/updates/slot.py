@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from rollout_worker.engine import Engine, Layout, Sink, Tensors, WeightsRejected
+from rollout_worker.engine import ContentMismatch, Engine, Layout, Sink, Tensors
 from rollout_worker.schemas import StagedWeights, StageRequest, WeightsId, WeightsSource
 from rollout_worker.sources import tensors
 from rollout_worker.sources.filling import Elsewhere, Located, fill
@@ -49,6 +49,7 @@ class Slot:
         self.done = 0
         self.total = 0
         self.error: str | None = None
+        self.slug: str | None = None
         self.task: asyncio.Task[None] | None = None
         self._sink: Sink | None = None
         self._filled = False
@@ -91,7 +92,7 @@ class Slot:
 
     def _verify(self, root_hash: str) -> None:
         if self.expected not in (None, root_hash):
-            raise WeightsRejected(
+            raise ContentMismatch(
                 f"content-mismatch: {self.identity} should have root_hash {self.expected}, its "
                 f"source has {root_hash}: publish the right bytes under a higher version"
             )
@@ -137,6 +138,7 @@ class Slot:
                 "root_hash": self.root_hash or self.expected,
                 "labels": self.labels,
                 "error": self.error,
+                "slug": self.slug,
                 "chunks": 0 if self.incoming is None else self.incoming.chunks,
             }
         )

@@ -266,7 +266,7 @@ class Updates:
         except TimeoutError:
             slot.error = f"not staged within {seconds:g} s: raise deadline_seconds and stage again"
         except EngineError as error:
-            slot.error = str(error)
+            slot.error, slot.slug = str(error), error.slug
         except Exception as error:
             logger.exception("staging %s failed", slot.identity)
             slot.error = f"internal error: {error}"

@@ -29,7 +29,10 @@ class SlotRequest(Body):
 
 
 class GangSlot(Wire):
-    """One slot of a member; `Filled` is its vote, for the content that `root_hash` names."""
+    """One slot of a member; `Filled` is its vote, for the content that `root_hash` names.
+
+    `slug`: the kind of problem that it `Failed` of, where one is known.
+    """
 
     id: SlotId
     phase: Literal["Filling", "Filled", "Failed"]
@@ -37,6 +40,7 @@ class GangSlot(Wire):
     bytes_total: Int = 0
     root_hash: str | None = None
     error: str | None = None
+    slug: str | None = None
 
 
 class GangTurn(Wire):

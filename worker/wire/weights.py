@@ -179,6 +179,11 @@ class StagedWeights(Wire):
     error: str | None = Field(
         default=None, description="Names the tensor or file at fault, and the fix."
     )
+    slug: str | None = Field(
+        default=None,
+        exclude_if=_absent,
+        description="The problem's kind, such as `content-mismatch`, where `error` has one.",
+    )
     chunks: int = Field(
         default=0,
         description="Pushed chunks of 1 MiB that are there: over TCP verified, in shared memory filled; 0 for files.",

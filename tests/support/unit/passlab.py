@@ -21,7 +21,6 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Key, Obj
 from rollout_operator.api.revision import revision
 from rollout_operator.api.spec import parse_spec
-from rollout_operator.cache.expectations import Expectations
 from rollout_operator.cache.neighbours import Neighbourhood
 from rollout_operator.cache.store import Store
 from rollout_operator.config import Config, EngineDefaults
@@ -124,7 +123,6 @@ class PassLab:
                 },
                 lambda key: None,
             ),
-            expectations=Expectations(),
             kube=kube,
             workers=Workers(self.poller, self.calls, self.control),
             recorder=self.told,
@@ -149,7 +147,7 @@ class PassLab:
         self.ctx.store.upsert("pods", found)
         name = found["metadata"]["name"]
         self.api.answers["PATCH", f"{PODS}/{name}/status"] = self._take_conditions
-        self.api.answer("DELETE", f"{PODS}/{name}", {"kind": "Pod"})
+        self.api.answers["DELETE", f"{PODS}/{name}"] = self._take_delete
         if worker is not None:
             self.workers[address_of(found)] = worker
         uid: str = found["metadata"]["uid"]
@@ -176,6 +174,19 @@ class PassLab:
         kept = [c for c in now["status"].get("conditions", ()) if c["type"] not in kinds]
         status = {**now["status"], "conditions": [*kept, *given]}
         return web.json_response({**now, "metadata": meta, "status": status})
+
+    async def _take_delete(self, request: web.Request) -> web.StreamResponse:
+        """Let the pod terminate; one that terminates already stays as it is."""
+        uid = json.loads(await request.text())["preconditions"]["uid"]
+        [now] = [p for p in self.ctx.store.pods(KEY) if p["metadata"]["uid"] == uid]
+        going = {
+            "deletionTimestamp": "1970-01-12T13:46:40Z",
+            "resourceVersion": str(int(_version(now)) + 1),
+        }
+        meta = now["metadata"]
+        return web.json_response(
+            {**now, "metadata": meta if "deletionTimestamp" in meta else meta | going}
+        )
 
     @property
     def status(self) -> Obj:

@@ -156,5 +156,5 @@ class SimCalls:
         if problem is not None:
             count = before.count + 1 if before and before.about == call.about else 1
             self.failures[slot] = CallError(
-                problem, count, self.tick + self.backoff, about=call.about
+                problem, count, self.tick + self.backoff, problem.partition(":")[0], call.about
             )

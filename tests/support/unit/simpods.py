@@ -37,11 +37,9 @@ class SimPods(SimCalls):
         self.retry = ""
         self.autoload = True
         self.lag = 0.0
-        """Seconds until the watch shows a write or the end of a pod."""
+        """Seconds until the watch shows the end of a pod."""
         self.grace = 0.0
         """Seconds that a deleted pod takes to go."""
-        self.unshown: dict[tuple[str, str], float] = {}
-        """Writes that the watch has not shown, by verb and uid: when it will."""
         self.gangs: dict[int, frozenset[str]] = {}
         """Uids of the ranks that have found each other, by replica."""
         self.frozen_ranks: dict[str, float] = {}
@@ -81,7 +79,6 @@ class SimPods(SimCalls):
             return
         self.log.append(f"create {name}")
         self.pods[name] = _seated(self._pod(name, replica, rank, restarts), place)
-        self._unshow("create", self.pods[name].uid)
         if rank == 0:
             self.workers[f"uid{self.uids}"] = SimWorker(
                 boot=f"boot{self.uids}", drain=self.spec.drain_seconds
@@ -119,10 +116,8 @@ class SimPods(SimCalls):
             return
         del self.pods[name]
         self.unlabelled.discard(pod.uid)
-        if self.lag and ("create", pod.uid) not in self.unshown:
+        if self.lag:
             self.ghosts[name] = (pod, self.tick + self.lag)
-        for verb in ("create", "delete"):
-            self.unshown.pop((verb, pod.uid), None)
 
     def fail(self, name: str, *, told: bool = True) -> None:
         """The pod's process ended by itself; `told`: its container says when."""
@@ -200,10 +195,6 @@ class SimPods(SimCalls):
         self.workers.pop(uid, None)
         self.flights = {slot: f for slot, f in self.flights.items() if slot[0] != uid}
 
-    def _unshow(self, verb: str, uid: str) -> None:
-        if self.lag:
-            self.unshown[verb, uid] = self.tick + self.lag
-
     def delete(self, deletion: DeletePod) -> None:
         old = self.predecessors.get(deletion.name)
         if old is not None and (old.uid, old.uid in self.held) == (deletion.uid, False):
@@ -220,7 +211,6 @@ class SimPods(SimCalls):
         elif not pod.deleting:
             ends = self.tick + self.grace
             self.pods[deletion.name] = replace(pod, deletion_at=ends, grace=self.grace)
-            self._unshow("delete", pod.uid)
 
     def catch_up(self) -> None:
         """What is due by now: pods go, the watch shows, calls end."""
@@ -231,7 +221,6 @@ class SimPods(SimCalls):
         for name, pod in list(self.predecessors.items()):
             if self.tick >= (pod.deletion_at or 0) and pod.uid not in self.held:
                 del self.predecessors[name]
-        self.unshown = {k: due for k, due in self.unshown.items() if due > self.tick}
         self.ghosts = {n: (g, due) for n, (g, due) in self.ghosts.items() if due > self.tick}
         for slot, flight in list(self.flights.items()):
             if flight.due <= self.tick:

@@ -162,9 +162,11 @@ class SimWorker:
             return None
         found = root_hash(WeightsId(epoch=body.epoch, version=body.version), slot.source)
         found += self.other_bytes
-        error = STAGE_ERROR if self.broken_stage else None
-        error = error or _other(body, found)
-        change = {"phase": "Failed", "error": error} if error else {"phase": "Staged"}
+        odd = None if self.broken_stage else _other(body, found)
+        error = STAGE_ERROR if self.broken_stage else odd
+        slug = "content-mismatch" if odd else None
+        failed = {"phase": "Failed", "error": error, "slug": slug}
+        change = failed if error else {"phase": "Staged"}
         self.staged = slot.model_copy(update={**change, "root_hash": None if error else found})
         return error
 

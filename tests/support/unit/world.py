@@ -65,9 +65,7 @@ class World(SimPods):
     def observed(self) -> Observed:
         """What a pass sees now."""
         shown = {name: ghost for name, (ghost, _) in self.ghosts.items()} | self.strangers
-        for name, pod in self.pods.items():
-            late = pod.deleting and ("delete", pod.uid) in self.unshown
-            shown[name] = replace(pod, deletion_at=None) if late else pod
+        shown |= self.pods
         pods = [shown[n] for n in sorted(shown) if shown[n].uid not in self.unlabelled]
         if self.hybrid is not None:
             pods = self.hybrid.members()
@@ -81,7 +79,6 @@ class World(SimPods):
             workers={p.uid: self.known(p) for p in self.pods.values() if self._is_polled(p)},
             conflicts=self.conflicts,
             rejections={},
-            unsettled=len(self.unshown),
             restarts_of={r.replica: r.restarts for r in self.believed.replacing},
             barrier=self.barrier,
             paused=False,
@@ -106,7 +103,6 @@ class World(SimPods):
         self.failures = {}
         self.answers = {}
         self.hung = set()
-        self.unshown = {}
         for flight in self.flights.values():
             flight.ours = False
 
@@ -143,7 +139,7 @@ class World(SimPods):
                 self._forced(deletion.uid)
         self._each("gate", off, self.set_gate)
         self._each("delete", plan.delete, self.delete)
-        self.conflicts = dict(self.conflicts) if seen.unsettled else {}
+        self.conflicts = {}
         self._each(
             "create", plan.create, lambda c: self.make(c.replica, c.rank, c.restarts, c.place)
         )
@@ -223,7 +219,7 @@ class World(SimPods):
             self.end_process(pod.uid)
             ends = self.tick + self.grace + 1
             self.predecessors[name] = replace(pod, deletion_at=ends, grace=self.grace + 1)
-        self.pods, self.unlabelled, self.unshown, self.ghosts = {**kept}, set(), {}, {}
+        self.pods, self.unlabelled, self.ghosts = {**kept}, set(), {}
         if self.hybrid is not None:
             self.hybrid.slices = {}
         self.status = RolloutReplicaStatus()
