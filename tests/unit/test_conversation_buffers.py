@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.conversation.buffers import INT32, Column
-from rollout_worker.conversation.streams import Streams
+from rollout_client.conversation.buffers import INT32, Column
+from rollout_client.conversation.streams import Streams
 from rollout_worker.schemas import WeightsSpan
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from chatstyles import tokenizer
 from conversations import ADD, answer, begun, sampled
-from rollout_worker.conversation.sanity import SanityCheckMode, compare
+from rollout_client.conversation.sanity import SanityCheckMode, compare
 from rollout_worker.schemas import RolloutRequest
 
 TOK = tokenizer("qwen")

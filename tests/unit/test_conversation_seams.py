@@ -6,9 +6,9 @@ import pytest
 
 from chatstyles import tokenizer
 from conversations import codec
-from rollout_worker.conversation.messages import Message
-from rollout_worker.conversation.seams import Seams, Turn, common, join
-from rollout_worker.conversation.windows import kind_of, longer, shape_of, window_for, window_of
+from rollout_client.conversation.messages import Message
+from rollout_client.conversation.seams import Seams, Turn, common, join
+from rollout_client.conversation.windows import kind_of, longer, shape_of, window_for, window_of
 
 END, NEXT, OTHER, NEWLINE = 90, 91, 92, 10
 SPECIAL = {END, NEXT, OTHER}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chatstyles import STYLES, tokenizer
 from conversations import ADD, QUESTION, Counting, answer, begun, codec, sampled, text_of
-from rollout_worker.conversation.seams import Seams
+from rollout_client.conversation.seams import Seams
 from rollout_worker.schemas import RolloutRequest, TemplateError
 
 FAMILIES = sorted(set(STYLES) - {"plain"})

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from chatstyles import tokenizer
 from conversations import ADD, QUESTION, answer, begun, sampled, spans
-from rollout_worker.conversation.opaque import decode, encode
+from rollout_client.conversation.opaque import decode, encode
 from rollout_worker.schemas import RolloutRequest, ToolResponse, from_batch, to_batch
 from tinyvision import TinyProcessor, picture
 
@@ -242,3 +242,27 @@ def test_importing_the_request_imports_no_torch() -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert QUESTION["role"] == "user"
+
+
+def test_the_old_names_are_the_same_objects() -> None:
+    import rollout_client
+    from rollout_client import conversation
+    from rollout_worker import schemas
+
+    assert schemas.RolloutRequest is rollout_client.RolloutRequest is conversation.Conversation
+    assert rollout_client.Conversation is conversation.Conversation
+    for name in set(conversation.__all__) - {"Conversation"}:
+        assert getattr(schemas, name) is getattr(conversation, name)
+        assert name in schemas.__all__
+
+
+def test_the_wire_models_need_no_client_and_say_what_a_conversation_needs() -> None:
+    code = (
+        "import sys; sys.modules['httpx'] = None\n"
+        "from rollout_worker.schemas import GenerateRequest\n"
+        "assert 'rollout_client' not in sys.modules\n"
+        "try: from rollout_worker.schemas import RolloutRequest\n"
+        "except ImportError as error: assert 'rollout-operator[client]' in str(error), error\n"
+        "else: raise AssertionError('imported without httpx')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

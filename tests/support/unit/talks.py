@@ -7,9 +7,9 @@ from itertools import count
 from typing import Any, Literal
 
 from conversations import ADD, Counting
-from rollout_worker.conversation.messages import STAND_IN
-from rollout_worker.conversation.processing import Codec
-from rollout_worker.conversation.seams import common
+from rollout_client.conversation.messages import STAND_IN
+from rollout_client.conversation.processing import Codec
+from rollout_client.conversation.seams import common
 from rollout_worker.schemas import RolloutRequest
 from shipped import SPECIAL, Oracle, tokenizer
 

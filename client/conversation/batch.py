@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_worker.schemas import WeightsSpan
 
-from .request import RolloutRequest
+from .conversation import Conversation
 from .streams import Streams
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class RolloutBatch:
 
 
 def to_batch(
-    requests: Sequence[RolloutRequest],
+    requests: Sequence[Conversation],
     *,
     pad_token_id: int | None,
     prompt_length: int | None = None,
@@ -170,7 +170,7 @@ def _fill(row: dict[str, torch.Tensor], streams: Streams, prompt: int) -> None:
         row["stale_kv"][where] = span.stale_kv
 
 
-def _others(requests: Sequence[RolloutRequest]) -> dict[str, list[Any]]:
+def _others(requests: Sequence[Conversation]) -> dict[str, list[Any]]:
     names = ("request_id", "batch_data_id", "rollout_offset", "messages", "reward_scores")
     found = {name: [getattr(request, name) for request in requests] for name in names}
     found["finish_reason"] = [request.finish_reason for request in requests]
@@ -184,7 +184,7 @@ def _others(requests: Sequence[RolloutRequest]) -> dict[str, list[Any]]:
     return found
 
 
-def from_batch(batch: RolloutBatch) -> list[RolloutRequest]:
+def from_batch(batch: RolloutBatch) -> list[Conversation]:
     """Return the requests of a batch, equal to the ones it was made from.
 
     Raises:
@@ -194,7 +194,7 @@ def from_batch(batch: RolloutBatch) -> list[RolloutRequest]:
     for row, rest in enumerate(batch.non_tensor_batch["request"]):
         tensors = {key: tensor[row] for key, tensor in batch.batch.items()}
         streams = _streams(tensors, batch.non_tensor_batch["three_axes"][row])
-        found.append(RolloutRequest.model_validate({**rest, "streams": streams}))
+        found.append(Conversation.model_validate({**rest, "streams": streams}))
     return found
 
 

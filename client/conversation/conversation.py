@@ -1,4 +1,4 @@
-"""`RolloutRequest`: a whole conversation with its token ids, masks, logprobs and weights.
+"""`Conversation`: a whole conversation with its token ids, masks, logprobs and weights.
 
 The request is pure data; methods that need the tokenizer or processor take it as an argument. Ids
 are append-only: what the policy sampled is never tokenized again, and a turn costs only what it
@@ -17,10 +17,10 @@ from .answers import content_of
 from .buffers import INT32, View
 from .messages import MEDIA_KEYS, ToolResponse, plain, taken, tool_call
 from .record import FinishReason, RequestState
-from .writing import Writing, answer, cover, finite
+from .writing import ConversationWriter, answer, cover, finite
 
 
-class RolloutRequest(Writing):
+class Conversation(ConversationWriter):
     """A conversation between a policy, users and tools, as a trainer needs it.
 
     Create one with `from_messages`, send `get_generation_prompt_ids` to the engine, add turns as

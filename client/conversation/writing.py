@@ -18,7 +18,7 @@ from .media import MediaTurn, kept
 from .messages import MEDIA_KEYS, Media, Message, check_words, tool_call
 from .processing import TemplateError
 from .prompts import begin
-from .record import Conversation, Counter, Cursor, RequestState
+from .record import ConversationData, Counter, Cursor, RequestState
 from .sanity import SanityCheckMode, compare
 from .seams import Turn, join
 from .streams import Rope
@@ -27,8 +27,8 @@ from .templates import Template
 logger = logging.getLogger(__name__)
 
 
-class Writing(Conversation):
-    """The private half of `RolloutRequest`."""
+class ConversationWriter(ConversationData):
+    """The private half of `Conversation`."""
 
     _template: tuple[Any, Template] | None = PrivateAttr(default=None)
 

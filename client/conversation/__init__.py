@@ -1,4 +1,4 @@
-"""The multi-turn `RolloutRequest`: ids, masks, logprobs and weights of a whole conversation.
+"""A multi-turn `Conversation`: ids, masks, logprobs and weights of a whole conversation.
 
 Bottom up: `buffers` (growing columns), `streams` (one column per quantity), `positions` (three-axis
 rope), `messages`, `opaque` and `media` (what accompanies the tokens), `processing` (tokenizers and
@@ -10,14 +10,18 @@ torch until a tensor is needed.
 """
 
 from .batch import RolloutBatch, from_batch, to_batch
+from .conversation import Conversation
 from .messages import ToolResponse
 from .processing import TemplateError
 from .prompts import OverlongPrompt, PromptTooLong
 from .record import FinishReason, RequestState
-from .request import RolloutRequest
 from .sanity import Difference, SanityCheckMode
 
+RolloutRequest = Conversation
+"""The name under which `rollout_worker.schemas` exports it."""
+
 __all__ = [
+    "Conversation",
     "Difference",
     "FinishReason",
     "OverlongPrompt",

@@ -64,8 +64,8 @@ class Cursor(BaseModel):
     stopped: int | None = None
 
 
-class Conversation(BaseModel):
-    """The data of a `RolloutRequest`; JSON and msgpack round trips keep all of it."""
+class ConversationData(BaseModel):
+    """The data of a `Conversation`; JSON and msgpack round trips keep all of it."""
 
     model_config = ConfigDict(
         extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="constants"
