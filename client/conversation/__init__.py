@@ -1,21 +1,20 @@
-"""A multi-turn `Conversation`: ids, masks, logprobs and weights of a whole conversation.
+"""A multi-turn `Conversation`: its ids, masks, logprobs and weights.
 
-Bottom up: `buffers` (growing columns), `streams` (one column per quantity), `positions` (three-axis
-rope), `messages`, `opaque` and `media` (what accompanies the tokens), `processing` (tokenizers and
-processors), `windows` and `seams` (a turn without its conversation), `forms` (how a template takes
-contents and calls), `templates` (what a turn adds), `known` (those tried before), `answers`
-(contents without calls), `prompts` (the first turn), `sanity` (the final check), `record` (the
-data), `writing` and `request` (the operations), `batch` (tensors for a trainer). Nothing imports
-torch until a tensor is needed.
+Bottom up: `columns` (one column per quantity), `messages`, `media`, `codec` (tokenizers and
+processors), `examples` (short stand-ins for a conversation), `boundaries` (a turn behind the ids
+before it), `content_forms` (the form in which a template accepts contents and calls), `templates`
+(what a turn adds), `prompts` (the first turn), `sanity_check`, `data` (the fields), `writer` and
+`conversation` (the operations), `batch` (tensors for a trainer). Nothing imports torch until a
+tensor is needed.
 """
 
 from .batch import RolloutBatch, from_batch, to_batch
+from .codec import TemplateError
 from .conversation import Conversation
+from .data import FinishReason, RequestState
 from .messages import ToolResponse
-from .processing import TemplateError
 from .prompts import OverlongPrompt, PromptTooLong
-from .record import FinishReason, RequestState
-from .sanity import Difference, SanityCheckMode
+from .sanity_check import Difference, SanityCheckMode
 
 RolloutRequest = Conversation
 """The name under which `rollout_worker.schemas` exports it."""

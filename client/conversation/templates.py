@@ -3,7 +3,7 @@
 A turn is rendered behind a short stand-in for its conversation (`windows`), and the text that it
 adds is tokenized alone (`seams`). What it adds begins where the stand-in's own words end, so that
 it does not matter what the template prints otherwise before them once a turn follows. Whether that
-is what the template does in a longer conversation, too, is tried once for every shape of window;
+is what the template does in a longer conversation, too, is tried once for every shape of example;
 where it is not, the whole conversation is rendered, and the turn says so. Nothing here knows a
 model's name: families differ only in what their templates answer.
 """
@@ -16,13 +16,13 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from . import windows
-from .forms import Forms
+from . import examples
+from .boundaries import BoundaryTokenizer, TurnTokens, common_length
+from .codec import Codec, TemplateError
+from .content_forms import ContentForms
 from .messages import STAND_IN, Media, Message
-from .processing import Codec, TemplateError
-from .seams import Seams, Turn, common
 
-_KEPT = 32
+_MOST_TEXTS = 32
 
 
 class Prompt(NamedTuple):
@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
     inputs: dict[str, Any]
 
 
-class _Split(NamedTuple):
+class _SplitTurn(NamedTuple):
     """What a group adds behind `before`; `close` is the end of `before` that ends an answer."""
 
     before: str
@@ -53,133 +53,147 @@ class Template:
         self, codec: Codec, tools: Sequence[Message] | None, options: Mapping[str, Any]
     ) -> None:
         self.codec, self.tools, self.options = codec, tools, options
-        self._forms = Forms(lambda messages: codec.render(messages, tools, options))
-        self._windows: dict[str, str] = {}
-        self._closes: dict[str, list[int]] = {}
-        self._openings: dict[tuple[str, ...], list[int] | None] = {}
+        self._forms = ContentForms(lambda messages: codec.render(messages, tools, options))
+        self._example_texts: dict[str, str] = {}
+        self._closing_ids: dict[str, list[int]] = {}
+        self._generation_ids: dict[tuple[str, ...], list[int] | None] = {}
         self._trailers: dict[str, str] = {}
         self._trusted: dict[tuple[tuple[str, ...], ...], bool] = {}
-        self.seams = Seams(codec)
+        self.boundaries = BoundaryTokenizer(codec)
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
         """Return the text of messages, in the form in which the template takes them."""
-        shaped = [self._forms.shaped(message) for message in messages]
+        shaped = [self._forms.shape_message(message) for message in messages]
         return self.codec.render(
             shaped, self.tools, self.options, generation_prompt=generation_prompt
         )
 
-    def prompt(self, messages: Sequence[Message], media: Media, mm: Mapping[str, Any]) -> Prompt:
+    def encode_prompt(
+        self, messages: Sequence[Message], media: Media, mm: Mapping[str, Any]
+    ) -> Prompt:
         """Render and tokenize a conversation's beginning."""
-        text, opened = self._body(messages), self.render(messages, generation_prompt=True)
+        text, opened = self._render_body(messages), self.render(messages, generation_prompt=True)
         if not opened.startswith(text):
             ids, inputs = self.codec.encode_media(opened, media, mm)
             return Prompt(ids, [], inputs)
         ids, inputs = self.codec.encode_media(text, media, mm)
-        generation, _ = self.seams.encode(text, opened[len(text) :])
+        generation, _ = self.boundaries.encode(text, opened[len(text) :])
         return Prompt(ids, generation, inputs)
 
     def generation_prompt(self, history: Sequence[Message]) -> list[int]:
         """Return the ids that open the assistant's turn; none if the template has none."""
-        window = self._window(history)
-        shape = windows.shape_of(window)
-        if shape not in self._openings:
-            text, more = self._opening(window), windows.longer(window)
-            same = (more == window or self._opening(more) == text) and not STAND_IN.search(text)
-            self._openings[shape] = self._opened(window, text) if same else None
-        found = self._openings[shape]
-        return self._opened(history, self._opening(history)) if found is None else found
+        example = self._example(history)
+        shape = examples.message_kinds(example)
+        if shape not in self._generation_ids:
+            text, more = self._generation_text(example), examples.longer_example(example)
+            same = (more == example or self._generation_text(more) == text) and not STAND_IN.search(
+                text
+            )
+            self._generation_ids[shape] = self._encode_generation(example, text) if same else None
+        found = self._generation_ids[shape]
+        return (
+            self._encode_generation(history, self._generation_text(history))
+            if found is None
+            else found
+        )
 
-    def _opening(self, messages: Sequence[Message]) -> str:
-        text, opened = self._body(messages), self.render(messages, generation_prompt=True)
+    def _generation_text(self, messages: Sequence[Message]) -> str:
+        text, opened = self._render_body(messages), self.render(messages, generation_prompt=True)
         if not opened.startswith(text):
-            kind = windows.kind_of(messages[-1])
+            kind = examples.message_kind(messages[-1])
             raise TemplateError(f"the generation prompt after {kind!r} does not end the text")
         return opened[len(text) :]
 
-    def _opened(self, messages: Sequence[Message], text: str) -> list[int]:
-        return self.seams.encode(self._body(messages), text)[0]
+    def _encode_generation(self, messages: Sequence[Message], text: str) -> list[int]:
+        return self.boundaries.encode(self._render_body(messages), text)[0]
 
-    def splits(self, history: Sequence[Message], group: Sequence[Message]) -> bool:
+    def can_split(self, history: Sequence[Message], group: Sequence[Message]) -> bool:
         """Return whether a group can be rendered behind messages that nobody has answered."""
-        window = self._window(history, group)
-        if not self._trusts(window, group):
+        example = self._example(history, group)
+        if not self._is_trusted(example, group):
             return False
-        split = self._split(window, windows.tried(group))
+        split = self._split_turn(example, examples.stand_in_group(group))
         return split is not None and not split.rewritten
 
     # A turn.
 
-    def turn(
+    def encode_turn(
         self, history: Sequence[Message], group: Sequence[Message], media: Media,
         mm: Mapping[str, Any],
-    ) -> Turn:  # fmt: skip
+    ) -> TurnTokens:  # fmt: skip
         """Return what messages of user, tool or system add to a conversation.
 
         Raises:
             TemplateError: The template refuses them, prints nothing of them behind what is there,
                 or prints the conversation anew.
         """
-        window = self._window(history, group)
-        split = self._split(window, group) if self._trusts(window, group) else None
+        example = self._example(history, group)
+        split = self._split_turn(example, group) if self._is_trusted(example, group) else None
         full = split is None or not split.is_real()
         if full:
-            split = self._split(self._named(windows.whole_of(history)), group)
+            split = self._split_turn(
+                self._with_call_contents(examples.with_stand_in_end(history)), group
+            )
         if split is None or not split.is_real():
             raise TemplateError(
                 f"the chat template can't continue {history[-1]['role']!r} with "
                 f"{group[0]['role']!r}: it prints the conversation before it anew"
             )
-        before = windows.with_real_end(split.before, history[-1])
-        return self._tokenized(split._replace(before=before), media, mm, full=full)
+        before = examples.with_real_end(split.before, history[-1])
+        return self._encode_split(split._replace(before=before), media, mm, full=full)
 
-    def reply(self, history: Sequence[Message], message: Message) -> Turn:
+    def encode_reply(self, history: Sequence[Message], message: Message) -> TurnTokens:
         """Return what an assistant's message given as text adds behind the generation prompt."""
         generation = self.generation_prompt(history)
-        for short, full in ((self._window(history), False), (history, True)):
-            opened, plain = self.render(short, generation_prompt=True), self._body(short)
-            whole = self._body([*short, message])
+        for short, full in ((self._example(history), False), (history, True)):
+            opened, plain = self.render(short, generation_prompt=True), self._render_body(short)
+            whole = self._render_body([*short, message])
             for before in (opened, plain):
                 added = whole[len(before) :]
                 if whole.startswith(before) and not STAND_IN.search(added):
-                    body, clean = self.seams.encode(before, added)
-                    header = 0 if before is opened else common(body, generation)
-                    return Turn(body=body, merged=not clean, full=full, header=header)
+                    body, clean = self.boundaries.encode(before, added)
+                    header = 0 if before is opened else common_length(body, generation)
+                    return TurnTokens(body=body, merged=not clean, full=full, header=header)
         raise TemplateError("the chat template prints the conversation anew before an answer")
 
-    def closing(self, history: Sequence[Message]) -> Turn:
+    def encode_closing(self, history: Sequence[Message]) -> TurnTokens:
         """Return what ends the last answer, for another answer right behind it."""
-        window = self._window(history)
-        text = self._body(window)
-        end = windows.end_in(text, window[-1])
+        example = self._example(history)
+        text = self._render_body(example)
+        end = examples.end_of_words(text, example[-1])
         tail = text[end:] if end >= 0 else ""
-        return Turn(close=self.codec.encode(self._close(window[-1], tail)))
+        return TurnTokens(close=self.codec.encode(self._closing_text(example[-1], tail)))
 
-    def _tokenized(
-        self, split: _Split, media: Media, mm: Mapping[str, Any], *, full: bool = False
-    ) -> Turn:
-        if split.close not in self._closes:
-            self._closes[split.close] = self.codec.encode(split.close)
-        turn = Turn(list(self._closes[split.close]), full=full, rewritten=split.rewritten)
+    def _encode_split(
+        self, split: _SplitTurn, media: Media, mm: Mapping[str, Any], *, full: bool = False
+    ) -> TurnTokens:
+        if split.close not in self._closing_ids:
+            self._closing_ids[split.close] = self.codec.encode(split.close)
+        turn = TurnTokens(
+            list(self._closing_ids[split.close]), full=full, rewritten=split.rewritten
+        )
         if any(media.values()):
             turn.body, turn.inputs = self.codec.encode_media(split.added, media, mm)
         else:
-            turn.body, clean = self.seams.encode(split.before, split.added)
+            turn.body, clean = self.boundaries.encode(split.before, split.added)
             turn.merged = not clean
         return turn
 
     # Windows.
 
-    def _window(self, history: Sequence[Message], group: Sequence[Message] = ()) -> list[Message]:
-        return self._named(windows.window_of(history, group))
+    def _example(self, history: Sequence[Message], group: Sequence[Message] = ()) -> list[Message]:
+        return self._with_call_contents(examples.example_of(history, group))
 
-    def _named(self, window: list[Message]) -> list[Message]:
-        return window if self._forms.prints_calls else windows.named(window)
+    def _with_call_contents(self, example: list[Message]) -> list[Message]:
+        return example if self._forms.prints_calls else examples.with_call_contents(example)
 
-    def _split(self, window: Sequence[Message], group: Sequence[Message]) -> _Split | None:
-        """Return what a group adds behind a window; None: the window is printed anew for it."""
-        last = window[-1]
-        before, after = self._rendered(window), self._body([*window, *group])
-        i, j = windows.end_in(before, last), windows.end_in(after, last)
+    def _split_turn(
+        self, example: Sequence[Message], group: Sequence[Message]
+    ) -> _SplitTurn | None:
+        """Return what a group adds behind an example; None: the example is printed anew for it."""
+        last = example[-1]
+        before, after = self._cached_body(example), self._render_body([*example, *group])
+        i, j = examples.end_of_words(before, last), examples.end_of_words(after, last)
         if i < 0 or j < 0:
             return None
         mine, theirs = before[i:], after[j:]
@@ -187,74 +201,78 @@ class Template:
         if not theirs.startswith(mine):
             if not answered:
                 return None
-            mine = self.seams.shared(mine, theirs)
-        kept = windows.before_answer(before[:i]) if answered else i
+            mine = self.boundaries.shared_beginning(mine, theirs)
+        kept = examples.end_before_answer(before[:i]) if answered else i
         rewritten = before[:kept] != after[:kept]
-        return _Split(before[:i] + mine, self._close(last, mine), theirs[len(mine) :], rewritten)
+        return _SplitTurn(
+            before[:i] + mine, self._closing_text(last, mine), theirs[len(mine) :], rewritten
+        )
 
-    def _body(self, messages: Sequence[Message]) -> str:
+    def _render_body(self, messages: Sequence[Message]) -> str:
         """Return the text of messages without what only ends a text that nothing follows."""
-        text, kind = self.render(messages), windows.kind_of(messages[-1])
+        text, kind = self.render(messages), examples.message_kind(messages[-1])
         if kind not in self._trailers:
             opened = self.render(messages, generation_prompt=True)
             if not opened.startswith(text):
-                self._trailers[kind] = text[len(self.seams.shared(text, opened)) :]
+                self._trailers[kind] = text[len(self.boundaries.shared_beginning(text, opened)) :]
             else:
-                self._trailers[kind] = self._unasked(kind) if kind in ("assistant", "calls") else ""
+                self._trailers[kind] = (
+                    self._unasked_opening(kind) if kind in ("assistant", "calls") else ""
+                )
         return text.removesuffix(self._trailers[kind])
 
-    def _unasked(self, kind: str) -> str:
+    def _unasked_opening(self, kind: str) -> str:
         """Return the next answer's beginning, where a template prints that unasked (Command A)."""
-        window = self._named(windows.window_for(kind))
-        group = windows.group_for("tool" if kind == "calls" else "user")
+        example = self._with_call_contents(examples.example_ending_with(kind))
+        group = examples.group_of_role("tool" if kind == "calls" else "user")
         with suppress(TemplateError):
-            texts = self.render(window), self.render([*window, *group])
-            mine, theirs = (t[max(0, windows.end_in(t, window[-1])) :] for t in texts)
-            return mine[len(self.seams.shared(mine, theirs)) :]
+            texts = self.render(example), self.render([*example, *group])
+            mine, theirs = (t[max(0, examples.end_of_words(t, example[-1])) :] for t in texts)
+            return mine[len(self.boundaries.shared_beginning(mine, theirs)) :]
         return ""
 
-    def _rendered(self, window: Sequence[Message]) -> str:
-        """Return a window's text; calls without ids of their own make the same window again."""
-        key = json.dumps(window, default=repr)
-        if key not in self._windows:
-            if len(self._windows) >= _KEPT:
-                self._windows.clear()
-            self._windows[key] = self._body(window)
-        return self._windows[key]
+    def _cached_body(self, example: Sequence[Message]) -> str:
+        """Return an example's text; calls without ids of their own make the same example again."""
+        key = json.dumps(example, default=repr)
+        if key not in self._example_texts:
+            if len(self._example_texts) >= _MOST_TEXTS:
+                self._example_texts.clear()
+            self._example_texts[key] = self._render_body(example)
+        return self._example_texts[key]
 
-    def _close(self, last: Message, tail: str) -> str:
+    def _closing_text(self, last: Message, tail: str) -> str:
         """Return the end of a text that the template, not the assistant, wrote after an answer.
 
         Args:
             last: The message that ends it.
             tail: The text behind its own words.
         """
-        kind = windows.kind_of(last)
+        kind = examples.message_kind(last)
         if kind == "calls":
-            own = self.seams.shared_end(self._own_close, tail)
-            return max(own, self.seams.last_special(tail), key=len)
+            own = self.boundaries.shared_end(self._own_closing_text, tail)
+            return max(own, self.boundaries.last_special(tail), key=len)
         return tail if kind == "assistant" else ""
 
     @cached_property
-    def _own_close(self) -> str:
-        return self._body(windows.PLAIN).rpartition(windows.MARK)[2]
+    def _own_closing_text(self) -> str:
+        return self._render_body(examples.PLAIN).rpartition(examples.MARK)[2]
 
     @cached_property
     def plain_close(self) -> str:
         """What the template writes behind an answer that nothing follows."""
-        return self.render(windows.PLAIN).rpartition(windows.MARK)[2]
+        return self.render(examples.PLAIN).rpartition(examples.MARK)[2]
 
-    def _trusts(self, window: Sequence[Message], group: Sequence[Message]) -> bool:
-        """Return whether a window stands for longer conversations; tried once for each shape."""
-        key = windows.shape_of(window), windows.shape_of(group)
+    def _is_trusted(self, example: Sequence[Message], group: Sequence[Message]) -> bool:
+        """Return whether an example stands for longer conversations; tried once for each shape."""
+        key = examples.message_kinds(example), examples.message_kinds(group)
         if key not in self._trusted:
-            self._trusted[key] = self._try(window, windows.tried(group))
+            self._trusted[key] = self._try_example(example, examples.stand_in_group(group))
         return self._trusted[key]
 
-    def _try(self, window: Sequence[Message], group: Sequence[Message]) -> bool:
+    def _try_example(self, example: Sequence[Message], group: Sequence[Message]) -> bool:
         short = None
         with suppress(TemplateError):
-            short = self._split(window, group)
+            short = self._split_turn(example, group)
         if short is None:
             return False
         rest = short.added
@@ -262,14 +280,14 @@ class Template:
             if message["content"] not in rest:
                 raise TemplateError(
                     f"the chat template prints nothing of a message of role {message['role']!r} "
-                    f"behind one of role {window[-1]['role']!r}"
+                    f"behind one of role {example[-1]['role']!r}"
                 )
             rest = rest.replace(message["content"], "")
         if not short._replace(added=rest).is_real():
             return False
-        more = windows.longer(window)
+        more = examples.longer_example(example)
         try:
-            long = short if more == window else self._split(more, group)
+            long = short if more == example else self._split_turn(more, group)
         except TemplateError:
             return True  # there are no such conversations
         return long is not None and (long.close, long.added) == (short.close, short.added)
@@ -277,13 +295,13 @@ class Template:
     # Which tokens end a turn.
 
     @cached_property
-    def ends(self) -> frozenset[int]:
+    def end_ids(self) -> frozenset[int]:
         """Ids with which a policy ends its turn: EOS, the template's own, the next turn's first."""
         found = set(self.codec.eos_ids)
         for last, new in (("assistant", "user"), ("calls", "tool")):
-            window = self._named(windows.window_for(last))
+            example = self._with_call_contents(examples.example_ending_with(last))
             with suppress(TemplateError):
-                if split := self._split(window, windows.group_for(new)):
-                    token = self.seams.first_special(split.close or split.added)
-                    found |= {self.codec.specials[token]} if token else set()
+                if split := self._split_turn(example, examples.group_of_role(new)):
+                    token = self.boundaries.first_special(split.close or split.added)
+                    found |= {self.codec.special_tokens[token]} if token else set()
         return frozenset(found)

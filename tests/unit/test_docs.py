@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 import shipped
 from chatstyles import tokenizer
 from emitted import reasons
-from rollout_client.conversation.record import Counter
+from rollout_client.conversation.data import Counter
 from rollout_operator import config
 from rollout_operator.api.names import Condition
 from rollout_operator.api.objects import Key

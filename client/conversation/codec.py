@@ -1,17 +1,127 @@
-"""One interface to tokenizers and multimodal processors: render, encode, decode.
+"""One interface to tokenizers and multimodal processors: render, encode, decode, lay out positions.
 
 Anything with the methods of a `transformers` tokenizer or processor works; this module imports
-neither transformers nor torch.
+neither transformers nor torch. Positions have three axes (mRoPE) with Qwen-VL processors: text
+advances all axes (time, height, width) together, a vision block spans its grid, and the next
+token's position is one above the block's largest, as in vLLM, SGLang and verl.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from .columns import INT32, Rope
 from .messages import STAND_IN, Media, Message
-from .positions import RopeLayout
+
+Block = tuple[int, int, int, float]
+"""A vision block: time, height and width in merged patches, and the step of the time axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeLayout:
+    """How a processor lays out vision blocks.
+
+    Attributes:
+        seconds_step: Positions per second of video (2 for Qwen2.5-VL); 0: one per time patch.
+        by_frame: Each video frame is a block of its own, between timestamps (Qwen3-VL).
+    """
+
+    image_id: int
+    video_id: int
+    merge: int
+    seconds_step: float = 0
+    by_frame: bool = False
+
+    @classmethod
+    def from_processor(cls, processor: Any) -> RopeLayout | None:
+        """Return the layout of a Qwen-VL processor; None: positions just count up."""
+        vision = getattr(processor, "image_processor", None)
+        if "Qwen2VLImageProcessor" not in type(vision).__name__:
+            return None
+        convert = processor.tokenizer.convert_tokens_to_ids
+        name = type(processor).__name__
+        return cls(
+            image_id=convert("<|image_pad|>"),
+            video_id=convert("<|video_pad|>"),
+            merge=int(getattr(vision, "merge_size", 2)),
+            seconds_step=2.0 if "Qwen2_5" in name else 0.0,
+            by_frame="Qwen3" in name,
+        )
+
+    def positions(self, ids: Sequence[int], inputs: Mapping[str, Any]) -> Rope:
+        """Return three rows of positions for these tokens, counted from 0.
+
+        Raises:
+            ValueError: Placeholders and grids do not match.
+        """
+        blocks = {
+            self.image_id: self._vision_blocks(inputs, "image_grid_thw", video=False),
+            self.video_id: self._vision_blocks(inputs, "video_grid_thw", video=True),
+        }
+        axes = array(INT32), array(INT32), array(INT32)
+        at, position = 0, 0
+        while at < len(ids):
+            grid = next(blocks[ids[at]], None) if ids[at] in blocks else None
+            if grid is None:
+                if ids[at] in blocks:
+                    raise ValueError(f"vision placeholder at token {at} of the turn has no grid")
+                end = _next_block(ids, at, blocks)
+                for axis in axes:
+                    axis.extend(range(position, position + end - at))
+                at, position = end, position + end - at
+                continue
+            count, position = _append_block(axes, grid, position)
+            if any(token != ids[at] for token in ids[at : at + count]) or at + count > len(ids):
+                raise ValueError(
+                    f"vision block at token {at} of the turn: its grid needs {count} placeholders"
+                )
+            at += count
+        if any(next(rest, None) for rest in blocks.values()):
+            raise ValueError("more vision grids than placeholders in the turn")
+        return axes
+
+    def _vision_blocks(self, inputs: Mapping[str, Any], key: str, video: bool) -> Iterator[Block]:
+        grids = inputs.get(key)
+        seconds = inputs.get("second_per_grid_ts")
+        for index, grid in enumerate([] if grids is None else grids):
+            time, height, width = (int(size) for size in grid)
+            step = 1.0
+            if video and self.seconds_step:
+                step = self.seconds_step * (1.0 if seconds is None else float(seconds[index]))
+            block = height // self.merge, width // self.merge
+            if video and self.by_frame:
+                yield from ((1, *block, 1.0) for _ in range(time))
+            else:
+                yield time, *block, step
+
+
+def _next_block(ids: Sequence[int], start: int, stops: Mapping[int, Any]) -> int:
+    """Return where the next vision block begins, or the end."""
+    found = len(ids)
+    for stop in stops:
+        try:
+            found = ids.index(stop, start, found)
+        except ValueError:
+            continue
+    return found
+
+
+def _append_block(axes: Rope, block: Block, start: int) -> tuple[int, int]:
+    """Append a block's positions; return its token count and the position after it."""
+    times, height, width, step = block
+    for t in range(times):
+        time = start + int(t * step)
+        for h in range(height):
+            axes[0].extend([time] * width)
+            axes[1].extend([start + h] * width)
+            axes[2].extend(range(start, start + width))
+    largest = max(int((times - 1) * step), height - 1, width - 1)
+    return times * height * width, start + largest + 1
+
 
 _TEXT_KEYS = frozenset(
     {
@@ -19,7 +129,7 @@ _TEXT_KEYS = frozenset(
         *("special_tokens_mask", "offset_mapping", "overflow_to_sample_mapping", "length"),
     }
 )
-_PARTS = ("image_processor", "video_processor", "feature_extractor", "audio_processor")
+_PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "audio_processor")
 
 
 class TemplateError(ValueError):
@@ -31,16 +141,18 @@ class Codec:
 
     def __init__(self, processing_class: Any) -> None:
         self.source = processing_class
-        self.parts = [p for name in _PARTS if (p := getattr(processing_class, name, None))]
+        self.parts = [
+            p for name in _PROCESSOR_PARTS if (p := getattr(processing_class, name, None))
+        ]
         self.tokenizer = processing_class.tokenizer if self.parts else processing_class
 
     @cached_property
-    def rope(self) -> RopeLayout | None:
+    def rope_layout(self) -> RopeLayout | None:
         """How positions are laid out; None: they just count up."""
-        return RopeLayout.of(self.source)
+        return RopeLayout.from_processor(self.source)
 
     @cached_property
-    def specials(self) -> dict[str, int]:
+    def special_tokens(self) -> dict[str, int]:
         """Added tokens, which never merge with ordinary text, and their ids."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         found = {str(token): int(index) for index, token in added.items()}
@@ -50,7 +162,7 @@ class Codec:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of added tokens."""
-        return frozenset(self.specials.values())
+        return frozenset(self.special_tokens.values())
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -92,12 +204,12 @@ class Codec:
         Raises:
             TemplateError: The text holds a stand-in's word (`windows`) instead of a content.
         """
-        return self._ids(_real(text))
+        return self._encode_ids(_check_real(text))
 
-    def _ids(self, text: str) -> list[int]:
+    def _encode_ids(self, text: str) -> list[int]:
         if not text:
             return []
-        fast = self._fast
+        fast = self._fast_tokenizer
         if fast is not None and fast.truncation is None and fast.padding is None:
             ids: list[int] = fast.encode(text, add_special_tokens=False).ids
         else:
@@ -105,7 +217,7 @@ class Codec:
         return ids
 
     @cached_property
-    def _fast(self) -> Any:
+    def _fast_tokenizer(self) -> Any:
         """The tokenizer's Rust backend, if it has one: half the cost for a short text."""
         return getattr(self.tokenizer, "backend_tokenizer", None)
 
@@ -118,8 +230,8 @@ class Codec:
         Raises:
             TemplateError: See `encode`; the context may hold such words.
         """
-        before = self._ids(context)
-        whole = self._ids(context + _real(text))
+        before = self._encode_ids(context)
+        whole = self._encode_ids(context + _check_real(text))
         if whole[: len(before)] == before:
             return whole[len(before) :], True
         return self.encode(text), False
@@ -142,7 +254,7 @@ class Codec:
         arguments = {names[key]: items for key, items in given.items()}
         found = dict(
             self.source(
-                text=[_real(text)],
+                text=[_check_real(text)],
                 return_tensors="pt",
                 add_special_tokens=False,
                 **arguments,
@@ -174,7 +286,7 @@ class Codec:
         return str(text)
 
 
-def _real(text: str) -> str:
+def _check_real(text: str) -> str:
     """Return a text that is to be recorded; the last check of what the words of trials become."""
     if found := STAND_IN.search(text):
         raise TemplateError(
