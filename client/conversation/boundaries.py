@@ -1,4 +1,4 @@
-"""Fit the ids of a turn behind ids that are already there.
+"""Fit the ids of a turn after ids that are already there.
 
 What a template adds is tokenized alone, and the boundary is checked: a tokenizer may merge over it.
 What the policy sampled at the end of its answer may be the beginning of the next turn.
@@ -15,7 +15,7 @@ from typing import Any
 from .codec import Codec
 
 CONTEXT = 64
-"""Characters before a seam that can matter to the tokenizer."""
+"""Characters before a boundary that can matter to the tokenizer."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class TurnTokens:
         inputs: Tensors of its media.
         full: The whole conversation had to be rendered.
         rewritten: The template prints earlier turns otherwise than before.
-        merged: The tokenizer would merge over a seam; the text is right, but the ids are not those
+        merged: The tokenizer would merge over the boundary; the text is right, but the ids are not those
             of a whole render.
         header: First tokens of `body` that stand for an open generation prompt.
     """
@@ -43,15 +43,15 @@ class TurnTokens:
 
 
 class BoundaryTokenizer:
-    """Tokenizes texts behind other texts."""
+    """Tokenizes texts that follow other texts."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._clean: set[tuple[str, str]] = set()
-        """Context and first special token of seams over which nothing merges."""
+        """Context and first special token of boundaries over which nothing merges."""
 
     def encode(self, before: str, text: str) -> tuple[list[int], bool]:
-        """Return the ids of a text that follows another, and whether the seam is clean."""
+        """Return the ids of a text that follows another, and whether the boundary is clean."""
         context = self._context_of(before)
         begins = self._special_pattern.match(text)
         if begins is None:
@@ -106,7 +106,7 @@ class BoundaryTokenizer:
 def fit_turn(
     tail: Sequence[int], turn: TurnTokens, special: Set[int], ends: Set[int], stopped: int | None
 ) -> int:
-    """Fit a turn behind sampled ids, in place; return how many of them must go.
+    """Fit a turn after sampled ids, in place; return how many of those must be removed.
 
     What the policy wrote of the turn's beginning is not written twice: it ends with the template's
     closing token, or (GLM) with the first token of the next turn. Another end (Llama's `<|eom_id|>`)

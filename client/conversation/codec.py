@@ -202,7 +202,7 @@ class Codec:
         """Return the ids of a text; adds no BOS, as templates print their own.
 
         Raises:
-            TemplateError: The text holds a stand-in's word (`windows`) instead of a content.
+            TemplateError: The text holds a stand-in's word (`examples`) instead of a content.
         """
         return self._encode_ids(_check_real(text))
 
@@ -222,13 +222,13 @@ class Codec:
         return getattr(self.tokenizer, "backend_tokenizer", None)
 
     def encode_after(self, context: str, text: str) -> tuple[list[int], bool]:
-        """Return the ids of a text that follows another, and whether the seam is clean.
+        """Return the ids of a text that follows another, and whether the boundary is clean.
 
-        It is not clean if the tokenizer merges across the seam: no ids appended to the context's
+        It is not clean if the tokenizer merges across the boundary: no ids appended to the context's
         would equal those of the whole. Then the ids of the text alone are returned.
 
         Raises:
-            TemplateError: See `encode`; the context may hold such words.
+            TemplateError: The text holds a stand-in's word; the context may hold some.
         """
         before = self._encode_ids(context)
         whole = self._encode_ids(context + _check_real(text))

@@ -235,10 +235,12 @@ class TokenColumns:
         if self.weights and self.weights[-1].end > length:
             self.weights[-1] = self.weights[-1].model_copy(update={"end": length})
         self.prompt = min(self.prompt, length)
+        self._count_position()
+
+    def _count_position(self) -> None:
         # The largest position of a vision block need not be its last one, so check them all.
-        self.next_position = (
-            1 + max(max(axis.data) for axis in self.rope) if self.rope and length else length
-        )
+        rows = [axis.data for axis in self.rope] if len(self) else []
+        self.next_position = 1 + max(map(max, rows)) if rows else len(self)
 
     def positions(self, start: int = 0, stop: int | None = None) -> tuple[Sequence[int], ...]:
         """Return the positions of `[start, stop)`: one row, or the three axes t, h, w."""
@@ -290,9 +292,7 @@ class TokenColumns:
             or not 0 <= streams.prompt <= length
         ):
             raise ValueError("streams: column lengths differ, or the prompt is longer than them")
-        streams.next_position = (
-            1 + max(max(axis.data) for axis in streams.rope) if streams.rope and length else length
-        )
+        streams._count_position()
         return streams
 
     @classmethod

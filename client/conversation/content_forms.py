@@ -124,7 +124,7 @@ class ContentForms:
 
     @property
     def prints_calls(self) -> bool:
-        """Whether calls are printed at all, beside an empty content."""
+        """Whether calls are printed at all, next to an empty content."""
         return any(_WORD in text for text in self._printed_calls)
 
     def _takes_mappings(self) -> bool:

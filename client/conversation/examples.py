@@ -1,7 +1,7 @@
 """Windows: short stand-ins for a conversation that end as it ends. Pure.
 
 A template sees the example instead of the whole conversation, with words that no model writes in
-place of the contents, so that what it adds behind can be told apart. An example keeps what templates
+place of the contents, so that what it adds can be recognized. An example keeps what templates
 look at: whether there is a system message, whether tools were called before, one earlier round, one
 earlier step since the last question, and the last answer with all its calls and results.
 """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, SerializationInfo
@@ -182,22 +181,18 @@ def _concatenate(values: list[Any]) -> Any:
     return torch.cat(values)
 
 
-@dataclass(slots=True)
-class CutMedia:
-    """What a cut leaves: media turns, items, and where the conversation really ends."""
+def cut_media(
+    turns: list[MediaTurn], data: Mapping[str, list[Any]], length: int
+) -> tuple[list[MediaTurn], Media, int]:
+    """Return the media turns and items of the first tokens, and the length that remains.
 
-    turns: list[MediaTurn]
-    data: Media
-    length: int = field(default=0)
-
-
-def cut_media(turns: list[MediaTurn], data: Mapping[str, list[Any]], length: int) -> CutMedia:
-    """Return the media of the first tokens: a turn with media is kept whole or cut whole."""
-    result = CutMedia(list(turns), {key: list(items) for key, items in data.items()}, length)
-    while result.turns and result.turns[-1].end > result.length:
-        turn = result.turns.pop()
-        result.length = min(result.length, turn.start)
+    A turn with media is kept or cut as a whole, so the length may be less than the one asked for.
+    """
+    turns, items = list(turns), {key: list(values) for key, values in data.items()}
+    while turns and turns[-1].end > length:
+        turn = turns.pop()
+        length = min(length, turn.start)
         for key, count in turn.counts.items():
             if count:
-                del result.data[key][-count:]
-    return result
+                del items[key][-count:]
+    return turns, items, length

@@ -71,7 +71,7 @@ def begin_prompt(
     """Return the ids that a conversation starts with, at most `limit` of them.
 
     Raises:
-        PromptTooLong: See the policy; a prompt with media is never cut, as placeholders and
+        PromptTooLong: The policy allows no cut; a prompt with media is never cut, as placeholders and
             tensors would no longer match.
     """
     if given is None:

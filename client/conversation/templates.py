@@ -1,7 +1,7 @@
 """What a chat template adds for a turn, without rendering the conversation again.
 
-A turn is rendered behind a short stand-in for its conversation (`windows`), and the text that it
-adds is tokenized alone (`seams`). What it adds begins where the stand-in's own words end, so that
+A turn is rendered after a short example of its conversation (`examples`), and the text that it
+adds is tokenized alone (`boundaries`). What it adds begins where the stand-in's own words end, so that
 it does not matter what the template prints otherwise before them once a turn follows. Whether that
 is what the template does in a longer conversation, too, is tried once for every shape of example;
 where it is not, the whole conversation is rendered, and the turn says so. Nothing here knows a
@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
 
 
 class _SplitTurn(NamedTuple):
-    """What a group adds behind `before`; `close` is the end of `before` that ends an answer."""
+    """What a group adds after `before`; `close` is the end of `before` that ends an answer."""
 
     before: str
     close: str
@@ -108,7 +108,7 @@ class Template:
         return self.boundaries.encode(self._render_body(messages), text)[0]
 
     def can_split(self, history: Sequence[Message], group: Sequence[Message]) -> bool:
-        """Return whether a group can be rendered behind messages that nobody has answered."""
+        """Return whether a group can be rendered after messages that have no answer yet."""
         example = self._example(history, group)
         if not self._is_trusted(example, group):
             return False
@@ -124,8 +124,8 @@ class Template:
         """Return what messages of user, tool or system add to a conversation.
 
         Raises:
-            TemplateError: The template refuses them, prints nothing of them behind what is there,
-                or prints the conversation anew.
+            TemplateError: The template refuses them, prints nothing of them,
+                or prints the earlier conversation differently.
         """
         example = self._example(history, group)
         split = self._split_turn(example, group) if self._is_trusted(example, group) else None
@@ -143,7 +143,7 @@ class Template:
         return self._encode_split(split._replace(before=before), media, mm, full=full)
 
     def encode_reply(self, history: Sequence[Message], message: Message) -> TurnTokens:
-        """Return what an assistant's message given as text adds behind the generation prompt."""
+        """Return what an assistant's message given as text adds after the generation prompt."""
         generation = self.generation_prompt(history)
         for short, full in ((self._example(history), False), (history, True)):
             opened, plain = self.render(short, generation_prompt=True), self._render_body(short)
@@ -157,7 +157,7 @@ class Template:
         raise TemplateError("the chat template prints the conversation anew before an answer")
 
     def encode_closing(self, history: Sequence[Message]) -> TurnTokens:
-        """Return what ends the last answer, for another answer right behind it."""
+        """Return what closes the last answer when another answer follows directly."""
         example = self._example(history)
         text = self._render_body(example)
         end = examples.end_of_words(text, example[-1])
@@ -190,7 +190,7 @@ class Template:
     def _split_turn(
         self, example: Sequence[Message], group: Sequence[Message]
     ) -> _SplitTurn | None:
-        """Return what a group adds behind an example; None: the example is printed anew for it."""
+        """Return what a group adds after an example; None: it changes how the example is printed."""
         last = example[-1]
         before, after = self._cached_body(example), self._render_body([*example, *group])
         i, j = examples.end_of_words(before, last), examples.end_of_words(after, last)
@@ -245,7 +245,7 @@ class Template:
 
         Args:
             last: The message that ends it.
-            tail: The text behind its own words.
+            tail: The text after its own words.
         """
         kind = examples.message_kind(last)
         if kind == "calls":
@@ -259,7 +259,7 @@ class Template:
 
     @cached_property
     def plain_close(self) -> str:
-        """What the template writes behind an answer that nothing follows."""
+        """What the template writes after an answer that nothing follows."""
         return self.render(examples.PLAIN).rpartition(examples.MARK)[2]
 
     def _is_trusted(self, example: Sequence[Message], group: Sequence[Message]) -> bool:

@@ -215,10 +215,11 @@ class ConversationWriter(ConversationData):
         length = len(self.streams)
         if length <= limit:
             return
-        rest = cut_media(self.media, self.multi_modal_data, limit)
-        self.media, self.multi_modal_data = rest.turns, rest.data
-        self.streams.cut(rest.length)
-        self.truncated_tokens = length - rest.length
+        self.media, self.multi_modal_data, kept = cut_media(
+            self.media, self.multi_modal_data, limit
+        )
+        self.streams.cut(kept)
+        self.truncated_tokens = length - kept
 
     def _check_messages(self, processing_class: Any) -> None:
         if self.tokenization_sanity_check_mode is SanityCheckMode.DISABLE:
