@@ -1,21 +1,7 @@
 """Convert requests to a trainer's batch and back: left-padded prompts, right-padded responses.
 
-Names are verl's. B is the number of requests, P and R the padded lengths of prompts and responses,
-L = P + R:
-
-| tensor | shape | dtype | padding | meaning |
-|---|---|---|---|---|
-| `prompts` | [B, P] | int64 | left, pad id | |
-| `responses` | [B, R] | int64 | right, pad id | answers, and turns of users and tools |
-| `input_ids` | [B, L] | int64 | both | prompts and responses |
-| `attention_mask` | [B, L] | int64 | 0 | 1 for every real token |
-| `position_ids` | [B, L] or [B, 4, L] | int64 | 0 left, counting on right | four rows if any
-request has three-axis positions: text, time, height, width |
-| `response_mask` | [B, R] | int64 | 0 | 1 where the policy sampled |
-| `loss_mask` | [B, R] | int64 | 0 | 1 in every answer, including those given as text |
-| `rollout_log_probs` | [B, R] | float32 | 0 | 0.0 where not sampled |
-| `weights_epoch`, `weights_version` | [B, R] | int64 | -1 | -1 where no weights were reported |
-| `stale_kv` | [B, R] | bool | false | whether KV of older weights was reused |
+Names are verl's; docs/multi-turn.md lists each tensor with its shape, dtype and padding. Shapes are
+[B, P], [B, R] and [B, P + R]: B requests, P and R the padded lengths of prompts and responses.
 """
 
 from __future__ import annotations
@@ -40,7 +26,7 @@ class RolloutBatch:
     """A batch in the three parts of verl's DataProto.
 
     Attributes:
-        batch: Tensors by name, named above.
+        batch: Tensors by name, as docs/multi-turn.md lists them.
         non_tensor_batch: Lists of length B: `request_id`, `messages`, `reward_scores`,
             `multi_modal_inputs`, `request` (everything else in a request), …
         meta_info: `pad_token_id`, and `logprobs_of`, the kind of logprobs.
