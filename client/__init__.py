@@ -4,8 +4,9 @@
 packages are imported. `control` is the client of one worker's control port.
 """
 
-from rollout_worker.schemas import GenerateRequest, RolloutRequest, SamplingParams, WeightsId
+from rollout_worker.schemas import GenerateRequest, SamplingParams, WeightsId
 
+from .conversation import Conversation, RolloutRequest
 from .discovery.members import Member
 from .errors import (
     ClusterError,
@@ -36,6 +37,7 @@ __all__ = [
     "AsyncRolloutPool",
     "AttemptReport",
     "ClusterError",
+    "Conversation",
     "DeadlineExceeded",
     "DirectOptions",
     "EpochLost",

@@ -4,8 +4,8 @@ Every model is frozen and refuses unknown fields. Times are in seconds, ids are 
 served model's tokenizer, and weights are identified by `WeightsId` (epoch, version), ordered
 lexicographically. This module imports neither torch nor a web framework.
 
-The request of a whole conversation, `RolloutRequest`, and what belongs to it are imported from
-here, too; they live in `conversation/` and are loaded when first asked for.
+`RolloutRequest` and the other names of `rollout_client.conversation` stay importable from here.
+They are loaded on first use, because the worker must run without the trainer's library.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ from .wire.weights import (
 )
 
 if TYPE_CHECKING:
-    from .conversation import (
+    from rollout_client.conversation import (
         Difference,
         FinishReason,
         OverlongPrompt,
@@ -205,7 +205,17 @@ _CONVERSATION = frozenset(
 
 
 def __getattr__(name: str) -> Any:
-    """Load what belongs to conversations: it needs the models above."""
-    if name in _CONVERSATION:
-        return getattr(import_module(f"{__package__}.conversation"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Load a name of `rollout_client.conversation`, which imports this module.
+
+    Raises:
+        ImportError: The packages that the client needs are not installed.
+    """
+    if name not in _CONVERSATION:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module("rollout_client.conversation"), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"{name} is a part of the client, which needs {error.name!r}: "
+            "pip install 'rollout-operator[client]'"
+        ) from error

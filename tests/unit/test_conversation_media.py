@@ -10,7 +10,7 @@ import torch
 
 from chatstyles import tokenizer
 from conversations import ADD, QUESTION, sampled
-from rollout_worker.conversation.positions import RopeLayout
+from rollout_client.conversation.codec import RopeLayout
 from rollout_worker.schemas import PromptTooLong, RolloutRequest, ToolResponse
 from tinyvision import TinyProcessor, picture
 

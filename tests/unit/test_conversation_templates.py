@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chatstyles import STYLES, tokenizer
 from conversations import ADD, QUESTION, Counting, answer, begun, codec, sampled, text_of
-from rollout_worker.conversation.seams import Seams
+from rollout_client.conversation.boundaries import BoundaryTokenizer
 from rollout_worker.schemas import RolloutRequest, TemplateError
 
 FAMILIES = sorted(set(STYLES) - {"plain"})
@@ -113,7 +113,7 @@ def test_a_next_answer_that_is_opened_unasked_costs_no_token(end: str) -> None:
 
 def test_a_word_of_a_stand_in_is_never_tokenized() -> None:
     """The last check, whatever a template does with what it is tried with."""
-    seams, message = Seams(codec("qwen")), "in place of a content"
+    seams, message = BoundaryTokenizer(codec("qwen")), "in place of a content"
     for text in ("zqxsystemzqx", "so zqxnext0zqx", 'call "zqxtoolzqx"', "zqxcall01"):
         with pytest.raises(TemplateError, match=message):
             seams.encode("zqxaskzqx<|im_end|>", text)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from chatstyles import tokenizer
 from conversations import ADD, QUESTION, answer, begun, sampled, spans
-from rollout_worker.conversation.opaque import decode, encode
+from rollout_client.conversation.media import decode_value, encode_value
 from rollout_worker.schemas import RolloutRequest, ToolResponse, from_batch, to_batch
 from tinyvision import TinyProcessor, picture
 
@@ -108,7 +108,7 @@ PLAIN = st.recursive(
 
 @given(PLAIN, st.booleans())
 def test_any_plain_value_comes_back(value: Any, binary: bool) -> None:
-    assert decode(encode(value, binary)) == value
+    assert decode_value(encode_value(value, binary)) == value
 
 
 @pytest.mark.parametrize("binary", [True, False])
@@ -124,34 +124,34 @@ def test_any_plain_value_comes_back(value: Any, binary: bool) -> None:
     ids=["bfloat16", "empty", "scalar", "transposed", "bool"],
 )
 def test_tensors_keep_every_bit(tensor: torch.Tensor, binary: bool) -> None:
-    found = decode(encode(tensor, binary))
+    found = decode_value(encode_value(tensor, binary))
     assert found.dtype == tensor.dtype
     assert found.shape == tensor.shape
     assert torch.equal(found, tensor)
     array = tensor.float().numpy()
-    assert decode(encode(array, binary)).tobytes() == array.tobytes()
+    assert decode_value(encode_value(array, binary)).tobytes() == array.tobytes()
 
 
 def test_pictures_keep_every_pixel() -> None:
     images = pytest.importorskip("PIL.Image")
     for mode in ("RGB", "L", "P", "RGBA"):
         image = images.effect_noise((5, 3), 60).convert(mode)
-        again = decode(encode(image, binary=False))
+        again = decode_value(encode_value(image, binary=False))
         assert (again.mode, again.size) == (mode, (5, 3))
         assert again.convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
 
 
 def test_what_can_not_travel_is_named() -> None:
     with pytest.raises(TypeError, match=r"builtins\.object can't be serialized"):
-        encode(object(), binary=True)
+        encode_value(object(), binary=True)
     records = np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])
     for array in (np.array(["a", None], dtype=object), records):
         with pytest.raises(TypeError, match="ndarray of objects or records"):
-            encode(array, binary=True)
+            encode_value(array, binary=True)
 
 
 def test_a_number_of_numpys_stays_one() -> None:
-    found = decode(encode(np.int64(3), binary=False))
+    found = decode_value(encode_value(np.int64(3), binary=False))
     assert (type(found), found) == (np.int64, 3)
 
 
@@ -242,3 +242,27 @@ def test_importing_the_request_imports_no_torch() -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert QUESTION["role"] == "user"
+
+
+def test_the_old_names_are_the_same_objects() -> None:
+    import rollout_client
+    from rollout_client import conversation
+    from rollout_worker import schemas
+
+    assert schemas.RolloutRequest is rollout_client.RolloutRequest is conversation.Conversation
+    assert rollout_client.Conversation is conversation.Conversation
+    for name in set(conversation.__all__) - {"Conversation"}:
+        assert getattr(schemas, name) is getattr(conversation, name)
+        assert name in schemas.__all__
+
+
+def test_the_wire_models_need_no_client_and_say_what_a_conversation_needs() -> None:
+    code = (
+        "import sys; sys.modules['httpx'] = None\n"
+        "from rollout_worker.schemas import GenerateRequest\n"
+        "assert 'rollout_client' not in sys.modules\n"
+        "try: from rollout_worker.schemas import RolloutRequest\n"
+        "except ImportError as error: assert 'rollout-operator[client]' in str(error), error\n"
+        "else: raise AssertionError('imported without httpx')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

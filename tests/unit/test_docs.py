@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 import shipped
 from chatstyles import tokenizer
 from emitted import reasons
+from rollout_client.conversation.data import Counter
 from rollout_operator import config
 from rollout_operator.api.names import Condition
 from rollout_operator.api.objects import Key
@@ -29,7 +30,6 @@ from rollout_operator.core import report
 from rollout_operator.telemetry import PoolFigures
 from rollout_operator.telemetry import Telemetry as OperatorTelemetry
 from rollout_worker import schemas
-from rollout_worker.conversation.record import Counter
 from rollout_worker.core.states import MOVES
 from rollout_worker.engine import Entry, Sink, TensorSpec
 from rollout_worker.engines import (

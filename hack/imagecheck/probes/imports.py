@@ -25,10 +25,7 @@ def imported(file: Path, package: str) -> Iterator[tuple[str, str]]:
 
 
 def of_worker(engine: str) -> set[tuple[str, str]]:
-    """Return every import of the worker's modules but those of other engines.
-
-    Nor of `conversation`, which is a trainer's and brings requirements of its own.
-    """
+    """Return every import of the worker's modules but those of other engines."""
     import rollout_worker
 
     root = Path(rollout_worker.__file__).parent
@@ -36,7 +33,7 @@ def of_worker(engine: str) -> set[tuple[str, str]]:
     for file in root.rglob("*.py"):
         parts = file.relative_to(root.parent).with_suffix("").parts
         elsewhere = parts[1] == "engines" and len(parts) > 3 and parts[2] != engine
-        if elsewhere or parts[1] == "conversation":
+        if elsewhere:
             continue
         module = ".".join(parts)
         package = (

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from chatstyles import STYLES, tokenizer
-from rollout_worker.conversation.processing import Codec
+from rollout_client.conversation.codec import Codec
 from rollout_worker.schemas import RolloutRequest, WeightsSpan
 
 ADD = {

@@ -7,9 +7,9 @@ from itertools import count
 from typing import Any, Literal
 
 from conversations import ADD, Counting
-from rollout_worker.conversation.messages import STAND_IN
-from rollout_worker.conversation.processing import Codec
-from rollout_worker.conversation.seams import common
+from rollout_client.conversation.boundaries import common_length
+from rollout_client.conversation.codec import Codec
+from rollout_client.conversation.messages import STAND_IN
 from rollout_worker.schemas import RolloutRequest
 from shipped import SPECIAL, Oracle, tokenizer
 
@@ -115,7 +115,7 @@ class Talk:
         for close in filter(None, (self.oracle.close, self.codec.tokenizer.eos_token)):
             if close in rest and close in tail:
                 return rest[: rest.index(close)]
-        same = rest[: common(rest, tail)]
+        same = rest[: common_length(rest, tail)]
         last = next(reversed([m for m in SPECIAL.finditer(rest) if m.start() < len(same)]), None)
         if last is not None and (end != "gone on" or last.end() > len(same)):
             return same[: last.start()]

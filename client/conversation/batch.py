@@ -1,21 +1,7 @@
 """Convert requests to a trainer's batch and back: left-padded prompts, right-padded responses.
 
-Names are verl's. B is the number of requests, P and R the padded lengths of prompts and responses,
-L = P + R:
-
-| tensor | shape | dtype | padding | meaning |
-|---|---|---|---|---|
-| `prompts` | [B, P] | int64 | left, pad id | |
-| `responses` | [B, R] | int64 | right, pad id | answers, and turns of users and tools |
-| `input_ids` | [B, L] | int64 | both | prompts and responses |
-| `attention_mask` | [B, L] | int64 | 0 | 1 for every real token |
-| `position_ids` | [B, L] or [B, 4, L] | int64 | 0 left, counting on right | four rows if any
-request has three-axis positions: text, time, height, width |
-| `response_mask` | [B, R] | int64 | 0 | 1 where the policy sampled |
-| `loss_mask` | [B, R] | int64 | 0 | 1 in every answer, including those given as text |
-| `rollout_log_probs` | [B, R] | float32 | 0 | 0.0 where not sampled |
-| `weights_epoch`, `weights_version` | [B, R] | int64 | -1 | -1 where no weights were reported |
-| `stale_kv` | [B, R] | bool | false | whether KV of older weights was reused |
+Names are verl's; docs/multi-turn.md lists each tensor with its shape, dtype and padding. Shapes are
+[B, P], [B, R] and [B, P + R]: B requests, P and R the padded lengths of prompts and responses.
 """
 
 from __future__ import annotations
@@ -26,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_worker.schemas import WeightsSpan
 
-from .request import RolloutRequest
-from .streams import Streams
+from .columns import TokenColumns
+from .conversation import Conversation
 
 if TYPE_CHECKING:
     import torch
 
-_OTHER = {"streams"}
+_TENSOR_FIELDS = {"streams"}
 
 
 @dataclass(slots=True)
@@ -40,7 +26,7 @@ class RolloutBatch:
     """A batch in the three parts of verl's DataProto.
 
     Attributes:
-        batch: Tensors by name, see the module.
+        batch: Tensors by name, as docs/multi-turn.md lists them.
         non_tensor_batch: Lists of length B: `request_id`, `messages`, `reward_scores`,
             `multi_modal_inputs`, `request` (everything else in a request), …
         meta_info: `pad_token_id`, and `logprobs_of`, the kind of logprobs.
@@ -76,7 +62,7 @@ class RolloutBatch:
 
 
 def to_batch(
-    requests: Sequence[RolloutRequest],
+    requests: Sequence[Conversation],
     *,
     pad_token_id: int | None,
     prompt_length: int | None = None,
@@ -111,8 +97,10 @@ def to_batch(
             "batch needs at least one request and logprobs of one kind"
         )
     sizes = [(r.streams.prompt, len(r.streams) - r.streams.prompt) for r in requests]
-    prompt = _length("prompt", [p for p, _ in sizes], prompt_length, pad_to_multiple_of)
-    response = _length("response", [r for _, r in sizes], response_length, pad_to_multiple_of)
+    prompt = _padded_length("prompt", [p for p, _ in sizes], prompt_length, pad_to_multiple_of)
+    response = _padded_length(
+        "response", [r for _, r in sizes], response_length, pad_to_multiple_of
+    )
     shape = len(requests), prompt + response
     rows = any(request.streams.rope for request in requests)
     batch = {
@@ -127,14 +115,14 @@ def to_batch(
         "stale_kv": torch.zeros((shape[0], response), dtype=torch.bool),
     }
     for row, request in enumerate(requests):
-        _fill({key: tensor[row] for key, tensor in batch.items()}, request.streams, prompt)
+        _fill_row({key: tensor[row] for key, tensor in batch.items()}, request.streams, prompt)
     batch["prompts"] = batch["input_ids"][:, :prompt].clone()
     batch["responses"] = batch["input_ids"][:, prompt:].clone()
     meta = {"pad_token_id": pad_token_id, "logprobs_of": next(iter(kinds), None)}
-    return RolloutBatch(batch, _others(requests), meta)
+    return RolloutBatch(batch, _non_tensors(requests), meta)
 
 
-def _length(what: str, lengths: list[int], wanted: int | None, multiple: int) -> int:
+def _padded_length(what: str, lengths: list[int], wanted: int | None, multiple: int) -> int:
     longest = max(lengths)
     if wanted is not None and longest > wanted:
         raise ValueError(
@@ -144,7 +132,7 @@ def _length(what: str, lengths: list[int], wanted: int | None, multiple: int) ->
     return -(-length // multiple) * multiple
 
 
-def _fill(row: dict[str, torch.Tensor], streams: Streams, prompt: int) -> None:
+def _fill_row(row: dict[str, torch.Tensor], streams: TokenColumns, prompt: int) -> None:
     """Write one request into its row of every tensor."""
     import torch
 
@@ -170,7 +158,7 @@ def _fill(row: dict[str, torch.Tensor], streams: Streams, prompt: int) -> None:
         row["stale_kv"][where] = span.stale_kv
 
 
-def _others(requests: Sequence[RolloutRequest]) -> dict[str, list[Any]]:
+def _non_tensors(requests: Sequence[Conversation]) -> dict[str, list[Any]]:
     names = ("request_id", "batch_data_id", "rollout_offset", "messages", "reward_scores")
     found = {name: [getattr(request, name) for request in requests] for name in names}
     found["finish_reason"] = [request.finish_reason for request in requests]
@@ -180,11 +168,11 @@ def _others(requests: Sequence[RolloutRequest]) -> dict[str, list[Any]]:
     spans = [request.weights_range for request in requests]
     for end, key in enumerate(("min_weights", "max_weights")):
         found[key] = [span[end].as_tuple() if span else None for span in spans]
-    found["request"] = [request.model_dump(exclude=_OTHER) for request in requests]
+    found["request"] = [request.model_dump(exclude=_TENSOR_FIELDS) for request in requests]
     return found
 
 
-def from_batch(batch: RolloutBatch) -> list[RolloutRequest]:
+def from_batch(batch: RolloutBatch) -> list[Conversation]:
     """Return the requests of a batch, equal to the ones it was made from.
 
     Raises:
@@ -193,12 +181,12 @@ def from_batch(batch: RolloutBatch) -> list[RolloutRequest]:
     found = []
     for row, rest in enumerate(batch.non_tensor_batch["request"]):
         tensors = {key: tensor[row] for key, tensor in batch.batch.items()}
-        streams = _streams(tensors, batch.non_tensor_batch["three_axes"][row])
-        found.append(RolloutRequest.model_validate({**rest, "streams": streams}))
+        streams = _columns_of_row(tensors, batch.non_tensor_batch["three_axes"][row])
+        found.append(Conversation.model_validate({**rest, "streams": streams}))
     return found
 
 
-def _streams(row: dict[str, torch.Tensor], three_axes: bool) -> Streams:
+def _columns_of_row(row: dict[str, torch.Tensor], three_axes: bool) -> TokenColumns:
     prompt = row["prompts"].shape[-1]
     mask = row["attention_mask"].bool()
     start, end = prompt - int(mask[:prompt].sum()), prompt + int(mask[prompt:].sum())
@@ -211,7 +199,7 @@ def _streams(row: dict[str, torch.Tensor], three_axes: bool) -> Streams:
 
     positions = row["position_ids"]
     rope = positions[1:, start:end].tolist() if three_axes else []
-    return Streams.parse(
+    return TokenColumns.from_document(
         {
             "prompt_length": prompt - start,
             "input_ids": row["input_ids"][start:end].tolist(),
@@ -219,12 +207,12 @@ def _streams(row: dict[str, torch.Tensor], three_axes: bool) -> Streams:
             "response_mask": response("response_mask", 0),
             "rollout_log_probs": response("rollout_log_probs", 0.0),
             "rope_position_ids": rope,
-            "weights": _spans(row, prompt - start, answered),
+            "weights": _weights_spans(row, prompt - start, answered),
         }
     )
 
 
-def _spans(row: dict[str, torch.Tensor], prompt: int, answered: int) -> list[WeightsSpan]:
+def _weights_spans(row: dict[str, torch.Tensor], prompt: int, answered: int) -> list[WeightsSpan]:
     names = ("weights_epoch", "weights_version", "stale_kv")
     columns = [row[name][:answered].tolist() for name in names]
     found: list[WeightsSpan] = []

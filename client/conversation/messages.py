@@ -19,7 +19,7 @@ STAND_IN = re.compile(
 """Words that stand for contents while a template is tried: never sent, never kept."""
 
 MEDIA_KEYS = ("image", "video", "audio")
-_KINDS = {
+_MEDIA_TYPES = {
     **{key: key for key in MEDIA_KEYS},
     **{f"{key}_url": key for key in MEDIA_KEYS},
     "input_image": "image",
@@ -74,17 +74,19 @@ class ToolResponse(BaseModel):
             return value
         if isinstance(value, str):
             return cls(text=value)
-        return cls.model_validate(plain(value))
+        return cls.model_validate(plain_mapping(value))
 
 
-def plain(value: Any) -> Any:
+def plain_mapping(value: Any) -> Any:
     """Return a message or tool as a plain mapping, with models converted to dicts.
 
     Raises:
         TypeError: It is neither a mapping nor a model.
     """
     if isinstance(value, Mapping):
-        return {key: plain(item) if _is_model(item) else item for key, item in value.items()}
+        return {
+            key: plain_mapping(item) if _is_model(item) else item for key, item in value.items()
+        }
     if _is_model(value):
         return value.model_dump(exclude_none=True)
     raise TypeError(f"a message must be a mapping or a model, not {type(value).__name__!r}")
@@ -94,7 +96,7 @@ def _is_model(value: Any) -> bool:
     return isinstance(value, BaseModel)
 
 
-def taken(value: Any) -> tuple[Message, Media]:
+def extract_media(value: Any) -> tuple[Message, Media]:
     """Return a message as a plain dict, and the media from its content.
 
     Media become placeholders (`{"type": "image"}`); existing placeholders stay.
@@ -103,21 +105,23 @@ def taken(value: Any) -> tuple[Message, Media]:
         ValueError: The message has no role, or holds a stand-in's word.
         TypeError: It is not a message.
     """
-    message = dict(plain(value))
+    message = dict(plain_mapping(value))
     if not isinstance(message.get("role"), str):
         raise ValueError(f"message without a role: {sorted(message)}")
     message.setdefault("content", "")
     media: Media = {key: [] for key in MEDIA_KEYS}
     if isinstance(message["content"], Sequence) and not isinstance(message["content"], str):
-        message["content"] = [_item(plain(item), media) for item in message["content"]]
-    check_words(message)
+        message["content"] = [
+            _extract_item(plain_mapping(item), media) for item in message["content"]
+        ]
+    check_stand_in_words(message)
     calls = message.pop("tool_calls", None)
     if calls:  # some templates only look whether there is the key
-        message["tool_calls"] = [tool_call(call) for call in calls]
+        message["tool_calls"] = [parse_tool_call(call) for call in calls]
     return message, media
 
 
-def check_words(message: Message) -> None:
+def check_stand_in_words(message: Message) -> None:
     """Check that a message has no word of the stand-ins.
 
     Raises:
@@ -130,9 +134,9 @@ def check_words(message: Message) -> None:
         )
 
 
-def _item(item: Message, media: Media) -> Message:
+def _extract_item(item: Message, media: Media) -> Message:
     kind = item.get("type")
-    key = _KINDS.get(kind) if isinstance(kind, str) else None
+    key = _MEDIA_TYPES.get(kind) if isinstance(kind, str) else None
     if key is None or kind is None:
         return item
     payload = item.get(kind, item.get(key))
@@ -142,10 +146,10 @@ def _item(item: Message, media: Media) -> Message:
     return {"type": key}
 
 
-def tool_call(call: Any) -> Message:
+def parse_tool_call(call: Any) -> Message:
     """Return a call in OpenAI's format, with its arguments parsed, as templates expect them."""
-    found = dict(plain(call))
-    function = dict(plain(found["function"])) if "function" in found else None
+    found = dict(plain_mapping(call))
+    function = dict(plain_mapping(found["function"])) if "function" in found else None
     if function is None:
         return found
     if isinstance(function.get("arguments"), str):

@@ -6,9 +6,20 @@ import pytest
 
 from chatstyles import tokenizer
 from conversations import codec
-from rollout_worker.conversation.messages import Message
-from rollout_worker.conversation.seams import Seams, Turn, common, join
-from rollout_worker.conversation.windows import kind_of, longer, shape_of, window_for, window_of
+from rollout_client.conversation.boundaries import (
+    BoundaryTokenizer,
+    TurnTokens,
+    common_length,
+    fit_turn,
+)
+from rollout_client.conversation.examples import (
+    example_ending_with,
+    example_of,
+    longer_example,
+    message_kind,
+    message_kinds,
+)
+from rollout_client.conversation.messages import Message
 
 END, NEXT, OTHER, NEWLINE = 90, 91, 92, 10
 SPECIAL = {END, NEXT, OTHER}
@@ -40,8 +51,8 @@ def test_what_the_policy_wrote_of_a_turn_is_not_written_twice(
     left: tuple[list[int], list[int]],
     removed: int,
 ) -> None:
-    turn = Turn(close=list(close), body=list(body))
-    assert join(tail, turn, SPECIAL, {END}, stopped) == removed
+    turn = TurnTokens(close=list(close), body=list(body))
+    assert fit_turn(tail, turn, SPECIAL, {END}, stopped) == removed
     assert (turn.close, turn.body) == left
 
 
@@ -49,11 +60,11 @@ def test_what_the_policy_wrote_of_a_turn_is_not_written_twice(
     ("a", "b", "length"), [([], [1], 0), ([1, 2], [1, 3], 1), ([1, 2], [1, 2, 3], 2), ([2], [1], 0)]
 )
 def test_common_beginnings(a: list[int], b: list[int], length: int) -> None:
-    assert common(a, b) == length
+    assert common_length(a, b) == length
 
 
 def test_a_seam_at_a_special_token_is_clean_and_one_within_a_word_may_merge() -> None:
-    seams, encode = Seams(codec("qwen")), codec("qwen").encode
+    seams, encode = BoundaryTokenizer(codec("qwen")), codec("qwen").encode
     assert seams.encode("seven", "<|im_end|>") == (encode("<|im_end|>"), True)
     assert seams.encode("seven", "<|im_end|>") == (encode("<|im_end|>"), True), "remembered"
     ids, clean = seams.encode("seven.", " twelve")
@@ -69,18 +80,20 @@ def test_a_window_ends_as_its_conversation_does() -> None:
     result: Message = {"role": "tool", "content": "42", "tool_call_id": "c1"}
     plain: Message = {"role": "assistant", "content": "42"}
     for history in ([question], [question, plain], [question, asks], [question, asks, result]):
-        window = window_of(history)
-        assert kind_of(window[-1]) == kind_of(history[-1])
-        assert [m["role"] for m in window] == [m["role"] for m in window_for(kind_of(history[-1]))]
-        assert "42" not in str([message["content"] for message in window])
+        example = example_of(history)
+        assert message_kind(example[-1]) == message_kind(history[-1])
+        assert [m["role"] for m in example] == [
+            m["role"] for m in example_ending_with(message_kind(history[-1]))
+        ]
+        assert "42" not in str([message["content"] for message in example])
     # The calls' names are real: templates print results beside the names that they answer.
-    window = window_of([question, asks, result, result])
-    [named] = window[1]["tool_calls"]
+    example = example_of([question, asks, result, result])
+    [named] = example[1]["tool_calls"]
     assert (named["id"], named["function"]["name"]) == ("c1", "add")
-    assert [m["tool_call_id"] for m in window[2:]] == ["c1", "c1"]
+    assert [m["tool_call_id"] for m in example[2:]] == ["c1", "c1"]
     # An answer given as text has no calls; results that follow it get some to answer.
-    window = window_of([question, plain], [result])
-    assert window[-1]["tool_calls"][0]["id"] == "c1"
+    example = example_of([question, plain], [result])
+    assert example[-1]["tool_calls"][0]["id"] == "c1"
 
 
 def test_a_window_keeps_what_templates_look_at() -> None:
@@ -94,7 +107,7 @@ def test_a_window_keeps_what_templates_look_at() -> None:
     chat, step = [ask, said], [calls, result]
 
     def shape(*history: Message) -> str:
-        return " ".join(kind[0] for kind in shape_of(window_of(history)))
+        return " ".join(kind[0] for kind in message_kinds(example_of(history)))
 
     assert shape(brief) == "s"
     assert shape(brief, ask) == "s u"
@@ -109,12 +122,12 @@ def test_a_window_keeps_what_templates_look_at() -> None:
 
 
 def test_a_longer_window_has_more_of_what_there_is() -> None:
-    calls, tool = window_for("tool")[1:]
-    [ask, said] = window_for("assistant")
+    calls, tool = example_ending_with("tool")[1:]
+    [ask, said] = example_ending_with("assistant")
     brief: Message = {"role": "system", "content": "zqxsystemzqx"}
 
-    def more(*window: Message) -> str:
-        return " ".join(kind[0] for kind in shape_of(longer(window)))
+    def more(*example: Message) -> str:
+        return " ".join(kind[0] for kind in message_kinds(longer_example(example)))
 
     assert more(brief, ask, said) == "s u a", "it is the whole conversation"
     assert more(ask, said, ask) == "u a u a u a u"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 Decode = Callable[[Sequence[int]], str]
-_AROUND = 12
-_NEAR = 4
+_CONTEXT_CHARACTERS = 12
+_CONTEXT_IDS = 4
 
 
 class SanityCheckMode(StrEnum):
@@ -53,7 +53,7 @@ class Difference:
         )
 
 
-def compare(
+def find_difference(
     ids: array[int],
     expected: array[int],
     sampled: array[int],
@@ -77,7 +77,7 @@ def compare(
     if mode is SanityCheckMode.DISABLE or ids == expected:
         return None
     ours, theirs = decode(ids), decode(expected)
-    found = _first(ours, theirs, ignore=mode is SanityCheckMode.IGNORE_STRIPPABLE)
+    found = _first_difference(ours, theirs, ignore=mode is SanityCheckMode.IGNORE_STRIPPABLE)
     if found is None:
         return None
     i, j = found
@@ -88,31 +88,31 @@ def compare(
     return Difference(
         token=at,
         character=i,
-        text=ours[max(0, i - _AROUND) : i + _AROUND],
-        expected=theirs[max(0, j - _AROUND) : j + _AROUND],
-        ids=tuple(ids[at : at + _NEAR]),
-        expected_ids=tuple(expected[there : there + _NEAR]),
-        reason=_reason(ours[i:], rest, at, sampled, prompt),
+        text=ours[max(0, i - _CONTEXT_CHARACTERS) : i + _CONTEXT_CHARACTERS],
+        expected=theirs[max(0, j - _CONTEXT_CHARACTERS) : j + _CONTEXT_CHARACTERS],
+        ids=tuple(ids[at : at + _CONTEXT_IDS]),
+        expected_ids=tuple(expected[there : there + _CONTEXT_IDS]),
+        reason=_likely_reason(ours[i:], rest, at, sampled, prompt),
     )
 
 
-def _first(a: str, b: str, ignore: bool) -> tuple[int, int] | None:
+def _first_difference(a: str, b: str, ignore: bool) -> tuple[int, int] | None:
     """Return where two texts first differ, or differ in more than whitespace."""
     i = j = 0
     while True:
-        same = _same(a, b, i, j)
+        same = _equal_length(a, b, i, j)
         i, j = i + same, j + same
         if i == len(a) and j == len(b):
             return None
         if not ignore:
             return i, j
-        k, m = _skip(a, i), _skip(b, j)
+        k, m = _skip_whitespace(a, i), _skip_whitespace(b, j)
         if k == i and m == j:
             return i, j
         i, j = k, m
 
 
-def _same(a: str, b: str, i: int, j: int) -> int:
+def _equal_length(a: str, b: str, i: int, j: int) -> int:
     """Return how many characters from i and j on are equal, by bisecting slices."""
     length = min(len(a) - i, len(b) - j)
     low, step = 0, 1 << 12
@@ -128,7 +128,7 @@ def _same(a: str, b: str, i: int, j: int) -> int:
     return length
 
 
-def _skip(text: str, start: int) -> int:
+def _skip_whitespace(text: str, start: int) -> int:
     while start < len(text) and text[start].isspace():
         start += 1
     return start
@@ -151,13 +151,13 @@ def _token_at(ids: Sequence[int], character: int, decode: Decode, characters: in
     return low
 
 
-def _reason(ours: str, theirs: str, at: int, sampled: Sequence[int], prompt: int) -> str:
+def _likely_reason(ours: str, theirs: str, at: int, sampled: Sequence[int], prompt: int) -> str:
     near_ours, near_theirs = ours[:200].strip(), theirs[:200].strip()
     if not ours:
         return "the ids end before the messages do"
     if not theirs:
         return "the ids go on after the messages' end"
-    if ours[:1] != theirs[:1] and ours.lstrip()[:_NEAR] == theirs.lstrip()[:_NEAR]:
+    if ours[:1] != theirs[:1] and ours.lstrip()[:_CONTEXT_IDS] == theirs.lstrip()[:_CONTEXT_IDS]:
         return "white space: the template strips or adds it"
     if at < prompt:
         return "the template prints the beginning otherwise once turns follow (or ids were given)"

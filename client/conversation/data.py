@@ -11,13 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout_worker.schemas import LogprobsOf, WeightsId, WeightsSpan
 
-from .buffers import View
-from .media import MediaTurn, joined
+from .columns import ColumnView, TokenColumns
+from .media import MediaTurn, SerializableData, equal_values, join_media
 from .messages import MEDIA_KEYS
-from .opaque import Opaque, equal
 from .prompts import OverlongPrompt
-from .sanity import SanityCheckMode
-from .streams import Streams
+from .sanity_check import SanityCheckMode
 
 Counter = Literal[
     "full_renders", "history_rewrites", "seam_merges", "regroups",
@@ -64,8 +62,8 @@ class Cursor(BaseModel):
     stopped: int | None = None
 
 
-class Conversation(BaseModel):
-    """The data of a `RolloutRequest`; JSON and msgpack round trips keep all of it."""
+class ConversationData(BaseModel):
+    """The data of a `Conversation`; JSON and msgpack round trips keep all of it."""
 
     model_config = ConfigDict(
         extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="constants"
@@ -75,13 +73,13 @@ class Conversation(BaseModel):
     batch_data_id: int = 0
     rollout_offset: int = 0
     state: RequestState = RequestState.PENDING
-    messages: Opaque = Field(description="Plain dicts, media replaced by placeholders.")
-    tool_schemas: Opaque = Field(default_factory=list)
-    tools_kwargs: Opaque = Field(default_factory=dict)
-    chat_template_kwargs: Opaque = Field(default_factory=dict)
+    messages: SerializableData = Field(description="Plain dicts, media replaced by placeholders.")
+    tool_schemas: SerializableData = Field(default_factory=list)
+    tools_kwargs: SerializableData = Field(default_factory=dict)
+    chat_template_kwargs: SerializableData = Field(default_factory=dict)
     multi_modal_keys: tuple[str, ...] = MEDIA_KEYS
-    multi_modal_data: Opaque = Field(default_factory=dict)
-    mm_processor_kwargs: Opaque = Field(default_factory=dict)
+    multi_modal_data: SerializableData = Field(default_factory=dict)
+    mm_processor_kwargs: SerializableData = Field(default_factory=dict)
     max_prompt_len: int = Field(gt=0)
     max_response_len: int = Field(default=8192, ge=0)
     max_model_len: int = Field(default=32768, gt=0)
@@ -90,13 +88,13 @@ class Conversation(BaseModel):
     use_inference_chat_template: bool = Field(
         default=False, description="Engines get the template's full render, not the ids kept here."
     )
-    streams: Streams = Field(default_factory=Streams)
+    streams: TokenColumns = Field(default_factory=TokenColumns)
     media: list[MediaTurn] = Field(default_factory=list)
     logprobs_of: LogprobsOf | None = None
     reward_scores: dict[str, list[float]] = Field(default_factory=dict)
     finish_reason: FinishReason | None = None
     truncated_tokens: int = 0
-    metrics: Opaque = Field(default_factory=dict)
+    metrics: SerializableData = Field(default_factory=dict)
     counters: dict[Counter, int] = Field(default_factory=dict)
     difference: str | None = Field(default=None, description="What the sanity check found.")
     error: str | None = Field(default=None, description="Why the conversation failed.")
@@ -124,7 +122,7 @@ class Conversation(BaseModel):
 
     def __eq__(self, other: object) -> bool:
         """Compare the data alone, without what was learned about a template."""
-        return type(self) is type(other) and equal(vars(self), vars(other))
+        return type(self) is type(other) and equal_values(vars(self), vars(other))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -132,17 +130,17 @@ class Conversation(BaseModel):
     # logprobs float32; everything is a view of the buffers.
 
     @property
-    def input_ids(self) -> View[int]:
+    def input_ids(self) -> ColumnView[int]:
         """Ids of prompt and response [N]."""
         return self.streams.view("ids")
 
     @property
-    def prompt_ids(self) -> View[int]:
+    def prompt_ids(self) -> ColumnView[int]:
         """Ids of the prompt [P], including its generation prompt."""
         return self.streams.view("ids", 0, self.streams.prompt)
 
     @property
-    def response_ids(self) -> View[int]:
+    def response_ids(self) -> ColumnView[int]:
         """Ids after the prompt [R]: answers, and the turns of users and tools between them."""
         return self.streams.view("ids", self.streams.prompt)
 
@@ -162,22 +160,22 @@ class Conversation(BaseModel):
         return self.streams.positions(self.streams.prompt)
 
     @property
-    def loss_mask(self) -> View[int]:
+    def loss_mask(self) -> ColumnView[int]:
         """1 for every token of an answer, sampled or given as text [N]."""
         return self.streams.view("loss")
 
     @property
-    def response_loss_mask(self) -> View[int]:
+    def response_loss_mask(self) -> ColumnView[int]:
         """The response's part of `loss_mask` [R]."""
         return self.streams.view("loss", self.streams.prompt)
 
     @property
-    def response_mask(self) -> View[int]:
+    def response_mask(self) -> ColumnView[int]:
         """1 for the response tokens that the policy sampled [R], which have a logprob."""
         return self.streams.view("sampled", self.streams.prompt)
 
     @property
-    def rollout_log_probs(self) -> View[float]:
+    def rollout_log_probs(self) -> ColumnView[float]:
         """Logprobs of the response [R], of kind `logprobs_of`; 0.0 where not sampled."""
         return self.streams.view("logprobs", self.streams.prompt)
 
@@ -198,7 +196,7 @@ class Conversation(BaseModel):
     @property
     def multi_modal_inputs(self) -> dict[str, Any]:
         """Tensors of all media, joined on their first axis."""
-        return joined(self.media)
+        return join_media(self.media)
 
     @property
     def budget(self) -> int:

@@ -1,6 +1,6 @@
-"""Seams: fitting the ids of a turn behind ids that are there already.
+"""Fit the ids of a turn after ids that are already there.
 
-What a template adds is tokenized alone, with a check of the seam: a tokenizer may merge over it.
+What a template adds is tokenized alone, and the boundary is checked: a tokenizer may merge over it.
 What the policy sampled at the end of its answer may be the beginning of the next turn.
 """
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .processing import Codec
+from .codec import Codec
 
 CONTEXT = 64
-"""Characters before a seam that can matter to the tokenizer."""
+"""Characters before a boundary that can matter to the tokenizer."""
 
 
 @dataclass(slots=True)
-class Turn:
+class TurnTokens:
     """What a turn adds to the ids.
 
     Attributes:
@@ -28,7 +28,7 @@ class Turn:
         inputs: Tensors of its media.
         full: The whole conversation had to be rendered.
         rewritten: The template prints earlier turns otherwise than before.
-        merged: The tokenizer would merge over a seam; the text is right, but the ids are not those
+        merged: The tokenizer would merge over the boundary; the text is right, but the ids are not those
             of a whole render.
         header: First tokens of `body` that stand for an open generation prompt.
     """
@@ -42,18 +42,18 @@ class Turn:
     header: int = 0
 
 
-class Seams:
-    """Tokenizes texts behind other texts."""
+class BoundaryTokenizer:
+    """Tokenizes texts that follow other texts."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._clean: set[tuple[str, str]] = set()
-        """Context and first special token of seams over which nothing merges."""
+        """Context and first special token of boundaries over which nothing merges."""
 
     def encode(self, before: str, text: str) -> tuple[list[int], bool]:
-        """Return the ids of a text that follows another, and whether the seam is clean."""
-        context = self._context(before)
-        begins = self._special.match(text)
+        """Return the ids of a text that follows another, and whether the boundary is clean."""
+        context = self._context_of(before)
+        begins = self._special_pattern.match(text)
         if begins is None:
             return self._codec.encode_after(context, text)
         ids = self._codec.encode(text)
@@ -67,46 +67,46 @@ class Seams:
     def last_special(self, text: str) -> str:
         """Return the end of a text from its last special token on; empty: there is none near."""
         tail = text[-CONTEXT:]
-        found = [match.start() for match in self._special.finditer(tail)]
+        found = [match.start() for match in self._special_pattern.finditer(tail)]
         return tail[found[-1] :] if found else ""
 
     def shared_end(self, own: str, text: str) -> str:
         """Return the most of `own`, whole or from a special token on, that a text ends with."""
-        starts = [0, *(match.start() for match in self._special.finditer(own))]
+        starts = [0, *(match.start() for match in self._special_pattern.finditer(own))]
         return next((own[start:] for start in starts if text.endswith(own[start:])), "")
 
     def first_special(self, text: str) -> str:
         """Return the special token that a text begins with; empty: with none."""
-        found = self._special.match(text)
+        found = self._special_pattern.match(text)
         return found[0] if found else ""
 
     def without_specials(self, text: str) -> str:
         """Return a text without its special tokens."""
-        return self._special.sub("", text)
+        return self._special_pattern.sub("", text)
 
-    def shared(self, a: str, b: str) -> str:
+    def shared_beginning(self, a: str, b: str) -> str:
         """Return the common beginning of two texts, up to a special token that only one has."""
-        length = common(a, b)
+        length = common_length(a, b)
         near = max(0, length - CONTEXT)
         for text in (a, b):
-            for match in self._special.finditer(text, near, length + CONTEXT):
+            for match in self._special_pattern.finditer(text, near, length + CONTEXT):
                 if match.start() < length < match.end():
                     length = match.start()
         return a[:length]
 
-    def _context(self, text: str) -> str:
+    def _context_of(self, text: str) -> str:
         return self.last_special(text) or text[-CONTEXT:]
 
     @cached_property
-    def _special(self) -> re.Pattern[str]:
-        texts = sorted(self._codec.specials, key=len, reverse=True)
+    def _special_pattern(self) -> re.Pattern[str]:
+        texts = sorted(self._codec.special_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) if texts else "(?!)")
 
 
-def join(
-    tail: Sequence[int], turn: Turn, special: Set[int], ends: Set[int], stopped: int | None
+def fit_turn(
+    tail: Sequence[int], turn: TurnTokens, special: Set[int], ends: Set[int], stopped: int | None
 ) -> int:
-    """Fit a turn behind sampled ids, in place; return how many of them must go.
+    """Fit a turn after sampled ids, in place; return how many of those must be removed.
 
     What the policy wrote of the turn's beginning is not written twice: it ends with the template's
     closing token, or (GLM) with the first token of the next turn. Another end (Llama's `<|eom_id|>`)
@@ -136,7 +136,7 @@ def join(
     return int(bool(turn.body) and turn.body[0] in special)
 
 
-def common(a: Sequence[object], b: Sequence[object]) -> int:
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
     """Return the length of the longest common beginning."""
     for index, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from chatstyles import tokenizer
 from conversations import ADD, answer, begun, sampled
-from rollout_worker.conversation.sanity import SanityCheckMode, compare
+from rollout_client.conversation.sanity_check import SanityCheckMode, find_difference
 from rollout_worker.schemas import RolloutRequest
 
 TOK = tokenizer("qwen")
@@ -27,7 +27,7 @@ def check(ours: str, theirs: str, mode: str = "strict", **more: Any) -> Any:
     def decode(found: Sequence[int]) -> str:
         return "".join(map(chr, found))
 
-    return compare(ids, expected, decode=decode, mode=SanityCheckMode(mode), **whole)
+    return find_difference(ids, expected, decode=decode, mode=SanityCheckMode(mode), **whole)
 
 
 TEXT = st.text(st.sampled_from("ab \n]é"), max_size=40)

@@ -1,4 +1,4 @@
-"""`RolloutRequest`: a whole conversation with its token ids, masks, logprobs and weights.
+"""`Conversation`: a whole conversation with its token ids, masks, logprobs and weights.
 
 The request is pure data; methods that need the tokenizer or processor take it as an argument. Ids
 are append-only: what the policy sampled is never tokenized again, and a turn costs only what it
@@ -13,14 +13,14 @@ from typing import Any, Self
 
 from rollout_worker.schemas import GenerateOutput, LogprobsOf, StopReason, WeightsSpan
 
-from .answers import content_of
-from .buffers import INT32, View
-from .messages import MEDIA_KEYS, ToolResponse, plain, taken, tool_call
-from .record import FinishReason, RequestState
-from .writing import Writing, answer, cover, finite
+from .columns import INT32, ColumnView
+from .data import FinishReason, RequestState
+from .messages import MEDIA_KEYS, ToolResponse, extract_media, parse_tool_call, plain_mapping
+from .prompts import content_without_calls
+from .writer import ConversationWriter, answer_message, check_spans, checked_logprobs
 
 
-class RolloutRequest(Writing):
+class Conversation(ConversationWriter):
     """A conversation between a policy, users and tools, as a trainer needs it.
 
     Create one with `from_messages`, send `get_generation_prompt_ids` to the engine, add turns as
@@ -68,7 +68,7 @@ class RolloutRequest(Writing):
             input_ids is None or len(attention_mask) != len(input_ids)
         ):
             raise ValueError("attention_mask needs input_ids of the same length")
-        found = [taken(message) for message in messages]
+        found = [extract_media(message) for message in messages]
         media = {key: list((multi_modal_data or {}).get(key, ())) for key in MEDIA_KEYS}
         for _, inner in found:
             for key, items in inner.items():
@@ -76,7 +76,7 @@ class RolloutRequest(Writing):
         request = cls.model_validate(
             {
                 "messages": [message for message, _ in found],
-                "tool_schemas": [plain(tool) for tool in tools or ()],
+                "tool_schemas": [plain_mapping(tool) for tool in tools or ()],
                 "multi_modal_data": media,
                 "max_prompt_len": max_prompt_len,
                 **fields,
@@ -85,12 +85,12 @@ class RolloutRequest(Writing):
         ids = input_ids
         if ids is not None and attention_mask is not None:
             ids = [token for token, seen in zip(ids, attention_mask, strict=True) if seen]
-        request._begin(processing_class, ids)
+        request._begin_conversation(processing_class, ids)
         return request
 
     # Adding turns.
 
-    def get_generation_prompt_ids(self, processing_class: Any) -> View[int]:
+    def get_generation_prompt_ids(self, processing_class: Any) -> ColumnView[int]:
         """Open the assistant's turn if it is not open yet; return the ids to send to an engine.
 
         Costs only what it adds; the ids are a view of the request's buffer (`tolist()` copies).
@@ -98,23 +98,23 @@ class RolloutRequest(Writing):
         prints it now, and cost a full render.
         """
         self._check_open()
-        self._open(self._with(processing_class))
+        self._open_turn(self._template_for(processing_class))
         self.state = RequestState.RUNNING
         if self.use_inference_chat_template:
-            return self._rendered(self._with(processing_class))
+            return self._render_ids(self._template_for(processing_class))
         return self.input_ids
 
     def add_user_message(self, processing_class: Any, content: Any) -> None:
         """Append a user message: text, or a list of content items with media."""
-        self._add(processing_class, [taken({"role": "user", "content": content})])
+        self._add_group(processing_class, [extract_media({"role": "user", "content": content})])
 
     def add_messages(self, processing_class: Any, messages: Sequence[Any]) -> None:
         """Append user, tool or system messages, rendered together."""
-        found = [taken(message) for message in messages]
+        found = [extract_media(message) for message in messages]
         if any(message["role"] == "assistant" for message, _ in found):
             raise ValueError("use add_assistant_message for assistant messages")
         if found:
-            self._add(processing_class, found)
+            self._add_group(processing_class, found)
 
     def add_tool_response_messages(
         self, processing_class: Any, contents: Sequence[ToolResponse | Any]
@@ -137,7 +137,7 @@ class RolloutRequest(Writing):
                 message.setdefault("tool_call_id", call["id"])
             if "name" in call.get("function", {}):
                 message.setdefault("name", call["function"]["name"])
-        self._add(processing_class, found)
+        self._add_group(processing_class, found)
         self.state = RequestState.RUNNING
 
     def add_assistant_message(
@@ -176,24 +176,26 @@ class RolloutRequest(Writing):
                 raise ValueError("give content, content_ids or tool_calls")
             if logprobs is not None or weights:
                 raise ValueError("logprobs and weights need content_ids")
-            self._add_text(processing_class, answer(content or "", tool_calls, message))
+            self._add_text(processing_class, answer_message(content or "", tool_calls, message))
         else:
             ids = array(INT32, content_ids)
-            values = None if logprobs is None else finite(logprobs, len(ids))
-            cover(weights, len(ids))
+            values = None if logprobs is None else checked_logprobs(logprobs, len(ids))
+            check_spans(weights, len(ids))
             self._check_kind(values is not None, logprobs_of)
             if content is None:
-                ends = self._with(processing_class).ends | {stop_token_id}
+                ends = self._template_for(processing_class).end_ids | {stop_token_id}
                 text = ids[:-1] if ids and ids[-1] in ends else ids
-                content = self._with(processing_class).codec.decode(text)
+                content = self._template_for(processing_class).codec.decode(text)
                 if tool_calls:
-                    calls = [tool_call(call) for call in tool_calls]
-                    content = content_of(self._with(processing_class), content, calls)
-            found = answer(content, tool_calls, message)
-            self._open(self._with(processing_class))
+                    calls = [parse_tool_call(call) for call in tool_calls]
+                    content = content_without_calls(
+                        self._template_for(processing_class), content, calls
+                    )
+            found = answer_message(content, tool_calls, message)
+            self._open_turn(self._template_for(processing_class))
             self.streams.append(ids, loss=True, sampled=True, logprobs=values, weights=weights)
             self.logprobs_of = logprobs_of if values is not None else self.logprobs_of
-            self._answered(found, stop_token_id, sampled=True)
+            self._append_answer(found, stop_token_id, sampled=True)
         self.state = RequestState.TOOL_CALLING if tool_calls else RequestState.RUNNING
 
     def add_output(
@@ -241,10 +243,12 @@ class RolloutRequest(Writing):
         if reason is FinishReason.TOOL_CALLS:
             raise ValueError("tool_calls only ends a turn: answer the calls, then finalize")
         self._check_open()
-        rewards = {key: _scores(key, scores) for key, scores in (reward_scores or {}).items()}
-        self._cut(len(self.streams) - self.cursor.opened)
-        self._check(processing_class)
-        self._truncate()
+        rewards = {
+            key: _checked_scores(key, scores) for key, scores in (reward_scores or {}).items()
+        }
+        self._cut_tokens(len(self.streams) - self.cursor.opened)
+        self._check_messages(processing_class)
+        self._truncate_tokens()
         cut = self.truncated_tokens and reason is FinishReason.STOP
         self.finish_reason = FinishReason.LENGTH if cut else reason
         self.reward_scores = rewards
@@ -253,12 +257,12 @@ class RolloutRequest(Writing):
     def fail(self, reason: str) -> None:
         """End a conversation as failed; its tokens stay readable."""
         self._check_open()
-        self._cut(len(self.streams) - self.cursor.opened)
+        self._cut_tokens(len(self.streams) - self.cursor.opened)
         self.error = reason
         self.state = RequestState.FAILED
 
 
-def _scores(key: str, scores: Iterable[float]) -> list[float]:
+def _checked_scores(key: str, scores: Iterable[float]) -> list[float]:
     try:
         return [float(score) for score in scores]
     except (TypeError, ValueError):

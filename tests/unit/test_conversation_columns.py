@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.conversation.buffers import INT32, Column
-from rollout_worker.conversation.streams import Streams
+from rollout_client.conversation.columns import INT32, Column, TokenColumns
 from rollout_worker.schemas import WeightsSpan
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
@@ -27,9 +26,9 @@ STEPS = st.lists(
 Token = tuple[int, int, int, float, tuple[int, bool] | None, tuple[int, int, int]]
 
 
-def play(steps: list[Any]) -> tuple[Streams, list[Token]]:
+def play(steps: list[Any]) -> tuple[TokenColumns, list[Token]]:
     """Do the steps on streams and, in the plainest way, on a list of tokens."""
-    streams, tokens = Streams(), list[Token]()
+    streams, tokens = TokenColumns(), list[Token]()
     for step in steps:
         after = max((max(token[5]) for token in tokens), default=-1) + 1
         match step:
@@ -77,7 +76,7 @@ def test_streams_are_the_plain_list_of_tokens(steps: list[Any]) -> None:
 def test_streams_come_back_from_their_document(steps: list[Any], binary: bool) -> None:
     streams, _ = play(steps)
     streams.prompt = len(streams) // 2
-    again = Streams.parse(streams.document(binary))
+    again = TokenColumns.from_document(streams.to_document(binary))
     assert again == streams
     again.append([1, 2])
     streams.append([1, 2])
@@ -85,13 +84,13 @@ def test_streams_come_back_from_their_document(steps: list[Any], binary: bool) -
 
 
 def test_a_document_that_does_not_fit_is_refused() -> None:
-    streams = Streams()
+    streams = TokenColumns()
     streams.append([1, 2, 3])
-    whole = streams.document(binary=False)
+    whole = streams.to_document(binary=False)
     with pytest.raises(ValueError, match="lengths differ"):
-        Streams.parse({**whole, "loss_mask": [0]})
+        TokenColumns.from_document({**whole, "loss_mask": [0]})
     with pytest.raises(ValueError, match="prompt"):
-        Streams.parse({**whole, "prompt_length": 4})
+        TokenColumns.from_document({**whole, "prompt_length": 4})
 
 
 def test_a_view_stays_while_the_column_grows_and_tells_when_it_was_cut() -> None:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
+from .codec import TemplateError
+from .examples import TOOL
 from .messages import Message
-from .processing import TemplateError
-from .windows import TOOL
 
 _WORD = "zqxformzqx"
 _KEY = "zqxkeyzqx"
@@ -25,7 +25,7 @@ Form = Literal["text", "items"]
 Render = Callable[[Sequence[Message]], str]
 
 
-class Forms:
+class ContentForms:
     """What one template takes, for one set of tools and options.
 
     Args:
@@ -34,9 +34,9 @@ class Forms:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self._takes: dict[tuple[str, Form], bool | None] = {}
+        self._printed_forms: dict[tuple[str, Form], bool | None] = {}
 
-    def shaped(self, message: Message) -> Message:
+    def shape_message(self, message: Message) -> Message:
         """Return a message as the template prints it.
 
         Raises:
@@ -44,68 +44,76 @@ class Forms:
         """
         role, content = str(message["role"]), message.get("content")
         if isinstance(content, str):
-            if self._prints(role, "text") is not True:
-                message = {**message, "content": self._as_printed(role, content)}
-        elif isinstance(content, Sequence) and self._only_text(role):
-            message = {**message, "content": _joined(role, content)}
+            if self._prints_form(role, "text") is not True:
+                message = {**message, "content": self._printed_content(role, content)}
+        elif isinstance(content, Sequence) and self._takes_only_text(role):
+            message = {**message, "content": _join_texts(role, content)}
         if message.get("tool_calls"):
-            message = {**message, "tool_calls": [*map(self._call, message["tool_calls"])]}
+            message = {**message, "tool_calls": [*map(self._shape_call, message["tool_calls"])]}
         return message
 
-    def _as_printed(self, role: str, content: str) -> str | list[Message]:
-        if self._prints(role, "items"):
+    def _printed_content(self, role: str, content: str) -> str | list[Message]:
+        if self._prints_form(role, "items"):
             return [{"type": "text", "text": content}]
-        if self._prints(role, "text") is None:
+        if self._prints_form(role, "text") is None:
             return content  # the template itself says why it takes no such message
         raise TemplateError(
             f"the chat template prints nothing of a message of role {role!r}, neither of text nor "
             "of a list of content items: use another role, or another template"
         )
 
-    def _only_text(self, role: str) -> bool:
-        return self._prints(role, "items") is not True and self._prints(role, "text") is True
+    def _takes_only_text(self, role: str) -> bool:
+        return (
+            self._prints_form(role, "items") is not True and self._prints_form(role, "text") is True
+        )
 
-    def _prints(self, role: str, form: Form) -> bool | None:
+    def _prints_form(self, role: str, form: Form) -> bool | None:
         """Return whether a content of this form is printed; None: the template refuses to say."""
-        if (role, form) not in self._takes:
+        if (role, form) not in self._printed_forms:
             # A template that needs this very answer to be tried gets the message as it is.
-            self._takes[role, form] = None
-            self._takes[role, form] = self._try(role, _WORD if form == "text" else _ITEMS)
-        return self._takes[role, form]
+            self._printed_forms[role, form] = None
+            self._printed_forms[role, form] = self._try_form(
+                role, _WORD if form == "text" else _ITEMS
+            )
+        return self._printed_forms[role, form]
 
-    def _try(self, role: str, content: Any) -> bool | None:
-        tried = [text for around in self._around(role, content) if (text := self._said(around))]
+    def _try_form(self, role: str, content: Any) -> bool | None:
+        tried = [
+            text
+            for around in self._conversations_with(role, content)
+            if (text := self._render_or_empty(around))
+        ]
         if not tried:
             return None
         return any(_WORD in text and not any(shown in text for shown in _SHOWN) for text in tried)
 
-    def _said(self, messages: Sequence[Message]) -> str:
+    def _render_or_empty(self, messages: Sequence[Message]) -> str:
         try:
             return self._render(messages)
         except TemplateError:
             return ""
 
-    def _around(self, role: str, content: Any) -> list[list[Message]]:
+    def _conversations_with(self, role: str, content: Any) -> list[list[Message]]:
         """Return short conversations in which such a message may stand."""
         new: Message = {"role": role, "content": content}
         if role == "user":
             return [[new]]
-        ask = self._filler("user", "zqxaskzqx")
+        ask = self._filler_message("user", "zqxaskzqx")
         if role == "assistant":
             return [[ask, new]]
         if role == "tool":
-            call = self._call({"id": "zqxcall01", "type": "function", "function": _FUNCTION})
-            calls = {**self._filler("assistant", ""), "tool_calls": [call]}
+            call = self._shape_call({"id": "zqxcall01", "type": "function", "function": _FUNCTION})
+            calls = {**self._filler_message("assistant", ""), "tool_calls": [call]}
             return [[ask, calls, {**new, "tool_call_id": "zqxcall01", "name": TOOL}]]
-        return [[new, ask], [ask, self._filler("assistant", "zqxsaidzqx"), new]]
+        return [[new, ask], [ask, self._filler_message("assistant", "zqxsaidzqx"), new]]
 
-    def _filler(self, role: str, text: str) -> Message:
-        items = self._prints(role, "text") is not True and self._prints(role, "items")
+    def _filler_message(self, role: str, text: str) -> Message:
+        items = self._prints_form(role, "text") is not True and self._prints_form(role, "items")
         return {"role": role, "content": [{"type": "text", "text": text}] if items else text}
 
     # Calls.
 
-    def _call(self, call: Message) -> Message:
+    def _shape_call(self, call: Message) -> Message:
         function = call.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
             return call
@@ -116,29 +124,29 @@ class Forms:
 
     @property
     def prints_calls(self) -> bool:
-        """Whether calls are printed at all, beside an empty content."""
-        return any(_WORD in text for text in self._calls)
+        """Whether calls are printed at all, next to an empty content."""
+        return any(_WORD in text for text in self._printed_calls)
 
     def _takes_mappings(self) -> bool:
-        parsed, text = self._calls
+        parsed, text = self._printed_calls
         return (_WORD in parsed and f"'{_KEY}'" not in parsed) or f'"{_KEY}"' not in text
 
     @cached_property
-    def _calls(self) -> tuple[str, str]:
+    def _printed_calls(self) -> tuple[str, str]:
         """How a call is printed whose arguments are a mapping, and one with text."""
-        ask, said = self._filler("user", "zqxaskzqx"), []
+        ask, said = self._filler_message("user", "zqxaskzqx"), []
         for arguments in ({_KEY: _WORD}, f'{{"{_KEY}": "{_WORD}"}}'):
             function = {"name": TOOL, "arguments": arguments}
             call = {"id": "zqxcall01", "type": "function", "function": function}
-            calls = {**self._filler("assistant", ""), "tool_calls": [call]}
-            said.append(self._said([ask, calls]))
+            calls = {**self._filler_message("assistant", ""), "tool_calls": [call]}
+            said.append(self._render_or_empty([ask, calls]))
         return said[0], said[1]
 
 
 _FUNCTION: Message = {"name": TOOL, "arguments": {}}
 
 
-def _joined(role: str, content: Sequence[Any]) -> str:
+def _join_texts(role: str, content: Sequence[Any]) -> str:
     """Return a list of text items as text."""
     texts = [item.get("text") if isinstance(item, Mapping) else item for item in content]
     found = [text for text in texts if isinstance(text, str)]

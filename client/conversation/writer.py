@@ -12,23 +12,21 @@ from pydantic import PrivateAttr
 
 from rollout_worker.schemas import LogprobsOf, WeightsSpan
 
-from .buffers import FLOAT32, INT32, Column, View
-from .known import template_of
-from .media import MediaTurn, kept
-from .messages import MEDIA_KEYS, Media, Message, check_words, tool_call
-from .processing import TemplateError
-from .prompts import begin
-from .record import Conversation, Counter, Cursor, RequestState
-from .sanity import SanityCheckMode, compare
-from .seams import Turn, join
-from .streams import Rope
+from .boundaries import TurnTokens, fit_turn
+from .codec import TemplateError
+from .columns import FLOAT32, INT32, Column, ColumnView, Rope
+from .data import ConversationData, Counter, Cursor, RequestState
+from .media import MediaTurn, cut_media
+from .messages import MEDIA_KEYS, Media, Message, check_stand_in_words, parse_tool_call
+from .prompts import begin_prompt, cached_template
+from .sanity_check import SanityCheckMode, find_difference
 from .templates import Template
 
 logger = logging.getLogger(__name__)
 
 
-class Writing(Conversation):
-    """The private half of `RolloutRequest`."""
+class ConversationWriter(ConversationData):
+    """The private half of `Conversation`."""
 
     _template: tuple[Any, Template] | None = PrivateAttr(default=None)
 
@@ -37,15 +35,15 @@ class Writing(Conversation):
         state = super().__getstate__()
         return {**state, "__pydantic_private__": {"_template": None}}
 
-    def _begin(self, processing_class: Any, ids: Sequence[int] | None) -> None:
+    def _begin_conversation(self, processing_class: Any, ids: Sequence[int] | None) -> None:
         limit = min(self.max_prompt_len, self.max_model_len)
-        begun = begin(
-            self._with(processing_class), self.messages, self.multi_modal_data,
+        begun = begin_prompt(
+            self._template_for(processing_class), self.messages, self.multi_modal_data,
             self.mm_processor_kwargs, ids, limit, self.overlong_prompt,
         )  # fmt: skip
         counts = {key: len(items) for key, items in self.multi_modal_data.items()}
-        rope = self._rope(self._with(processing_class), begun.ids, begun.inputs)
-        self._write(begun.ids, begun.inputs, counts, rope)
+        rope = self._rope_positions(self._template_for(processing_class), begun.ids, begun.inputs)
+        self._append_tokens(begun.ids, begun.inputs, counts, rope)
         self.streams.append(begun.generation)
         self.streams.prompt = len(self.streams)
         self.prompt_cut = begun.cut
@@ -53,9 +51,11 @@ class Writing(Conversation):
             tokens=len(begun.ids), messages=len(self.messages), opened=len(begun.generation)
         )
 
-    def _with(self, processing_class: Any) -> Template:
+    def _template_for(self, processing_class: Any) -> Template:
         if self._template is None or self._template[0] is not processing_class:
-            template = template_of(processing_class, self.tool_schemas, self.chat_template_kwargs)
+            template = cached_template(
+                processing_class, self.tool_schemas, self.chat_template_kwargs
+            )
             self._template = processing_class, template
         return self._template[1]
 
@@ -80,40 +80,40 @@ class Writing(Conversation):
                 f"got {kind!r} logprobs after {self.logprobs_of!r} ones: use one kind per request"
             )
 
-    def _count(self, counter: Counter, count: int = 1) -> None:
+    def _count_event(self, counter: Counter, count: int = 1) -> None:
         if count:
             self.counters[counter] = self.counters.get(counter, 0) + count
 
-    def _add(self, processing_class: Any, found: list[tuple[Message, Media]]) -> None:
+    def _add_group(self, processing_class: Any, found: list[tuple[Message, Media]]) -> None:
         """Append messages after the last turn, or together with those since the last answer."""
         self._check_open()
-        template = self._with(processing_class)
+        template = self._template_for(processing_class)
         group = [message for message, _ in found]
         media = {key: [i for _, items in found for i in items[key]] for key in MEDIA_KEYS}
         history, since, items = self.messages, self.cursor.messages, media
         end, unclosed = len(self.streams) - self.cursor.opened, self.cursor.unclosed
         turn = None
-        if len(history) == since or template.splits(history, group):
-            turn = template.turn(history, group, media, self.mm_processor_kwargs)
+        if len(history) == since or template.can_split(history, group):
+            turn = template.encode_turn(history, group, media, self.mm_processor_kwargs)
         again = len(history) > since and (turn is None or turn.merged)
         if turn is None or again:
             history, group = history[:since], [*history[since:], *group]
-            items = {key: self._pending(key) + media[key] for key in MEDIA_KEYS}
+            items = {key: self._pending_media(key) + media[key] for key in MEDIA_KEYS}
             end, unclosed = self.cursor.tokens, self.cursor.sampled
-            turn = template.turn(history, group, items, self.mm_processor_kwargs)
-        removed = self._fit(template, turn, end, unclosed)
-        rope = self._rope(template, turn.body, turn.inputs)
+            turn = template.encode_turn(history, group, items, self.mm_processor_kwargs)
+        removed = self._fit_turn(template, turn, end, unclosed)
+        rope = self._rope_positions(template, turn.body, turn.inputs)
         # Nothing below raises: the request takes the whole turn or stays unchanged.
         if again:
             self.media = [m for m in self.media if m.start < end]
-            self._count("regroups")
-        self._cut(end - removed)
+            self._count_event("regroups")
+        self._cut_tokens(end - removed)
         if unclosed:
             self.cursor.tokens = len(self.streams)
         self.streams.append(turn.close)
         counts = {key: len(values) for key, values in items.items()}
-        self._write(turn.body, turn.inputs, counts, rope)
-        self._tell(turn, removed)
+        self._append_tokens(turn.body, turn.inputs, counts, rope)
+        self._count_turn(turn, removed)
         self.cursor.unclosed = False
         for key in MEDIA_KEYS:
             self.multi_modal_data[key] += media[key]
@@ -121,73 +121,75 @@ class Writing(Conversation):
 
     def _add_text(self, processing_class: Any, message: Message) -> None:
         """Append an answer given as text, after the generation prompt."""
-        check_words(message)
-        template = self._with(processing_class)
-        turn = template.reply(self.messages, message)
-        self._open(template)
+        check_stand_in_words(message)
+        template = self._template_for(processing_class)
+        turn = template.encode_reply(self.messages, message)
+        self._open_turn(template)
         if turn.header:
-            self._cut(len(self.streams) - self.cursor.opened)
+            self._cut_tokens(len(self.streams) - self.cursor.opened)
         self.streams.append(turn.body[: turn.header])
         self.streams.append(turn.body[turn.header :], loss=True)
         turn.close = []
-        self._tell(turn, 0)
-        self._answered(message, None, sampled=False)
+        self._count_turn(turn, 0)
+        self._append_answer(message, None, sampled=False)
 
-    def _open(self, template: Template) -> None:
+    def _open_turn(self, template: Template) -> None:
         """Open the assistant's turn if it is not open yet."""
         if self.cursor.opened:
             return
         generation = template.generation_prompt(self.messages)
         if self.cursor.unclosed:
-            turn = template.closing(self.messages)
-            removed = self._fit(template, turn, len(self.streams), unclosed=True)
-            self._cut(len(self.streams) - removed)
+            turn = template.encode_closing(self.messages)
+            removed = self._fit_turn(template, turn, len(self.streams), unclosed=True)
+            self._cut_tokens(len(self.streams) - removed)
             self.streams.append(turn.close)
-            self._tell(turn, removed)
+            self._count_turn(turn, removed)
             self.cursor.unclosed = False
         self.streams.append(generation)
         self.cursor.opened = len(generation)
 
-    def _rendered(self, template: Template) -> View[int]:
+    def _render_ids(self, template: Template) -> ColumnView[int]:
         """Return the ids of all messages as the template prints them now, for an answer."""
         text = template.render(self.messages, generation_prompt=True)
         ids, _ = template.codec.encode_media(text, self.multi_modal_data, self.mm_processor_kwargs)
-        self._count("full_renders")
+        self._count_event("full_renders")
         return Column(INT32, ids).view()
 
-    def _answered(self, message: Message, stopped: int | None, sampled: bool) -> None:
+    def _append_answer(self, message: Message, stopped: int | None, sampled: bool) -> None:
         self.messages.append(message)
         self.cursor = Cursor(
             tokens=len(self.streams), messages=len(self.messages), sampled=sampled,
             unclosed=sampled, stopped=stopped,
         )  # fmt: skip
 
-    def _fit(self, template: Template, turn: Turn, end: int, unclosed: bool) -> int:
+    def _fit_turn(self, template: Template, turn: TurnTokens, end: int, unclosed: bool) -> int:
         """Fit a turn to the ids before `end`; return how many of those must be removed."""
         if not unclosed:
             turn.close = []
             return 0
         tail = self.streams.ids.data[max(0, end - len(turn.close) - 1) : end]
-        return join(tail, turn, template.codec.special_ids, template.ends, self.cursor.stopped)
+        return fit_turn(
+            tail, turn, template.codec.special_ids, template.end_ids, self.cursor.stopped
+        )
 
-    def _cut(self, length: int) -> None:
+    def _cut_tokens(self, length: int) -> None:
         self.streams.cut(length)
         self.cursor.opened = 0
 
-    def _tell(self, turn: Turn, removed: int) -> None:
-        self._count("full_renders", turn.full)
-        self._count("history_rewrites", turn.rewritten)
-        self._count("seam_merges", turn.merged)
-        self._count("boundary_tokens_added", len(turn.close))
-        self._count("boundary_tokens_removed", removed)
+    def _count_turn(self, turn: TurnTokens, removed: int) -> None:
+        self._count_event("full_renders", turn.full)
+        self._count_event("history_rewrites", turn.rewritten)
+        self._count_event("seam_merges", turn.merged)
+        self._count_event("boundary_tokens_added", len(turn.close))
+        self._count_event("boundary_tokens_removed", removed)
 
-    def _rope(
+    def _rope_positions(
         self, template: Template, ids: Sequence[int], inputs: Mapping[str, Any]
     ) -> Rope | None:
-        layout = template.codec.rope
+        layout = template.codec.rope_layout
         return layout.positions(ids, inputs) if layout else None
 
-    def _write(
+    def _append_tokens(
         self,
         ids: Sequence[int],
         inputs: dict[str, Any],
@@ -200,7 +202,7 @@ class Writing(Conversation):
             turn = MediaTurn(start=start, end=len(self.streams), inputs=inputs, counts=counts)
             self.media.append(turn)
 
-    def _pending(self, key: str) -> list[Any]:
+    def _pending_media(self, key: str) -> list[Any]:
         """Media of the messages since the last answer."""
         count = sum(m.counts.get(key, 0) for m in self.media if m.start >= self.cursor.tokens)
         items: list[Any] = self.multi_modal_data[key]
@@ -208,27 +210,28 @@ class Writing(Conversation):
 
     # Ending.
 
-    def _truncate(self) -> None:
+    def _truncate_tokens(self) -> None:
         limit = min(self.max_model_len, self.streams.prompt + self.max_response_len)
         length = len(self.streams)
         if length <= limit:
             return
-        rest = kept(self.media, self.multi_modal_data, limit)
-        self.media, self.multi_modal_data = rest.turns, rest.data
-        self.streams.cut(rest.length)
-        self.truncated_tokens = length - rest.length
+        self.media, self.multi_modal_data, kept = cut_media(
+            self.media, self.multi_modal_data, limit
+        )
+        self.streams.cut(kept)
+        self.truncated_tokens = length - kept
 
-    def _check(self, processing_class: Any) -> None:
+    def _check_messages(self, processing_class: Any) -> None:
         if self.tokenization_sanity_check_mode is SanityCheckMode.DISABLE:
             return
-        self.difference = self._difference(self._with(processing_class))
+        self.difference = self._find_difference(self._template_for(processing_class))
         if self.difference:
             logger.warning(
                 "request %r, %s: %s", self.request_id, self.tokenization_sanity_check_mode,
                 self.difference,
             )  # fmt: skip
 
-    def _difference(self, template: Template) -> str | None:
+    def _find_difference(self, template: Template) -> str | None:
         try:
             text = template.render(self.messages)
             ids, inputs = template.codec.encode_media(
@@ -239,7 +242,7 @@ class Writing(Conversation):
         if self.prompt_cut:
             start, count = self.prompt_cut
             del ids[start : start + count]
-        found = compare(
+        found = find_difference(
             self.streams.ids.data,
             array(INT32, ids),
             self.streams.sampled.data,
@@ -251,13 +254,13 @@ class Writing(Conversation):
         return str(found) if found else _media_difference(self.multi_modal_inputs, inputs)
 
 
-def answer(content: str, calls: Sequence[Any] | None, more: Mapping[str, Any]) -> Message:
+def answer_message(content: str, calls: Sequence[Any] | None, more: Mapping[str, Any]) -> Message:
     """Return an assistant message."""
     found = {"role": "assistant", "content": content, **more}
-    return found | ({"tool_calls": [tool_call(call) for call in calls]} if calls else {})
+    return found | ({"tool_calls": [parse_tool_call(call) for call in calls]} if calls else {})
 
 
-def finite(logprobs: Sequence[float], count: int) -> array[float]:
+def checked_logprobs(logprobs: Sequence[float], count: int) -> array[float]:
     """Return logprobs as a buffer, checked.
 
     Raises:
@@ -272,7 +275,7 @@ def finite(logprobs: Sequence[float], count: int) -> array[float]:
     return values
 
 
-def cover(weights: Sequence[WeightsSpan], count: int) -> None:
+def check_spans(weights: Sequence[WeightsSpan], count: int) -> None:
     """Check that spans, if given, cover `[0, count)`.
 
     Raises:

@@ -1,0 +1,36 @@
+"""A multi-turn `Conversation`: its ids, masks, logprobs and weights.
+
+Bottom up: `columns` (one column per quantity), `messages`, `media`, `codec` (tokenizers and
+processors), `examples` (short stand-ins for a conversation), `boundaries` (a turn behind the ids
+before it), `content_forms` (the form in which a template accepts contents and calls), `templates`
+(what a turn adds), `prompts` (the first turn), `sanity_check`, `data` (the fields), `writer` and
+`conversation` (the operations), `batch` (tensors for a trainer). Nothing imports torch until a
+tensor is needed.
+"""
+
+from .batch import RolloutBatch, from_batch, to_batch
+from .codec import TemplateError
+from .conversation import Conversation
+from .data import FinishReason, RequestState
+from .messages import ToolResponse
+from .prompts import OverlongPrompt, PromptTooLong
+from .sanity_check import Difference, SanityCheckMode
+
+RolloutRequest = Conversation
+"""The name under which `rollout_worker.schemas` exports it."""
+
+__all__ = [
+    "Conversation",
+    "Difference",
+    "FinishReason",
+    "OverlongPrompt",
+    "PromptTooLong",
+    "RequestState",
+    "RolloutBatch",
+    "RolloutRequest",
+    "SanityCheckMode",
+    "TemplateError",
+    "ToolResponse",
+    "from_batch",
+    "to_batch",
+]

@@ -1,0 +1,307 @@
+"""What a chat template adds for a turn, without rendering the conversation again.
+
+A turn is rendered after a short example of its conversation (`examples`), and the text that it
+adds is tokenized alone (`boundaries`). What it adds begins where the stand-in's own words end, so that
+it does not matter what the template prints otherwise before them once a turn follows. Whether that
+is what the template does in a longer conversation, too, is tried once for every shape of example;
+where it is not, the whole conversation is rendered, and the turn says so. Nothing here knows a
+model's name: families differ only in what their templates answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from . import examples
+from .boundaries import BoundaryTokenizer, TurnTokens, common_length
+from .codec import Codec, TemplateError
+from .content_forms import ContentForms
+from .messages import STAND_IN, Media, Message
+
+_MOST_TEXTS = 32
+
+
+class Prompt(NamedTuple):
+    """Ids of a first render, those of its generation prompt, and the tensors of its media."""
+
+    ids: list[int]
+    generation: list[int]
+    inputs: dict[str, Any]
+
+
+class _SplitTurn(NamedTuple):
+    """What a group adds after `before`; `close` is the end of `before` that ends an answer."""
+
+    before: str
+    close: str
+    added: str
+    rewritten: bool
+
+    def is_real(self) -> bool:
+        """Return whether nothing in it stands for a message before it, as a moved one would."""
+        return not STAND_IN.search(self.close + self.added)
+
+
+class Template:
+    """The chat template of a tokenizer or processor for one set of tools and options."""
+
+    def __init__(
+        self, codec: Codec, tools: Sequence[Message] | None, options: Mapping[str, Any]
+    ) -> None:
+        self.codec, self.tools, self.options = codec, tools, options
+        self._forms = ContentForms(lambda messages: codec.render(messages, tools, options))
+        self._example_texts: dict[str, str] = {}
+        self._closing_ids: dict[str, list[int]] = {}
+        self._generation_ids: dict[tuple[str, ...], list[int] | None] = {}
+        self._trailers: dict[str, str] = {}
+        self._trusted: dict[tuple[tuple[str, ...], ...], bool] = {}
+        self.boundaries = BoundaryTokenizer(codec)
+
+    def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
+        """Return the text of messages, in the form in which the template takes them."""
+        shaped = [self._forms.shape_message(message) for message in messages]
+        return self.codec.render(
+            shaped, self.tools, self.options, generation_prompt=generation_prompt
+        )
+
+    def encode_prompt(
+        self, messages: Sequence[Message], media: Media, mm: Mapping[str, Any]
+    ) -> Prompt:
+        """Render and tokenize a conversation's beginning."""
+        text, opened = self._render_body(messages), self.render(messages, generation_prompt=True)
+        if not opened.startswith(text):
+            ids, inputs = self.codec.encode_media(opened, media, mm)
+            return Prompt(ids, [], inputs)
+        ids, inputs = self.codec.encode_media(text, media, mm)
+        generation, _ = self.boundaries.encode(text, opened[len(text) :])
+        return Prompt(ids, generation, inputs)
+
+    def generation_prompt(self, history: Sequence[Message]) -> list[int]:
+        """Return the ids that open the assistant's turn; none if the template has none."""
+        example = self._example(history)
+        shape = examples.message_kinds(example)
+        if shape not in self._generation_ids:
+            text, more = self._generation_text(example), examples.longer_example(example)
+            same = (more == example or self._generation_text(more) == text) and not STAND_IN.search(
+                text
+            )
+            self._generation_ids[shape] = self._encode_generation(example, text) if same else None
+        found = self._generation_ids[shape]
+        return (
+            self._encode_generation(history, self._generation_text(history))
+            if found is None
+            else found
+        )
+
+    def _generation_text(self, messages: Sequence[Message]) -> str:
+        text, opened = self._render_body(messages), self.render(messages, generation_prompt=True)
+        if not opened.startswith(text):
+            kind = examples.message_kind(messages[-1])
+            raise TemplateError(f"the generation prompt after {kind!r} does not end the text")
+        return opened[len(text) :]
+
+    def _encode_generation(self, messages: Sequence[Message], text: str) -> list[int]:
+        return self.boundaries.encode(self._render_body(messages), text)[0]
+
+    def can_split(self, history: Sequence[Message], group: Sequence[Message]) -> bool:
+        """Return whether a group can be rendered after messages that have no answer yet."""
+        example = self._example(history, group)
+        if not self._is_trusted(example, group):
+            return False
+        split = self._split_turn(example, examples.stand_in_group(group))
+        return split is not None and not split.rewritten
+
+    # A turn.
+
+    def encode_turn(
+        self, history: Sequence[Message], group: Sequence[Message], media: Media,
+        mm: Mapping[str, Any],
+    ) -> TurnTokens:  # fmt: skip
+        """Return what messages of user, tool or system add to a conversation.
+
+        Raises:
+            TemplateError: The template refuses them, prints nothing of them,
+                or prints the earlier conversation differently.
+        """
+        example = self._example(history, group)
+        split = self._split_turn(example, group) if self._is_trusted(example, group) else None
+        full = split is None or not split.is_real()
+        if full:
+            split = self._split_turn(
+                self._with_call_contents(examples.with_stand_in_end(history)), group
+            )
+        if split is None or not split.is_real():
+            raise TemplateError(
+                f"the chat template can't continue {history[-1]['role']!r} with "
+                f"{group[0]['role']!r}: it prints the conversation before it anew"
+            )
+        before = examples.with_real_end(split.before, history[-1])
+        return self._encode_split(split._replace(before=before), media, mm, full=full)
+
+    def encode_reply(self, history: Sequence[Message], message: Message) -> TurnTokens:
+        """Return what an assistant's message given as text adds after the generation prompt."""
+        generation = self.generation_prompt(history)
+        for short, full in ((self._example(history), False), (history, True)):
+            opened, plain = self.render(short, generation_prompt=True), self._render_body(short)
+            whole = self._render_body([*short, message])
+            for before in (opened, plain):
+                added = whole[len(before) :]
+                if whole.startswith(before) and not STAND_IN.search(added):
+                    body, clean = self.boundaries.encode(before, added)
+                    header = 0 if before is opened else common_length(body, generation)
+                    return TurnTokens(body=body, merged=not clean, full=full, header=header)
+        raise TemplateError("the chat template prints the conversation anew before an answer")
+
+    def encode_closing(self, history: Sequence[Message]) -> TurnTokens:
+        """Return what closes the last answer when another answer follows directly."""
+        example = self._example(history)
+        text = self._render_body(example)
+        end = examples.end_of_words(text, example[-1])
+        tail = text[end:] if end >= 0 else ""
+        return TurnTokens(close=self.codec.encode(self._closing_text(example[-1], tail)))
+
+    def _encode_split(
+        self, split: _SplitTurn, media: Media, mm: Mapping[str, Any], *, full: bool = False
+    ) -> TurnTokens:
+        if split.close not in self._closing_ids:
+            self._closing_ids[split.close] = self.codec.encode(split.close)
+        turn = TurnTokens(
+            list(self._closing_ids[split.close]), full=full, rewritten=split.rewritten
+        )
+        if any(media.values()):
+            turn.body, turn.inputs = self.codec.encode_media(split.added, media, mm)
+        else:
+            turn.body, clean = self.boundaries.encode(split.before, split.added)
+            turn.merged = not clean
+        return turn
+
+    # Windows.
+
+    def _example(self, history: Sequence[Message], group: Sequence[Message] = ()) -> list[Message]:
+        return self._with_call_contents(examples.example_of(history, group))
+
+    def _with_call_contents(self, example: list[Message]) -> list[Message]:
+        return example if self._forms.prints_calls else examples.with_call_contents(example)
+
+    def _split_turn(
+        self, example: Sequence[Message], group: Sequence[Message]
+    ) -> _SplitTurn | None:
+        """Return what a group adds after an example; None: it changes how the example is printed."""
+        last = example[-1]
+        before, after = self._cached_body(example), self._render_body([*example, *group])
+        i, j = examples.end_of_words(before, last), examples.end_of_words(after, last)
+        if i < 0 or j < 0:
+            return None
+        mine, theirs = before[i:], after[j:]
+        answered = last["role"] == "assistant"
+        if not theirs.startswith(mine):
+            if not answered:
+                return None
+            mine = self.boundaries.shared_beginning(mine, theirs)
+        kept = examples.end_before_answer(before[:i]) if answered else i
+        rewritten = before[:kept] != after[:kept]
+        return _SplitTurn(
+            before[:i] + mine, self._closing_text(last, mine), theirs[len(mine) :], rewritten
+        )
+
+    def _render_body(self, messages: Sequence[Message]) -> str:
+        """Return the text of messages without what only ends a text that nothing follows."""
+        text, kind = self.render(messages), examples.message_kind(messages[-1])
+        if kind not in self._trailers:
+            opened = self.render(messages, generation_prompt=True)
+            if not opened.startswith(text):
+                self._trailers[kind] = text[len(self.boundaries.shared_beginning(text, opened)) :]
+            else:
+                self._trailers[kind] = (
+                    self._unasked_opening(kind) if kind in ("assistant", "calls") else ""
+                )
+        return text.removesuffix(self._trailers[kind])
+
+    def _unasked_opening(self, kind: str) -> str:
+        """Return the next answer's beginning, where a template prints that unasked (Command A)."""
+        example = self._with_call_contents(examples.example_ending_with(kind))
+        group = examples.group_of_role("tool" if kind == "calls" else "user")
+        with suppress(TemplateError):
+            texts = self.render(example), self.render([*example, *group])
+            mine, theirs = (t[max(0, examples.end_of_words(t, example[-1])) :] for t in texts)
+            return mine[len(self.boundaries.shared_beginning(mine, theirs)) :]
+        return ""
+
+    def _cached_body(self, example: Sequence[Message]) -> str:
+        """Return an example's text; calls without ids of their own make the same example again."""
+        key = json.dumps(example, default=repr)
+        if key not in self._example_texts:
+            if len(self._example_texts) >= _MOST_TEXTS:
+                self._example_texts.clear()
+            self._example_texts[key] = self._render_body(example)
+        return self._example_texts[key]
+
+    def _closing_text(self, last: Message, tail: str) -> str:
+        """Return the end of a text that the template, not the assistant, wrote after an answer.
+
+        Args:
+            last: The message that ends it.
+            tail: The text after its own words.
+        """
+        kind = examples.message_kind(last)
+        if kind == "calls":
+            own = self.boundaries.shared_end(self._own_closing_text, tail)
+            return max(own, self.boundaries.last_special(tail), key=len)
+        return tail if kind == "assistant" else ""
+
+    @cached_property
+    def _own_closing_text(self) -> str:
+        return self._render_body(examples.PLAIN).rpartition(examples.MARK)[2]
+
+    @cached_property
+    def plain_close(self) -> str:
+        """What the template writes after an answer that nothing follows."""
+        return self.render(examples.PLAIN).rpartition(examples.MARK)[2]
+
+    def _is_trusted(self, example: Sequence[Message], group: Sequence[Message]) -> bool:
+        """Return whether an example stands for longer conversations; tried once for each shape."""
+        key = examples.message_kinds(example), examples.message_kinds(group)
+        if key not in self._trusted:
+            self._trusted[key] = self._try_example(example, examples.stand_in_group(group))
+        return self._trusted[key]
+
+    def _try_example(self, example: Sequence[Message], group: Sequence[Message]) -> bool:
+        short = None
+        with suppress(TemplateError):
+            short = self._split_turn(example, group)
+        if short is None:
+            return False
+        rest = short.added
+        for message in group:
+            if message["content"] not in rest:
+                raise TemplateError(
+                    f"the chat template prints nothing of a message of role {message['role']!r} "
+                    f"behind one of role {example[-1]['role']!r}"
+                )
+            rest = rest.replace(message["content"], "")
+        if not short._replace(added=rest).is_real():
+            return False
+        more = examples.longer_example(example)
+        try:
+            long = short if more == example else self._split_turn(more, group)
+        except TemplateError:
+            return True  # there are no such conversations
+        return long is not None and (long.close, long.added) == (short.close, short.added)
+
+    # Which tokens end a turn.
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """Ids with which a policy ends its turn: EOS, the template's own, the next turn's first."""
+        found = set(self.codec.eos_ids)
+        for last, new in (("assistant", "user"), ("calls", "tool")):
+            example = self._with_call_contents(examples.example_ending_with(last))
+            with suppress(TemplateError):
+                if split := self._split_turn(example, examples.group_of_role(new)):
+                    token = self.boundaries.first_special(split.close or split.added)
+                    found |= {self.codec.special_tokens[token]} if token else set()
+        return frozenset(found)
